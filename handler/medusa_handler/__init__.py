@@ -1,0 +1,1 @@
+"""The contract with user code and the server that calls it."""

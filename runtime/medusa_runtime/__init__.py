@@ -1,0 +1,1 @@
+"""The cold start: fetch, load, run. Knows nothing of HTTP, platforms or user code."""

@@ -1,0 +1,141 @@
+"""Settings of an instance: frozen, and read from the environment in one place.
+
+Precedence: flag, environment, default. ``auto`` is resolved once, into a new object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
+
+from .errors import ConfigError
+
+ENGINES = ("torch", "vllm")
+PLATFORMS = ("auto", "local", "knative", "openfaas", "sagemaker")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything ``medusa serve`` can be told. Each field has a flag and an environment twin (see OPTIONS)."""
+
+    model: str | None = None
+    handler: str | None = None
+    engine: str = "torch"
+    platform: str = "auto"
+    state: str | None = None
+    served_model_name: str | None = None
+    host: str = "0.0.0.0"
+    port: int = 8080
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_concurrency: int = 64
+    max_waiting: int = 256
+    max_batched_tokens: int = 2048
+    kv_cache_mb: int | None = None
+    threads: int | None = None
+    connections: int | None = None
+    memory_limit_mb: int | None = None
+    heartbeat_s: float = 10.0
+    hold_s: float = 600.0
+    drain_s: float = 30.0
+    max_body_mb: int = 32
+    log_level: str = "info"
+
+
+class Option(NamedTuple):
+    """A setting's environment variables (first one wins), how its text is read, and what it is for."""
+
+    field: str
+    variables: tuple[str, ...]
+    parse: Callable[[str], Any]
+    help: str
+
+
+def _text(value: str) -> str:
+    return value
+
+
+def _positive(value: str) -> int:
+    number = int(value)
+    if number <= 0:
+        raise ValueError("a whole number above 0")
+    return number
+
+
+def _port(value: str) -> int:
+    number = int(value)
+    if not 0 <= number <= 65535:
+        raise ValueError("a port between 0 and 65535")
+    return number
+
+
+def _seconds(value: str) -> float:
+    number = float(value.removesuffix("s"))
+    if not 0 <= number < float("inf"):
+        raise ValueError("seconds, 0 or more")
+    return number
+
+
+def _one_of(*accepted: str) -> Callable[[str], str]:
+    def parse(value: str) -> str:
+        if value not in accepted:
+            raise ValueError("one of " + ", ".join(accepted))
+        return value
+
+    return parse
+
+
+OPTIONS = (
+    Option("model", ("MEDUSA_MODEL",), _text, "checkpoint: a folder, file, http(s)://, s3:// or any fsspec URL"),
+    Option("handler", ("MEDUSA_HANDLER",), _text, "user code as file.py:name or module:name"),
+    Option("engine", ("MEDUSA_ENGINE",), _one_of(*ENGINES), "torch (fast start) or vllm (throughput)"),
+    Option("platform", ("MEDUSA_PLATFORM",), _one_of(*PLATFORMS), "whose protocol to speak"),
+    Option("state", ("MEDUSA_STATE",), _text, "where the state bundle lies (default: beside the weights)"),
+    Option("served_model_name", ("MEDUSA_SERVED_MODEL_NAME",), _text, "the model's name in the OpenAI routes"),
+    Option("host", ("MEDUSA_HOST",), _text, "address to bind"),
+    Option("port", ("PORT",), _port, "port to bind; 0 takes a free one"),
+    Option("dtype", ("MEDUSA_DTYPE",), _one_of(*DTYPES), "type to compute in; auto is the checkpoint's own"),
+    Option("max_model_len", ("MEDUSA_MAX_MODEL_LEN",), _positive, "longest prompt plus completion, in tokens"),
+    Option("max_concurrency", ("MEDUSA_MAX_CONCURRENCY",), _positive, "requests served at the same time"),
+    Option("max_waiting", ("MEDUSA_MAX_WAITING",), _positive, "requests that may wait; more get 429"),
+    Option("max_batched_tokens", ("MEDUSA_MAX_BATCHED_TOKENS",), _positive, "tokens of one forward pass (prefill chunk)"),
+    Option("kv_cache_mb", ("MEDUSA_KV_CACHE_MB",), _positive, "size of the KV cache; default: from free memory"),
+    Option("threads", ("MEDUSA_THREADS",), _positive, "compute threads; default: the container's CPUs"),
+    Option("connections", ("MEDUSA_CONNECTIONS",), _positive, "connections to the store; default: measured"),
+    Option("memory_limit_mb", ("MEDUSA_MEMORY_LIMIT_MB",), _positive, "memory to stay within; default: the container's"),
+    Option("heartbeat_s", ("MEDUSA_HEARTBEAT",), _seconds, "seconds of silence after which a stream gets a comment"),
+    Option("hold_s", ("MEDUSA_HOLD",), _seconds, "how long a request waits for the model"),
+    Option("drain_s", ("MEDUSA_DRAIN",), _seconds, "how long running requests may go on after SIGTERM"),
+    Option("max_body_mb", ("MEDUSA_MAX_BODY_MB",), _positive, "largest request body"),
+    Option("log_level", ("MEDUSA_LOG_LEVEL",), _one_of("debug", "info", "warning", "error"), "how much to log"),
+)
+
+
+def parse_option(option: Option, text: str, source: str) -> Any:
+    """The value of one option; ConfigError names where it came from, the value, and the accepted form."""
+    try:
+        return option.parse(text)
+    except ValueError as error:
+        accepted = str(error) if "invalid literal" not in str(error) and "could not convert" not in str(error) else "a number"
+        raise ConfigError(f"{source}={text!r} cannot be used: expected {accepted}") from None
+
+
+def from_env(environ: Mapping[str, str], **flags: Any) -> Settings:
+    """Settings from the environment, under flags that are not None (already parsed, or text)."""
+    known = {field.name for field in fields(Settings)}
+    settings = Settings()
+    for option in OPTIONS:
+        assert option.field in known
+        given = flags.get(option.field)
+        if given is not None:
+            flag = "--" + option.field.replace("_", "-")
+            value = parse_option(option, given, flag) if isinstance(given, str) else given
+            settings = replace(settings, **{option.field: value})
+            continue
+        for variable in option.variables:
+            if environ.get(variable):
+                settings = replace(settings, **{option.field: parse_option(option, environ[variable], variable)})
+                break
+    return settings

@@ -1,0 +1,99 @@
+"""What every engine offers, and the values that cross the socket between function process and engine process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Event
+from typing import Any, NamedTuple, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample; names and defaults are vLLM's. ``temperature=0`` is greedy. ``logprobs`` counts alternatives."""
+
+    max_tokens: int | None = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    logit_bias: dict[int, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One sequence to continue: ``prompt`` is text or token ids. ``id`` is unique among the running requests."""
+
+    id: str
+    prompt: str | tuple[int, ...]
+    params: SamplingParams
+    add_special_tokens: bool = True
+
+
+class TokenLogprob(NamedTuple):
+    """A sampled token, its log-probability, and the most likely alternatives as (id, text, logprob)."""
+
+    token_id: int
+    text: str
+    logprob: float
+    top: tuple[tuple[int, str, float], ...] = ()
+
+
+class Delta(NamedTuple):
+    """What one step added to a request. The last delta has a ``finish_reason``: stop, length, cancelled or error."""
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    error: tuple[str, str] | None = None  # (code, message) of a MedusaError, with finish_reason "error"
+
+
+class EngineInfo(NamedTuple):
+    """What the function process must know of the model an engine runs."""
+
+    engine: str
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    kv_tokens: int  # how many tokens fit into the KV cache
+
+
+class Engine(Protocol):
+    """Continuous batching over one model. ``run`` belongs to one thread; ``add``, ``cancel``, ``stats`` to any."""
+
+    info: EngineInfo
+
+    def add(self, request: GenerateRequest, sink: Callable[[Delta], None]) -> None:
+        """Queue a request; its deltas go to ``sink``, in order, from the thread of ``run``.
+
+        Raises RequestError (too long, bad parameter) and OverloadedError (queue full) at once.
+        """
+
+    def cancel(self, request_id: str) -> None:
+        """Stop a request and free its KV blocks; unknown ids are ignored."""
+
+    def run(self, stop: Event) -> None:
+        """Serve until ``stop`` is set. Returns or raises only when the engine as a whole is done or broken."""
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers for /metrics: running, waiting, kv_tokens_used, prompt_tokens_total, generated_tokens_total."""
+
+    def close(self) -> None: ...

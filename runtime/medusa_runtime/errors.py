@@ -1,0 +1,112 @@
+"""The errors of medusa-runtime.
+
+MedusaError
+├── ConfigError                 Config.Invalid           a flag, variable or file has a bad value
+│   └── MissingPackageError     Config.MissingPackage    an optional package is needed; the message is the install command
+├── StorageError                Storage.Failed           an object store did not answer as it should
+│   ├── UnreachableError        Storage.Unreachable
+│   ├── ForbiddenError          Storage.Forbidden
+│   ├── ObjectNotFoundError     Storage.NotFound
+│   └── ObjectChangedError      Storage.Changed          the object was replaced while it was read
+├── WeightsError                Weights.Invalid          a checkpoint cannot be used
+│   ├── CorruptError            Weights.Corrupt          header, length or checksum is wrong
+│   ├── MismatchError           Weights.Mismatch         missing, unexpected or misshaped tensors
+│   └── TooLargeError           Weights.TooLarge         does not fit into the memory there is
+├── ModelError                  Model.Unsupported        no engine here knows this architecture
+├── EngineError                 Engine.Failed            the engine process failed
+│   ├── RequestError            Engine.BadRequest        a request the engine cannot serve, with the reason
+│   └── OverloadedError         Engine.Overloaded        the waiting queue is full; retry_after_s says when to try again
+└── HandlerError                Handler.Failed           user code failed
+    └── HandlerLoadError        Handler.NotFound         user code could not be imported or has no such name
+"""
+
+from __future__ import annotations
+
+
+class MedusaError(Exception):
+    """Base of every error a user can see. ``code`` is stable; the message says expected, found, and what to do."""
+
+    code = "Medusa.Failed"
+
+
+class ConfigError(MedusaError):
+    code = "Config.Invalid"
+
+
+class MissingPackageError(ConfigError):
+    code = "Config.MissingPackage"
+
+
+class StorageError(MedusaError):
+    code = "Storage.Failed"
+
+
+class UnreachableError(StorageError):
+    code = "Storage.Unreachable"
+
+
+class ForbiddenError(StorageError):
+    code = "Storage.Forbidden"
+
+
+class ObjectNotFoundError(StorageError):
+    code = "Storage.NotFound"
+
+
+class ObjectChangedError(StorageError):
+    code = "Storage.Changed"
+
+
+class WeightsError(MedusaError):
+    code = "Weights.Invalid"
+
+
+class CorruptError(WeightsError):
+    code = "Weights.Corrupt"
+
+
+class MismatchError(WeightsError):
+    code = "Weights.Mismatch"
+
+
+class TooLargeError(WeightsError):
+    code = "Weights.TooLarge"
+
+
+class ModelError(MedusaError):
+    code = "Model.Unsupported"
+
+
+class EngineError(MedusaError):
+    code = "Engine.Failed"
+
+
+class RequestError(EngineError):
+    code = "Engine.BadRequest"
+
+
+class OverloadedError(EngineError):
+    code = "Engine.Overloaded"
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class HandlerError(MedusaError):
+    code = "Handler.Failed"
+
+
+class HandlerLoadError(HandlerError):
+    code = "Handler.NotFound"
+
+
+def from_code(code: str, message: str) -> MedusaError:
+    """The error of this code, to carry an error from one process to another; an unknown code gives the base error."""
+    pending: list[type[MedusaError]] = [MedusaError]
+    while pending:
+        kind = pending.pop()
+        if kind.code == code:
+            return kind(message)
+        pending.extend(kind.__subclasses__())
+    return MedusaError(f"{code}: {message}")

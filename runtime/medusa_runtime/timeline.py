@@ -1,0 +1,71 @@
+"""What a cold start did and when, over all its processes.
+
+The timeline is an append-only memfd that every process of an instance inherits. A finished stage is one JSON line,
+written with a single ``write`` (the kernel serializes those), on CLOCK_MONOTONIC, which all processes share.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+
+class Stage(NamedTuple):
+    """One stage of a start: times are CLOCK_MONOTONIC nanoseconds; a mark has ``start_ns == end_ns``."""
+
+    name: str
+    process: str
+    start_ns: int
+    end_ns: int
+    detail: dict[str, Any]
+
+
+class Timeline:
+    """Appends stages under one process name; ``fd`` may be inherited or passed to another process."""
+
+    def __init__(self, fd: int, process: str) -> None:
+        self.fd = fd
+        self.process = process
+
+    @classmethod
+    def create(cls, process: str) -> Timeline:
+        return cls(os.memfd_create("medusa-timeline", os.MFD_CLOEXEC), process)
+
+    def named(self, process: str) -> Timeline:
+        """The same timeline, written to under another process name."""
+        return Timeline(self.fd, process)
+
+    @contextmanager
+    def stage(self, name: str, **detail: Any) -> Iterator[dict[str, Any]]:
+        """Record the body as one stage, also when it raises; what the body puts into the yielded dict is kept."""
+        start = time.monotonic_ns()
+        try:
+            yield detail
+        finally:
+            self.record(name, start, time.monotonic_ns(), **detail)
+
+    def mark(self, name: str, **detail: Any) -> None:
+        """Record a moment."""
+        now = time.monotonic_ns()
+        self.record(name, now, now, **detail)
+
+    def record(self, name: str, start_ns: int, end_ns: int, **detail: Any) -> None:
+        line = json.dumps([name, self.process, start_ns, end_ns, detail], separators=(",", ":")) + "\n"
+        os.write(self.fd, line.encode())
+
+    def stages(self) -> list[Stage]:
+        """All stages so far, by start time."""
+        data = os.pread(self.fd, os.fstat(self.fd).st_size, 0)
+        return sorted((Stage(*json.loads(line)) for line in data.splitlines()), key=lambda stage: stage.start_ns)
+
+
+def process_start_ns() -> int:
+    """CLOCK_MONOTONIC time at which this process was created (the kernel counts it in ticks of 10 ms)."""
+    with open("/proc/self/stat", "rb") as stat:
+        ticks = int(stat.read().rpartition(b")")[2].split()[19])
+    booted = time.clock_gettime_ns(time.CLOCK_BOOTTIME) - time.monotonic_ns()
+    return ticks * (10**9 // os.sysconf("SC_CLK_TCK")) - booted

@@ -1,0 +1,1 @@
+"""From a checkpoint in a store to the layers of a model."""
