@@ -93,6 +93,13 @@ class Engine(Protocol):
     def run(self, stop: Event) -> None:
         """Serve until ``stop`` is set. Returns or raises only when the engine as a whole is done or broken."""
 
+    def wait_ready(self) -> None:
+        """Block until the weights are applied; raises what made that impossible (CorruptError, MismatchError …)."""
+
+    def tokenize(self, text: str, add_special_tokens: bool) -> list[int]: ...
+
+    def detokenize(self, token_ids: list[int]) -> str: ...
+
     def stats(self) -> dict[str, Any]:
         """Numbers for /metrics: running, waiting, kv_tokens_used, prompt_tokens_total, generated_tokens_total."""
 

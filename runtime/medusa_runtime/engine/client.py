@@ -1,0 +1,290 @@
+"""The function process's end of the engine socket. Imports nothing heavy: it answers probes from t=0."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from ..errors import EngineError, MedusaError, OverloadedError, from_code
+from . import frames
+from .base import Delta, EngineInfo, GenerateRequest
+
+logger = logging.getLogger(__name__)
+
+_MOST_ATTEMPTS = 2  # a request that may itself have killed an engine is not given to a third one
+
+
+class TokenStream:
+    """The deltas of one request. Iterate, or ``get`` with a timeout; ``close`` cancels what is still running."""
+
+    def __init__(self, client: EngineClient, request: GenerateRequest) -> None:
+        self.request = request
+        self.attempts = 0
+        self.attempts_on: socket.socket | None = None  # the connection it was last sent over
+        self.started = False
+        self.incoming: queue.SimpleQueue[Delta | MedusaError] = queue.SimpleQueue()
+        self._client = client
+        self._finished = False
+
+    def get(self, timeout_s: float | None = None) -> Delta | None:
+        """The next delta, or None after ``timeout_s``. Raises RequestError, OverloadedError, EngineError."""
+        try:
+            item = self.incoming.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if isinstance(item, MedusaError):
+            self._finished = True
+            raise item
+        if item.finish_reason is not None:
+            self._finished = True
+            if item.error is not None:
+                raise from_code(*item.error)
+        return item
+
+    def __iter__(self) -> Iterator[Delta]:
+        while not self._finished:
+            delta = self.get()
+            if delta is not None:
+                yield delta
+
+    def close(self) -> None:
+        """Cancel the request unless it has finished. May be called twice."""
+        if not self._finished:
+            self._finished = True
+            self._client.cancel(self.request.id)
+
+    def __enter__(self) -> TokenStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class EngineClient:
+    """Talks to whichever engine process serves the socket at ``path``; survives the engine's crash.
+
+    Nothing is opened before the first use or ``start``, so that it can be made before a fork.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.info: EngineInfo | None = None
+        self._state = threading.Condition()
+        self._ready = False
+        self._failure: MedusaError | None = None
+        self._socket: socket.socket | None = None
+        self._streams: dict[str, TokenStream] = {}
+        self._calls: dict[str, queue.SimpleQueue[Any]] = {}
+        self._numbers = itertools.count()
+        self._thread: threading.Thread | None = None
+        self._send_lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def ready(self) -> bool:
+        """The engine is up and all weights are applied."""
+        return self._ready
+
+    def start(self) -> None:
+        """Connect in the background. Done by every other method, too."""
+        with self._state:
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._serve, name="engine-client", daemon=True)
+                self._thread.start()
+
+    def wait_ready(self, timeout_s: float | None = None) -> EngineInfo:
+        """Block until the engine has its weights. EngineError after ``timeout_s``."""
+        self.start()
+        with self._state:
+            if not self._state.wait_for(lambda: self._ready or self._failure or self._closed, timeout_s):
+                raise EngineError(f"the engine was not ready within {timeout_s} s")
+            if self._failure:
+                raise self._failure
+            if self._closed:
+                raise EngineError("the engine client is closed")
+            assert self.info is not None
+            return self.info
+
+    def generate(self, request: GenerateRequest) -> TokenStream:
+        """Send a request; before the engine is up it waits in the socket. Errors come out of the stream."""
+        self.start()
+        stream = TokenStream(self, request)
+        with self._state:
+            if self._failure:
+                raise self._failure
+            if request.id in self._streams:
+                raise EngineError(f"a request with the id {request.id!r} is running already")
+            self._streams[request.id] = stream
+            connection = self._socket
+        if connection is not None:
+            self._submit(connection, stream)
+        return stream
+
+    def cancel(self, request_id: str) -> None:
+        with self._state:
+            self._streams.pop(request_id, None)
+            connection = self._socket
+        if connection is not None:
+            self._send(connection, {"type": "cancel", "id": request_id})
+
+    def stats(self) -> dict[str, Any]:
+        """The engine's numbers; empty while there is no engine."""
+        if self.info is None:
+            return {}
+        return dict(self._call("stats", timeout_s=2.0))
+
+    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(self._call("tokenize", text=text, add_special_tokens=add_special_tokens))
+
+    def detokenize(self, token_ids: list[int]) -> str:
+        return str(self._call("detokenize", token_ids=token_ids))
+
+    def fail(self, error: MedusaError) -> None:
+        """No engine will ever come: every waiting and future request gets this error."""
+        with self._state:
+            self._failure = error
+            streams, self._streams = list(self._streams.values()), {}
+            self._state.notify_all()
+        for stream in streams:
+            stream.incoming.put(error)
+
+    def close(self) -> None:
+        with self._state:
+            self._closed = True
+            connection, self._socket = self._socket, None
+            self._state.notify_all()
+        if connection is not None:
+            _hang_up(connection)
+
+    def _call(self, method: str, timeout_s: float = 30.0, **arguments: Any) -> Any:
+        self.start()
+        call_id = f"call-{next(self._numbers)}"
+        answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        with self._state:
+            self._state.wait_for(lambda: self._socket is not None or self._failure or self._closed, timeout_s)
+            if self._failure:
+                raise self._failure
+            connection = self._socket
+            if connection is None:
+                raise EngineError("there is no engine to ask")
+            self._calls[call_id] = answer
+        try:
+            self._send(connection, {"type": "call", "id": call_id, "method": method, "arguments": arguments})
+            value = answer.get(timeout=timeout_s)
+        except queue.Empty:
+            raise EngineError(f"the engine did not answer {method!r} within {timeout_s} s") from None
+        finally:
+            with self._state:
+                self._calls.pop(call_id, None)
+        if isinstance(value, MedusaError):
+            raise value
+        return value
+
+    def _serve(self) -> None:
+        """Connect, read until the engine goes away, tell who was waiting, connect again."""
+        while not self._closed:
+            connection = socket.socket(socket.AF_UNIX)
+            try:
+                connection.connect(self.path)
+            except OSError:
+                connection.close()
+                if not os.path.exists(self.path):
+                    self.fail(EngineError("the engine's socket is gone: the instance is shutting down"))
+                    return
+                time.sleep(0.05)
+                continue
+            with self._state:
+                self._socket = connection
+                waiting = list(self._streams.values())
+                self._state.notify_all()
+            for stream in waiting:
+                self._submit(connection, stream)
+            try:
+                self._read(connection)
+            except (OSError, ValueError, KeyError, MedusaError):
+                logger.exception("the engine connection broke")
+            self._lost(connection)
+
+    def _read(self, connection: socket.socket) -> None:
+        reader = frames.FrameReader(connection)
+        while (frame := reader.read()) is not None:
+            kind = frame["type"]
+            if kind == "delta":
+                self._deliver(frames.delta_from_frame(frame))
+            elif kind == "hello":
+                with self._state:
+                    self.info = EngineInfo(**{**frame["info"], "eos_token_ids": tuple(frame["info"]["eos_token_ids"])})
+                    self._state.notify_all()
+            elif kind == "ready":
+                with self._state:
+                    self._ready = True
+                    self._state.notify_all()
+            elif kind in ("result", "error"):
+                self._answer(frame)
+
+    def _deliver(self, delta: Delta) -> None:
+        with self._state:
+            stream = self._streams.get(delta.request_id)
+            if stream is not None and delta.finish_reason is not None:
+                del self._streams[delta.request_id]
+        if stream is not None:
+            stream.started = True
+            stream.incoming.put(delta)
+
+    def _answer(self, frame: frames.Frame) -> None:
+        value = frame["value"] if frame["type"] == "result" else from_code(frame["code"], frame["message"])
+        if isinstance(value, OverloadedError):
+            value.retry_after_s = frame["retry_after_s"]
+        with self._state:
+            stream = self._streams.pop(frame["id"], None)
+            call = self._calls.get(frame["id"])
+        if stream is not None:
+            stream.incoming.put(value)
+        elif call is not None:
+            call.put(value)
+
+    def _lost(self, connection: socket.socket) -> None:
+        """The engine went away. What it had not begun goes to the next one; what it had begun is lost, and told so."""
+        connection.close()
+        error = EngineError("the engine process ended while it worked on this request; it is being restarted, try again")
+        with self._state:
+            self._socket = None
+            self.info = None
+            self._ready = False
+            lost = [s for s in self._streams.values() if s.started or s.attempts >= _MOST_ATTEMPTS]
+            for stream in lost:
+                del self._streams[stream.request.id]
+            calls = list(self._calls.values())
+        for stream in lost:
+            stream.incoming.put(error)
+        for call in calls:
+            call.put(error)
+
+    def _submit(self, connection: socket.socket, stream: TokenStream) -> None:
+        with self._send_lock:
+            if self._socket is not connection or stream.attempts_on is connection:
+                return
+            stream.attempts_on = connection
+            stream.attempts += 1
+        self._send(connection, frames.request_to_frame(stream.request))
+
+    def _send(self, connection: socket.socket, frame: frames.Frame) -> None:
+        try:
+            with self._send_lock:
+                connection.sendall(frames.pack(frame))
+        except OSError:
+            pass  # the reader notices and tells every waiting stream
+
+
+def _hang_up(connection: socket.socket) -> None:
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass

@@ -1,0 +1,111 @@
+"""Frames on the socket between function process and engine process: a length and a JSON object.
+
+No pickle: with pre-warmed engines the other side may belong to another user. The types of a frame are
+
+    client → engine   generate {id, prompt, params, add_special_tokens} · cancel {id} · call {id, method, arguments}
+    engine → client   hello {info} · ready {} · delta {…} · result {id, value} · error {id, code, message, retry_after_s}
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from typing import Any
+
+from ..errors import EngineError
+from .base import Delta, GenerateRequest, SamplingParams, TokenLogprob
+
+Frame = dict[str, Any]
+
+_LENGTH = struct.Struct("<I")
+_LARGEST_BYTES = 64 << 20
+
+
+def pack(frame: Frame) -> bytes:
+    body = json.dumps(frame, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameReader:
+    """Takes whole frames off a stream socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._buffer = bytearray()
+
+    def read(self) -> Frame | None:
+        """The next frame, or None when the other side has closed. EngineError when what came is no frame."""
+        head = self._take(_LENGTH.size)
+        if head is None:
+            return None
+        (length,) = _LENGTH.unpack(head)
+        if length > _LARGEST_BYTES:
+            raise EngineError(f"a frame of {length} bytes came over the engine socket; at most {_LARGEST_BYTES} are sent")
+        body = self._take(length)
+        if body is None:
+            return None
+        frame = json.loads(body.decode("utf-8", "surrogatepass"))
+        if not isinstance(frame, dict) or not isinstance(frame.get("type"), str):
+            raise EngineError("a frame without a type came over the engine socket")
+        return frame
+
+    def _take(self, count: int) -> bytes | None:
+        while len(self._buffer) < count:
+            try:
+                piece = self._connection.recv(1 << 18)
+            except ConnectionError:
+                return None
+            if not piece:
+                return None
+            self._buffer += piece
+        taken = bytes(self._buffer[:count])
+        del self._buffer[:count]
+        return taken
+
+
+def request_to_frame(request: GenerateRequest) -> Frame:
+    """Only parameters that differ from their defaults travel."""
+    defaults = SamplingParams()
+    params = {
+        name: value
+        for name in SamplingParams.__slots__
+        if (value := getattr(request.params, name)) != getattr(defaults, name)
+    }
+    return {
+        "type": "generate",
+        "id": request.id,
+        "prompt": request.prompt,
+        "params": params,
+        "add_special_tokens": request.add_special_tokens,
+    }
+
+
+def request_from_frame(frame: Frame) -> GenerateRequest:
+    params = dict(frame["params"])
+    for name in ("stop", "stop_token_ids"):
+        if name in params:
+            params[name] = tuple(params[name])
+    if params.get("logit_bias"):
+        params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"].items()}
+    prompt = frame["prompt"]
+    return GenerateRequest(
+        id=frame["id"],
+        prompt=prompt if isinstance(prompt, str) else tuple(prompt),
+        params=SamplingParams(**params),
+        add_special_tokens=frame["add_special_tokens"],
+    )
+
+
+def delta_to_frame(delta: Delta) -> Frame:
+    return {"type": "delta", "id": delta.request_id, "values": delta[1:]}
+
+
+def delta_from_frame(frame: Frame) -> Delta:
+    text, token_ids, logprobs, *rest = frame["values"]
+    parsed = tuple(
+        TokenLogprob(token, token_text, logprob, tuple((i, t, p) for i, t, p in top))
+        for token, token_text, logprob, top in logprobs
+    )
+    error = rest.pop()
+    return Delta(frame["id"], text, tuple(token_ids), parsed, *rest, error=tuple(error) if error else None)

@@ -1,0 +1,150 @@
+"""The engine's end of the socket: takes requests off every connection and writes their deltas back."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import socket
+import threading
+from typing import Any
+
+from ..errors import MedusaError, OverloadedError, RequestError
+from . import frames
+from .base import Delta, Engine
+
+logger = logging.getLogger(__name__)
+
+_METHODS = ("stats", "tokenize", "detokenize")
+
+
+class EngineServer:
+    """Serves one engine to any number of connections, from ``start`` until ``close``."""
+
+    def __init__(self, listener: socket.socket, engine: Engine) -> None:
+        self._listener = listener
+        self._engine = engine
+        self._connections: set[_Connection] = set()
+        self._lock = threading.Lock()
+        self._ready = False
+
+    def start(self) -> None:
+        threading.Thread(target=self._accept, name="engine-accept", daemon=True).start()
+
+    def announce_ready(self) -> None:
+        """Tell all present and future clients that the weights are applied."""
+        with self._lock:
+            self._ready = True
+            for connection in self._connections:
+                connection.send({"type": "ready"})
+
+    def close(self) -> None:
+        with self._lock:
+            for connection in tuple(self._connections):
+                connection.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                accepted, _ = self._listener.accept()
+            except OSError:
+                return
+            connection = _Connection(accepted, self._engine, self._forget)
+            with self._lock:
+                self._connections.add(connection)
+                connection.send({"type": "hello", "info": self._engine.info._asdict()})
+                if self._ready:
+                    connection.send({"type": "ready"})
+            connection.start()
+
+    def _forget(self, connection: _Connection) -> None:
+        with self._lock:
+            self._connections.discard(connection)
+
+
+class _Connection:
+    """One client: a thread reads its frames, another writes, so that a slow client never holds up the engine."""
+
+    def __init__(self, connection: socket.socket, engine: Engine, on_close: Any) -> None:
+        self._socket = connection
+        self._engine = engine
+        self._on_close = on_close
+        self._outgoing: queue.SimpleQueue[frames.Frame | None] = queue.SimpleQueue()
+        self._running: set[str] = set()
+
+    def start(self) -> None:
+        threading.Thread(target=self._read, name="engine-read", daemon=True).start()
+        threading.Thread(target=self._write, name="engine-write", daemon=True).start()
+
+    def send(self, frame: frames.Frame) -> None:
+        self._outgoing.put(frame)
+
+    def close(self) -> None:
+        self._outgoing.put(None)
+
+    def _sink(self, delta: Delta) -> None:
+        if delta.finish_reason is not None:
+            self._running.discard(delta.request_id)
+        self.send(frames.delta_to_frame(delta))
+
+    def _read(self) -> None:
+        reader = frames.FrameReader(self._socket)
+        try:
+            while (frame := reader.read()) is not None:
+                self._handle(frame)
+        except Exception:
+            logger.exception("engine connection dropped: its client sent something unreadable")
+        finally:
+            for request_id in tuple(self._running):
+                self._engine.cancel(request_id)
+            self.close()
+            self._on_close(self)
+
+    def _handle(self, frame: frames.Frame) -> None:
+        kind, request_id = frame["type"], frame.get("id")
+        try:
+            if kind == "generate":
+                request = frames.request_from_frame(frame)
+                self._running.add(request.id)
+                self._engine.add(request, self._sink)
+            elif kind == "cancel":
+                self._engine.cancel(frame["id"])
+            elif kind == "call" and frame["method"] in _METHODS:
+                value = getattr(self._engine, frame["method"])(**frame["arguments"])
+                self.send({"type": "result", "id": request_id, "value": value})
+            else:
+                raise RequestError(f"the engine knows no frame {kind!r}")
+        except MedusaError as error:
+            self._refuse(request_id, error)
+        except (KeyError, TypeError, ValueError) as error:
+            self._refuse(request_id, RequestError(f"a {kind!r} frame could not be read: {error}"))
+
+    def _refuse(self, request_id: Any, error: MedusaError) -> None:
+        self._running.discard(request_id)
+        retry_after_s = error.retry_after_s if isinstance(error, OverloadedError) else None
+        self.send(
+            {"type": "error", "id": request_id, "code": error.code, "message": str(error), "retry_after_s": retry_after_s}
+        )
+
+    def _write(self) -> None:
+        try:
+            while (frame := self._outgoing.get()) is not None:
+                pieces = [frames.pack(frame)]
+                last = False
+                # Whatever one engine step produced leaves in one system call.
+                while not last and not self._outgoing.empty():
+                    following = self._outgoing.get()
+                    if following is None:
+                        last = True
+                    else:
+                        pieces.append(frames.pack(following))
+                self._socket.sendall(b"".join(pieces))
+                if last:
+                    break
+        except OSError:
+            pass  # the reader notices the lost client and cancels its requests
+        finally:
+            try:
+                self._socket.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+            self._socket.close()

@@ -1,0 +1,295 @@
+"""One instance of a function: the one place that orders the stages of its cold start.
+
+    supervisor ─fork▶ prefetcher   storage ─fetch▶ region
+               ─fork▶ zygote       import torch ─fork▶ engine: region ─load▶ layers ─run▶ tokens
+               ─fork▶ function     gunicorn, user code ◀─ requests
+
+Everything the three share exists before they are forked, so that none waits for another to appear.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+from .config import Settings
+from .engine.client import EngineClient
+from .errors import ConfigError, EngineError, MedusaError, from_code
+from .process import ReportPipe, fork
+from .timeline import Stage, Timeline, process_start_ns
+from .weights.region import Progress, Region
+
+logger = logging.getLogger(__name__)
+
+_MOST_PREFETCHERS = 4  # the first and three that take over from a killed one
+_KILL_AFTER_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceHandle:
+    """What the function process is given. ``engine`` and ``region`` are None when no model is served."""
+
+    settings: Settings
+    timeline: Timeline
+    engine: EngineClient | None
+    region: Region | None
+    reports: ReportPipe
+
+    def fail(self, error: MedusaError) -> None:
+        """End the whole instance with this error."""
+        self.reports.send("function", error)
+
+
+class Observer(Protocol):
+    """Who watches a start, from the supervisor; called a few times a second at most."""
+
+    def bound(self, url: str) -> None: ...
+
+    def progress(self, progress: Progress) -> None: ...
+
+    def ready(self, stages: list[Stage]) -> None:
+        """The model is loaded, or there is none and the function answers."""
+
+    def first_token(self, stages: list[Stage]) -> None: ...
+
+
+Function = Callable[[socket.socket, InstanceHandle, Settings], int]
+
+
+def bind(settings: Settings) -> socket.socket:
+    """The listening socket. Raises ConfigError when the address cannot be had."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; "
+            f"expected a free port, choose another with --port (0 takes any)"
+        ) from None
+    return listener
+
+
+def serve(settings: Settings, function: Function, observer: Observer | None = None) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit status. Raises the MedusaError that ended the instance."""
+    timeline = Timeline.create("supervisor")
+    timeline.record("exec", process_start_ns(), time.monotonic_ns())
+    with timeline.stage("bind"):
+        listener = bind(settings)
+    with Instance(settings, timeline, listener, observer) as instance:
+        instance.start(function)
+        return instance.supervise()
+
+
+class Instance:
+    """The supervisor's side: starts the processes, replaces what may be replaced, leaves nothing behind."""
+
+    def __init__(
+        self, settings: Settings, timeline: Timeline, listener: socket.socket, observer: Observer | None
+    ) -> None:
+        self._settings = settings
+        self._timeline = timeline
+        self._listener = listener
+        self._observer = observer
+        self._reports = ReportPipe()
+        self._children: dict[int, str] = {}
+        self._prefetchers = 0
+        self._folder = Path(tempfile.mkdtemp(prefix="medusa-"))
+        self._engine_listener: socket.socket | None = None
+        self._region: Region | None = None
+        self._stop_asked = 0.0
+        self._wakeup = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._seen: set[str] = set()
+        self._stage_bytes = 0
+
+    def __enter__(self) -> Instance:
+        signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_stop)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        return self
+
+    def start(self, function: Function) -> None:
+        """Make what is shared, then fork: the prefetcher first, since the network takes longest."""
+        engine: EngineClient | None = None
+        with self._timeline.stage("fork"):
+            if self._settings.model is not None:
+                self._region = Region.create()
+                engine = EngineClient(str(self._folder / "engine"))
+                self._engine_listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+                self._engine_listener.bind(engine.path)
+                self._engine_listener.listen(64)
+                self._fork_prefetcher()
+                self._fork("zygote", self._run_zygote)
+            handle = InstanceHandle(self._settings, self._timeline.named("function"), engine, self._region, self._reports)
+            self._fork("function", lambda: function(self._listener, handle, self._settings))
+        if self._observer:
+            host, port = self._listener.getsockname()[:2]
+            self._observer.bound(f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}")
+        # The function process alone accepts; were it gone, connections should be refused, not queued here for ever.
+        self._listener.close()
+
+    def _fork(self, name: str, body: Callable[[], int]) -> None:
+        self._children[fork(name, body, self._reports)] = name
+
+    def _fork_prefetcher(self) -> None:
+        self._prefetchers += 1
+        self._fork("prefetcher", self._run_prefetcher)
+
+    def _run_prefetcher(self) -> int:
+        self._listener.close()
+        from .weights.prefetcher import prefetch
+
+        assert self._region is not None
+        assert self._settings.model is not None
+        prefetch(self._region, self._settings.model, settings=self._settings, timeline=self._timeline.named("prefetcher"))
+        return 0
+
+    def _run_zygote(self) -> int:
+        self._listener.close()
+        from .zygote import Zygote
+
+        assert self._region is not None
+        assert self._engine_listener is not None
+        timeline = self._timeline.named("zygote")
+        return Zygote(self._engine_listener, self._region, self._settings, timeline, self._reports).run()
+
+    def supervise(self) -> int:
+        """Until the function process has ended. Raises what a child reported as fatal."""
+        poll = select.poll()
+        poll.register(self._wakeup[0], select.POLLIN)
+        poll.register(self._reports.read_fd, select.POLLIN)
+        while True:
+            poll.poll(self._tick_ms())
+            self._drain_wakeup()
+            for report in self._reports.read():
+                logger.debug("%s reported %s", report.process, report.code)
+                raise from_code(report.code, report.message)
+            for pid, status in self._reap():
+                name = self._children.pop(pid)
+                if name == "function":
+                    if self._stop_asked:
+                        return 0 if status in (0, -signal.SIGTERM) else 1
+                    raise EngineError(f"the function process ended by itself ({_describe(status)})")
+                self._replace(name, status)
+            if self._stop_asked and time.monotonic() > self._stop_asked + self._settings.drain_s + _KILL_AFTER_S:
+                logger.warning("requests were still running %.0f s after SIGTERM; ending them", self._settings.drain_s)
+                return 1
+            self._observe()
+
+    def _replace(self, name: str, status: int) -> None:
+        """A child other than the function process has ended."""
+        if self._stop_asked:
+            return
+        if name == "prefetcher":
+            if status == 0:
+                return
+            if self._prefetchers >= _MOST_PREFETCHERS:
+                raise EngineError(f"the prefetcher ended {self._prefetchers} times before it was done ({_describe(status)})")
+            logger.error("the prefetcher ended early (%s); another takes over", _describe(status))
+            self._fork_prefetcher()
+        else:
+            logger.error("the zygote ended (%s); starting another", _describe(status))
+            self._fork("zygote", self._run_zygote)
+
+    def _reap(self) -> list[tuple[int, int]]:
+        ended = []
+        for pid in tuple(self._children):
+            reaped, status = os.waitpid(pid, os.WNOHANG)
+            if reaped:
+                ended.append((pid, os.waitstatus_to_exitcode(status)))
+        if os.getpid() == 1:  # as a container's init also reap what lost its parent
+            try:
+                while (orphan := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                    if orphan.si_pid in self._children:
+                        break
+                    os.waitpid(orphan.si_pid, os.WNOHANG)
+            except ChildProcessError:
+                pass
+        return ended
+
+    def _on_stop(self, number: int, _frame: FrameType | None) -> None:
+        """First signal: drain. A second Ctrl-C: stop now."""
+        if self._stop_asked:
+            self._stop_asked = -1e9
+            return
+        self._stop_asked = time.monotonic()
+        for pid, name in self._children.items():
+            if name == "function":
+                os.kill(pid, signal.SIGTERM)
+
+    def _tick_ms(self) -> int:
+        if self._observer and "first_token" not in self._seen:
+            return 100
+        return 1000
+
+    def _drain_wakeup(self) -> None:
+        try:
+            os.read(self._wakeup[0], 4096)
+        except BlockingIOError:
+            pass
+
+    def _observe(self) -> None:
+        if self._observer is None or "first_token" in self._seen:
+            return
+        size = os.fstat(self._timeline.fd).st_size
+        if size != self._stage_bytes:
+            self._stage_bytes = size
+            stages = self._timeline.stages()
+            names = {stage.name for stage in stages}
+            for name, tell in (("ready", self._observer.ready), ("first_token", self._observer.first_token)):
+                if name in names and name not in self._seen:
+                    self._seen.add(name)
+                    tell(stages)
+        if self._region is not None and "ready" not in self._seen:
+            self._observer.progress(self._region.progress())
+
+    def __exit__(self, *_: object) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        for pid in self._children:
+            _end_group(pid, signal.SIGTERM)
+        deadline = time.monotonic() + 2.0
+        while self._children and time.monotonic() < deadline:
+            for pid, _status in self._reap():
+                del self._children[pid]
+            time.sleep(0.01)
+        for pid in tuple(self._children):
+            _end_group(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        self._children.clear()
+        signal.set_wakeup_fd(-1)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._engine_listener is not None:
+            self._engine_listener.close()
+        if self._region is not None:
+            self._region.close()
+        self._reports.close()
+        self._listener.close()
+
+
+def _end_group(pid: int, number: int) -> None:
+    """Signal a child and its own children (each child leads a process group)."""
+    for send in (os.killpg, os.kill):
+        try:
+            send(pid, number)
+        except ProcessLookupError:
+            pass
+
+
+def _describe(status: int) -> str:
+    return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"

@@ -1,0 +1,99 @@
+"""Child processes of an instance: forked, bound to their parent's life, and heard when they fail."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import NamedTuple, NoReturn
+
+from .errors import MedusaError
+
+logger = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Report(NamedTuple):
+    """A child's fatal error, as it reached the supervisor."""
+
+    process: str
+    code: str
+    message: str
+
+
+class ReportPipe:
+    """Carries fatal errors from any process of the instance to its supervisor, one JSON line each."""
+
+    def __init__(self) -> None:
+        self.read_fd, self.write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def send(self, process: str, error: MedusaError) -> None:
+        line = json.dumps([process, error.code, str(error)])[:3500]
+        try:
+            os.write(self.write_fd, (line if line.endswith("]") else line + '…"]').encode() + b"\n")
+        except OSError:
+            logger.error("could not report to the supervisor: %s", line)
+
+    def read(self) -> list[Report]:
+        try:
+            data = os.read(self.read_fd, 1 << 16)
+        except BlockingIOError:
+            return []
+        return [Report(*json.loads(line)) for line in data.splitlines()]
+
+    def close(self) -> None:
+        os.close(self.read_fd)
+        os.close(self.write_fd)
+
+
+def fork(name: str, body: Callable[[], int], reports: ReportPipe) -> int:
+    """Run ``body`` in a forked child and return the child's pid. The child's exit status is what ``body`` returns.
+
+    The child dies with its parent and is in a process group of its own, so that Ctrl-C in a terminal reaches the
+    supervisor alone. A MedusaError that ``body`` raises is reported and ends the child with status 1. The parent must
+    have a single thread.
+    """
+    parent = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    _child(name, body, reports, parent)
+
+
+def _child(name: str, body: Callable[[], int], reports: ReportPipe, parent: int) -> NoReturn:
+    status = 70
+    try:
+        die_with_parent(parent)
+        os.setpgid(0, 0)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        status = body()
+    except MedusaError as error:
+        reports.send(name, error)
+        status = 1
+    except SystemExit as request:
+        status = request.code if isinstance(request.code, int) else 1
+    except BaseException as error:  # noqa: BLE001 - the last frame of the process
+        logger.exception("%s failed", name)
+        reports.send(name, MedusaError(f"{name} failed: {type(error).__name__}: {error}"))
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(status)  # never run the parent's exit handlers
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel for SIGKILL when the parent ends (prctl(2), PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before we asked
+        os._exit(1)
