@@ -1,0 +1,60 @@
+# Everything a fresh machine needs is Python >= 3.11, a C compiler and a package registry.
+PYTHON ?= python3
+VENV ?= .venv
+# The CPU build. With the public registry alone, `torch` means gigabytes of CUDA; there, add
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu. On a GPU machine: make TORCH=torch ...
+TORCH ?= torch==2.13.0
+
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-dev demo test test-slow check format bench clean
+
+help: ## Show this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+
+setup: $(VENV)/.runtime ## Install the runtime into .venv
+
+setup-dev: $(VENV)/.dev ## Install what tests and checks need, too
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.runtime: pyproject.toml hatch_build.py $(wildcard runtime/medusa_runtime/kernels/*.c) | $(BIN)/python
+	$(INSTALL) "$(TORCH)"
+	$(INSTALL) -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime
+	$(INSTALL) -e ".[test,check]"
+	@touch $@
+
+demo: setup ## Serve the bundled model, stream one completion, show where the start's time went
+	@$(BIN)/python examples/demo.py
+
+test: setup-dev ## Run the CPU test suite (minutes)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not containers"
+
+test-slow: setup-dev ## Run the tests that take longer
+	$(BIN)/python -m pytest -m slow
+
+check: setup-dev ## Lint, types, layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup-dev ## Format the code
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+bench: setup-dev ## Cold start against transformers, and the fetch against its peers, on this machine
+	mkdir -p out
+	$(BIN)/python -m benchmarks.make_checkpoint --shape llama-57m --out out/llama-57m
+	$(BIN)/medusa bench coldstart --model out/llama-57m --vs transformers --runs 5 --json out/coldstart.json --report out/coldstart.html
+	$(BIN)/medusa bench fetch --runs 5 --json out/fetch.json
+
+clean: ## Remove the environment and everything made by the targets
+	rm -rf $(VENV) out build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
