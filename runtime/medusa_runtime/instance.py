@@ -135,7 +135,9 @@ class Instance:
                 self._engine_listener.listen(64)
                 self._fork_prefetcher()
                 self._fork("zygote", self._run_zygote)
-            handle = InstanceHandle(self._settings, self._timeline.named("function"), engine, self._region, self._reports)
+            handle = InstanceHandle(
+                self._settings, self._timeline.named("function"), engine, self._region, self._reports
+            )
             self._fork("function", lambda: function(self._listener, handle, self._settings))
         if self._observer:
             host, port = self._listener.getsockname()[:2]
@@ -156,7 +158,9 @@ class Instance:
 
         assert self._region is not None
         assert self._settings.model is not None
-        prefetch(self._region, self._settings.model, settings=self._settings, timeline=self._timeline.named("prefetcher"))
+        prefetch(
+            self._region, self._settings.model, settings=self._settings, timeline=self._timeline.named("prefetcher")
+        )
         return 0
 
     def _run_zygote(self) -> int:
@@ -199,7 +203,9 @@ class Instance:
             if status == 0:
                 return
             if self._prefetchers >= _MOST_PREFETCHERS:
-                raise EngineError(f"the prefetcher ended {self._prefetchers} times before it was done ({_describe(status)})")
+                raise EngineError(
+                    f"the prefetcher ended {self._prefetchers} times before it was done ({_describe(status)})"
+                )
             logger.error("the prefetcher ended early (%s); another takes over", _describe(status))
             self._fork_prefetcher()
         else:

@@ -81,7 +81,7 @@ def _child(name: str, body: Callable[[], int], reports: ReportPipe, parent: int)
         status = 1
     except SystemExit as request:
         status = request.code if isinstance(request.code, int) else 1
-    except BaseException as error:  # noqa: BLE001 - the last frame of the process
+    except BaseException as error:
         logger.exception("%s failed", name)
         reports.send(name, MedusaError(f"{name} failed: {type(error).__name__}: {error}"))
     finally:

@@ -56,7 +56,9 @@ class Zygote:
             status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             if status >= 0:
                 return status
-            crashes = [at for at in crashes if started - at < 60.0] if time.monotonic() - started > _QUICK_S else crashes
+            crashes = (
+                [at for at in crashes if started - at < 60.0] if time.monotonic() - started > _QUICK_S else crashes
+            )
             crashes.append(started)
             name = signal.Signals(-status).name
             if len(crashes) >= _MOST_QUICK_CRASHES:

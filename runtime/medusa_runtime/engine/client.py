@@ -253,7 +253,9 @@ class EngineClient:
     def _lost(self, connection: socket.socket) -> None:
         """The engine went away. What it had not begun goes to the next one; what it had begun is lost, and told so."""
         connection.close()
-        error = EngineError("the engine process ended while it worked on this request; it is being restarted, try again")
+        error = EngineError(
+            "the engine process ended while it worked on this request; it is being restarted, try again"
+        )
         with self._state:
             self._socket = None
             self.info = None

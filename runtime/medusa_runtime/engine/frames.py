@@ -41,7 +41,9 @@ class FrameReader:
             return None
         (length,) = _LENGTH.unpack(head)
         if length > _LARGEST_BYTES:
-            raise EngineError(f"a frame of {length} bytes came over the engine socket; at most {_LARGEST_BYTES} are sent")
+            raise EngineError(
+                f"a frame of {length} bytes came over the engine socket; at most {_LARGEST_BYTES} are sent"
+            )
         body = self._take(length)
         if body is None:
             return None

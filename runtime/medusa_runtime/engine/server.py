@@ -122,7 +122,13 @@ class _Connection:
         self._running.discard(request_id)
         retry_after_s = error.retry_after_s if isinstance(error, OverloadedError) else None
         self.send(
-            {"type": "error", "id": request_id, "code": error.code, "message": str(error), "retry_after_s": retry_after_s}
+            {
+                "type": "error",
+                "id": request_id,
+                "code": error.code,
+                "message": str(error),
+                "retry_after_s": retry_after_s,
+            }
         )
 
     def _write(self) -> None:

@@ -1,0 +1,202 @@
+"""The two ends of the engine socket, over a real Unix socket, the engine in a process of its own that is killed for real."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from medusa_runtime.engine.base import Delta, EngineInfo, GenerateRequest, SamplingParams, TokenLogprob
+from medusa_runtime.engine.client import EngineClient
+from medusa_runtime.engine.frames import delta_from_frame, delta_to_frame, pack, request_from_frame, request_to_frame
+from medusa_runtime.engine.server import EngineServer
+from medusa_runtime.errors import EngineError, OverloadedError, RequestError
+
+
+class SpellingEngine:
+    """An engine that answers a prompt with its own letters; 'stall' gets one delta and then nothing more."""
+
+    info = EngineInfo("spelling", "Speller", 256, 64, (0,), 64)
+
+    def __init__(self) -> None:
+        self.cancelled: list[str] = []
+
+    def add(self, request: GenerateRequest, sink: Callable[[Delta], None]) -> None:
+        assert isinstance(request.prompt, str)
+        if request.prompt == "refuse":
+            raise RequestError("prompt: expected anything but 'refuse'")
+        if request.prompt == "busy":
+            raise OverloadedError("256 requests are waiting", retry_after_s=7.5)
+        if request.prompt == "stall":
+            sink(Delta(request.id, "s"))
+            return
+        for letter in request.prompt:
+            sink(Delta(request.id, letter, (ord(letter) % 256,)))
+        sink(Delta(request.id, "", finish_reason="stop", prompt_tokens=1, completion_tokens=len(request.prompt)))
+
+    def cancel(self, request_id: str) -> None:
+        self.cancelled.append(request_id)
+
+    def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
+        return list(text.encode())
+
+    def detokenize(self, token_ids: list[int]) -> str:
+        return bytes(token_ids).decode()
+
+    def stats(self) -> dict[str, Any]:
+        return {"cancelled": self.cancelled}
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "engine"))
+        listening.listen()
+        yield listening
+
+
+def fork_engine(listener: socket.socket) -> int:
+    pid = os.fork()
+    if pid == 0:
+        server = EngineServer(listener, SpellingEngine())  # type: ignore[arg-type]
+        server.start()
+        server.announce_ready()
+        signal.pause()
+        os._exit(0)
+    return pid
+
+
+@pytest.fixture
+def engine(listener: socket.socket) -> Iterator[list[int]]:
+    """Pids of engine processes; a test may kill them and append others."""
+    pids = [fork_engine(listener)]
+    yield pids
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        except (ProcessLookupError, ChildProcessError):
+            pass
+
+
+@pytest.fixture
+def client(listener: socket.socket) -> Iterator[EngineClient]:
+    client = EngineClient(listener.getsockname())
+    yield client
+    client.close()
+
+
+def request(prompt: str, request_id: str = "r1") -> GenerateRequest:
+    return GenerateRequest(request_id, prompt, SamplingParams())
+
+
+def kill(pids: list[int]) -> None:
+    pid = pids.pop()
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def test_deltas_arrive_in_order(engine: list[int], client: EngineClient) -> None:
+    with client.generate(request("héllo")) as stream:
+        deltas = list(stream)
+    assert "".join(delta.text for delta in deltas) == "héllo"
+    assert deltas[-1].finish_reason == "stop"
+    assert deltas[-1].completion_tokens == 5
+
+
+def test_many_requests_share_one_connection(engine: list[int], client: EngineClient) -> None:
+    answers: dict[int, str] = {}
+
+    def ask(number: int) -> None:
+        with client.generate(request(f"answer {number}", f"r{number}")) as stream:
+            answers[number] = "".join(delta.text for delta in stream)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(50)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == {number: f"answer {number}" for number in range(50)}
+
+
+def test_refusals_are_raised_with_their_kind(engine: list[int], client: EngineClient) -> None:
+    with pytest.raises(RequestError, match="anything but 'refuse'"):
+        client.generate(request("refuse")).get(5)
+    with pytest.raises(OverloadedError) as caught:
+        client.generate(request("busy")).get(5)
+    assert caught.value.retry_after_s == 7.5
+
+
+def test_get_returns_none_while_nothing_came_and_close_cancels(engine: list[int], client: EngineClient) -> None:
+    stream = client.generate(request("stall", "slow"))
+    first = stream.get(5)
+    assert first is not None
+    assert stream.get(0.01) is None
+    stream.close()
+    assert client.stats() == {"cancelled": ["slow"]}
+
+
+def test_requests_sent_before_the_engine_is_up_are_answered(listener: socket.socket, client: EngineClient) -> None:
+    stream = client.generate(request("early"))
+    assert stream.get(0.05) is None
+    assert not client.ready
+    pid = fork_engine(listener)
+    try:
+        assert "".join(delta.text for delta in stream) == "early"
+        assert client.wait_ready(5).engine == "spelling"
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_a_crash_ends_running_requests_with_an_error_and_the_next_engine_serves(
+    engine: list[int], client: EngineClient, listener: socket.socket
+) -> None:
+    running = client.generate(request("stall"))
+    assert running.get(5) is not None
+    kill(engine)
+    with pytest.raises(EngineError, match="being restarted"):
+        running.get(5)
+    held = client.generate(request("again", "r2"))
+    engine.append(fork_engine(listener))
+    assert "".join(delta.text for delta in held) == "again"
+
+
+def test_calls_answer_and_fail_clearly(engine: list[int], client: EngineClient) -> None:
+    assert client.tokenize("ab") == [97, 98]
+    assert client.detokenize([97, 98]) == "ab"
+    with pytest.raises(RequestError, match="could not be read"):
+        client._call("tokenize", wrong=1)
+    with pytest.raises(RequestError, match="knows no frame"):
+        client._call("close")
+
+
+def test_a_client_that_vanishes_has_its_requests_cancelled(engine: list[int], listener: socket.socket) -> None:
+    leaving = EngineClient(listener.getsockname())
+    assert leaving.generate(request("stall", "left-behind")).get(5) is not None
+    leaving.close()
+    other = EngineClient(listener.getsockname())
+    try:
+        other.wait_ready(5)
+        for _ in range(200):
+            if other.stats() == {"cancelled": ["left-behind"]}:
+                return
+            threading.Event().wait(0.01)
+        pytest.fail(f"the request of the lost client still runs: {other.stats()}")
+    finally:
+        other.close()
+
+
+def test_frames_round_trip() -> None:
+    asked = GenerateRequest(
+        "a", (1, 2), SamplingParams(max_tokens=None, stop=("x",), logit_bias={5: -1.0}, top_k=3), False
+    )
+    assert request_from_frame(request_to_frame(asked)) == asked
+    delta = Delta("a", "\ud800t", (1,), (TokenLogprob(1, "t", -0.5, ((1, "t", -0.5),)),), "stop", "x", 3, 4, ("c", "m"))
+    assert delta_from_frame(json.loads(pack(delta_to_frame(delta))[4:].decode("utf-8", "surrogatepass"))) == delta
