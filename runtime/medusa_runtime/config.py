@@ -100,11 +100,15 @@ OPTIONS = (
     Option("max_model_len", ("MEDUSA_MAX_MODEL_LEN",), _positive, "longest prompt plus completion, in tokens"),
     Option("max_concurrency", ("MEDUSA_MAX_CONCURRENCY",), _positive, "requests served at the same time"),
     Option("max_waiting", ("MEDUSA_MAX_WAITING",), _positive, "requests that may wait; more get 429"),
-    Option("max_batched_tokens", ("MEDUSA_MAX_BATCHED_TOKENS",), _positive, "tokens of one forward pass (prefill chunk)"),
+    Option(
+        "max_batched_tokens", ("MEDUSA_MAX_BATCHED_TOKENS",), _positive, "tokens of one forward pass (prefill chunk)"
+    ),
     Option("kv_cache_mb", ("MEDUSA_KV_CACHE_MB",), _positive, "size of the KV cache; default: from free memory"),
     Option("threads", ("MEDUSA_THREADS",), _positive, "compute threads; default: the container's CPUs"),
     Option("connections", ("MEDUSA_CONNECTIONS",), _positive, "connections to the store; default: measured"),
-    Option("memory_limit_mb", ("MEDUSA_MEMORY_LIMIT_MB",), _positive, "memory to stay within; default: the container's"),
+    Option(
+        "memory_limit_mb", ("MEDUSA_MEMORY_LIMIT_MB",), _positive, "memory to stay within; default: the container's"
+    ),
     Option("heartbeat_s", ("MEDUSA_HEARTBEAT",), _seconds, "seconds of silence after which a stream gets a comment"),
     Option("hold_s", ("MEDUSA_HOLD",), _seconds, "how long a request waits for the model"),
     Option("drain_s", ("MEDUSA_DRAIN",), _seconds, "how long running requests may go on after SIGTERM"),
@@ -118,7 +122,9 @@ def parse_option(option: Option, text: str, source: str) -> Any:
     try:
         return option.parse(text)
     except ValueError as error:
-        accepted = str(error) if "invalid literal" not in str(error) and "could not convert" not in str(error) else "a number"
+        accepted = (
+            str(error) if "invalid literal" not in str(error) and "could not convert" not in str(error) else "a number"
+        )
         raise ConfigError(f"{source}={text!r} cannot be used: expected {accepted}") from None
 
 
