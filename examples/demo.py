@@ -18,9 +18,7 @@ PROMPT = "This function returns"
 
 def main() -> int:
     medusa = Path(sys.executable).with_name("medusa")
-    print(
-        f"$ medusa serve --model {MODEL.relative_to(Path.cwd()) if MODEL.is_relative_to(Path.cwd()) else MODEL} --port 0\n"
-    )
+    print(f"$ medusa serve --model {os.path.relpath(MODEL)} --port 0\n")
     began = time.monotonic()
     server = subprocess.Popen(
         [medusa, "serve", "--model", MODEL, "--host", "127.0.0.1", "--port", "0"], stdout=subprocess.PIPE, text=True

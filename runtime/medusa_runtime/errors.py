@@ -2,7 +2,7 @@
 
 MedusaError
 ├── ConfigError                 Config.Invalid           a flag, variable or file has a bad value
-│   └── MissingPackageError     Config.MissingPackage    an optional package is needed; the message is the install command
+│   └── MissingPackageError     Config.MissingPackage    an optional package is needed; the message installs it
 ├── StorageError                Storage.Failed           an object store did not answer as it should
 │   ├── UnreachableError        Storage.Unreachable
 │   ├── ForbiddenError          Storage.Forbidden

@@ -37,7 +37,7 @@ class ReportPipe:
         try:
             os.write(self.write_fd, (line if line.endswith("]") else line + '…"]').encode() + b"\n")
         except OSError:
-            logger.error("could not report to the supervisor: %s", line)
+            logger.exception("could not report to the supervisor: %s", line)
 
     def read(self) -> list[Report]:
         try:
@@ -62,9 +62,9 @@ def fork(name: str, body: Callable[[], int], reports: ReportPipe) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
-    if pid:
-        return pid
-    _child(name, body, reports, parent)
+    if not pid:
+        _child(name, body, reports, parent)
+    return pid
 
 
 def _child(name: str, body: Callable[[], int], reports: ReportPipe, parent: int) -> NoReturn:

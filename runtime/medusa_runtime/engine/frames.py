@@ -2,8 +2,8 @@
 
 No pickle: with pre-warmed engines the other side may belong to another user. The types of a frame are
 
-    client → engine   generate {id, prompt, params, add_special_tokens} · cancel {id} · call {id, method, arguments}
-    engine → client   hello {info} · ready {} · delta {…} · result {id, value} · error {id, code, message, retry_after_s}
+    client → engine   generate {id, prompt, params, add_special_tokens}, cancel {id}, call {id, method, arguments}
+    engine → client   hello {info}, ready, delta {…}, result {id, value}, error {id, code, message, retry_after_s}
 """
 
 from __future__ import annotations
@@ -104,10 +104,19 @@ def delta_to_frame(delta: Delta) -> Frame:
 
 
 def delta_from_frame(frame: Frame) -> Delta:
-    text, token_ids, logprobs, *rest = frame["values"]
+    text, token_ids, logprobs, finish_reason, stop_reason, prompt_tokens, completion_tokens, error = frame["values"]
     parsed = tuple(
         TokenLogprob(token, token_text, logprob, tuple((i, t, p) for i, t, p in top))
         for token, token_text, logprob, top in logprobs
     )
-    error = rest.pop()
-    return Delta(frame["id"], text, tuple(token_ids), parsed, *rest, error=tuple(error) if error else None)
+    return Delta(
+        frame["id"],
+        text,
+        tuple(token_ids),
+        parsed,
+        finish_reason,
+        stop_reason,
+        prompt_tokens,
+        completion_tokens,
+        (error[0], error[1]) if error else None,
+    )

@@ -1,4 +1,4 @@
-"""The two ends of the engine socket, over a real Unix socket, the engine in a process of its own that is killed for real."""
+"""The two ends of the engine socket, over a real Unix socket; the engine's process is killed for real."""
 
 from __future__ import annotations
 
