@@ -71,6 +71,7 @@ def _child(name: str, body: Callable[[], int], reports: ReportPipe, parent: int)
     status = 70
     try:
         die_with_parent(parent)
+        name_process(name)
         os.setpgid(0, 0)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
@@ -90,6 +91,12 @@ def _child(name: str, body: Callable[[], int], reports: ReportPipe, parent: int)
             sys.stderr.flush()
         finally:
             os._exit(status)  # never run the parent's exit handlers
+
+
+def name_process(name: str) -> None:
+    """What ps, top and /proc/PID/comm show for this process (15 bytes are kept)."""
+    with open("/proc/self/comm", "w") as comm:
+        comm.write(name)
 
 
 def die_with_parent(parent: int) -> None:

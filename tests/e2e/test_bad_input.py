@@ -1,0 +1,132 @@
+"""What cannot be served ends within seconds, with one message, a non-zero exit status and nothing left behind."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Start = Callable[..., Any]
+
+
+def refused(serving: Any, *expected: str) -> None:
+    assert serving.wait_gone(timeout_s=30) not in (0, None)
+    output = serving.output()
+    for text in expected:
+        assert text in output
+    assert "Traceback" not in output
+    assert len([line for line in output.splitlines() if line.startswith("medusa: ")]) == 1, output
+
+
+@pytest.fixture
+def copy(example: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(example, tmp_path / "model"))
+
+
+def test_no_such_folder(start: Start, tmp_path: Path) -> None:
+    refused(start("--model", tmp_path / "nowhere"), "nowhere", "Storage.NotFound")
+
+
+def test_a_folder_without_weights(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    refused(start("--model", tmp_path), "safetensors", "Storage.NotFound")
+
+
+def test_nobody_listens_at_the_store(start: Start) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    refused(start("--model", f"http://127.0.0.1:{port}/model"), "Storage.Unreachable", str(port))
+
+
+def test_an_unknown_scheme(start: Start) -> None:
+    refused(start("--model", "gopher://host/model"), "gopher", "s3")
+
+
+@pytest.fixture
+def forbidding() -> Iterator[str]:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(403)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_: object) -> None: ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/model"
+        server.shutdown()
+
+
+def test_a_store_that_forbids(start: Start, forbidding: str) -> None:
+    refused(start("--model", forbidding), "Storage.Forbidden", "403")
+
+
+def test_a_truncated_shard(start: Start, copy: Path) -> None:
+    shard = copy / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1000])
+    refused(start("--model", copy), "Weights.Corrupt", "model.safetensors")
+
+
+def test_a_shard_that_is_no_safetensors(start: Start, copy: Path) -> None:
+    (copy / "model.safetensors").write_bytes(b"<html>not found</html>" * 100)
+    refused(start("--model", copy), "Weights.Corrupt", "model.safetensors")
+
+
+def test_an_unsupported_architecture(start: Start, copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(
+        json.dumps(config | {"architectures": ["MambaForCausalLM"], "model_type": "mamba"})
+    )
+    refused(start("--model", copy), "MambaForCausalLM", "LlamaForCausalLM", "vllm", "Model.Unsupported")
+
+
+def test_a_missing_tensor(start: Start, copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    layers = config["num_hidden_layers"]
+    (copy / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers + 1}))
+    refused(start("--model", copy), f"layers.{layers}.", "Weights.Mismatch")
+
+
+def test_too_little_memory(start: Start, copy: Path) -> None:
+    refused(start("--model", copy, "--memory-limit-mb", "1"), "Weights.TooLarge")
+
+
+def test_a_port_in_use(start: Start, example: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        refused(start("--model", example, "--port", port), port, "Config.Invalid")
+
+
+def test_a_bad_flag(start: Start, example: Path) -> None:
+    refused(start("--model", example, env={"MEDUSA_MAX_MODEL_LEN": "many"}), "MEDUSA_MAX_MODEL_LEN", "many")
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "expected"),
+    [
+        ("import not_there", "handle", "not_there"),
+        ("def other(request): ...", "handle", "other"),
+        ("def handle(:", "handle", "handler.py"),
+    ],
+)
+def test_a_handler_that_does_not_import(start: Start, tmp_path: Path, source: str, name: str, expected: str) -> None:
+    (tmp_path / "handler.py").write_text(source)
+    serving = start("--handler", f"{tmp_path}/handler.py:{name}")
+    assert serving.wait_gone(timeout_s=30) != 0
+    assert expected in serving.output()
+    assert "Handler.NotFound" in serving.output()
+
+
+def test_nothing_to_serve(start: Start) -> None:
+    refused(start(), "--model", "--handler")

@@ -1,0 +1,148 @@
+"""A cold process answers: every route a client uses, on the bundled model, through real processes."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+Start = Callable[..., Any]
+
+
+def test_a_request_sent_at_once_is_held_and_answered(start: Start, example: Path) -> None:
+    serving = start("--model", example)
+    answer = serving.complete(max_tokens=12)
+    assert answer["choices"][0]["text"].strip()
+    assert answer["usage"]["completion_tokens"] == 12
+    assert serving.stop() == 0
+
+
+def test_probes_tell_apart_alive_and_ready(start: Start, example: Path) -> None:
+    serving = start("--model", example)
+    assert serving.request("GET", "/livez")[0] == 200
+    serving.wait_ready()
+    status, progress, _ = serving.request("GET", "/readyz")
+    assert status == 200
+    assert serving.request("GET", "/startupz")[0] == 200
+    assert serving.stop() == 0
+
+
+def test_the_openai_client_works_plain_and_streaming(start: Start, example: Path) -> None:
+    serving = start("--model", example)
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{serving.port}/v1", api_key="none", max_retries=0)
+    model = client.models.list().data[0].id
+    plain = client.completions.create(model=model, prompt="Return the", max_tokens=10, temperature=0)
+    streamed = client.completions.create(model=model, prompt="Return the", max_tokens=10, temperature=0, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in streamed if chunk.choices) == plain.choices[0].text
+    messages = [{"role": "user", "content": "What does len return?"}]
+    chat = client.chat.completions.create(model=model, messages=messages, max_tokens=10, temperature=0)
+    pieces = client.chat.completions.create(model=model, messages=messages, max_tokens=10, temperature=0, stream=True)
+    text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
+    assert text == chat.choices[0].message.content
+    with pytest.raises(openai.NotFoundError, match="no-such-model"):
+        client.completions.create(model="no-such-model", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="max_tokens"):
+        client.completions.create(model=model, prompt="x", max_tokens=-1)
+    client.close()
+    assert serving.stop() == 0
+
+
+def test_the_timeline_accounts_for_the_start(start: Start, example: Path) -> None:
+    serving = start("--model", example)
+    _, _, headers = serving.request("POST", "/v1/completions", {"prompt": "a", "max_tokens": 2})
+    assert "server-timing" in headers
+    status, timeline, _ = serving.request("GET", "/timeline")
+    assert status == 200
+    names = {stage["name"] for stage in timeline["stages"]}
+    assert {"exec", "bind", "index", "fetch", "import", "skeleton", "apply", "first_token"} <= names
+    assert {stage["process"] for stage in timeline["stages"]} >= {"supervisor", "prefetcher", "zygote", "engine"}
+    assert serving.request("GET", "/timeline?format=chrome")[1]["traceEvents"]
+    assert b"medusa" in serving.request("GET", "/metrics")[1]
+    assert serving.stop() == 0
+
+
+def test_a_crashed_engine_comes_back_while_the_region_stays(start: Start, example: Path) -> None:
+    serving = start("--model", example)
+    serving.wait_ready()
+    before = serving.complete()["choices"][0]["text"]
+    prefetches = [s for s in serving.request("GET", "/timeline")[1]["stages"] if s["name"] == "fetch"]
+    outcome: list[tuple[int, object]] = []
+    body = {"prompt": "The", "max_tokens": 400, "ignore_eos": True}
+    asking = threading.Thread(target=lambda: outcome.append(serving.request("POST", "/v1/completions", body)[:2]))
+    asking.start()
+    time.sleep(0.15)
+    os.kill(serving.child("engine"), signal.SIGKILL)
+    assert serving.complete()["choices"][0]["text"] == before
+    asking.join()
+    status, answer = outcome[0]
+    assert status == 200 or (status == 503 and "engine" in answer["error"]["message"])
+    after = [s for s in serving.request("GET", "/timeline")[1]["stages"] if s["name"] == "fetch"]
+    assert after == prefetches
+    assert serving.stop() == 0
+
+
+def test_a_killed_worker_is_replaced(start: Start, example: Path) -> None:
+    serving = start("--model", example)
+    serving.wait_ready()
+    arbiter = serving.child("function")
+    workers = [int(pid) for pid in Path(f"/proc/{arbiter}/task/{arbiter}/children").read_text().split()]
+    assert len(workers) == 1
+    os.kill(workers[0], signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            assert serving.complete()["choices"][0]["text"]
+            break
+        except (ConnectionError, http.client.HTTPException):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert serving.stop() == 0
+
+
+def test_sigterm_lets_a_running_stream_finish(start: Start, example: Path) -> None:
+    serving = start("--model", example)
+    serving.wait_ready()
+    descendants = serving.children()
+    connection = http.client.HTTPConnection("127.0.0.1", serving.port, timeout=60)
+    body = {"prompt": "The", "max_tokens": 200, "stream": True, "ignore_eos": True}
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    first = response.readline()
+    serving.process.send_signal(signal.SIGTERM)
+    rest = response.read()
+    assert first.startswith(b"data: ")
+    assert rest.rstrip().endswith(b"data: [DONE]")
+    assert (first + rest).count(b'"text"') > 50
+    connection.close()
+    assert serving.wait_gone(descendants) == 0
+
+
+def test_a_killed_supervisor_takes_everything_with_it(start: Start, example: Path) -> None:
+    serving = start("--model", example)
+    serving.wait_ready()
+    descendants = serving.children()
+    assert {"function", "zygote", "engine"} <= set(descendants.values())
+    serving.process.kill()
+    serving.process.wait()
+    deadline = time.monotonic() + 10
+    while (
+        left := {p for p in descendants if Path(f"/proc/{p}").exists() and not zombie(p)}
+    ) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
+
+
+def zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
