@@ -1,0 +1,144 @@
+"""How many CPUs and how much memory this container may use: its cgroup (v1 and v2) and affinity, not the host.
+
+Everything is read below one root folder, so that tests can give a tree of their own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_ROOT = Path("/")
+# "No limit" is the word max in v2 and a number close to 2^63 in v1.
+_UNLIMITED_BYTES = 1 << 60
+
+
+class _Mount(NamedTuple):
+    """One cgroup hierarchy: the part of it that is mounted, where, and the controllers (None: v2, all of them)."""
+
+    top: str
+    point: Path
+    controllers: frozenset[str] | None
+
+
+def cpu_count(root: Path = _ROOT) -> int:
+    """CPUs to use: those this process may run on, at most the container's quota rounded up; never below 1."""
+    count = len(os.sched_getaffinity(0))
+    for folder in _groups(root, "cpu"):
+        quota = _cpu_quota(folder)
+        if quota is not None:
+            count = min(count, -int(-quota // 1))
+    return max(count, 1)
+
+
+def memory_limit_bytes(root: Path = _ROOT) -> int | None:
+    """The smallest memory limit of this container and the groups around it; None when nothing limits it."""
+    limits = [limit for folder in _groups(root, "memory") if (limit := _memory_limit(folder)) is not None]
+    return min(limits, default=None)
+
+
+def memory_available_bytes(root: Path = _ROOT) -> int:
+    """Bytes that can still be allocated: what the host has, and what each limit leaves.
+
+    Inactive file cache counts as free: the kernel drops it before a limit kills anybody (Kubernetes' working set is
+    counted the same way). Shared memory does not, it can only be swapped.
+    """
+    available = _field(root / "proc/meminfo", "MemAvailable:") or 0
+    available *= 1024
+    for folder in _groups(root, "memory"):
+        limit = _memory_limit(folder)
+        usage = _number(folder / "memory.current")
+        if usage is None:
+            usage = _number(folder / "memory.usage_in_bytes")
+        if limit is not None and usage is not None:
+            available = min(available, max(limit - usage + _inactive_file(folder), 0))
+    return available
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """The folders of this process's group under one controller, from its own up to the topmost that is visible."""
+    mounts = _mounts(root)
+    for line in _lines(root / "proc/self/cgroup"):
+        _, names, path = line.split(":", 2)
+        for mount in mounts:
+            if mount.controllers is None:
+                matches = names == ""
+            else:
+                matches = controller in mount.controllers and controller in names.split(",")
+            if matches:
+                yield from _upwards(mount, path)
+
+
+def _upwards(mount: _Mount, path: str) -> Iterator[Path]:
+    # Without a cgroup namespace the path is the host's, while only the container's own group is mounted.
+    inside = path == mount.top or path.startswith(mount.top.rstrip("/") + "/")
+    folder = mount.point / path[len(mount.top) :].strip("/") if inside else mount.point
+    if ".." in folder.parts or not folder.is_dir():
+        folder = mount.point
+    yield folder
+    while folder != mount.point:
+        folder = folder.parent
+        yield folder
+
+
+def _mounts(root: Path) -> list[_Mount]:
+    mounts = []
+    for line in _lines(root / "proc/self/mountinfo"):
+        left, _, right = line.partition(" - ")
+        fields, kind = left.split(), right.split()
+        if len(fields) < 5 or len(kind) < 3 or kind[0] not in ("cgroup", "cgroup2"):
+            continue
+        controllers = None if kind[0] == "cgroup2" else frozenset(kind[2].split(","))
+        mounts.append(_Mount(fields[3], root / fields[4].lstrip("/"), controllers))
+    return mounts
+
+
+def _cpu_quota(folder: Path) -> float | None:
+    """CPUs of this group's quota; None without one."""
+    words = next(_lines(folder / "cpu.max"), "").split()
+    if len(words) == 2 and words[0] != "max":
+        return int(words[0]) / int(words[1])
+    quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+    return quota / period if quota is not None and period and quota > 0 else None
+
+
+def _memory_limit(folder: Path) -> int | None:
+    """This group's limit; in v1 its statistics also tell the limits of the groups above, seen or unseen."""
+    found = (
+        _number(folder / "memory.max"),
+        _number(folder / "memory.limit_in_bytes"),
+        _field(folder / "memory.stat", "hierarchical_memory_limit"),
+    )
+    return min((limit for limit in found if limit is not None and limit < _UNLIMITED_BYTES), default=None)
+
+
+def _inactive_file(folder: Path) -> int:
+    stat = folder / "memory.stat"
+    total = _field(stat, "total_inactive_file")  # v1 counts the groups below only in the total_ fields
+    return total if total is not None else _field(stat, "inactive_file") or 0
+
+
+def _field(path: Path, name: str) -> int | None:
+    for line in _lines(path):
+        words = line.split()
+        if len(words) >= 2 and words[0] == name:
+            return int(words[1])
+    return None
+
+
+def _number(path: Path) -> int | None:
+    text = next(_lines(path), "").strip()
+    return int(text) if text.lstrip("-").isdigit() else None
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """The file's lines; none when it is missing or may not be read."""
+    try:
+        yield from path.read_text().splitlines()
+    except OSError:
+        return
+
+
+__all__ = ["cpu_count", "memory_available_bytes", "memory_limit_bytes"]
