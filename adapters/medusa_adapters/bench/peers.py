@@ -1,0 +1,165 @@
+"""How others fetch an object of an S3 store, each the way its documentation shows for speed, on default settings else.
+
+The bytes may stay wherever the peer leaves them (its own buffers, a list of pieces): no copy is charged to it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from medusa_adapters.bench.client import Buffers, Client, Job, main, shared_memory
+
+REGION = "us-east-1"
+_RANGE_BYTES = 16 << 20
+_THREADS = 4
+
+# What to install for each peer, in an environment of its own where two of them do not get along.
+INSTALL = {
+    "boto3": "boto3",
+    "s3fs": "s3fs",
+    "awscrt": "awscrt",
+    "obstore": "obstore",
+    "runai-model-streamer": "'runai-model-streamer[s3]' torch",
+}
+
+
+def environment(job: Job) -> dict[str, str]:
+    """Variables by which S3 clients find the origin: endpoint, path style, any credentials, the origin's CA."""
+    found = {
+        "AWS_ENDPOINT_URL": job.url,
+        "AWS_ACCESS_KEY_ID": "bench",
+        "AWS_SECRET_ACCESS_KEY": "bench",
+        "AWS_DEFAULT_REGION": REGION,
+        "AWS_REGION": REGION,
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0",
+    }
+    if job.ca_file:
+        found |= {"AWS_CA_BUNDLE": job.ca_file, "SSL_CERT_FILE": job.ca_file}
+    return found
+
+
+def prepare_boto3(job: Job) -> Callable[[], Buffers]:
+    """TransferManager's ranged download into a file object on shared memory."""
+    import boto3
+
+    client = boto3.client("s3")
+    fd, memory = shared_memory(job.size_bytes, touched=True)
+
+    def fetch() -> Buffers:
+        with os.fdopen(fd, "r+b", buffering=0) as file:
+            client.download_fileobj(job.bucket, job.key, file)
+        return [memoryview(memory)]
+
+    return fetch
+
+
+def prepare_s3fs(job: Job) -> Callable[[], Buffers]:
+    """cat_ranges, its fastest call here; pieces stay bytes objects."""
+    import s3fs
+
+    verify = {"verify": job.ca_file} if job.ca_file else {}
+    store = s3fs.S3FileSystem(endpoint_url=job.url, key="bench", secret="bench", client_kwargs=verify)
+    starts = list(range(0, job.size_bytes, _RANGE_BYTES))
+    stops = [min(job.size_bytes, start + _RANGE_BYTES) for start in starts]
+
+    def fetch() -> Buffers:
+        pieces: list[bytes] = store.cat_ranges([f"{job.bucket}/{job.key}"] * len(starts), starts, stops)
+        return pieces
+
+    return fetch
+
+
+def prepare_awscrt(job: Job) -> Callable[[], Buffers]:
+    """Its S3 client with 8 MiB parts; the body callback copies, since the chunk is only lent."""
+    from awscrt import auth, http, io, s3
+
+    bootstrap = io.ClientBootstrap.get_or_create_static_default()
+    tls: dict[str, Any] = {"tls_mode": s3.S3RequestTlsMode.DISABLED}
+    if job.ca_file:
+        options = io.TlsContextOptions()
+        options.override_default_trust_store_from_path(None, job.ca_file)
+        connection = io.ClientTlsContext(options).new_connection_options()
+        connection.set_server_name(job.host)
+        tls = {"tls_mode": s3.S3RequestTlsMode.ENABLED, "tls_connection_options": connection}
+    client = s3.S3Client(
+        bootstrap=bootstrap,
+        region=REGION,
+        credential_provider=auth.AwsCredentialsProvider.new_static("bench", "bench"),
+        part_size=8 << 20,
+        throughput_target_gbps=50,
+        **tls,
+    )
+    headers = http.HttpHeaders([("host", f"{job.host}:{job.port}")])
+    request = http.HttpRequest("GET", job.path, headers)
+    _, memory = shared_memory(job.size_bytes, touched=True)
+    view = memoryview(memory)
+
+    def take(chunk: bytes, offset: int, **_: object) -> None:
+        view[offset : offset + len(chunk)] = chunk
+
+    def fetch() -> Buffers:
+        client.make_request(type=s3.S3RequestType.GET_OBJECT, request=request, on_body=take).finished_future.result()
+        return [view]
+
+    return fetch
+
+
+def prepare_obstore(job: Job) -> Callable[[], Buffers]:
+    """get_range in four threads; pieces stay its own buffers."""
+    from obstore.store import S3Store
+
+    options: dict[str, Any] = {"allow_http": True}
+    if job.ca_file:
+        options["allow_invalid_certificates"] = True  # it takes no CA file
+    store = S3Store(
+        job.bucket, endpoint=job.url, region=REGION, skip_signature=True, client_options=options,
+        virtual_hosted_style_request=False,
+    )  # fmt: skip
+
+    def piece(start: int) -> Any:
+        return store.get_range(job.key, start=start, end=min(job.size_bytes, start + _RANGE_BYTES))
+
+    def fetch() -> Buffers:
+        with ThreadPoolExecutor(_THREADS) as pool:
+            return [memoryview(got) for got in pool.map(piece, range(0, job.size_bytes, _RANGE_BYTES))]
+
+    return fetch
+
+
+def prepare_runai(job: Job) -> Callable[[], Buffers]:
+    """SafetensorsStreamer over the S3 path, on default settings; tensors stay in its buffer, so it may hold all."""
+    os.environ["RUNAI_STREAMER_MEMORY_LIMIT"] = "-1"
+    from runai_model_streamer import SafetensorsStreamer
+
+    def fetch() -> Buffers:
+        tensors: list[tuple[int, memoryview]] = []
+        with SafetensorsStreamer() as streamer:
+            streamer.stream_file(f"s3://{job.bucket}/{job.key}")
+            for _, tensor in streamer.get_tensors():
+                tensors.append((tensor.data_ptr(), memoryview(tensor.view(-1).view(_byte_type()).numpy())))
+            tensors.sort(key=lambda found: found[0])  # they lie in one buffer, in the file's order
+            return [memoryview(bytes(job.data_start)), *[view for _, view in tensors]]
+
+    return fetch
+
+
+def _byte_type() -> Any:
+    import torch
+
+    return torch.uint8
+
+
+CLIENTS: dict[str, Client] = {
+    "boto3": prepare_boto3,
+    "s3fs": prepare_s3fs,
+    "awscrt": prepare_awscrt,
+    "obstore": prepare_obstore,
+    "runai-model-streamer": prepare_runai,
+}
+
+if __name__ == "__main__":
+    main(CLIENTS)
