@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
 class Serving:
     """One `medusa serve` process on a free port, its output kept in a file."""
 
-    def __init__(self, folder: Path, *arguments: str | Path, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, *arguments: str | Path, env: dict[str, str] | None = None, wrapper: Sequence[str] = ()
+    ) -> None:
         self.folder = folder
         self.log = folder / "serve.log"
         self.temporary = folder / "tmp"
@@ -33,7 +35,7 @@ class Serving:
         environment |= {"TMPDIR": str(self.temporary), "PYTHONUNBUFFERED": "1"} | (env or {})
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
-                [MEDUSA, "serve", "--host", "127.0.0.1", "--port", "0", *arguments],
+                [*wrapper, MEDUSA, "serve", "--host", "127.0.0.1", "--port", "0", *arguments],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
@@ -142,10 +144,10 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Se
     """Start `medusa serve` with these arguments; what the test leaves running is killed."""
     started: list[Serving] = []
 
-    def start(*arguments: str | Path, env: dict[str, str] | None = None) -> Serving:
+    def start(*arguments: str | Path, env: dict[str, str] | None = None, wrapper: Sequence[str] = ()) -> Serving:
         # A short path: the engine's Unix socket lies under TMPDIR, and such paths end at 107 bytes.
         folder = Path(tempfile.mkdtemp(prefix="m"))
-        started.append(Serving(folder, *arguments, env=env))
+        started.append(Serving(folder, *arguments, env=env, wrapper=wrapper))
         return started[-1]
 
     yield start

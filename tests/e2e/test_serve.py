@@ -30,7 +30,7 @@ def test_probes_tell_apart_alive_and_ready(start: Start, example: Path) -> None:
     serving = start("--model", example)
     assert serving.request("GET", "/livez")[0] == 200
     serving.wait_ready()
-    status, progress, _ = serving.request("GET", "/readyz")
+    status, _, _ = serving.request("GET", "/readyz")
     assert status == 200
     assert serving.request("GET", "/startupz")[0] == 200
     assert serving.stop() == 0
