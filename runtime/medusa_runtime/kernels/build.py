@@ -1,0 +1,58 @@
+"""Compile the C kernels into one shared library. Standard library only: the build hook runs this file by its path."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+import tempfile
+from pathlib import Path
+
+SOURCE_DIR = Path(__file__).parent
+LIBRARY_NAME = "libmedusa_kernels.so"
+FLAGS = ("-O3", "-fPIC", "-std=c11", "-Wall", "-Wextra")
+# Every object has its own instruction set, and which one runs is decided on the machine: never -march=native.
+OBJECTS = {
+    "linear": ("linear.c", ()),
+    "linear_avx2": ("linear_tile.c", ("-mavx2", "-mfma", "-mf16c")),
+    "linear_avx512": ("linear_tile.c", ("-mavx512f", "-mavx2", "-mfma", "-mf16c")),
+}
+
+
+class KernelBuildError(Exception):
+    """The kernels were not compiled; the message says why."""
+
+
+def build(target: Path = SOURCE_DIR / LIBRARY_NAME) -> Path:
+    """Compile with ``$CC`` (default ``cc``) and replace ``target`` in one step: a running process keeps its own.
+
+    Raises KernelBuildError: not an x86-64 Linux machine, no compiler, or the compiler's message.
+    """
+    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
+        raise KernelBuildError(
+            f"kernels are written for x86-64 Linux, this is {platform.machine()} {platform.system()}"
+        )
+    compiler = shlex.split(os.environ.get("CC") or "cc")
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".kernels-") as folder:
+        objects = []
+        for name, (source, flags) in OBJECTS.items():
+            objects.append(f"{folder}/{name}.o")
+            _run([*compiler, *FLAGS, *flags, "-c", str(SOURCE_DIR / source), "-o", objects[-1]])
+        library = Path(folder, LIBRARY_NAME)
+        _run([*compiler, "-shared", "-o", str(library), *objects])
+        library.replace(target)
+    return target
+
+
+def _run(command: list[str]) -> None:
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        raise KernelBuildError(f"no C compiler: {command[0]!r} was not found; install one or set CC") from error
+    except subprocess.CalledProcessError as error:
+        raise KernelBuildError(f"{shlex.join(command)} failed:\n{error.stderr[-2000:]}") from error
+
+
+if __name__ == "__main__":
+    print(build())

@@ -1,0 +1,237 @@
+"""linear against a product in float64, for every way it can take."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import multiprocessing
+import shutil
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from medusa_runtime import kernels
+from medusa_runtime.kernels import build, cpu, native, upcast
+from torch import Tensor
+
+DTYPES = [torch.bfloat16, torch.float16]
+# (rows, cols, depth): every tile height and width, depths that end within a step, more than one block of each.
+SHAPES = [(rows, 29, 70) for rows in range(1, 15)] + [
+    (1, 1, 1),
+    (2, 97, 1),
+    (8, 100, 2051),
+    (33, 200, 1056),
+    (300, 50, 100),
+]
+
+
+def exact(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+
+
+def assert_rounded(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Within one rounding of the exact product; where terms cancel, fp32's own error counts as well."""
+    expected = exact(x, weight, bias)
+    error = (found.double() - expected).abs()
+    fp32 = F.linear(x.double().abs(), weight.double().abs()) * x.shape[-1] * 2.0**-24
+    rounding = expected.abs() * torch.finfo(found.dtype).eps / 2
+    tiny = torch.finfo(found.dtype).smallest_normal
+    assert found.dtype is x.dtype
+    assert bool((error <= 1.01 * rounding + fp32 + tiny).all()), (error - rounding).max()
+
+
+def sample(rows: int, cols: int, depth: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows * cols + depth)
+    made = [torch.randn(shape, generator=generator) for shape in ((rows, depth), (cols, depth), (cols,))]
+    return made[0].to(dtype), made[1].to(dtype), made[2].to(dtype)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if not cpu.features() >= cpu.NEEDED:
+        pytest.skip(f"the kernels need {sorted(cpu.NEEDED)}")
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+    return build.build(tmp_path_factory.mktemp("kernels") / build.LIBRARY_NAME)
+
+
+@pytest.fixture(params=[256, 512], ids=["avx2", "avx512"])
+def compiled(request: pytest.FixtureRequest, library: Path) -> native.NativeKernels:
+    if request.param == 512 and "avx512f" not in cpu.features():
+        pytest.skip("this CPU has no AVX-512F")
+    return native.NativeKernels(request.param, library)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_compiled_is_rounded_once(
+    compiled: native.NativeKernels, shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    x, weight, bias = sample(*shape, dtype)
+    assert_rounded(compiled.linear(x, weight, bias), x, weight, bias)
+    assert_rounded(compiled.linear(x, weight, None), x, weight, None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_compiled_on_many_threads(compiled: native.NativeKernels, rows: int, dtype: torch.dtype) -> None:
+    x, weight, bias = sample(rows, 1500, 1200, dtype)
+    assert_rounded(compiled.linear(x, weight, bias), x, weight, bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 40])
+def test_upcast_is_rounded_once(rows: int, dtype: torch.dtype) -> None:
+    x, weight, bias = sample(rows, 1030, 130, dtype)
+    assert_rounded(upcast.linear(x, weight, bias), x, weight, bias)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_infinity_and_nan_pass(compiled: native.NativeKernels, dtype: torch.dtype) -> None:
+    x, weight, _ = sample(2, 5, 40, dtype)
+    weight[1, 3], weight[2, 39] = float("inf"), float("nan")
+    found, expected = compiled.linear(x, weight, None), exact(x, weight, None)
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.isinf(), expected.isinf())
+
+
+def test_rounding_to_nearest_even(compiled: native.NativeKernels) -> None:
+    """1 + 2^-8 lies between two bf16 numbers and goes to the even one, 1; a hair more goes up."""
+    x = torch.tensor([[1.0, 2.0**-8, 0.0], [1.0, 2.0**-8, 2.0**-16]], dtype=torch.bfloat16)
+    found = compiled.linear(x, torch.ones(1, 3, dtype=torch.bfloat16), None)
+    assert found.flatten().tolist() == [1.0, 1.0078125]
+
+
+def test_strided_and_misaligned_weights(compiled: native.NativeKernels) -> None:
+    wide = torch.randn(64, 200).bfloat16()
+    x = torch.randn(3, 120).bfloat16()[:, 7:84]
+    weight = wide[::2, 3:80]
+    assert_rounded(compiled.linear(x, weight, None), x, weight, None)
+
+
+def test_weights_at_the_end_of_read_only_memory(compiled: native.NativeKernels) -> None:
+    """The last row ends where memory ends: an element read further, or a write, would kill this process."""
+    rows, depth, page = 2, 1021, mmap.PAGESIZE
+    memory = mmap.mmap(-1, 2 * page)
+    values = torch.frombuffer(memory, dtype=torch.bfloat16, count=page // 2)
+    weight = values[page // 2 - rows * depth :].view(rows, depth)
+    weight.normal_()
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    assert protect(values.data_ptr(), page, mmap.PROT_READ) == 0
+    assert protect(values.data_ptr() + page, page, 0) == 0
+    x = torch.randn(5, depth).bfloat16()
+    assert_rounded(compiled.linear(x, weight, None), x, weight, None)
+
+
+def test_linear_is_f_linear_for_everything_else() -> None:
+    x, weight, bias = sample(4, 6, 8, torch.bfloat16)
+    assert torch.equal(kernels.linear(x.float(), weight.float()), F.linear(x.float(), weight.float()))
+    assert kernels.linear(x[:0], weight).shape == (0, 6)
+    assert kernels.linear(x.to("meta"), weight.to("meta")).device.type == "meta"
+    with pytest.raises(RuntimeError, match=r"mat1 and mat2|dtype"):
+        kernels.linear(x.float(), weight)
+    with pytest.raises(RuntimeError, match=r"shapes|size"):
+        kernels.linear(x[:, :5], weight)
+    trained = weight.clone().requires_grad_()
+    kernels.linear(x, trained, bias).sum().backward()
+    assert trained.grad is not None
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_linear_takes_any_number_of_leading_dimensions(dims: int) -> None:
+    shape = (2, 3, 64)[3 - dims :]
+    x, weight = torch.randn(shape).bfloat16(), torch.randn(10, 64).bfloat16()
+    found = kernels.linear(x, weight)
+    assert found.shape == (*shape[:-1], 10)
+    assert_rounded(found, x, weight, None)
+    transposed = x.transpose(0, -1).contiguous().transpose(0, -1)  # last dimension not contiguous
+    assert_rounded(kernels.linear(transposed, weight), x, weight, None)
+
+
+def _multiply(end: Connection) -> None:
+    x, weight, bias = sample(8, 700, 600, torch.bfloat16)
+    end.send(kernels.linear(x, weight, bias).float().tolist())
+
+
+def test_linear_in_a_forked_child() -> None:
+    """As in the zygote: torch is imported before the fork, and no thread of its pool has run yet."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    parent = context.Process(target=_fork_and_multiply, args=(theirs,))
+    parent.start()
+    found = ours.recv() if ours.poll(60) else None
+    parent.join(60)
+    assert parent.exitcode == 0
+    x, weight, bias = sample(8, 700, 600, torch.bfloat16)
+    assert found is not None
+    assert_rounded(torch.tensor(found).bfloat16(), x, weight, bias)
+
+
+def _fork_and_multiply(end: Connection) -> None:
+    child = multiprocessing.get_context("fork").Process(target=_multiply, args=(end,))
+    child.start()
+    child.join(60)
+    raise SystemExit(child.exitcode)
+
+
+def test_linear_from_many_threads_at_once() -> None:
+    x, weight, bias = sample(8, 300, 500, torch.bfloat16)
+    expected = kernels.linear(x, weight, bias)
+    wrong: list[Tensor] = []
+
+    def multiply() -> None:
+        for _ in range(50):
+            found = kernels.linear(x, weight, bias)
+            if not torch.equal(found, expected):
+                wrong.append(found)
+
+    threads = [threading.Thread(target=multiply) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_describe_names_the_way_and_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def described(*features: str) -> str:
+        monkeypatch.setattr(cpu, "features", lambda: frozenset(features))
+        kernels._path.cache_clear()
+        return kernels.describe()["bfloat16"]
+
+    try:
+        assert described("avx2", "fma", "f16c", "avx512_bf16").startswith(
+            "torch: the CPU multiplies it itself (avx512_bf16)"
+        )
+        assert "need avx2, f16c, fma" in described("sse2")
+        monkeypatch.setattr(native, "LIBRARY_NAME", "missing.so")
+        assert "upcast: no compiled kernel" in described("avx2", "fma", "f16c")
+        assert "missing.so" in kernels.describe()["bfloat16"]
+        x, weight, bias = sample(20, 30, 40, torch.bfloat16)
+        assert_rounded(kernels.linear(x, weight, bias), x, weight, bias)
+    finally:
+        monkeypatch.undo()
+        kernels._path.cache_clear()
+
+
+def test_only_one_openmp_runtime_is_loaded(compiled: native.NativeKernels) -> None:
+    x, weight, _ = sample(16, 400, 400, torch.bfloat16)
+    compiled.linear(x, weight, None)
+    maps = Path("/proc/self/maps").read_text()
+    runtimes = {line.split()[-1] for line in maps.splitlines() if "libgomp" in line or "libiomp" in line}
+    assert len(runtimes) == 1
+    assert compiled.threads == "torch's threads"
+
+
+def test_a_compiler_that_is_missing_or_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(build.KernelBuildError, match="no-such-compiler"):
+        build.build(tmp_path / "library.so")
+    monkeypatch.setenv("CC", "false")
+    with pytest.raises(build.KernelBuildError, match="failed"):
+        build.build(tmp_path / "library.so")
+    assert list(tmp_path.iterdir()) == []
