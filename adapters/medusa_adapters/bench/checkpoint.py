@@ -17,7 +17,7 @@ _LARGEST_TENSOR_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class ServedCheckpoint:
-    """One safetensors file ``<root>/<BUCKET>/<KEY>``; ``crc`` is the CRC-32 of its data section, from ``data_start``."""
+    """One safetensors file ``<root>/<BUCKET>/<KEY>``; ``crc`` is the CRC-32 from ``data_start`` on."""
 
     root: Path
     size_bytes: int

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 MISSING_PACKAGE = 3  # exit status: the peer is not installed in this interpreter
 
 Buffers = Sequence["bytes | memoryview"]
-# Imports, connects to nothing yet, and returns the function that is timed; that one returns the object's bytes in order.
+# Imports and sets up, then returns the function that is timed; that one returns the object's bytes in order.
 Client = Callable[["Job"], Callable[[], Buffers]]
 
 

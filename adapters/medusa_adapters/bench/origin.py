@@ -115,7 +115,7 @@ def nginx_path() -> str | None:
 
 
 def make_certificate(folder: Path) -> Path:
-    """A self-signed certificate for 127.0.0.1 with its key, one PEM file; clients trust it as their CA file."""
+    """A self-signed certificate for 127.0.0.1, which clients trust as their CA file; its key lies beside it as .key."""
     if not shutil.which("openssl"):
         raise MissingPackageError("the TLS origin needs a certificate made by openssl: apt-get install openssl")
     pem, key = folder / "origin.pem", folder / "origin.key"
@@ -127,7 +127,6 @@ def make_certificate(folder: Path) -> Path:
         check=True,
         capture_output=True,
     )
-    pem.write_text(pem.read_text() + key.read_text())
     return pem
 
 
@@ -146,7 +145,7 @@ http {{
   sendfile on; tcp_nopush on; keepalive_requests 1000000; default_type application/octet-stream;
   server {{
     listen 127.0.0.1:{port}{" ssl" if pem else ""};
-    {f"ssl_certificate {pem}; ssl_certificate_key {pem}; ssl_protocols TLSv1.3;" if pem else ""}
+    {f"ssl_certificate {pem}; ssl_certificate_key {pem.with_suffix('.key')}; ssl_protocols TLSv1.3;" if pem else ""}
     root {root};
     {f"limit_rate {variant.rate_bytes_per_s};" if variant.rate_bytes_per_s else ""}
     error_page 403 404 = @missing;

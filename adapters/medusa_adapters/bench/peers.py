@@ -5,9 +5,13 @@ The bytes may stay wherever the peer leaves them (its own buffers, a list of pie
 
 from __future__ import annotations
 
+import json
 import os
+import ssl
+import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from typing import Any
 
 from medusa_adapters.bench.client import Buffers, Client, Job, main, shared_memory
@@ -75,7 +79,7 @@ def prepare_s3fs(job: Job) -> Callable[[], Buffers]:
 
 def prepare_awscrt(job: Job) -> Callable[[], Buffers]:
     """Its S3 client with 8 MiB parts; the body callback copies, since the chunk is only lent."""
-    from awscrt import auth, http, io, s3
+    auth, http, io, s3 = (import_module(f"awscrt.{name}") for name in ("auth", "http", "io", "s3"))
 
     bootstrap = io.ClientBootstrap.get_or_create_static_default()
     tls: dict[str, Any] = {"tls_mode": s3.S3RequestTlsMode.DISABLED}
@@ -110,12 +114,10 @@ def prepare_awscrt(job: Job) -> Callable[[], Buffers]:
 
 def prepare_obstore(job: Job) -> Callable[[], Buffers]:
     """get_range in four threads; pieces stay its own buffers."""
-    from obstore.store import S3Store
-
     options: dict[str, Any] = {"allow_http": True}
     if job.ca_file:
         options["allow_invalid_certificates"] = True  # it takes no CA file
-    store = S3Store(
+    store = import_module("obstore.store").S3Store(
         job.bucket, endpoint=job.url, region=REGION, skip_signature=True, client_options=options,
         virtual_hosted_style_request=False,
     )  # fmt: skip
@@ -131,26 +133,28 @@ def prepare_obstore(job: Job) -> Callable[[], Buffers]:
 
 
 def prepare_runai(job: Job) -> Callable[[], Buffers]:
-    """SafetensorsStreamer over the S3 path, on default settings; tensors stay in its buffer, so it may hold all."""
+    """SafetensorsStreamer over the S3 path, on default settings, with memory for the whole file."""
     os.environ["RUNAI_STREAMER_MEMORY_LIMIT"] = "-1"
-    from runai_model_streamer import SafetensorsStreamer
+    streamer_type = import_module("runai_model_streamer").SafetensorsStreamer
+    torch = import_module("torch")
+    places = _tensor_starts(job)
 
     def fetch() -> Buffers:
-        tensors: list[tuple[int, memoryview]] = []
-        with SafetensorsStreamer() as streamer:
+        kept: list[tuple[int, memoryview]] = []
+        with streamer_type() as streamer:
             streamer.stream_file(f"s3://{job.bucket}/{job.key}")
-            for _, tensor in streamer.get_tensors():
-                tensors.append((tensor.data_ptr(), memoryview(tensor.view(-1).view(_byte_type()).numpy())))
-            tensors.sort(key=lambda found: found[0])  # they lie in one buffer, in the file's order
-            return [memoryview(bytes(job.data_start)), *[view for _, view in tensors]]
+            for name, tensor in streamer.get_tensors():
+                if job.verify:  # the streamer's memory is gone after it: what is compared must be a copy
+                    kept.append((places[name], memoryview(tensor.clone().view(-1).view(torch.uint8).numpy())))
+        return [memoryview(bytes(job.data_start)), *[view for _, view in sorted(kept, key=lambda entry: entry[0])]]
 
     return fetch
 
 
-def _byte_type() -> Any:
-    import torch
-
-    return torch.uint8
+def _tensor_starts(job: Job) -> dict[str, int]:
+    request = urllib.request.Request(job.url + job.path, headers={"Range": f"bytes=8-{job.data_start - 1}"})
+    with urllib.request.urlopen(request, context=ssl.create_default_context(cafile=job.ca_file)) as answer:
+        return {name: entry["data_offsets"][0] for name, entry in json.load(answer).items()}
 
 
 CLIENTS: dict[str, Client] = {

@@ -28,7 +28,7 @@ class RangedServer(ThreadingHTTPServer):
     """Serves the files under ``root`` on a free port of 127.0.0.1, a thread per connection.
 
     ``rate`` limits the bytes per second of each connection, ``latency_s`` passes before each answer, ``cert`` is a PEM
-    file with certificate and key for TLS.
+    file for TLS, with its key beside it as ``.key``.
     """
 
     daemon_threads = True
@@ -42,7 +42,7 @@ class RangedServer(ThreadingHTTPServer):
         self.tls: ssl.SSLContext | None = None
         if cert:
             self.tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            self.tls.load_cert_chain(cert)
+            self.tls.load_cert_chain(cert, cert.with_suffix(".key"))
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         # The handshake belongs in the connection's own thread: in accept() it would hold up everybody else.

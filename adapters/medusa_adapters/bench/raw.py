@@ -8,6 +8,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from medusa_adapters.bench.client import Buffers, Client, Job, main, shared_memory
 
@@ -22,7 +23,7 @@ def prepare(job: Job) -> Callable[[], Buffers]:
     ranges = [(start, min(job.size_bytes, start + step)) for start in range(0, job.size_bytes, step)]
 
     def fetch() -> Buffers:
-        _run([lambda part=part: _receive(job, iter([part]), memory) for part in ranges])
+        _run([partial(_receive, job, iter([part]), memory) for part in ranges])
         return [memoryview(memory)]
 
     return fetch
@@ -35,7 +36,7 @@ def prepare_populate(job: Job) -> Callable[[], Buffers]:
     turns = _Turns((start, min(job.size_bytes, start + _AHEAD_BYTES)) for start in cuts)
 
     def fetch() -> Buffers:
-        _run([lambda: _populate(memory, cuts), *[lambda: _receive(job, turns, memory)] * job.threads])
+        _run([partial(_populate, memory, cuts), *[partial(_receive, job, turns, memory)] * job.threads])
         return [memoryview(memory)]
 
     return fetch

@@ -1,0 +1,91 @@
+"""Running one client once, in a fresh child process that is watched from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from medusa_runtime.errors import MedusaError, MissingPackageError
+
+import medusa_adapters
+from medusa_adapters.bench.client import MISSING_PACKAGE, Job
+from medusa_adapters.bench.peers import INSTALL, environment
+
+_TIMEOUT_S = 300.0
+_WATCH_EVERY_S = 0.01
+
+
+class Sample(NamedTuple):
+    """MB/s (10^6 bytes), client CPU seconds per GB, and the most private memory the client's process had, in MB."""
+
+    mb_per_s: float
+    cpu_s: float
+    private_mb: float
+    crc: int | None
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """Who fetches: ``client`` of the module ``medusa_adapters.bench.<module>``, on the interpreter ``python``."""
+
+    name: str
+    module: str
+    client: str
+    threads: int = 2
+    fresh: bool = False
+    python: str = sys.executable
+
+    def sample(self, job: Job) -> Sample:
+        """Fetch ``job`` once. Raises MissingPackageError where the peer is not installed, MedusaError when it fails."""
+        with tempfile.TemporaryDirectory() as folder, self.start(job, Path(folder)) as child:
+            try:
+                private_mb = _watch(child)
+                output, complaint = child.communicate()
+            finally:
+                child.kill()
+        if child.returncode == MISSING_PACKAGE:
+            raise MissingPackageError(
+                f"{self.name} is not installed for {self.python}: pip install {INSTALL.get(self.name, self.name)}, "
+                f"or name an interpreter that has it: --peer-python {self.name}=PATH"
+            )
+        if child.returncode:
+            raise MedusaError(f"{self.name} ended with {child.returncode}: {complaint.strip()[-800:] or 'no message'}")
+        found = json.loads(output.splitlines()[-1])
+        return Sample(
+            job.size_bytes / found["seconds"] / 1e6, found["cpu_s"] / job.size_bytes * 1e9, private_mb, found["crc"]
+        )
+
+    def start(self, job: Job, folder: Path) -> subprocess.Popen[str]:
+        """The child, started; ``folder`` is empty and outlives it."""
+        # Another interpreter must find this package and nothing else of ours, so it gets a folder with one link.
+        (folder / "medusa_adapters").symlink_to(Path(medusa_adapters.__file__).parent)
+        path = {} if self.python == sys.executable else {"PYTHONPATH": str(folder)}
+        return subprocess.Popen(
+            [self.python, "-m", f"medusa_adapters.bench.{self.module}", self.client, json.dumps(asdict(job))],
+            env={**os.environ, **environment(job), **path},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+
+def _watch(child: subprocess.Popen[str]) -> float:
+    """Until the child ends; returns the highest anonymous memory seen, in MB. Shared memory is not in it."""
+    peak_kb, deadline = 0, time.monotonic() + _TIMEOUT_S
+    status = Path(f"/proc/{child.pid}/status")
+    while child.poll() is None:
+        if time.monotonic() > deadline:
+            raise MedusaError(f"a client did not end within {_TIMEOUT_S:.0f} s")
+        for line in status.read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                peak_kb = max(peak_kb, int(line.split()[1]))
+        time.sleep(_WATCH_EVERY_S)
+    return peak_kb * 1024 / 1e6
