@@ -1,12 +1,34 @@
-"""Build hook: compiles the CPU kernels next to their source, if a C compiler is there."""
+"""Build hook: compiles the CPU kernels into the package. Without a C compiler it is pure and uses torch's products."""
 
 from __future__ import annotations
 
+import runpy
+import sysconfig
+from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
+KERNELS = Path("runtime/medusa_runtime/kernels")
 
-class KernelBuildHook(BuildHookInterface):
+
+class KernelBuildHook(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        return
+        """Compile beside the sources (an editable install finds the library there) and add it to the wheel."""
+        root = Path(self.root)
+        kernels = runpy.run_path(str(root / KERNELS / "build.py"))
+        try:
+            library = kernels["build"]()
+        except kernels["KernelBuildError"] as error:
+            Path(root, KERNELS, kernels["LIBRARY_NAME"]).unlink(
+                missing_ok=True
+            )  # one of an earlier build may not match
+            self.app.display_warning(
+                f"medusa-runtime is built without its CPU kernels, bf16 products will be slow: {error}"
+            )
+            return
+        # No Python ABI in it: one wheel a platform, for every Python.
+        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-{platform}"
+        build_data["artifacts"].append(str(library.relative_to(root)))
