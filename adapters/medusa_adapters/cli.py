@@ -37,7 +37,7 @@ class _Version(argparse.Action):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, 2 for what the caller can mend in the call itself, 1 for the rest."""
+    """Run one command; returns the exit status: 0, 2 for a call that cannot be meant so, 1 for the rest."""
     try:
         arguments = _parse(sys.argv[1:] if argv is None else argv)
         status: int = importlib.import_module(arguments.module).run(arguments)

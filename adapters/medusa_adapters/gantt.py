@@ -15,11 +15,11 @@ _IDLE_NS = 200 * MS
 
 
 class Track(NamedTuple):
-    """All stages of one name in one process; ``spans`` are merged where they touch or overlap, and are in order."""
+    """All stages of one name in one process: how many, and their times in order, merged where they touch or overlap."""
 
     process: str
     name: str
-    count: int
+    stages: int
     spans: tuple[tuple[int, int], ...]
 
     @property
@@ -127,7 +127,7 @@ def _rank(process: str) -> int:
 
 
 def _label(row: Track) -> str:
-    return row.name if row.count == 1 else f"{row.name} ×{row.count}"
+    return row.name if row.stages == 1 else f"{row.name} ×{row.stages}"
 
 
 def _at(row: Track, start: int) -> str:

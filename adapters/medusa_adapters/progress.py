@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -38,6 +39,11 @@ class ProgressLine:
         if self._shown:
             self._write(_CLEAR_LINE)
             self._shown = False
+
+
+def note(text: str) -> None:
+    """One line of what a long command is doing; stdout is for its result."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def describe(progress: Progress) -> str:

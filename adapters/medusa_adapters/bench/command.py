@@ -1,0 +1,25 @@
+"""`medusa bench`: one module for each benchmark."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+_BENCHES = (
+    ("coldstart", "medusa_adapters.bench.coldstart", "from exec to the first token, in turn with others"),
+    ("fetch", "medusa_adapters.bench.fetch", "the prefetcher against raw sockets and other clients"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Measure on this machine, in turn with others, with real processes."
+    benches = parser.add_subparsers(metavar="benchmark", required=True)
+    for name, module, text in _BENCHES:
+        bench = benches.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        bench.set_defaults(bench=module)
+        importlib.import_module(module).add_arguments(bench)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    status: int = importlib.import_module(arguments.bench).run(arguments)
+    return status

@@ -1,0 +1,194 @@
+"""Who takes part in a cold-start benchmark: each gives one sample, from the exec of a fresh process."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from medusa_runtime.errors import MissingPackageError
+from medusa_runtime.timeline import Stage
+
+from . import openai_client
+from .process import Process, pss_bytes, rss_bytes
+
+SCRIPTS = Path(__file__).parent / "scripts"
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+START_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Question:
+    """What every contestant is asked. ``model`` is where ours reads from, ``folder`` the same files on this machine."""
+
+    model: str
+    folder: str
+    prompt: str
+    max_tokens: int
+    env: Mapping[str, str] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One cold start. ``text`` is the whole answer, ``first`` its first token where the contestant tells it apart."""
+
+    ttft_s: float
+    text: str = ""
+    first: str = ""
+    ready_s: float | None = None
+    pss_mb: float | None = None
+    rss_mb: float | None = None
+    stages: tuple[Stage, ...] = ()
+
+
+class Contestant(Protocol):
+    name: str
+
+    def sample(self, question: Question) -> Sample: ...
+
+
+class Medusa:
+    """`medusa serve`, with a client that connects as soon as the port accepts."""
+
+    def __init__(self, engine: str = "torch") -> None:
+        self.name = engine
+
+    def start(self, question: Question, port: int) -> Process:
+        command = [*_medusa(), "serve", "--model", question.model]
+        command += ["--engine", self.name, "--host", "127.0.0.1", "--port", str(port), *question.flags]
+        return Process(command, {"MEDUSA_LOG_LEVEL": "warning", **question.env})
+
+    def sample(self, question: Question) -> Sample:
+        port = openai_client.free_port()
+        with self.start(question, port) as process:
+            connection = openai_client.connect(port, process.alive, START_TIMEOUT_S)
+            answer = _ask(process, connection, question)
+            while openai_client.get(connection, "/readyz")[0] != 200:
+                if not process.alive():
+                    raise process.failure("ended before it was ready")
+            ready_s = process.since_start_s()
+            status, timeline = openai_client.get(connection, "/timeline")
+            pids = process.tree()
+            return Sample(
+                ttft_s=(answer.first_token_ns - process.started_ns) / 1e9,
+                text=answer.text,
+                ready_s=ready_s,
+                pss_mb=pss_bytes(pids) / 1e6,
+                rss_mb=rss_bytes(pids) / 1e6,
+                stages=stages_from_json(timeline) if status == 200 else (),
+            )
+
+
+class Vllm:
+    """`vllm serve` of another interpreter or this one; ``eager`` leaves out compilation and graphs."""
+
+    def __init__(self, python: str, *, eager: bool) -> None:
+        self.name = "vllm-eager" if eager else "vllm-default"
+        self._python = python
+        self._eager = eager
+
+    def sample(self, question: Question) -> Sample:
+        port = openai_client.free_port()
+        command = [self._python, "-m", "vllm.entrypoints.cli.main", "serve", question.folder]
+        command += ["--served-model-name", "m", "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--enforce-eager"] if self._eager else []
+        with Process(command, OFFLINE) as process:
+            connection = openai_client.connect(port, process.alive, START_TIMEOUT_S)
+            answer = _ask(process, connection, question, model="m")
+            pids = process.tree()
+            return Sample(
+                ttft_s=(answer.first_token_ns - process.started_ns) / 1e9,
+                text=answer.text,
+                pss_mb=pss_bytes(pids) / 1e6,
+                rss_mb=rss_bytes(pids) / 1e6,
+            )
+
+
+class Transformers:
+    """A bare script: AutoTokenizer and AutoModelForCausalLM from the folder, then one forward pass."""
+
+    name = "transformers"
+
+    def sample(self, question: Question) -> Sample:
+        script = str(SCRIPTS / "transformers_generate.py")
+        command = [sys.executable, script, question.folder, question.prompt, str(question.max_tokens)]
+        with Process(command, OFFLINE) as process:
+            first = json.loads(process.line())["text"]
+            ttft_s = process.since_start_s()
+            text = json.loads(process.line())["text"]
+            return Sample(ttft_s, text, first)
+
+
+class Script:
+    """A process that does a part of the work, as a yardstick; its first line of output ends the sample."""
+
+    def __init__(self, name: str, arguments: Callable[[Question], list[str]]) -> None:
+        self.name = name
+        self._arguments = arguments
+
+    def sample(self, question: Question) -> Sample:
+        with Process([sys.executable, *self._arguments(question)]) as process:
+            process.line()
+            return Sample(process.since_start_s())
+
+
+def yardsticks() -> list[Contestant]:
+    return [
+        Script("torch-import", lambda _: ["-c", "import torch; print(torch.__version__, flush=True)"]),
+        Script("floor", lambda question: [str(SCRIPTS / "floor.py"), question.folder, question.prompt]),
+    ]
+
+
+def others(names: list[str], vllm_python: str) -> list[Contestant]:
+    """The contestants of ``--vs``. Raises MissingPackageError with the command that installs what is missing."""
+    found: list[Contestant] = []
+    for name in names:
+        if name == "transformers":
+            if importlib.util.find_spec("transformers") is None:
+                raise MissingPackageError("--vs transformers: it is not installed; pip install transformers")
+            found.append(Transformers())
+        elif name == "vllm":
+            if not _has_vllm(vllm_python):
+                raise MissingPackageError(
+                    f"--vs vllm: {vllm_python} has no vllm; pip install vllm there, or name another interpreter that "
+                    "has it with --vllm-python (it needs a torch of its own)"
+                )
+            found += [Vllm(vllm_python, eager=False), Vllm(vllm_python, eager=True)]
+    return found
+
+
+def stages_from_json(timeline: object) -> tuple[Stage, ...]:
+    """The stages of what /timeline answers."""
+    entries = timeline.get("stages", []) if isinstance(timeline, dict) else []
+    return tuple(
+        Stage(e["name"], e["process"], int(e["start_ns"]), int(e["end_ns"]), e.get("detail") or {}) for e in entries
+    )
+
+
+def _ask(
+    process: Process, connection: openai_client.Connection, question: Question, model: str | None = None
+) -> openai_client.Completion:
+    body = {"prompt": question.prompt, "max_tokens": question.max_tokens, "temperature": 0, "ignore_eos": True}
+    try:
+        return openai_client.stream(connection, body | ({"model": model} if model else {}))
+    except OSError as error:
+        raise process.failure(f"did not answer ({error})") from error
+
+
+def _medusa() -> list[str]:
+    installed = Path(sys.executable).with_name("medusa")
+    return [str(installed)] if installed.exists() else [sys.executable, "-m", "medusa_adapters.cli"]
+
+
+def _has_vllm(python: str) -> bool:
+    check = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    try:
+        return subprocess.run([python, "-c", check], check=False, timeout=60).returncode == 0
+    except OSError:
+        return False

@@ -1,0 +1,47 @@
+"""The contestant `transformers`, a fresh process: prints one JSON line at its first token, and one at the end.
+
+Arguments: model folder, prompt, tokens to generate. With a fourth, batch sizes as 1,8, it goes on to measure those.
+"""
+
+import json
+import sys
+import time
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def main() -> None:
+    folder, prompt, max_tokens = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    model.generation_config.eos_token_id = None
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    with torch.inference_mode():
+        first = int(model(**inputs, logits_to_keep=1).logits[0, -1].argmax())
+        print(json.dumps({"text": tokenizer.decode([first])}), flush=True)
+        if len(sys.argv) > 4:
+            steady(model, inputs, max_tokens, [int(size) for size in sys.argv[4].split(",")])
+            return
+        output = generate(model, inputs, max_tokens)[0, inputs["input_ids"].shape[1] :]
+    print(json.dumps({"text": tokenizer.decode(output, skip_special_tokens=True)}), flush=True)
+
+
+def generate(model: torch.nn.Module, inputs: dict[str, torch.Tensor], max_tokens: int) -> torch.Tensor:
+    return model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)  # type: ignore[operator, no-any-return]
+
+
+def steady(model: torch.nn.Module, inputs: dict[str, torch.Tensor], max_tokens: int, sizes: list[int]) -> None:
+    """Tokens per second of whole generations, for each batch size, after one that warms up."""
+    generate(model, inputs, 4)
+    rates = {}
+    for size in sizes:
+        batch = {name: tensor.repeat(size, 1) for name, tensor in inputs.items()}
+        began = time.perf_counter()
+        generate(model, batch, max_tokens)
+        rates[size] = size * max_tokens / (time.perf_counter() - began)
+    print(json.dumps({"tokens_per_s": rates}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

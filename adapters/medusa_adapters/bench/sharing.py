@@ -1,0 +1,52 @@
+"""The memory that a second instance of the same model adds to the machine."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from ..progress import note
+from . import openai_client
+from .contestants import START_TIMEOUT_S, Medusa, Question
+from .process import Process, pss_bytes
+from .result import Result
+
+
+def measure_sharing(result: Result, ours: Medusa, question: Question, *, runs: int, instances: int) -> None:
+    """Rows: ``first_mb`` the first instance's memory, ``added_mb`` what each further one adds (PSS: shared pages are
+    counted once over all instances), ``added_system_mb`` the same from the machine's anonymous and shared memory,
+    and ``weights`` with ``size_mb``.
+    """
+    first, added, system = [], [], []
+    for number in range(runs):
+        with ExitStack() as stack:
+            processes, memory, used = [], [0.0], [_system_mb()]
+            for _ in range(instances):
+                processes.append(_serving(stack, ours, question))
+                memory.append(sum(pss_bytes(process.tree()) for process in processes) / 1e6)
+                used.append(_system_mb())
+        further = instances - 1
+        first.append(memory[1])
+        added.append((memory[-1] - memory[1]) / further)
+        system.append((used[-1] - used[1]) / further)
+        note(f"run {number + 1}: the first takes {first[-1]:.0f} MB, each further one adds {added[-1]:.0f} MB")
+    weights_mb = sum(path.stat().st_size for path in Path(question.folder).glob("*.safetensors")) / 1e6
+    result.add(ours.name, "first_mb", "MB", first)
+    result.add(ours.name, "added_mb", "MB", added)
+    result.add(ours.name, "added_system_mb", "MB", system)
+    result.add("weights", "size_mb", "MB", [weights_mb])
+
+
+def _serving(stack: ExitStack, ours: Medusa, question: Question) -> Process:
+    """An instance that has answered a request, so that all its weights have been read."""
+    port = openai_client.free_port()
+    process = stack.enter_context(ours.start(question, port))
+    connection = openai_client.connect(port, process.alive, START_TIMEOUT_S)
+    stack.callback(connection.close)
+    openai_client.stream(connection, {"prompt": question.prompt, "max_tokens": question.max_tokens, "temperature": 0})
+    return process
+
+
+def _system_mb() -> float:
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    return sum(int(words[1]) for words in lines if words[0] in ("AnonPages:", "Shmem:")) / 1e3

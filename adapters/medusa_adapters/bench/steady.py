@@ -1,0 +1,93 @@
+"""Tokens per second once warm, at batch 1 and 8: a fast start must not be bought with slow serving."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+from medusa_runtime.errors import MedusaError
+
+from ..progress import note
+from . import openai_client
+from .contestants import OFFLINE, SCRIPTS, START_TIMEOUT_S, Medusa, Question
+from .process import Process
+from .result import Result
+
+BATCHES = (1, 8)
+
+
+def measure_steady(
+    result: Result,
+    ours: Medusa,
+    question: Question,
+    *,
+    tokens: int,
+    runs: int,
+    vs: list[str],
+) -> None:
+    """Rows ``tokens_per_s_b1`` and ``_b8``: generated tokens over the time from first request to last token."""
+    found: dict[tuple[str, int], list[float]] = {}
+    for number in range(runs):
+        rates = {ours.name: _ours(ours, question, tokens)}
+        if "transformers" in vs:
+            rates["transformers"] = _transformers(question, tokens)
+        for name, by_batch in rates.items():
+            note(
+                f"run {number + 1}: {name} " + ", ".join(f"{rate:.1f} tokens/s at {b}" for b, rate in by_batch.items())
+            )
+            for batch, rate in by_batch.items():
+                found.setdefault((name, batch), []).append(rate)
+    for (name, batch), rates_found in found.items():
+        result.add(name, f"tokens_per_s_b{batch}", "tokens/s", rates_found)
+
+
+def _ours(ours: Medusa, question: Question, tokens: int) -> dict[int, float]:
+    port = openai_client.free_port()
+    with ours.start(question, port) as process:
+        connection = openai_client.connect(port, process.alive, START_TIMEOUT_S)
+        while openai_client.get(connection, "/readyz")[0] != 200:
+            if not process.alive():
+                raise process.failure("ended before it was ready")
+            time.sleep(0.05)
+        body = {
+            "prompt": question.prompt,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream_options": {"include_usage": True},
+        }
+        openai_client.stream(connection, body | {"max_tokens": 4})
+        return {batch: _together(port, body | {"max_tokens": tokens}, batch) for batch in BATCHES}
+
+
+def _together(port: int, body: dict[str, object], batch: int) -> float:
+    """Tokens per second of ``batch`` streams that start at once."""
+    connections = [openai_client.connect(port, lambda: True, START_TIMEOUT_S) for _ in range(batch)]
+    done: list[openai_client.Completion] = []
+    threads = [
+        threading.Thread(target=lambda c=connection: done.append(openai_client.stream(c, body)), daemon=True)
+        for connection in connections
+    ]
+    began = time.monotonic_ns()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for connection in connections:
+        connection.close()
+    if len(done) < batch:
+        raise MedusaError(f"{batch - len(done)} of {batch} streams failed; their errors are above")
+    expected = body["max_tokens"]
+    if any(completion.tokens != expected for completion in done):
+        raise MedusaError(f"expected {expected} tokens of each stream, found {[c.tokens for c in done]}")
+    return sum(c.tokens for c in done) / ((max(c.end_ns for c in done) - began) / 1e9)
+
+
+def _transformers(question: Question, tokens: int) -> dict[int, float]:
+    script = str(Path(SCRIPTS) / "transformers_generate.py")
+    batches = ",".join(map(str, BATCHES))
+    with Process([sys.executable, script, question.folder, question.prompt, str(tokens), batches], OFFLINE) as process:
+        process.line()
+        return {int(batch): rate for batch, rate in json.loads(process.line())["tokens_per_s"].items()}
