@@ -1,0 +1,120 @@
+"""The weight index: where each tensor of a checkpoint lies, and in which order a forward pass needs them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..errors import CorruptError
+from .header import HeaderEntry
+from .order import execution_order
+
+PAGE_BYTES = 4096
+_FORMAT = 1
+
+
+class Shard(NamedTuple):
+    """One safetensors file. ``offset``: where its data section starts in the region's data area (0 for local files).
+
+    ``version`` is the store's (an ETag or the like). ``path`` names a file on this machine that is mapped in place.
+    """
+
+    name: str
+    size_bytes: int
+    data_start: int
+    version: str | None = None
+    path: str | None = None
+    offset: int = 0
+
+    @property
+    def data_bytes(self) -> int:
+        return self.size_bytes - self.data_start
+
+
+class TensorEntry(NamedTuple):
+    """Bytes [start, stop) of a shard's data section; ``dtype`` is the safetensors name."""
+
+    shard: int
+    start: int
+    stop: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class WeightIndex:
+    """All tensors of a checkpoint; ``order`` is their execution order (ParaServe §5.1, Cicada §3)."""
+
+    def __init__(
+        self, shards: Sequence[Shard], tensors: Mapping[str, TensorEntry], order: Sequence[str] | None = None
+    ) -> None:
+        self.shards = tuple(shards)
+        self.tensors = dict(tensors)
+        self.order = tuple(execution_order(self.tensors) if order is None else order)
+        if sorted(self.order) != sorted(self.tensors):
+            raise CorruptError("the weight index's order does not name each of its tensors once; materialize it again")
+
+    @classmethod
+    def from_headers(cls, shards: Sequence[Shard], headers: Sequence[Mapping[str, HeaderEntry]]) -> WeightIndex:
+        """The index of these shards; they are placed in the region one behind the other, each on a page.
+
+        CorruptError when two shards hold a tensor of the same name.
+        """
+        tensors: dict[str, TensorEntry] = {}
+        placed: list[Shard] = []
+        offset = 0
+        for number, (shard, header) in enumerate(zip(shards, headers, strict=True)):
+            if shard.path is None:
+                shard = shard._replace(offset=offset)
+                offset += -(-shard.data_bytes // PAGE_BYTES) * PAGE_BYTES
+            placed.append(shard)
+            for name, entry in header.items():
+                if name in tensors:
+                    other = placed[tensors[name].shard].name
+                    raise CorruptError(f"tensor {name!r} is in {other} and in {shard.name}, expected in one of them")
+                tensors[name] = TensorEntry(number, *entry)
+        return cls(placed, tensors)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(shard.data_bytes for shard in self.shards)
+
+    @property
+    def region_bytes(self) -> int:
+        """Bytes of the region's data area: nothing for local files."""
+        return max((shard.offset + shard.data_bytes for shard in self.shards if shard.path is None), default=0)
+
+    def to_json(self) -> bytes:
+        document = {
+            "format": _FORMAT,
+            "shards": self.shards,
+            "tensors": {name: self.tensors[name] for name in self.order},
+        }
+        return json.dumps(document, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes | str) -> WeightIndex:
+        """Raises CorruptError when ``text`` is no weight index of this format."""
+        try:
+            document: dict[str, Any] = json.loads(text)
+            if document["format"] != _FORMAT:
+                raise CorruptError(f"expected a weight index of format {_FORMAT}, found {document['format']}")
+            shards = [Shard(*raw) for raw in document["shards"]]
+            tensors = {
+                name: TensorEntry(shard, start, stop, dtype, tuple(shape))
+                for name, (shard, start, stop, dtype, shape) in document["tensors"].items()
+            }
+        except (ValueError, KeyError, TypeError) as error:
+            raise CorruptError(
+                f"expected a weight index, found something else ({error}); materialize it again"
+            ) from None
+        return cls(shards, tensors, tuple(tensors))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, WeightIndex) and self.to_json() == other.to_json()
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+__all__ = ["Shard", "TensorEntry", "WeightIndex"]

@@ -1,0 +1,247 @@
+"""The side of a region that fills it. One writer at a time; a killed one can be replaced by another."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import json
+import mmap
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+from ..errors import MedusaError, ObjectChangedError, StorageError
+from .chunks import Chunks, chunk_bytes_for
+from .index import PAGE_BYTES, WeightIndex
+from .region_layout import (
+    DATA_ALIGN_BYTES,
+    ERROR_BYTES,
+    ERROR_OFFSET,
+    HEADER_BYTES,
+    TABLE_OFFSET,
+    State,
+    Word,
+    lock_for_writing,
+    reopen,
+)
+
+_F_ADD_SEALS = 1033
+_SEAL_SHRINK, _SEAL_GROW, _SEAL_WRITE, _SEAL_FUTURE_WRITE = 0x2, 0x4, 0x8, 0x10
+
+
+class RegionWriter:
+    """Lays a region out, hands out its chunks' memory and publishes them. ``publish`` is thread-safe."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = reopen(fd, os.O_RDWR)
+        if not lock_for_writing(self._fd):
+            os.close(self._fd)
+            raise StorageError("another prefetcher is filling this region; expected to be the only one")
+        self._map = mmap.mmap(self._fd, HEADER_BYTES)
+        self._memory = memoryview(self._map)
+        self._words = self._memory.cast("Q")
+        self._lock = threading.Lock()
+        self._order: list[int] = []
+        self._rank = 0  # chunks of the order that are there without a hole; the watermark counts their bytes
+        self._kept = 0
+        self.chunks: Chunks | None = None
+
+    @property
+    def state(self) -> State:
+        return State(self._words[Word.STATE])
+
+    def lay_out(self, index: WeightIndex, files: Mapping[str, bytes]) -> None:
+        """Make the region's parts and let readers in.
+
+        A region that an ended writer has laid out for the same versions is continued: what it published stays.
+        ObjectChangedError when the versions differ, for readers may have used the old ones already.
+        """
+        if self._words[Word.REGION_BYTES]:
+            self._continue(index)
+        else:
+            self._begin(index, files)
+        assert self.chunks is not None
+        words = self._words
+        self._order = self.chunks.order()
+        self._kept = sum(self._size(chunk) for chunk in self._order if self.present(chunk))
+        words[Word.FETCHED_BYTES] = words[Word.KEPT_BYTES] = self._kept
+        words[Word.GENERATION] += 1
+        words[Word.ENDED_NS] = 0
+        words[Word.STARTED_NS] = time.monotonic_ns()
+        self._raise_watermark()
+        words[Word.STATE] = State.INDEXED
+
+    def _begin(self, index: WeightIndex, files: Mapping[str, bytes]) -> None:
+        self.chunks = Chunks(index, chunk_bytes_for(index))
+        text = index.to_json()
+        index_offset = _align(TABLE_OFFSET + self.chunks.count, PAGE_BYTES)
+        bodies = index_offset + len(text)
+        places: dict[str, tuple[int, int]] = {}
+        for name, body in files.items():
+            places[name] = (bodies, len(body))
+            bodies += len(body)
+        directory = json.dumps(places).encode()
+        data_offset = bodies + len(directory)
+        size = _align(data_offset, PAGE_BYTES)
+        if index.region_bytes:
+            data_offset = _align(data_offset, DATA_ALIGN_BYTES)
+            size = _align(data_offset + index.region_bytes, PAGE_BYTES)
+        os.ftruncate(self._fd, size)
+        self._remap(size)
+        memory, words = self._memory, self._words
+        memory[index_offset : index_offset + len(text)] = text
+        for name, (offset, length) in places.items():
+            memory[offset : offset + length] = files[name]
+        memory[bodies : bodies + len(directory)] = directory
+        words[Word.INDEX_OFFSET], words[Word.INDEX_BYTES] = index_offset, len(text)
+        words[Word.FILES_OFFSET], words[Word.FILES_BYTES] = bodies, len(directory)
+        words[Word.DATA_OFFSET] = data_offset
+        words[Word.CHUNK_BYTES], words[Word.CHUNK_COUNT] = self.chunks.chunk_bytes, self.chunks.count
+        words[Word.TOTAL_BYTES] = index.total_bytes
+        words[Word.REGION_BYTES] = size  # last: it says that the layout above is complete
+        self._index = index
+
+    def _continue(self, index: WeightIndex) -> None:
+        self._remap(self._words[Word.REGION_BYTES])
+        start = self._words[Word.INDEX_OFFSET]
+        found = WeightIndex.from_json(bytes(self._memory[start : start + self._words[Word.INDEX_BYTES]]))
+        if found != index:
+            changed = [old.name for old, new in zip(found.shards, index.shards, strict=False) if old != new]
+            raise ObjectChangedError(
+                f"the checkpoint changed while it was read: expected the version that was begun, "
+                f"found another one of {', '.join(changed) or 'its files'}; start again"
+            )
+        self._index = index
+        self.chunks = Chunks(index, self._words[Word.CHUNK_BYTES])
+
+    def _remap(self, size: int) -> None:
+        self._words.release()
+        self._memory.release()
+        self._map.close()
+        self._map = mmap.mmap(self._fd, size)
+        self._memory = memoryview(self._map)
+        self._words = self._memory[:HEADER_BYTES].cast("Q")
+
+    def _size(self, chunk: int) -> int:
+        assert self.chunks is not None
+        _, start, stop = self.chunks.place(chunk)
+        return stop - start
+
+    def present(self, chunk: int) -> bool:
+        return self._memory[TABLE_OFFSET + chunk] == 1
+
+    def pending(self) -> list[int]:
+        """The chunks that are not there yet, in the order in which they should be fetched."""
+        return [chunk for chunk in self._order if not self.present(chunk)]
+
+    def buffer(self, chunk: int, count: int = 1) -> memoryview:
+        """The memory of ``count`` neighbouring chunks of one shard. Release it before ``finish``."""
+        assert self.chunks is not None
+        shard, start, _ = self.chunks.place(chunk)
+        stop = self.chunks.place(chunk + count - 1).stop
+        base = self._words[Word.DATA_OFFSET] + self._index.shards[shard].offset
+        return self._memory[base + start : base + stop]
+
+    def address(self) -> int:
+        """Where the mapping starts; valid until ``finish``, ``fail`` or ``close``."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    def offset(self, chunk: int) -> int:
+        """Where a chunk starts in the mapping."""
+        assert self.chunks is not None
+        shard, start, _ = self.chunks.place(chunk)
+        return self._words[Word.DATA_OFFSET] + self._index.shards[shard].offset + start
+
+    def publish(self, chunk: int) -> None:
+        """Let readers have a chunk whose bytes are complete."""
+        with self._lock:  # also the barrier that puts the bytes in front of the mark on CPUs that reorder stores
+            if self.present(chunk):
+                return
+            self._memory[TABLE_OFFSET + chunk] = 1
+            self._words[Word.FETCHED_BYTES] += self._size(chunk)
+            self._raise_watermark()
+
+    def _raise_watermark(self) -> None:
+        mark, begun = self._words[Word.WATERMARK] if self._rank else 0, self._rank
+        while self._rank < len(self._order) and self.present(self._order[self._rank]):
+            mark += self._size(self._order[self._rank])
+            self._rank += 1
+        if self._rank != begun:
+            self._words[Word.WATERMARK] = mark
+
+    def seal_early(self) -> None:
+        """Before the data is complete: nobody but this writer can map the region for writing from here on.
+
+        For regions that are handed to strangers (a node's agent); no other writer can continue such a region.
+        """
+        fcntl.fcntl(self._fd, _F_ADD_SEALS, _SEAL_FUTURE_WRITE | _SEAL_SHRINK | _SEAL_GROW)
+
+    def finish(self) -> None:
+        """All chunks are published: end as DONE, unmap, and make the region unchangeable for everybody."""
+        missing = self.pending()
+        assert not missing, f"{len(missing)} chunks are missing"
+        self._words[Word.ENDED_NS] = time.monotonic_ns()
+        self._words[Word.STATE] = State.DONE
+        self.seal()
+
+    def seal(self) -> None:
+        """Unmap and seal a region that is DONE."""
+        fd = os.dup(self._fd)
+        try:
+            self.close()
+            for seals in (_SEAL_WRITE | _SEAL_SHRINK | _SEAL_GROW, _SEAL_FUTURE_WRITE | _SEAL_SHRINK | _SEAL_GROW):
+                try:
+                    fcntl.fcntl(fd, _F_ADD_SEALS, seals)
+                    break
+                except OSError:
+                    continue  # somebody maps it for writing, or it is sealed already
+        finally:
+            os.close(fd)
+
+    def fail(self, error: MedusaError) -> None:
+        """End as FAILED; every reader that waits raises this error."""
+        if not self._fd_open():
+            return
+        message = str(error)
+        while len(text := json.dumps([error.code, message]).encode()) > ERROR_BYTES:
+            message = message[: len(message) * 2 // 3] + "…"
+        with self._lock:
+            self._memory[ERROR_OFFSET : ERROR_OFFSET + len(text)] = text
+            self._words[Word.ERROR_BYTES] = len(text)
+            self._words[Word.ENDED_NS] = time.monotonic_ns()
+            self._words[Word.STATE] = State.FAILED
+
+    def _fd_open(self) -> bool:
+        return self._fd >= 0
+
+    def close(self) -> None:
+        """Unmap and give up the writer's lock. May be called twice."""
+        if self._fd < 0:
+            return
+        self._words.release()
+        self._memory.release()
+        try:
+            self._map.close()
+        except BufferError:
+            pass  # a thread that is ending still holds a piece
+        os.close(self._fd)
+        self._fd = -1
+
+
+def _align(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+def ranges(chunks: Sequence[int], most: int) -> list[tuple[int, int]]:
+    """Runs (first, count) of neighbouring numbers in ``chunks``, in its order, each at most ``most`` long."""
+    runs: list[tuple[int, int]] = []
+    for chunk in chunks:
+        if runs and chunk == runs[-1][0] + runs[-1][1] and runs[-1][1] < most:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((chunk, 1))
+    return runs
+
+
+__all__ = ["RegionWriter"]
