@@ -1,0 +1,68 @@
+"""What user code sees: the request, the response, the context, and the error for a client's mistake.
+
+Nothing here is a base class to inherit from: a function or a class with ``predict`` is enough.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class HttpError(Exception):
+    """Raise it to answer with this status and message, e.g. ``HttpError(404, "no such user")``."""
+
+    def __init__(self, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.headers = dict(headers or {})
+
+
+@dataclass(frozen=True)
+class Request:
+    """One HTTP request. ``headers`` are found whatever their case; ``query`` has the first value of each parameter."""
+
+    method: str
+    path: str
+    headers: Mapping[str, str]
+    query: Mapping[str, str]
+    body: bytes
+    id: str
+
+    @property
+    def text(self) -> str:
+        """The body as UTF-8. Raises HttpError 400 when it is not."""
+        try:
+            return self.body.decode()
+        except UnicodeDecodeError as error:
+            raise HttpError(400, f"expected a body in UTF-8: {error}") from None
+
+    @property
+    def json(self) -> Any:
+        """The body as JSON. Raises HttpError 400 when it is not."""
+        try:
+            return json.loads(self.body)
+        except ValueError as error:
+            found = "an empty body" if not self.body.strip() else str(error)
+            raise HttpError(400, f"expected a JSON body, found {found}") from None
+
+
+@dataclass(frozen=True)
+class Response:
+    """A result with its own status and headers. An iterator as ``body`` is streamed as it is, not as SSE."""
+
+    body: str | bytes | Mapping[str, Any] | list[Any] | Iterable[str | bytes] = b""
+    status: int = 200
+    headers: Mapping[str, str] = field(default_factory=dict)
+    content_type: str | None = None
+
+
+@dataclass(frozen=True)
+class Context:
+    """What ``load`` is given: the model behind the function (None when there is none) and the instance's settings."""
+
+    model: Any
+    settings: Any

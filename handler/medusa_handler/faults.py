@@ -1,0 +1,82 @@
+"""Errors as clients see them: a status, a message, and OpenAI's shape around it. Never a traceback."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from medusa_runtime.errors import MedusaError, OverloadedError, RequestError
+
+from .contract import HttpError
+
+_TYPES = {
+    400: "invalid_request_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    422: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+
+
+class ApiError(HttpError):
+    """An error of the OpenAI routes; ``param`` names the field at fault, ``code`` is stable."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, headers)
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "internal_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+class ClientGoneError(Exception):
+    """The client has closed its connection; there is nobody to answer."""
+
+
+def not_ready(message: str, retry_after_s: float = 1.0) -> ApiError:
+    """503 for what will be there later."""
+    return ApiError(503, message, code="not_ready", headers=retry_after(retry_after_s))
+
+
+def retry_after(seconds: float) -> dict[str, str]:
+    """The header, in whole seconds from 1 to an hour."""
+    return {"Retry-After": str(max(1, min(3600, math.ceil(seconds))))}
+
+
+def as_api_error(error: Exception) -> ApiError | None:
+    """The client's view of an error we know; None for one that is a defect (of ours or of user code)."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, HttpError):
+        return ApiError(error.status, error.message, headers=error.headers)
+    if isinstance(error, OverloadedError):
+        return ApiError(429, str(error), code="overloaded", headers=retry_after(error.retry_after_s))
+    if isinstance(error, RequestError):
+        return ApiError(400, str(error), code="bad_request")
+    if isinstance(error, MedusaError):
+        return ApiError(503, str(error), code=error.code, headers=retry_after(1.0))
+    return None
+
+
+def internal_error(request_id: str) -> ApiError:
+    """What a client is told of a defect."""
+    return ApiError(500, f"internal error; the log has the details under request id {request_id}", code="internal")
+
+
+def compact(value: Any) -> str:
+    """JSON as it is sent."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

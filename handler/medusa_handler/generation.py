@@ -1,0 +1,109 @@
+"""One API request's token streams: held while the model loads, cancelled when the client leaves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from medusa_runtime.engine.base import Delta, GenerateRequest
+
+from .faults import ClientGoneError, not_ready
+from .merge import Item, Merge
+
+if TYPE_CHECKING:
+    from medusa_runtime.engine.client import TokenStream
+
+    from .service import Service
+
+_POLL_S = 0.25  # how soon a client that left is noticed
+
+
+class Generation:
+    """Iterate over ``events``; a context manager that cancels what still runs."""
+
+    def __init__(self, service: Service, requests: Sequence[GenerateRequest], gone: Callable[[], bool]) -> None:
+        assert service.engine is not None
+        self._service = service
+        self._gone = gone
+        self._began = time.monotonic()
+        self._first: dict[int, float] = {}
+        self._tokens = [0] * len(requests)
+        self._unfinished = set(range(len(requests)))
+        self._streams: list[TokenStream] = []
+        self._merge: Merge[Delta] | None = None
+        self._closed = False
+        try:
+            for request in requests:
+                self._streams.append(service.engine.generate(request))
+        except BaseException:
+            self.close()
+            raise
+        if len(self._streams) > 1:
+            self._merge = Merge([self._read(stream) for stream in self._streams])
+
+    def events(self, heartbeat_s: float | None = None) -> Iterator[Item[Delta] | None]:
+        """The deltas with the number of their request; None after each ``heartbeat_s`` of silence.
+
+        Raises ClientGoneError, RequestError, OverloadedError, EngineError, and 503 when the model was not there in time.
+        """
+        last = time.monotonic()
+        while self._unfinished:
+            item = self._next()
+            now = time.monotonic()
+            if item is not None:
+                self._note(item, now)
+                last = now
+                yield item
+                continue
+            if self._gone():
+                raise ClientGoneError
+            self._check_hold(now)
+            if heartbeat_s is not None and now - last >= heartbeat_s:
+                last = now
+                yield None
+
+    def _next(self) -> Item[Delta] | None:
+        if self._merge is not None:
+            return self._merge.get(_POLL_S)
+        delta = self._streams[0].get(_POLL_S)
+        return None if delta is None else Item(0, delta)
+
+    def _read(self, stream: TokenStream) -> Iterator[Delta]:
+        while not self._closed:  # a closed stream stays silent, so look at it now and then
+            delta = stream.get(_POLL_S)
+            if delta is not None:
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+
+    def _check_hold(self, now: float) -> None:
+        service = self._service
+        if self._first or service.engine is None or service.engine.ready:
+            return
+        if now - self._began > service.settings.hold_s:
+            raise not_ready(
+                f"the model was not loaded within {service.settings.hold_s:g} s of the request", service.eta_s()
+            )
+
+    def _note(self, item: Item[Delta], now: float) -> None:
+        delta = item.value
+        self._first.setdefault(item.source, now)
+        self._tokens[item.source] += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            self._unfinished.discard(item.source)
+            first_s = self._first[item.source] - self._began
+            self._service.metrics.generated(first_s, now - self._began, self._tokens[item.source])
+
+    def close(self) -> None:
+        self._closed = True
+        for stream in self._streams:
+            stream.close()
+        if self._merge is not None:
+            self._merge.close()
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,76 @@
+"""Several iterators as one, with a timeout: what lets a stream send heartbeats while its source is silent."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+_AHEAD = 64  # items a source may be ahead of a slow reader
+
+
+class Item(NamedTuple, Generic[T]):
+    """One item, and which source it came from."""
+
+    source: int
+    value: T
+
+
+class Merge(Generic[T]):
+    """Reads each source in a thread of its own. An error of a source is raised to the reader."""
+
+    def __init__(self, sources: Sequence[Iterable[T]]) -> None:
+        self._items: queue.Queue[tuple[int, Any, BaseException | None, bool]] = queue.Queue(_AHEAD)
+        self._open = len(sources)
+        self._closed = threading.Event()
+        for number, source in enumerate(sources):
+            threading.Thread(target=self._pump, args=(number, source), name=f"merge-{number}", daemon=True).start()
+
+    @property
+    def done(self) -> bool:
+        """Every source has ended."""
+        return self._open == 0
+
+    def get(self, timeout_s: float) -> Item[T] | None:
+        """The next item, or None after ``timeout_s`` or when a source has ended."""
+        try:
+            number, value, error, last = self._items.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if error is not None:
+            raise error
+        if last:
+            self._open -= 1
+            return None
+        return Item(number, value)
+
+    def close(self) -> None:
+        """The sources are closed by their own threads, as soon as these return from them."""
+        self._closed.set()
+
+    def _pump(self, number: int, source: Iterable[T]) -> None:
+        try:
+            try:
+                for value in source:
+                    self._put((number, value, None, False))
+                    if self._closed.is_set():
+                        return
+            finally:
+                close = getattr(source, "close", None)
+                if close is not None:
+                    close()
+        except BaseException as error:  # noqa: BLE001 it is raised again where the items are read
+            self._put((number, None, error, True))
+        else:
+            self._put((number, None, None, True))
+
+    def _put(self, item: tuple[int, Any, BaseException | None, bool]) -> None:
+        while not self._closed.is_set():
+            try:
+                self._items.put(item, timeout=0.5)
+                return
+            except queue.Full:
+                continue

@@ -1,0 +1,1 @@
+"""OpenAI's HTTP interface, as its clients and vLLM's users know it."""

@@ -1,0 +1,83 @@
+"""Deltas → the objects of one answer: whole, or as chunks of a stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from medusa_runtime.engine.base import Delta, TokenLogprob
+
+
+@dataclass
+class Choice:
+    """What one sequence has produced so far."""
+
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    counted: int = 0
+
+    def add(self, delta: Delta) -> None:
+        self.text += delta.text
+        self.logprobs.extend(delta.logprobs)
+        self.finish_reason = delta.finish_reason or self.finish_reason
+        self.stop_reason = delta.stop_reason if delta.stop_reason is not None else self.stop_reason
+        self.prompt_tokens = max(self.prompt_tokens, delta.prompt_tokens)
+        self.counted += len(delta.token_ids)
+        self.completion_tokens = max(self.counted, delta.completion_tokens)
+
+    @property
+    def mean_logprob(self) -> float:
+        return sum(token.logprob for token in self.logprobs) / max(1, len(self.logprobs))
+
+
+class Shape(Protocol):
+    """How an answer looks: a completion's or a chat's."""
+
+    object: str
+    chunk_object: str
+
+    def choice(self, index: int, choice: Choice) -> dict[str, Any]: ...
+
+    def first_chunks(self, index: int) -> list[dict[str, Any]]:
+        """What a stream sends before a choice's first delta."""
+
+    def chunk(self, index: int, choice: Choice, delta: Delta) -> dict[str, Any]:
+        """``choice`` already contains ``delta``."""
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """What all objects of one answer have in common."""
+
+    id: str
+    model: str
+    shape: Shape
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, choices: Sequence[dict[str, Any]], used: dict[str, int]) -> dict[str, Any]:
+        return self._object(self.shape.object, choices) | {"usage": used}
+
+    def chunk(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return self._object(self.shape.chunk_object, choices)
+
+    def _object(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": list(choices),
+        }
+
+
+def usage(choices: Sequence[Choice], per_prompt: int) -> dict[str, int]:
+    """Each prompt counts once, however many sequences (``per_prompt``) continue it."""
+    prompt = sum(max(c.prompt_tokens for c in choices[i : i + per_prompt]) for i in range(0, len(choices), per_prompt))
+    completion = sum(choice.completion_tokens for choice in choices)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

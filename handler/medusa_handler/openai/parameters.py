@@ -1,0 +1,157 @@
+"""A request's JSON body → SamplingParams. One clear 400 for a bad value, naming the field.
+
+Fields and defaults: OpenAI's API reference; the extras (top_k, min_p, ignore_eos …) are vLLM's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from medusa_runtime.engine.base import SamplingParams
+
+from ..faults import ApiError
+
+Body = Mapping[str, Any]
+
+_MOST_STOPS = 16
+_MOST_LOGPROBS = 20
+_LONGEST_INT = 2**63
+_REFUSED = {
+    "suffix": "insertion is not supported",
+    "use_beam_search": "beam search is not supported",
+    "functions": "use tools instead",
+    "guided_json": "constrained decoding is not supported by this engine",
+    "guided_regex": "constrained decoding is not supported by this engine",
+    "guided_choice": "constrained decoding is not supported by this engine",
+    "guided_grammar": "constrained decoding is not supported by this engine",
+    "structured_outputs": "constrained decoding is not supported by this engine",
+    "prompt_embeds": "send the prompt as text or token ids",
+}
+
+
+def invalid(param: str, expected: str, found: Any) -> ApiError:
+    shown = repr(found)
+    shown = shown if len(shown) <= 80 else shown[:79] + "…"
+    return ApiError(400, f"{param}: expected {expected}, found {shown}", param=param, code="invalid_value")
+
+
+def number(
+    body: Body, name: str, default: float, least: float | None = None, most: float | None = None, *, above: bool = False
+) -> float:
+    """A finite number in [least, most], or in (least, most] with ``above``. Null is the default."""
+    value = body.get(name)
+    if value is None:
+        return default
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if good and least is not None:
+        good = value > least if above else value >= least
+    if not good or (most is not None and value > most):
+        low = "" if least is None else f" {'above' if above else 'of at least'} {least:g}"
+        raise invalid(name, f"a number{low}{'' if most is None else f' up to {most:g}'}", value)
+    return float(value)
+
+
+def integer(
+    body: Body, name: str, default: int | None, least: int | None = None, most: int | None = None
+) -> int | None:
+    """A whole number in [least, most]. Null is the default."""
+    value = body.get(name)
+    if value is None:
+        return default
+    good = isinstance(value, int) and not isinstance(value, bool) and abs(value) < _LONGEST_INT
+    if not good or (least is not None and value < least) or (most is not None and value > most):
+        low = "" if least is None else f" of at least {least}"
+        raise invalid(name, f"a whole number{low}{'' if most is None else f' up to {most}'}", value)
+    return int(value)
+
+
+def count(body: Body, name: str, default: int, least: int = 0, most: int | None = None) -> int:
+    value = integer(body, name, default, least, most)
+    assert value is not None
+    return value
+
+
+def flag(body: Body, name: str, default: bool = False) -> bool:
+    value = body.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise invalid(name, "true or false", value)
+    return value
+
+
+def refuse_unsupported(body: Body) -> None:
+    """A field that would change the answer's meaning must not be ignored."""
+    for name, reason in _REFUSED.items():
+        if body.get(name):
+            raise ApiError(400, f"{name}: {reason}", param=name, code="unsupported")
+    form = body.get("response_format")
+    if form is not None and not (isinstance(form, Mapping) and form.get("type") == "text"):
+        raise ApiError(
+            400, 'response_format: only {"type": "text"} is supported', param="response_format", code="unsupported"
+        )
+
+
+def sampling(body: Body, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    """The sampling part of a body. Raises ApiError 400."""
+    refuse_unsupported(body)
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=number(body, "temperature", 1.0, 0.0),
+        top_p=number(body, "top_p", 1.0, 0.0, 1.0, above=True),
+        top_k=max(0, count(body, "top_k", 0, least=-1)),  # vLLM's clients say -1 for all
+        min_p=number(body, "min_p", 0.0, 0.0, 1.0),
+        repetition_penalty=number(body, "repetition_penalty", 1.0, 0.0, above=True),
+        presence_penalty=number(body, "presence_penalty", 0.0, -2.0, 2.0),
+        frequency_penalty=number(body, "frequency_penalty", 0.0, -2.0, 2.0),
+        seed=integer(body, "seed", None),
+        stop=_stop(body),
+        stop_token_ids=token_ids(body.get("stop_token_ids") or [], "stop_token_ids"),
+        include_stop_str_in_output=flag(body, "include_stop_str_in_output"),
+        ignore_eos=flag(body, "ignore_eos"),
+        min_tokens=count(body, "min_tokens", 0),
+        logprobs=logprobs,
+        skip_special_tokens=flag(body, "skip_special_tokens", True),
+        logit_bias=_logit_bias(body),
+    )
+    if max_tokens is not None and params.min_tokens > max_tokens:
+        raise invalid("min_tokens", f"at most max_tokens ({max_tokens})", params.min_tokens)
+    return params
+
+
+def token_ids(value: Any, name: str) -> tuple[int, ...]:
+    good = isinstance(value, list) and all(
+        isinstance(item, int) and not isinstance(item, bool) and 0 <= item < _LONGEST_INT for item in value
+    )
+    if not good:
+        raise invalid(name, "a list of token ids", value)
+    return tuple(value)
+
+
+def logprob_count(body: Body, name: str) -> int | None:
+    return integer(body, name, None, 0, _MOST_LOGPROBS)
+
+
+def _stop(body: Body) -> tuple[str, ...]:
+    value = body.get("stop")
+    if value is None:
+        return ()
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise invalid("stop", "a string or a list of strings, none of them empty", value)
+    if len(stops) > _MOST_STOPS:
+        raise invalid("stop", f"at most {_MOST_STOPS} strings", len(stops))
+    return tuple(stops)
+
+
+def _logit_bias(body: Body) -> dict[int, float] | None:
+    value = body.get("logit_bias")
+    if value is None or value == {}:
+        return None
+    try:
+        bias = {int(token): number({"logit_bias": by}, "logit_bias", 0.0, -100, 100) for token, by in value.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise invalid("logit_bias", "an object of token ids and numbers", value) from None
+    return bias

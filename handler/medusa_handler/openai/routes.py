@@ -1,0 +1,279 @@
+"""The /v1 routes: body → generation → answer."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from flask import Blueprint, Response, jsonify, request
+from medusa_runtime.engine.base import Delta, GenerateRequest, SamplingParams
+
+from .. import sse
+from ..faults import ApiError, ClientGoneError, as_api_error, compact, internal_error
+from ..generation import Generation
+from ..merge import Item
+from . import chat, completion, parameters
+from .answer import Choice, Envelope, Shape, usage
+from .parameters import Body
+
+if TYPE_CHECKING:
+    from ..service import Service
+    from ..work import Work
+
+_MOST_SEQUENCES = 128  # prompts x n of one request
+_MOST_BEST_OF = 20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one API request asks for. ``per_prompt`` sequences continue each prompt, ``keep`` of them are answered."""
+
+    requests: list[GenerateRequest]
+    envelope: Envelope
+    per_prompt: int
+    keep: int
+    stream: bool
+    include_usage: bool
+
+
+def blueprint(service: Service, work: Work) -> Blueprint:
+    routes = Blueprint("openai", __name__)
+
+    @routes.get("/v1/models")
+    def models() -> Response:
+        return jsonify({"object": "list", "data": [_model(service)]})
+
+    @routes.get("/v1/models/<path:name>")
+    def model(name: str) -> Response:
+        check_model(service, {"model": name})
+        return jsonify(_model(service))
+
+    @routes.post("/v1/completions")
+    def completions() -> Response:
+        return work.run("/v1/completions", lambda: complete(service, json_body(), work.gone()))
+
+    @routes.post("/v1/chat/completions")
+    def chat_completions() -> Response:
+        return work.run("/v1/chat/completions", lambda: converse(service, json_body(), work.gone()))
+
+    @routes.post("/tokenize")
+    def tokenize() -> Response:
+        return work.run("/tokenize", lambda: _tokenize(service, json_body()))
+
+    @routes.post("/detokenize")
+    def detokenize() -> Response:
+        return work.run("/detokenize", lambda: _detokenize(service, json_body()))
+
+    return routes
+
+
+def json_body() -> Body:
+    """The request's JSON object. Raises ApiError 400."""
+    try:
+        body = request.get_json(force=True, cache=False)
+    except ValueError as error:
+        raise ApiError(400, f"expected a JSON body: {error}", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise ApiError(400, f"expected a JSON object, found {type(body).__name__}", code="invalid_json")
+    return body
+
+
+def complete(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
+    """Answer a completion."""
+    model = check_model(service, body)
+    prompts = completion.prompts(body)
+    keep = parameters.count(body, "n", 1, 1, _MOST_SEQUENCES)
+    per_prompt = parameters.count(body, "best_of", keep, keep, max(keep, _MOST_BEST_OF))
+    stream = parameters.flag(body, "stream")
+    if stream and per_prompt > keep:
+        raise parameters.invalid("best_of", "n, because a stream cannot be ranked", per_prompt)
+    logprobs = parameters.logprob_count(body, "logprobs")
+    echo = parameters.flag(body, "echo")
+    if echo and logprobs is not None:
+        raise ApiError(400, "echo: log-probabilities of the prompt are not supported", param="echo", code="unsupported")
+    params = parameters.sampling(
+        body,
+        max_tokens=parameters.count(body, "max_tokens", 16, 1),
+        logprobs=0 if per_prompt > keep and logprobs is None else logprobs,
+    )
+    echoes = [_text(service, prompt) for prompt in prompts for _ in range(keep)] if echo else []
+    name = f"cmpl-{uuid.uuid4().hex}"
+    requests = _requests(name, prompts, params, per_prompt, parameters.flag(body, "add_special_tokens", True))
+    envelope = Envelope(name, model, completion.CompletionShape(logprobs, echoes))
+    return _respond(service, Plan(requests, envelope, per_prompt, keep, stream, _include_usage(body)), gone)
+
+
+def converse(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
+    """Answer a chat."""
+    model = check_model(service, body)
+    messages = chat.messages(body)
+    arguments = chat.template_arguments(body)
+    count = parameters.count(body, "n", 1, 1, _MOST_SEQUENCES)
+    alternatives = parameters.logprob_count(body, "top_logprobs")
+    wanted = parameters.flag(body, "logprobs")
+    if alternatives and not wanted:
+        raise parameters.invalid("top_logprobs", "logprobs to be true with it", alternatives)
+    logprobs = (alternatives or 0) if wanted else None
+    limit = parameters.integer(body, "max_completion_tokens", parameters.integer(body, "max_tokens", None, 1), 1)
+    params = parameters.sampling(body, max_tokens=limit, logprobs=logprobs)
+    prompt = service.chat_template(gone).render(messages, arguments)
+    name = f"chatcmpl-{uuid.uuid4().hex}"
+    # The template writes the special tokens itself.
+    requests = _requests(name, [prompt], params, count, parameters.flag(body, "add_special_tokens", False))
+    envelope = Envelope(name, model, chat.ChatShape(logprobs))
+    stream = parameters.flag(body, "stream")
+    return _respond(service, Plan(requests, envelope, count, count, stream, _include_usage(body)), gone)
+
+
+def check_model(service: Service, body: Body) -> str:
+    """The served model's name. Raises ApiError 404 when the body names another one."""
+    asked = body.get("model")
+    if asked in (None, "", service.model_name, service.settings.model):
+        return service.model_name
+    raise ApiError(
+        404,
+        f"the model {asked!r} does not exist; this server has {service.model_name!r}",
+        param="model",
+        code="model_not_found",
+    )
+
+
+def _respond(service: Service, plan: Plan, gone: Callable[[], bool]) -> Response:
+    generation = Generation(service, plan.requests, gone)
+    try:
+        if not plan.stream:
+            with generation:
+                return _whole(plan, generation)
+        events = generation.events(service.settings.heartbeat_s)
+        first = next(events)  # an error before the first token still has its own status
+    except BaseException:
+        generation.close()
+        raise
+    response = Response(_chunks(plan, first, events), content_type=sse.CONTENT_TYPE, headers=sse.HEADERS)
+    response.call_on_close(generation.close)
+    return response
+
+
+def _whole(plan: Plan, generation: Generation) -> Response:
+    choices = [Choice() for _ in plan.requests]
+    for item in generation.events():
+        if item is not None:
+            choices[item.source].add(item.value)
+    used = usage(choices, plan.per_prompt)
+    kept = []
+    for first in range(0, len(choices), plan.per_prompt):
+        group = choices[first : first + plan.per_prompt]
+        if plan.keep < plan.per_prompt:
+            group = sorted(group, key=lambda choice: choice.mean_logprob, reverse=True)[: plan.keep]
+        kept.extend(group)
+    shape = plan.envelope.shape
+    objects = [shape.choice(index, choice) for index, choice in enumerate(kept)]
+    return Response(compact(plan.envelope.whole(objects, used)), content_type="application/json")
+
+
+def _chunks(plan: Plan, first: Item[Delta] | None, events: Iterator[Item[Delta] | None]) -> Iterator[bytes]:
+    try:
+        yield from _events(plan, first, events)
+    except ClientGoneError:
+        return
+    except Exception as error:
+        known = as_api_error(error)
+        if known is None:
+            raise_later = internal_error(plan.envelope.id)
+            yield sse.event(raise_later.body())
+            yield sse.DONE
+            raise
+        yield sse.event(known.body())
+    yield sse.DONE
+
+
+def _events(plan: Plan, first: Item[Delta] | None, events: Iterator[Item[Delta] | None]) -> Iterator[bytes]:
+    choices = [Choice() for _ in plan.requests]
+    shape: Shape = plan.envelope.shape
+    no_usage = {"usage": None} if plan.include_usage else {}
+    for index in range(len(choices)):
+        for opening in shape.first_chunks(index):
+            yield sse.event(plan.envelope.chunk([opening]) | no_usage)
+    item = first
+    while True:
+        if item is None:
+            yield sse.HEARTBEAT
+        else:
+            choices[item.source].add(item.value)
+            chunk = shape.chunk(item.source, choices[item.source], item.value)
+            yield sse.event(plan.envelope.chunk([chunk]) | no_usage)
+        try:
+            item = next(events)
+        except StopIteration:
+            break
+    if plan.include_usage:
+        yield sse.event(plan.envelope.chunk([]) | {"usage": usage(choices, plan.per_prompt)})
+
+
+def _requests(
+    name: str, prompts: list[completion.Prompt], params: SamplingParams, per_prompt: int, add_special_tokens: bool
+) -> list[GenerateRequest]:
+    if len(prompts) * per_prompt > _MOST_SEQUENCES:
+        raise ApiError(
+            400,
+            f"expected at most {_MOST_SEQUENCES} sequences, found {len(prompts)} prompts x {per_prompt}",
+            param="prompt",
+        )
+    requests = []
+    for prompt in prompts:
+        for number in range(per_prompt):
+            # Sequences of one prompt must differ, and be the same again with the same seed.
+            own = params if params.seed is None or not number else replace(params, seed=params.seed + number)
+            requests.append(GenerateRequest(f"{name}-{len(requests)}", prompt, own, add_special_tokens))
+    return requests
+
+
+def _include_usage(body: Body) -> bool:
+    options: Any = body.get("stream_options")
+    if options is None:
+        return False
+    if not isinstance(options, dict):
+        raise parameters.invalid("stream_options", "an object", options)
+    return parameters.flag(options, "include_usage")
+
+
+def _text(service: Service, prompt: completion.Prompt) -> str:
+    assert service.engine is not None
+    return prompt if isinstance(prompt, str) else service.engine.detokenize(list(prompt))
+
+
+def _model(service: Service) -> dict[str, Any]:
+    info = service.engine.info if service.engine is not None else None
+    return {
+        "id": service.model_name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "medusa-runtime",
+        "root": service.model_name,
+        "parent": None,
+        "max_model_len": None if info is None else info.max_model_len,
+    }
+
+
+def _tokenize(service: Service, body: Body) -> Response:
+    """vLLM's /tokenize: ``prompt`` as text, or ``messages``."""
+    assert service.engine is not None
+    check_model(service, body)
+    if "messages" in body:
+        text = service.chat_template(lambda: False).render(chat.messages(body), chat.template_arguments(body))
+    else:
+        text = body.get("prompt")
+        if not isinstance(text, str):
+            raise parameters.invalid("prompt", "text", text)
+    tokens = service.engine.tokenize(text, parameters.flag(body, "add_special_tokens", "messages" not in body))
+    info = service.engine.info
+    return jsonify({"count": len(tokens), "max_model_len": info and info.max_model_len, "tokens": tokens})
+
+
+def _detokenize(service: Service, body: Body) -> Response:
+    assert service.engine is not None
+    check_model(service, body)
+    tokens = parameters.token_ids(body.get("tokens"), "tokens")
+    return jsonify({"prompt": service.engine.detokenize(list(tokens))})

@@ -1,0 +1,132 @@
+"""The function process: gunicorn with one threaded worker on the socket that the supervisor bound at t=0."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from medusa_runtime.process import die_with_parent
+
+if TYPE_CHECKING:
+    from flask import Flask
+
+    from medusa_runtime.config import Settings
+    from medusa_runtime.instance import InstanceHandle
+
+    from .front import Front
+    from .service import Service
+
+logger = logging.getLogger(__name__)
+
+_SPARE_THREADS = 32  # for probes, metrics and requests that are about to be refused
+_IDLE_CONNECTIONS = 2048
+_KEEPALIVE_S = 75
+STOP_GRACE_S = 3
+
+
+@dataclass(frozen=True)
+class Platform:
+    """What a platform adds: further probe paths (front.LIVE or front.READY), routes, and how long it goes on sending
+    requests after SIGTERM."""
+
+    probes: Mapping[str, str] = field(default_factory=dict)
+    extend: Callable[[Flask, Service], None] | None = None
+    linger_s: float = 0.0
+
+
+def serve(
+    listener: socket.socket, instance: InstanceHandle, settings: Settings, platform: Platform | None = None
+) -> int:
+    """Serve on ``listener`` until SIGTERM; returns the exit status. Runs in a forked process without threads."""
+    with instance.timeline.stage("server"):
+        # gunicorn costs about 110 ms to import; the supervisor does not need it.
+        from .arbiter import FunctionServer
+
+        application = FunctionServer(listener, settings, lambda: _boot(instance, settings, platform or Platform()))
+    try:
+        application.run()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0
+    return 0
+
+
+def _boot(instance: InstanceHandle, settings: Settings, platform: Platform) -> tuple[Front, Callable[[], bool]]:
+    """In the worker: probes answer from here on, everything else is made in the background."""
+    from .front import Front
+    from .service import Service
+
+    service = Service(instance, settings)
+
+    def build() -> Any:
+        from .app import create_app  # imports Flask, 100 to 200 ms
+
+        app = create_app(service)
+        if platform.extend is not None:
+            platform.extend(app, service)
+        return app
+
+    front = Front(service, build, platform.probes)
+    if settings.handler is not None:
+        from .function import UserFunction
+
+        service.function = UserFunction(service)
+    if instance.engine is not None:
+        instance.engine.start()
+    threading.Thread(target=_warm, args=(service, front), name="load-handler", daemon=True).start()
+
+    def drain() -> bool:
+        """After SIGTERM: not ready any more, but answering until the last request has been served."""
+        service.draining.set()
+        deadline = time.monotonic() + settings.drain_s
+        time.sleep(min(platform.linger_s, settings.drain_s))
+        idle = service.admission.wait_idle(deadline - time.monotonic())
+        if service.function is not None:
+            service.function.close()
+        return idle
+
+    return front, drain
+
+
+def _warm(service: Service, front: Front) -> None:
+    with service.timeline.stage("app"):
+        front.app()
+    if service.function is not None:
+        service.function.load()
+    if service.engine is None and service.ready:
+        service.timeline.mark("ready")
+
+
+def worker_folder() -> str | None:
+    """Where gunicorn's worker keeps its (unlinked) heartbeat file; memory where there is some."""
+    return None if os.access("/dev/shm", os.W_OK) else "/tmp"
+
+
+def threads(settings: Settings) -> int:
+    return settings.max_concurrency + settings.max_waiting + _SPARE_THREADS
+
+
+def options(listener: socket.socket, settings: Settings) -> dict[str, Any]:
+    """gunicorn's settings. No timeout (a model may take long), no control socket, no access log."""
+    return {
+        "bind": [f"fd://{listener.detach()}"],  # gunicorn closes this number itself
+        "workers": 1,
+        "worker_class": "medusa_handler.arbiter.Worker",
+        "threads": threads(settings),
+        "worker_connections": threads(settings) + _IDLE_CONNECTIONS,
+        "worker_tmp_dir": worker_folder() or "/dev/shm",
+        "timeout": 0,
+        "graceful_timeout": math.ceil(settings.drain_s) + STOP_GRACE_S,
+        "keepalive": _KEEPALIVE_S,
+        "control_socket_disable": True,
+        "loglevel": "warning",
+        "accesslog": None,
+        "proc_name": "function",
+        "post_fork": lambda arbiter, worker: die_with_parent(arbiter.pid),
+    }

@@ -1,0 +1,105 @@
+"""What all routes share: the engine, the user's function, admission, and the state that probes tell."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from .admission import Admission
+from .chat_template import ChatTemplate
+from .faults import ClientGoneError, not_ready
+from .metrics import Metrics
+
+if TYPE_CHECKING:
+    from medusa_runtime.config import Settings
+    from medusa_runtime.instance import InstanceHandle
+
+    from .function import UserFunction
+
+_POLL_S = 0.25  # how soon a client that left is noticed
+
+
+class Service:
+    """Lives in the worker process. Made before Flask is imported, so that probes are answered at once."""
+
+    def __init__(self, instance: InstanceHandle, settings: Settings) -> None:
+        self.instance = instance
+        self.settings = settings
+        self.engine = instance.engine
+        self.region = instance.region
+        self.timeline = instance.timeline
+        self.admission = Admission(settings.max_concurrency, settings.max_waiting)
+        self.metrics = Metrics()
+        self.function: UserFunction | None = None
+        self.draining = threading.Event()
+        self.created = int(time.time())
+        self._answered = threading.Lock()
+        self._chat_template: ChatTemplate | None = None
+
+    @property
+    def model_name(self) -> str:
+        """The model's name in the OpenAI routes: as given, else the last part of its location."""
+        if self.settings.served_model_name:
+            return self.settings.served_model_name
+        return os.path.basename((self.settings.model or "").rstrip("/")) or "model"
+
+    @property
+    def ready(self) -> bool:
+        """Everything a request needs is there."""
+        model = self.engine is None or self.engine.ready
+        return model and (self.function is None or self.function.ready)
+
+    def chat_template(self, gone: Callable[[], bool]) -> ChatTemplate:
+        """The checkpoint's chat template, once the prefetcher has brought the small files (it does so first)."""
+        if self._chat_template is None:
+            assert self.region is not None
+            self._wait_for_files(gone)
+            self._chat_template = ChatTemplate(self.region.file)
+        return self._chat_template
+
+    def _wait_for_files(self, gone: Callable[[], bool]) -> None:
+        assert self.region is not None
+        deadline = time.monotonic() + self.settings.hold_s
+        while True:
+            try:
+                self.region.wait_index(timeout_s=_POLL_S)
+                return
+            except TimeoutError:
+                pass
+            if gone():
+                raise ClientGoneError
+            if time.monotonic() > deadline:
+                raise not_ready(f"the model's files were not there within {self.settings.hold_s:g} s of the request")
+
+    def first_answer(self) -> bool:
+        """True once, for the request that is answered first."""
+        return self._answered.acquire(blocking=False)
+
+    def status(self) -> dict[str, Any]:
+        """What /readyz says. Bytes are of the weights; ``eta_s`` is the rest of the fetch at the present rate."""
+        state = "draining" if self.draining.is_set() else "ready" if self.ready else "starting"
+        status: dict[str, Any] = {"status": state}
+        if self.engine is not None:
+            status["model"] = self.model_name
+            status["engine"] = "ready" if self.engine.ready else "starting" if self.engine.info is None else "loading"
+        if self.region is not None:
+            progress = self.region.progress()
+            status |= {
+                "state": getattr(progress.state, "name", str(progress.state)).lower(),
+                "fetched_bytes": progress.fetched_bytes,
+                "total_bytes": progress.total_bytes,
+                "mb_per_s": progress.mb_per_s,
+                "eta_s": progress.eta_s,
+            }
+        if self.function is not None:
+            status["handler"] = "ready" if self.function.ready else "loading"
+        return status
+
+    def eta_s(self) -> float:
+        """When to come back for what is not there yet."""
+        if self.region is None:
+            return 1.0
+        return float(self.region.progress().eta_s or 1.0)

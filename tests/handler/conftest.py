@@ -1,0 +1,104 @@
+"""The real gunicorn server in a process of its own, with a small in-process engine behind it."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FUNCTIONS = Path(__file__).parents[1] / "functions"
+
+
+class Served:
+    """One server process. ``control`` drives its engine: one JSON line each, e.g. {"ready": true}."""
+
+    def __init__(self, folder: Path, options: dict[str, Any]) -> None:
+        self.log = folder / "log"
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, Path(__file__).with_name("serve_scripted.py"), json.dumps(options)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                cwd=folder,
+            )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            self.process.wait(10)
+            pytest.fail(f"the server did not start:\n{self.output()}")
+        self.port = int(line)
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def control(self, **command: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+
+    def request(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, Any, dict[str, str]]:
+        """Status, body (parsed when it is JSON) and headers (lower case)."""
+        sent = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        with contextlib.closing(self.connect()) as connection:
+            connection.request(method, path, sent, {"Content-Type": "application/json"} | (headers or {}))
+            response = connection.getresponse()
+            data = response.read()
+            found = {name.lower(): value for name, value in response.getheaders()}
+        return response.status, json.loads(data) if "json" in found.get("content-type", "") else data, found
+
+    def complete(self, **body: Any) -> tuple[int, Any, dict[str, str]]:
+        return self.request("POST", "/v1/completions", {"prompt": "a b c", "max_tokens": 5} | body)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        for _ in range(1500):
+            if condition():
+                return
+            assert self.process.poll() is None, self.output()
+            time.sleep(0.02)
+        pytest.fail(f"it did not become true within 30 s:\n{self.output()}")
+
+    def wait_ready(self) -> None:
+        self.until(lambda: self.request("GET", "/readyz")[0] == 200)
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(30)
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
+    """Start a server; options are Settings fields, ``engine`` (true), ``ready`` (true), ``files`` of the checkpoint."""
+    started: list[Served] = []
+
+    def start(**options: Any) -> Served:
+        folder = tmp_path / str(len(started))
+        folder.mkdir()
+        started.append(Served(folder, options))
+        return started[-1]
+
+    yield start
+    for served in started:
+        if served.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(served.process.pid, signal.SIGKILL)
+        served.process.wait(10)
+        for pipe in (served.process.stdin, served.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()

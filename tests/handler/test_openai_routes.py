@@ -1,0 +1,232 @@
+"""The OpenAI routes, as the openai client and plain HTTP see them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+Serve = Callable[..., Any]
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+@pytest.fixture
+def served(serve: Serve) -> Any:
+    served = serve(files={"chat_template.jinja": TEMPLATE})
+    served.wait_ready()
+    return served
+
+
+@pytest.fixture
+def client(served: Any) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def prompts(served: Any) -> list[str]:
+    return (served.log.parent / "prompts").read_text().splitlines()
+
+
+def test_models_are_listed_and_found(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list().data] == ["words"]
+    assert client.models.retrieve("words").id == "words"
+    with pytest.raises(openai.NotFoundError, match="'words'"):
+        client.models.retrieve("other/model")
+
+
+def test_a_completion(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="words", prompt="a b c", max_tokens=4)
+    assert answer.object == "text_completion"
+    assert answer.choices[0].text == "w0 w1 w2 w3"
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (3, 4, 7)
+
+
+def test_a_streamed_completion_says_the_same(client: openai.OpenAI) -> None:
+    chunks = list(
+        client.completions.create(
+            model="words", prompt="a b", max_tokens=4, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == "w0 w1 w2 w3"
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "length"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.total_tokens == 6
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_many_prompts_in_every_form(client: openai.OpenAI, served: Any) -> None:
+    answer = client.completions.create(model="words", prompt=["a", "b c"], n=2, max_tokens=2)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 8)
+    client.completions.create(model="words", prompt=[[1, 2], [3]], max_tokens=1)
+    client.completions.create(model="words", prompt=[4, 5], max_tokens=1)
+    assert sorted(prompts(served)) == sorted(["'a'", "'a'", "'b c'", "'b c'", "(1, 2)", "(3,)", "(4, 5)"])
+
+
+def test_a_stream_of_many_choices_names_each(client: openai.OpenAI) -> None:
+    texts = ["", "", ""]
+    for chunk in client.completions.create(model="words", prompt="a", n=3, max_tokens=3, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == ["w0 w1 w2"] * 3
+
+
+def test_best_of_returns_n(client: openai.OpenAI, served: Any) -> None:
+    answer = client.completions.create(model="words", prompt="a", n=1, best_of=3, max_tokens=2)
+    assert len(answer.choices) == 1
+    assert answer.choices[0].logprobs is None
+    assert len(prompts(served)) == 3
+
+
+def test_echo_puts_the_prompt_in_front(client: openai.OpenAI) -> None:
+    assert client.completions.create(model="words", prompt="ab ", echo=True, max_tokens=1).choices[0].text == "ab w0"
+    assert client.completions.create(model="words", prompt=[7], echo=True, max_tokens=1).choices[0].text == "t7w0"
+    chunks = client.completions.create(model="words", prompt="ab ", echo=True, max_tokens=1, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "ab w0"
+
+
+def test_stop_is_told(client: openai.OpenAI) -> None:
+    choice = client.completions.create(model="words", prompt="a", stop=["w2"], max_tokens=9).choices[0]
+    assert (choice.text, choice.finish_reason) == ("w0 w1", "stop")
+
+
+def test_logprobs_in_both_shapes(client: openai.OpenAI) -> None:
+    logprobs = client.completions.create(model="words", prompt="a", logprobs=2, max_tokens=2).choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens == ["w0", " w1"]
+    assert logprobs.token_logprobs == [-0.5, -0.5]
+    assert logprobs.text_offset == [0, 2]
+    assert logprobs.top_logprobs == [{"alt0": -1.0, "alt1": -2.0}] * 2
+    chat = client.chat.completions.create(
+        model="words", messages=[{"role": "user", "content": "a"}], logprobs=True, top_logprobs=1, max_tokens=1
+    )
+    assert chat.choices[0].logprobs is not None
+    content = chat.choices[0].logprobs.content
+    assert content is not None
+    assert (content[0].token, content[0].logprob, content[0].bytes) == ("w0", -0.5, [119, 48])
+    assert [top.token for top in content[0].top_logprobs] == ["alt0"]
+
+
+def test_a_chat_is_rendered_by_the_template(client: openai.OpenAI, served: Any) -> None:
+    parts: Any = [{"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": "text", "text": "you"}]}]
+    answer = client.chat.completions.create(model="words", messages=parts, max_completion_tokens=3)
+    assert answer.choices[0].message.content == "w0 w1 w2"
+    assert answer.choices[0].message.role == "assistant"
+    assert prompts(served) == [repr("<user>hi\nyou<assistant>")]
+
+
+def test_a_streamed_chat(client: openai.OpenAI) -> None:
+    chunks = list(
+        client.chat.completions.create(
+            model="words", messages=[{"role": "user", "content": "a"}], max_tokens=3, stream=True
+        )
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "w0 w1 w2"
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": "many"}, "max_tokens"),
+        ({"temperature": -0.5}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"n": 1000}, "n"),
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": 5}, "stop"),
+        ({"logprobs": 1000}, "logprobs"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 1000}}, "logit_bias"),
+        ({"min_tokens": 50}, "min_tokens"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": 1}, "stream_options"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"suffix": "x"}, "suffix"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ],
+)
+def test_a_bad_value_is_named(served: Any, body: dict[str, Any], param: str) -> None:
+    status, answer, _ = served.complete(**body)
+    assert status == 400
+    assert answer["error"]["param"] == param
+    assert param in answer["error"]["message"]
+    assert answer["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"content": "x"}]}, "role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text only"),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": 3}, "tools"),
+        ({"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}, "tool_choice"),
+        ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, "logprobs"),
+    ],
+)
+def test_a_bad_chat_is_refused(served: Any, body: dict[str, Any], text: str) -> None:
+    status, answer, _ = served.request("POST", "/v1/chat/completions", body)
+    assert status == 400
+    assert text in answer["error"]["message"]
+
+
+def test_a_model_without_template_says_so(serve: Serve) -> None:
+    status, answer, _ = serve().request(
+        "POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}
+    )
+    assert status == 400
+    assert "chat template" in answer["error"]["message"]
+
+
+def test_errors_have_openai_shape(served: Any) -> None:
+    for method, path, body, expected in (
+        ("POST", "/v1/completions", b"{nope", 400),
+        ("POST", "/v1/completions", b"[1]", 400),
+        ("POST", "/v1/completions", b"\xff\xfe", 400),
+        ("GET", "/v1/completions", None, 405),
+        ("GET", "/v1/nothing", None, 404),
+        ("POST", "/v1/completions", b'{"prompt": "' + b"a " * 200 + b'"}', 400),
+        ("POST", "/v1/completions", b'{"prompt": "a", "model": "gpt-4"}', 404),
+    ):
+        status, answer, _ = served.request(method, path, body)
+        assert status == expected, answer
+        assert set(answer["error"]) == {"message", "type", "param", "code"}
+        assert "Traceback" not in str(answer)
+
+
+def test_the_root_is_a_completion(served: Any) -> None:
+    assert served.request("POST", "/", {"prompt": "a", "max_tokens": 2})[1]["choices"][0]["text"] == "w0 w1"
+    status, answer, _ = served.request("POST", "/", b"tell me", {"Content-Type": "text/plain"})
+    assert status == 200
+    assert answer["usage"]["completion_tokens"] == 16
+    chat = served.request("POST", "/", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1})
+    assert chat[1]["object"] == "chat.completion"
+
+
+def test_tokenize_and_back(served: Any) -> None:
+    _, answer, _ = served.request("POST", "/tokenize", {"prompt": "ab c"})
+    assert answer["tokens"] == [1, 2, 1]
+    assert answer["count"] == 3
+    assert served.request("POST", "/detokenize", {"tokens": [5, 6]})[1] == {"prompt": "t5 t6"}
+
+
+def test_the_log_stays_quiet(served: Any, tmp_path: Path) -> None:
+    served.complete()
+    assert served.stop() == 0
+    assert served.output() == ""
