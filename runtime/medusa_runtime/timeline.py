@@ -1,11 +1,12 @@
 """What a cold start did and when, over all its processes.
 
 The timeline is an append-only memfd that every process of an instance inherits. A finished stage is one JSON line,
-written with a single ``write`` (the kernel serializes those), on CLOCK_MONOTONIC, which all processes share.
+written with a single ``write`` (the kernel serializes appends), on CLOCK_MONOTONIC, which all processes share.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import time
@@ -33,7 +34,10 @@ class Timeline:
 
     @classmethod
     def create(cls, process: str) -> Timeline:
-        return cls(os.memfd_create("medusa-timeline", os.MFD_CLOEXEC), process)
+        fd = os.memfd_create("medusa-timeline", os.MFD_CLOEXEC)
+        # The kernel locks no memfd's file position: without O_APPEND processes that write at once overwrite each other.
+        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
+        return cls(fd, process)
 
     def named(self, process: str) -> Timeline:
         """The same timeline, written to under another process name."""
