@@ -1,0 +1,132 @@
+"""What every decoder family offers: a config, and layers that run one by one over flat batches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from medusa_runtime.models.fields import Fields
+from medusa_runtime.models.registry import architecture_of, family
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class Attention(Protocol):
+    """Attention over the tokens of this step and whatever came before; the cache behind it belongs to the engine.
+
+    It may have an attribute ``lengths``, [tokens]: how long each token's sequence is with this step. Only dynamic rope
+    scaling asks for it.
+    """
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
+        """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] of the new tokens → like q.
+
+        A token sees itself and earlier tokens of its sequence, the last ``window`` of them (itself included) if given.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What an engine must know of a model; each family adds what its layers need. ``windows`` has one entry a layer."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    tie_word_embeddings: bool
+    dtype: torch.dtype
+    eos_token_ids: tuple[int, ...]
+    windows: tuple[int | None, ...]
+
+    @staticmethod
+    def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
+        """The config of a checkpoint's parsed config.json.
+
+        Raises ModelError (an architecture or feature we do not have) and ConfigError (a key is missing or wrong).
+        """
+        architecture = architecture_of(raw)
+        return family(architecture).config_class.read(architecture, Fields(raw))
+
+    @classmethod
+    def read(cls, architecture: str, fields: Fields) -> Self:
+        raise NotImplementedError
+
+    @staticmethod
+    def common(architecture: str, fields: Fields, *, tied: bool, kv_heads: int | None = None) -> dict[str, Any]:
+        """The keys that all families share; ``tied`` and ``kv_heads`` are the family's defaults."""
+        hidden = fields.count("hidden_size", "n_embed")
+        heads = fields.count("num_attention_heads", "n_head")
+        if fields.get("head_dim") is None and hidden % heads:
+            raise fields.error("hidden_size", f"a multiple of the {heads} attention heads", hidden)
+        kv_heads = kv_heads or fields.count("num_key_value_heads", default=heads)
+        if heads % kv_heads:
+            raise fields.error("num_key_value_heads", f"a divisor of the {heads} attention heads", kv_heads)
+        if fields.get("quantization_config") is not None:
+            raise fields.error(
+                "quantization_config",
+                "absent (the torch engine runs no quantized weights, --engine vllm does)",
+                fields.raw["quantization_config"],
+            )
+        layers = fields.count("num_hidden_layers", "n_layer")
+        dtype = "dtype" if fields.get("dtype") is not None else "torch_dtype"
+        return {
+            "architecture": architecture,
+            "vocab_size": fields.count("vocab_size"),
+            "hidden_size": hidden,
+            "num_layers": layers,
+            "num_heads": heads,
+            "num_kv_heads": kv_heads,
+            "head_dim": fields.count("head_dim", default=hidden // heads),
+            "max_positions": fields.count("max_position_embeddings", default=2048),
+            "tie_word_embeddings": fields.flag("tie_word_embeddings", default=tied),
+            "dtype": DTYPES[fields.choice(dtype, DTYPES, default="float32")],
+            "eos_token_ids": fields.ids("eos_token_id"),
+            "windows": (None,) * layers,
+        }
+
+
+class DecoderModel(nn.Module):
+    """A decoder-only transformer whose layers run in any range [start, stop), hidden states in and out.
+
+    Batches are flat: the new tokens of all sequences behind each other, no batch dimension, no padding. Its four kinds
+    of units (embedding, each layer, final norm, head) are always called as modules, so that a loader can gate them.
+    """
+
+    config_class: ClassVar[type[ModelConfig]]
+    config: ModelConfig
+    layers: nn.ModuleList
+
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """token_ids and positions [tokens] → hidden states [tokens, hidden]."""
+        raise NotImplementedError
+
+    def run_layers(
+        self, hidden: Tensor, positions: Tensor, attention: Attention, start: int = 0, stop: int | None = None
+    ) -> Tensor:
+        """hidden [tokens, hidden] and positions [tokens] through the layers [start, stop) → [tokens, hidden]."""
+        context = self.prepare(hidden, positions, attention)
+        for layer in itertools.islice(self.layers, start, stop):
+            hidden = layer(hidden, context, attention)
+        return hidden
+
+    def prepare(self, hidden: Tensor, positions: Tensor, attention: Attention) -> Any:
+        """What all layers of a step share (the rope's cosines and sines); None if there is nothing."""
+        return None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, hidden] of the last layer → [rows, vocab], through the final norm and the head."""
+        raise NotImplementedError
+
+    def rename(self, name: str) -> str | None:
+        """The parameter that a checkpoint's tensor belongs to, or None for one that is not needed."""
+        raise NotImplementedError

@@ -1,0 +1,23 @@
+"""Attention without a cache: the new tokens are one whole sequence."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class CausalAttention:
+    """For a forward pass over one sequence from its beginning, and as the plainest implementation of the seam."""
+
+    def __init__(self, tokens: int) -> None:
+        self.lengths = torch.full((tokens,), tokens)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
+        tokens, heads, _ = q.shape
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
+        place = torch.arange(tokens, device=q.device)
+        distance = place[:, None] - place[None, :]
+        mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)[0].transpose(0, 1)

@@ -1,0 +1,65 @@
+"""Reading a config.json: values of the right type, or one error that names the key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from medusa_runtime.errors import ConfigError
+
+_MISSING = object()
+
+
+class Fields:
+    """The keys of one JSON object. A key that is null counts as absent, as it does for transformers."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str = "config.json") -> None:
+        self.raw = raw
+        self.where = where
+
+    def get(self, *names: str) -> Any:
+        """The first of these keys that is there, or None."""
+        return next((self.raw[name] for name in names if self.raw.get(name) is not None), None)
+
+    def count(self, *names: str, default: int | None = None) -> int:
+        """A positive integer. ConfigError if it is absent and has no default, or is something else."""
+        value = self._value(names, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.error(names[0], "a positive integer", value)
+        return value
+
+    def number(self, *names: str, default: float | None = None) -> float:
+        value = self._value(names, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(names[0], "a number", value)
+        return float(value)
+
+    def flag(self, *names: str, default: bool) -> bool:
+        value = self._value(names, default)
+        if not isinstance(value, bool):
+            raise self.error(names[0], "true or false", value)
+        return value
+
+    def choice(self, name: str, known: Mapping[str, Any], *, default: str) -> str:
+        value = self._value((name,), default)
+        if not isinstance(value, str) or value not in known:
+            raise self.error(name, f"one of {', '.join(known)}", value)
+        return value
+
+    def ids(self, name: str) -> tuple[int, ...]:
+        """One token id, several, or none."""
+        value = self.get(name)
+        found = () if value is None else tuple(value) if isinstance(value, list) else (value,)
+        if not all(isinstance(item, int) for item in found):
+            raise self.error(name, "a token id or a list of them", value)
+        return found
+
+    def error(self, name: str, expected: str, found: Any) -> ConfigError:
+        shown = "nothing" if found is _MISSING else repr(found)
+        return ConfigError(f"{self.where}: expected {name} to be {expected}, found {shown}")
+
+    def _value(self, names: tuple[str, ...], default: Any) -> Any:
+        value = self.get(*names)
+        if value is not None:
+            return value
+        return _MISSING if default is None else default

@@ -1,0 +1,151 @@
+"""Llama 2 and 3, and those that differ by a bias, a norm or a window: Mistral, Yi, Qwen2, Qwen2.5, Qwen3."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self, cast
+
+from torch import Tensor, nn
+
+from medusa_runtime.models.activation import ACTIVATIONS
+from medusa_runtime.models.base import Attention, DecoderModel, ModelConfig
+from medusa_runtime.models.fields import Fields
+from medusa_runtime.models.linear import Linear
+from medusa_runtime.models.norm import RMSNorm
+from medusa_runtime.models.rope import Rope, RopeConfig, Rotation
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig(ModelConfig):
+    intermediate_size: int
+    norm_eps: float
+    activation: str
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    rope: RopeConfig
+
+    @classmethod
+    def read(cls, architecture: str, fields: Fields) -> Self:
+        common = cls.common(architecture, fields, tied=False)
+        qwen2, qwen3 = architecture == "Qwen2ForCausalLM", architecture == "Qwen3ForCausalLM"
+        if qwen3:
+            common["head_dim"] = fields.count("head_dim", default=128)
+        bias = fields.flag("attention_bias", default=False)
+        common["windows"] = _windows(architecture, fields, common["num_layers"])
+        return cls(
+            **common,
+            intermediate_size=fields.count("intermediate_size"),
+            norm_eps=fields.number("rms_norm_eps", default=1e-6),
+            activation=fields.choice("hidden_act", ACTIVATIONS, default="silu"),
+            qkv_bias=qwen2 or bias,
+            output_bias=bias and not qwen2,
+            mlp_bias=fields.flag("mlp_bias", default=False),
+            qk_norm=qwen3,
+            rope=RopeConfig.read(fields, head_dim=common["head_dim"], max_positions=common["max_positions"]),
+        )
+
+
+def _windows(architecture: str, fields: Fields, layers: int) -> tuple[int | None, ...]:
+    """The sliding window of each layer: Mistral has one for all, Qwen one for the layers that say so."""
+    if architecture == "MistralForCausalLM":
+        # null means none, and absent means the first Mistral's
+        window = 4096 if "sliding_window" not in fields.raw else fields.get("sliding_window")
+        return (window and fields.count("sliding_window", default=4096),) * layers
+    if not architecture.startswith("Qwen") or not fields.flag("use_sliding_window", default=False):
+        return (None,) * layers
+    window = fields.count("sliding_window", default=4096)
+    first = fields.raw.get("max_window_layers", 28)
+    kinds = fields.get("layer_types") or [
+        "sliding_attention" if i >= first else "full_attention" for i in range(layers)
+    ]
+    if len(kinds) != layers or not {*kinds} <= {"sliding_attention", "full_attention"}:
+        raise fields.error("layer_types", f"{layers} times sliding_attention or full_attention", kinds)
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention with rope; Qwen3 norms each head of q and k first."""
+
+    def __init__(self, config: LlamaConfig, index: int) -> None:
+        super().__init__()
+        hidden, size = config.hidden_size, config.head_dim
+        self.index = index
+        self.window = config.windows[index]
+        self.q_shape = (-1, config.num_heads, size)
+        self.kv_shape = (-1, config.num_kv_heads, size)
+        self.scale = size**-0.5
+        self.q_proj = Linear(hidden, config.num_heads * size, bias=config.qkv_bias)
+        self.k_proj = Linear(hidden, config.num_kv_heads * size, bias=config.qkv_bias)
+        self.v_proj = Linear(hidden, config.num_kv_heads * size, bias=config.qkv_bias)
+        self.o_proj = Linear(config.num_heads * size, hidden, bias=config.output_bias)
+        self.qk_norm = config.qk_norm
+        if config.qk_norm:
+            self.q_norm = RMSNorm(size, config.norm_eps)
+            self.k_norm = RMSNorm(size, config.norm_eps)
+
+    def forward(self, hidden: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
+        q = self.q_proj(hidden).view(self.q_shape)
+        k = self.k_proj(hidden).view(self.kv_shape)
+        v = self.v_proj(hidden).view(self.kv_shape)
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out = attention.attend(self.index, rotation(q), rotation(k), v, scale=self.scale, window=self.window)
+        return cast(Tensor, self.o_proj(out.reshape(hidden.shape[0], -1)))
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU (Shazeer, 2020)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.activation = ACTIVATIONS[config.activation]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return cast(Tensor, self.down_proj(self.activation(self.gate_proj(hidden)) * self.up_proj(hidden)))
+
+
+class LlamaLayer(nn.Module):
+    def __init__(self, config: LlamaConfig, index: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.self_attn = SelfAttention(config, index)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = GatedMLP(config)
+
+    def forward(self, hidden: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, attention)
+        return hidden + cast(Tensor, self.mlp(self.post_attention_layernorm(hidden)))
+
+
+class Llama(DecoderModel):
+    config_class = LlamaConfig
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.rope = Rope(config.rope)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(LlamaLayer(config, index) for index in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        return cast(Tensor, self.embed_tokens(token_ids))
+
+    def prepare(self, hidden: Tensor, positions: Tensor, attention: Attention) -> Rotation:
+        return self.rope.rotation(positions, hidden.dtype, getattr(attention, "lengths", None))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return cast(Tensor, self.lm_head(self.norm(hidden)))
+
+    def rename(self, name: str) -> str | None:
+        if name.endswith("rotary_emb.inv_freq"):  # early checkpoints carry this computed buffer
+            return None
+        return name.removeprefix("model.")

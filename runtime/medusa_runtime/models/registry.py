@@ -1,0 +1,47 @@
+"""Which class runs which ``architectures`` entry of a config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from medusa_runtime.errors import ModelError
+
+if TYPE_CHECKING:
+    from medusa_runtime.models.base import DecoderModel
+
+# Yi's checkpoints say LlamaForCausalLM; RWForCausalLM is what Falcon's first ones said.
+ARCHITECTURES: dict[str, str] = {
+    "LlamaForCausalLM": "llama:Llama",
+    "MistralForCausalLM": "llama:Llama",
+    "YiForCausalLM": "llama:Llama",
+    "Qwen2ForCausalLM": "llama:Llama",
+    "Qwen3ForCausalLM": "llama:Llama",
+    "OPTForCausalLM": "opt:OPT",
+    "FalconForCausalLM": "falcon:Falcon",
+    "RWForCausalLM": "falcon:Falcon",
+}
+
+
+def family(architecture: str) -> type[DecoderModel]:
+    """The model class of an architecture. Raises ModelError, which lists those there are."""
+    if architecture not in ARCHITECTURES:
+        raise ModelError(
+            f"the torch engine does not know the architecture {architecture}; it knows {', '.join(ARCHITECTURES)}. "
+            "For others use --engine vllm."
+        )
+    module, _, name = ARCHITECTURES[architecture].partition(":")
+    found: type[DecoderModel] = getattr(import_module(f"medusa_runtime.models.{module}"), name)
+    return found
+
+
+def architecture_of(raw: Mapping[str, Any]) -> str:
+    """The first of the ``architectures`` of a config.json that is known here, else the first. Raises ModelError."""
+    named = raw.get("architectures")
+    if not isinstance(named, list) or not named or not all(isinstance(name, str) for name in named):
+        raise ModelError(
+            f"config.json: expected architectures to be a list of names such as [{next(iter(ARCHITECTURES))!r}], "
+            f"found {named!r}"
+        )
+    return str(next((name for name in named if name in ARCHITECTURES), named[0]))

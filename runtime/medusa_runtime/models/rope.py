@@ -1,0 +1,175 @@
+"""Rotary position embeddings (Su et al., 2021) and the ways to stretch them beyond the trained length.
+
+Nothing is tabulated: the cosines and sines of a step are made from its positions, once for all layers, in some 20 µs.
+So a rope holds no memory, has no longest position, and needs nothing from the checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from medusa_runtime.errors import ModelError
+from medusa_runtime.models.fields import Fields
+
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+class Rotation(NamedTuple):
+    """Of the tokens of one step, each [tokens, 1, rotated]; the first half of the sines is negated."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [tokens, heads, head_dim] with its first ``rotated`` dimensions turned."""
+        cos, sin = self
+        size = cos.shape[-1]
+        turned = x if size == x.shape[-1] else x[..., :size]
+        result = torch.addcmul(turned * cos, turned.roll(size // 2, -1), sin)
+        return result if turned is x else torch.cat((result, x[..., size:]), -1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """The rope of a config.json. ``size`` counts the rotated dimensions of a head; the rest is as the file names it."""
+
+    kind: str
+    size: int
+    theta: float
+    factor: float
+    max_positions: int
+    original_max_positions: int
+    low_freq_factor: float
+    high_freq_factor: float
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
+    attention_factor: float
+
+    @classmethod
+    def read(cls, fields: Fields, *, head_dim: int, max_positions: int) -> RopeConfig:
+        """From ``rope_parameters`` (transformers 5), else ``rope_theta`` and ``rope_scaling``; else ModelError."""
+        key = "rope_parameters" if fields.get("rope_parameters") is not None else "rope_scaling"
+        raw = fields.get(key) or {}
+        if not isinstance(raw, dict):
+            raise fields.error(key, "an object", raw)
+        raw = {name: fields.get(name) for name in ("rope_theta", "partial_rotary_factor")} | raw
+        rope = Fields(raw, f"{fields.where} {key}")
+        kind = rope.get("rope_type", "type") or "default"
+        if kind not in KINDS:
+            raise ModelError(
+                f"{rope.where}: the torch engine does not know the rope type {kind!r}; it knows {', '.join(KINDS)}. "
+                "For others use --engine vllm."
+            )
+        original = rope.get("original_max_position_embeddings") or fields.get("original_max_position_embeddings")
+        original = Fields({"original_max_position_embeddings": original}, rope.where).count(
+            "original_max_position_embeddings", default=max_positions
+        )
+        factor = rope.number(
+            "factor", default=None if kind in ("linear", "dynamic", "llama3") else max_positions / original
+        )
+        return cls(
+            kind=kind,
+            size=int(head_dim * rope.number("partial_rotary_factor", default=1.0)),
+            theta=rope.number("rope_theta", default=10000.0),
+            factor=factor,
+            max_positions=max_positions,
+            original_max_positions=original,
+            low_freq_factor=rope.number("low_freq_factor", default=None if kind == "llama3" else 1.0),
+            high_freq_factor=rope.number("high_freq_factor", default=None if kind == "llama3" else 4.0),
+            beta_fast=rope.number("beta_fast", default=32.0),
+            beta_slow=rope.number("beta_slow", default=1.0),
+            truncate=rope.flag("truncate", default=True),
+            attention_factor=_attention_factor(rope, factor) if kind == "yarn" else 1.0,
+        )
+
+
+class Rope:
+    """Makes the rotation of a step from its positions."""
+
+    def __init__(self, config: RopeConfig) -> None:
+        self.config = config
+        self._frequencies: Tensor | None = None
+
+    def rotation(self, positions: Tensor, dtype: torch.dtype, lengths: Tensor | None = None) -> Rotation:
+        """positions [tokens] → the rotation, computed in fp32 and then rounded to ``dtype``.
+
+        ``lengths`` [tokens]: how long each token's sequence is with this step; without it a sequence ends at its token.
+        """
+        frequencies = self._frequencies  # not made at construction: it belongs where the positions are
+        if frequencies is None or frequencies.device != positions.device:
+            frequencies = self._frequencies = _frequencies(self.config).to(positions.device)
+        if self.config.kind == "dynamic":
+            frequencies = _dynamic(self.config, positions + 1 if lengths is None else lengths)
+        angles = positions.to(torch.float32).unsqueeze(-1) * frequencies
+        cos, sin = angles.cos(), angles.sin()
+        if self.config.attention_factor != 1.0:
+            cos, sin = cos * self.config.attention_factor, sin * self.config.attention_factor
+        return Rotation(
+            torch.cat((cos, cos), -1).to(dtype).unsqueeze(1), torch.cat((-sin, sin), -1).to(dtype).unsqueeze(1)
+        )
+
+
+def _exponents(config: RopeConfig) -> Tensor:
+    return torch.arange(0, config.size, 2, dtype=torch.float32) / config.size
+
+
+def _frequencies(config: RopeConfig) -> Tensor:
+    """[rotated / 2], radians a position."""
+    frequencies = 1.0 / (config.theta ** _exponents(config))
+    if config.kind == "linear":
+        return frequencies / config.factor
+    if config.kind == "llama3":
+        return _llama3(config, frequencies)
+    if config.kind == "yarn":
+        return _yarn(config, frequencies)
+    return frequencies
+
+
+def _dynamic(config: RopeConfig, lengths: Tensor) -> Tensor:
+    """NTK-aware scaling that grows with the sequence: [tokens] lengths → [tokens, rotated / 2]."""
+    longest = lengths.clamp(min=config.max_positions).to(torch.float64)
+    stretch = config.factor * longest / config.max_positions - (config.factor - 1)
+    base = config.theta * stretch ** (config.size / (config.size - 2))
+    return 1.0 / (base.to(torch.float32).unsqueeze(-1) ** _exponents(config).to(lengths.device))
+
+
+def _llama3(config: RopeConfig, frequencies: Tensor) -> Tensor:
+    """Llama 3.1: low frequencies are stretched, high ones kept, those between blended."""
+    turns = config.original_max_positions * frequencies / (2 * math.pi)  # over the trained length
+    blend = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+    blend = blend.clamp(0, 1)
+    return (1 - blend) * frequencies / config.factor + blend * frequencies
+
+
+def _yarn(config: RopeConfig, frequencies: Tensor) -> Tensor:
+    """YaRN (Peng et al., 2023), §3.2: as llama3, but blended linearly over the dimensions."""
+
+    def dimension(turns: float) -> float:
+        length = math.log(config.original_max_positions / (turns * 2 * math.pi))
+        return config.size * length / (2 * math.log(config.theta))
+
+    low, high = dimension(config.beta_fast), dimension(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, config.size - 1)
+    places = torch.arange(config.size // 2, dtype=torch.float32)
+    stretched = ((places - low) / (high - low or 0.001)).clamp(0, 1)
+    return stretched * frequencies / config.factor + (1 - stretched) * frequencies
+
+
+def _attention_factor(rope: Fields, factor: float) -> float:
+    """YaRN's temperature, which scales the cosines and sines."""
+
+    def temperature(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if rope.get("attention_factor") is not None:
+        return rope.number("attention_factor")
+    mscale, mscale_all = rope.number("mscale", default=0.0), rope.number("mscale_all_dim", default=0.0)
+    return temperature(mscale) / temperature(mscale_all) if mscale and mscale_all else temperature(1.0)

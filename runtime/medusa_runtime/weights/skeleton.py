@@ -1,0 +1,119 @@
+"""Building a model without memory or initial values for its parameters (Cicada's MiniLoader, §3.2).
+
+Cicada shrinks each placeholder to one bit a value and skips its initialisation. Here a placeholder has no memory at
+all: it is a tensor on torch's meta device, which knows its shape and dtype and nothing else.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import swap_tensors
+
+_FACTORIES = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
+_DESCRIBING = frozenset({"size", "dtype", "layout", "memory_format"})  # what a factory's arguments say of the result
+_HARMLESS = frozenset(  # what looks at a tensor, not into it
+    {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride}
+    | {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_meta", "requires_grad")}
+)
+
+
+@contextmanager
+def skeleton() -> Iterator[None]:
+    """In this context, and in this thread, any code that constructs modules gets parameters on the meta device.
+
+    ``nn.Parameter`` of a fresh ``torch.empty``, ``zeros``, ``ones``, ``full``, ``rand`` or ``randn`` takes no memory,
+    and initialising it (``nn.init``, ``reset_parameters``, in-place methods) does nothing. Whatever is computed is
+    computed: buffers have the values they would have had, and so has a parameter made of a computed tensor
+    (``scale * torch.randn(…)``), until a loader replaces it.
+    """
+    with _Phantoms() as phantoms:
+        yield
+    phantoms.settle()
+
+
+class _Phantoms(TorchFunctionMode):
+    """Answers factories with phantoms: meta tensors that become real when something looks into them or keeps them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Phantoms are held here, so that an id stays theirs. The first entry is nobody's; see settle.
+        nobody = torch.empty(0, device="meta")
+        self._made: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {id(nobody): (nobody, lambda: torch.empty(0))}
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _FACTORIES:
+            return self._make(func, args, kwargs)
+        if func in _HARMLESS:
+            return func(*args, **kwargs)
+        target = kwargs.get("out", args[0] if args else kwargs.get("tensor"))
+        if type(target) is nn.Parameter:
+            if _writes(func, kwargs):
+                _empty(target)
+                return target
+            if target.is_meta and func is Tensor.new_tensor:  # nn.init.trunc_normal_ reads its bounds back from one
+                return func(torch.empty(0, dtype=target.dtype), *args[1:], **kwargs)
+        elif func is Tensor.__bool__ and args[0].is_meta and id(args[0]) not in self._made:
+            return False  # trunc_normal_ again: are there values out of bounds? There are no values
+        for value in (*args, *kwargs.values()):
+            for item in value if type(value) in (tuple, list) else (value,):
+                if type(item) is Tensor and id(item) in self._made:
+                    self._make_real(item)
+        return func(*args, **kwargs)
+
+    def _make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        if kwargs.get("out") is not None or kwargs.get("requires_grad") or str(kwargs.get("device")) == "meta":
+            return _tensor(func(*args, **kwargs))
+        if func is torch.full:
+            phantom = _tensor(func(*args, **kwargs | {"device": "meta"}))
+        else:
+            phantom = torch.empty(*args, **{k: v for k, v in kwargs.items() if k in _DESCRIBING}, device="meta")
+        self._made[id(phantom)] = phantom, lambda: _tensor(func(*args, **kwargs))
+        return phantom
+
+    def _make_real(self, phantom: Tensor) -> None:
+        _, make = self._made.pop(id(phantom))
+        _swap(phantom, make())
+
+    def settle(self) -> None:
+        """Make real what code has kept as something else than a parameter: a buffer, an attribute."""
+        kept: list[Tensor] = []
+        only_here: int | None = None  # how many references a phantom has that nobody else refers to
+        for phantom, _ in self._made.values():
+            count = sys.getrefcount(phantom)
+            only_here = count if only_here is None else only_here
+            if count > only_here:
+                kept.append(phantom)
+        for phantom in kept:
+            self._make_real(phantom)
+        self._made.clear()
+
+
+def _swap(here: Tensor, there: Tensor) -> None:
+    swap_tensors(here, there)  # type: ignore[no-untyped-call]
+
+
+def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a function's first argument (or ``out``) is there to be written."""
+    if func is Tensor.requires_grad_:
+        return False
+    name: str = getattr(func, "__name__", "")
+    return "out" in kwargs or func is Tensor.__setitem__ or (name.endswith("_") and not name.endswith("__"))
+
+
+def _empty(parameter: nn.Parameter) -> None:
+    """Take a parameter's memory away: whoever initialises it holds a placeholder, however it was made."""
+    if not parameter.is_meta:
+        _swap(parameter, nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad))
+
+
+def _tensor(value: Any) -> Tensor:
+    assert isinstance(value, Tensor)
+    return value
