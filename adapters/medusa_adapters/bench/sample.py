@@ -50,9 +50,9 @@ class Contestant:
                 output, complaint = child.communicate()
             finally:
                 child.kill()
-        if child.returncode == MISSING_PACKAGE:
+        if child.returncode == MISSING_PACKAGE and self.name in INSTALL:
             raise MissingPackageError(
-                f"{self.name} is not installed for {self.python}: pip install {INSTALL.get(self.name, self.name)}, "
+                f"{self.name} is not installed for {self.python}: pip install {INSTALL[self.name]}, "
                 f"or name an interpreter that has it: --peer-python {self.name}=PATH"
             )
         if child.returncode:
