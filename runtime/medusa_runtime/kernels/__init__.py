@@ -1,7 +1,8 @@
-"""The products of a forward pass on a CPU, as fast as its memory allows.
+"""The heavy steps of a forward pass on a CPU, as fast as its memory allows.
 
 ``linear`` is F.linear for 16-bit weights that stay where they are (read-only, shared, unpacked). torch's own product is
 slow on x86 CPUs without 16-bit dot products; there a compiled kernel does it, or, uncompiled, fp32 slices.
+``paged_attention`` reads keys and values where the paged cache has them.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from medusa_runtime.kernels import cpu
+from medusa_runtime.kernels import cpu, native, paged, upcast
 
-__all__ = ["describe", "linear"]
+__all__ = ["describe", "linear", "paged_attention"]
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -42,9 +43,48 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return product(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], weight.shape[0])
 
 
+def paged_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    block_tables: Tensor,
+    sequences: Tensor,
+    contexts: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Causal attention of new tokens over a paged KV cache (PagedAttention, Kwon et al. 2023, section 4.1).
+
+    q [tokens, heads, head_dim], any mix of prefill and decode, a sequence's tokens side by side; keys and values
+    [blocks, block_size, kv_heads, head_dim], those of the new tokens already in place; block_tables int32
+    [sequences, max_blocks]; sequences int32 [tokens], a token's row of block_tables; contexts int32 [tokens], how many
+    tokens of its sequence a token sees, itself included (position + 1); window, how many of those it sees at most.
+    Gives [tokens, heads, head_dim]. Blocks that no token sees are not read.
+    """
+    kernels = _kernels()
+    indices = (block_tables, sequences, contexts)
+    if (
+        isinstance(kernels, native.NativeKernels)
+        and q.is_cpu
+        and q.dtype in native.DTYPES
+        and q.dtype is keys.dtype is values.dtype
+        and q.shape[2] <= native.MAX_HEAD_DIM
+        and q.shape[2] % 16 == 0
+        and q.stride()[1:] == (q.shape[2], 1)
+        and keys.stride(3) == values.stride(3) == 1
+        and all(index.dtype is torch.int32 and index.stride()[-1] == 1 for index in indices)
+        and not torch.is_grad_enabled()
+    ):
+        return kernels.attention(q, keys, values, *indices, scale=scale, window=window)
+    return paged.attention(q, keys, values, *indices, scale=scale, window=window)
+
+
 def describe() -> dict[str, str]:
-    """For each 16-bit dtype: which way its products take on this machine, and why."""
-    return {name: _path(getattr(torch, name)).reason for name in cpu.FAST_IN_TORCH}
+    """For each 16-bit dtype: which way its products take on this machine, and why; and the way of attention."""
+    kernels = _kernels()
+    attention = f"torch: {kernels}" if isinstance(kernels, str) else f"native: {kernels.threads}"
+    return {name: _path(getattr(torch, name)).reason for name in cpu.FAST_IN_TORCH} | {"attention": attention}
 
 
 def _plain(x: Tensor, weight: Tensor) -> bool:
@@ -74,13 +114,21 @@ def _path(dtype: torch.dtype) -> _Path:
     fast = features & cpu.FAST_IN_TORCH[str(dtype).removeprefix("torch.")]
     if fast:
         return _Path(None, f"torch: the CPU multiplies it itself ({', '.join(sorted(fast))})")
+    kernels = _kernels()
+    if isinstance(kernels, native.NativeKernels):
+        return _Path(kernels.linear, f"native: {kernels.instruction_set} bits wide, {kernels.threads}")
     if not features >= cpu.NEEDED:
-        return _Path(None, f"torch: the kernels need {', '.join(sorted(cpu.NEEDED))}, which this CPU does not name")
-    from medusa_runtime.kernels import native, upcast  # not before the first product: importing does nothing
+        return _Path(None, f"torch: {kernels}")
+    return _Path(upcast.linear, f"upcast: {kernels}")
 
-    instruction_set = 512 if "avx512f" in features else 256
+
+@functools.cache
+def _kernels() -> native.NativeKernels | str:
+    """The compiled kernels, loaded at the first use, or why there are none."""
+    features = cpu.features()
+    if not features >= cpu.NEEDED:
+        return f"the kernels need {', '.join(sorted(cpu.NEEDED))}, which this CPU does not name"
     try:
-        kernels = native.NativeKernels(instruction_set)
+        return native.NativeKernels(512 if "avx512f" in features else 256)
     except native.UnavailableError as error:
-        return _Path(upcast.linear, f"upcast: no compiled kernel ({error})")
-    return _Path(kernels.linear, f"native: {'AVX-512F' if instruction_set == 512 else 'AVX2'}, {kernels.threads}")
+        return f"no compiled kernel ({error})"

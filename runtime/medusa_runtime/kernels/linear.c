@@ -1,32 +1,19 @@
-/* linear: x @ weight^T + bias for 16-bit weights with fp32 accumulation, on CPUs without fast 16-bit products of their own.
- *
- * Threads are those of the OpenMP runtime that torch has already loaded: its GOMP_parallel is handed in, so there is no second
- * pool of threads and nothing to link. */
+/* linear: x @ weight^T + bias for 16-bit weights with fp32 accumulation, on CPUs without fast 16-bit products of their own. */
 #include "linear.h"
 
 #include <stdlib.h>
 
+#include "parallel.h"
+
 #define ROW_BLOCK 256L             /* rows of x that are widened at a time: bounds the scratch memory */
 #define SERIAL_WORK (1L << 18)     /* multiply-adds below which waking threads costs more than it brings */
 #define SERIAL_WIDEN (1L << 16)    /* the same for widening x, in elements */
-
-typedef void (*parallel_fn)(void (*)(void *), void *, unsigned threads, unsigned flags);
 
 
 struct run {
     struct linear_job job;
     const struct linear_variant *variant;
 };
-
-static const struct linear_variant *variants = linear_avx2;
-static parallel_fn parallel;
-
-/* Once, before the first product: 512 for AVX-512F, else AVX2, which the CPU must have; `run_on_threads` may be null. */
-void medusa_configure(int instruction_set, parallel_fn run_on_threads)
-{
-    variants = instruction_set == 512 ? linear_avx512 : linear_avx2;
-    parallel = run_on_threads;
-}
 
 static void widen_tiles(void *argument)
 {
@@ -48,10 +35,7 @@ static void multiply_blocks(void *argument)
 static void spread(void (*work)(void *), struct run *run, long threads)
 {
     run->job.next_thread = run->job.next_task = 0;
-    if (threads > 1)
-        parallel(work, run, (unsigned)threads, 0);
-    else
-        work(run);
+    medusa_spread(work, run, threads);
 }
 
 static long at_most(long value, long limit) { return value < limit ? value : limit; }
@@ -86,9 +70,9 @@ static void give_scratch(float *memory, int shared)
 int medusa_linear(uint16_t *out, const uint16_t *x, const uint16_t *weight, const uint16_t *bias, long rows, long cols,
                   long depth, long x_stride, long weight_stride, int dtype, int threads)
 {
-    const struct linear_variant *variant = &variants[dtype];
+    const struct linear_variant *variant = &(medusa_instruction_set == 512 ? linear_avx512 : linear_avx2)[dtype];
     const long padded = (depth + variant->step - 1) / variant->step * variant->step;
-    const long wanted = parallel && rows * cols * depth > SERIAL_WORK ? threads : 1;
+    const long wanted = medusa_parallel && rows * cols * depth > SERIAL_WORK ? threads : 1;
     long block = at_most(96, cols / (wanted * 4) + 1); /* several tasks a thread: a neighbour may hold one up */
     block = (block + variant->tile_cols - 1) / variant->tile_cols * variant->tile_cols;
     const long block_rows = at_most(rows, ROW_BLOCK);

@@ -4,8 +4,6 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
-enum { DTYPE_BF16 = 0, DTYPE_FP16 = 1 };
-
 /* out[rows, cols] = x[rows, depth] @ weight[cols, depth]^T + bias[cols]; strides in elements. */
 struct linear_job {
     const uint16_t *x, *weight, *bias; /* bias may be null */

@@ -3,71 +3,23 @@
  * Dot-product form: weights are read as they lie in memory (rows of depth), 16 bits wide, and widened in registers; nothing
  * is repacked, so read-only shared memory serves. A register tile of R weight rows times C rows of x keeps R*C vector
  * accumulators, so each widened weight vector is used C times and each x vector R times. */
-#include <immintrin.h>
 #include <string.h>
 
 #include "linear.h"
+#include "simd.h"
 
-#ifdef __AVX512F__
+#if LANES == 16
 #define VARIANT linear_avx512
-#define LANES 16
 #define MAX_ROWS 6
 #define TILE_COLS 4
-typedef __m512 vf;
-typedef __m512i vi;
-#define SHIFT_LEFT_16(v) _mm512_slli_epi32(v, 16)
-#define AND(a, b) _mm512_and_si512(a, b)
-#define SPLAT_INT(i) _mm512_set1_epi32(i)
-#define AS_FLOAT(v) _mm512_castsi512_ps(v)
-#define LOAD_INT(p) _mm512_loadu_si512((const void *)(p))
-#define LOAD(p) _mm512_loadu_ps(p)
-#define STORE(p, v) _mm512_storeu_ps(p, v)
-#define ZERO() _mm512_setzero_ps()
-#define FMA(a, b, c) _mm512_fmadd_ps(a, b, c)
-#define WIDEN_HALF(p) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p)))
-#define SUM(v) _mm512_reduce_add_ps(v)
 #else
 #define VARIANT linear_avx2
-#define LANES 8
 #define MAX_ROWS 4
 #define TILE_COLS 3
-typedef __m256 vf;
-typedef __m256i vi;
-#define SHIFT_LEFT_16(v) _mm256_slli_epi32(v, 16)
-#define AND(a, b) _mm256_and_si256(a, b)
-#define SPLAT_INT(i) _mm256_set1_epi32(i)
-#define AS_FLOAT(v) _mm256_castsi256_ps(v)
-#define LOAD_INT(p) _mm256_loadu_si256((const __m256i *)(p))
-#define LOAD(p) _mm256_loadu_ps(p)
-#define STORE(p, v) _mm256_storeu_ps(p, v)
-#define ZERO() _mm256_setzero_ps()
-#define FMA(a, b, c) _mm256_fmadd_ps(a, b, c)
-#define WIDEN_HALF(p) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p)))
-static inline float sum_avx2(__m256 v)
-{
-    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
-    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
-}
-#define SUM(v) sum_avx2(v)
 #endif
 
-#define STEP (2 * LANES)
 #define DEPTH_BLOCK 1024L /* a tile of x (16 KB as fp32) stays in the first-level cache */
 #define FEW_ROWS 16L      /* up to here the product is bound by memory: finish with a weight row while it is near */
-#define INLINE static inline __attribute__((always_inline))
-
-/* The two vectors of a step: bf16 even and odd elements, fp16 low and high half. x is widened by the same functions, so the
- * order of the elements does not matter. */
-INLINE vf first(const uint16_t *p, const int dtype)
-{
-    return dtype == DTYPE_BF16 ? AS_FLOAT(SHIFT_LEFT_16(LOAD_INT(p))) : WIDEN_HALF(p);
-}
-
-INLINE vf second(const uint16_t *p, const int dtype)
-{
-    return dtype == DTYPE_BF16 ? AS_FLOAT(AND(LOAD_INT(p), SPLAT_INT((int)0xffff0000u))) : WIDEN_HALF(p + LANES);
-}
 
 INLINE void step(vf acc[MAX_ROWS][TILE_COLS], const float *x, const uint16_t *w, long stride, const int dtype, const int rows,
                  const int cols)
@@ -166,26 +118,6 @@ INLINE void widen(struct linear_job *job, long number, const int dtype)
             STORE(wide + k * rows + r * STEP + LANES, second(from, dtype));
         }
     }
-}
-
-static inline uint16_t narrow(float value, const int dtype)
-{
-    if (dtype == DTYPE_FP16)
-        return (uint16_t)_cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT);
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
-}
-
-static inline float widened(uint16_t bits, const int dtype)
-{
-    if (dtype == DTYPE_FP16)
-        return _cvtsh_ss(bits);
-    const uint32_t wide = (uint32_t)bits << 16;
-    float value;
-    memcpy(&value, &wide, sizeof value);
-    return value;
 }
 
 /* All rows of x times the weight rows [col, col + cols). */

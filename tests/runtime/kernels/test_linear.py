@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import multiprocessing
-import shutil
 import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -47,22 +46,6 @@ def sample(rows: int, cols: int, depth: int, dtype: torch.dtype) -> tuple[Tensor
     generator = torch.Generator().manual_seed(rows * cols + depth)
     made = [torch.randn(shape, generator=generator) for shape in ((rows, depth), (cols, depth), (cols,))]
     return made[0].to(dtype), made[1].to(dtype), made[2].to(dtype)
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if not cpu.features() >= cpu.NEEDED:
-        pytest.skip(f"the kernels need {sorted(cpu.NEEDED)}")
-    if shutil.which("cc") is None:
-        pytest.skip("no C compiler")
-    return build.build(tmp_path_factory.mktemp("kernels") / build.LIBRARY_NAME)
-
-
-@pytest.fixture(params=[256, 512], ids=["avx2", "avx512"])
-def compiled(request: pytest.FixtureRequest, library: Path) -> native.NativeKernels:
-    if request.param == 512 and "avx512f" not in cpu.features():
-        pytest.skip("this CPU has no AVX-512F")
-    return native.NativeKernels(request.param, library)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -201,6 +184,7 @@ def test_describe_names_the_way_and_the_reason(monkeypatch: pytest.MonkeyPatch, 
     def described(*features: str) -> str:
         monkeypatch.setattr(cpu, "features", lambda: frozenset(features))
         kernels._path.cache_clear()
+        kernels._kernels.cache_clear()
         return kernels.describe()["bfloat16"]
 
     try:
@@ -216,6 +200,7 @@ def test_describe_names_the_way_and_the_reason(monkeypatch: pytest.MonkeyPatch, 
     finally:
         monkeypatch.undo()
         kernels._path.cache_clear()
+        kernels._kernels.cache_clear()
 
 
 def test_only_one_openmp_runtime_is_loaded(compiled: native.NativeKernels) -> None:

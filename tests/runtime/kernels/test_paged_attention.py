@@ -1,0 +1,123 @@
+"""Attention over a paged cache against softmax(q k^T) v written out in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+from medusa_runtime import kernels
+from medusa_runtime.kernels import native, paged
+from torch import Tensor
+
+BLOCK_SIZE = 16
+
+
+class Batch(NamedTuple):
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    block_tables: Tensor
+    sequences: Tensor
+    contexts: Tensor
+
+
+def batch(new_and_seen: list[tuple[int, int]], heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Batch:
+    """Sequences of (new tokens, tokens in all); their blocks lie shuffled in the pools, what no one owns is NaN."""
+    generator = torch.Generator().manual_seed(heads * head_dim + len(new_and_seen))
+    needed = [-(-total // BLOCK_SIZE) for _, total in new_and_seen]
+    shuffled = torch.randperm(sum(needed) + 3, generator=generator).int()
+    tables = torch.full((len(needed), max(needed) + 1), -1, dtype=torch.int32)
+    pools = torch.full((2, len(shuffled), BLOCK_SIZE, kv_heads, head_dim), math.nan, dtype=dtype)
+    start = 0
+    for sequence, (count, (_, total)) in enumerate(zip(needed, new_and_seen, strict=True)):
+        tables[sequence, :count] = shuffled[start : start + count]
+        start += count
+        for position in range(total):
+            block = tables[sequence, position // BLOCK_SIZE]
+            pools[:, block, position % BLOCK_SIZE] = torch.randn(2, kv_heads, head_dim, generator=generator).to(dtype)
+    sequences = [sequence for sequence, (new, _) in enumerate(new_and_seen) for _ in range(new)]
+    contexts = [total - new + 1 + i for new, total in new_and_seen for i in range(new)]
+    q = torch.randn(len(sequences), heads, head_dim, generator=generator).to(dtype)
+    return Batch(q, pools[0], pools[1], tables, torch.tensor(sequences).int(), torch.tensor(contexts).int())
+
+
+def exact(b: Batch, scale: float, window: int | None) -> Tensor:
+    rows = []
+    for q, sequence, context in zip(b.q.double(), b.sequences.tolist(), b.contexts.tolist(), strict=True):
+        first = max(0, context - window) if window else 0
+        slots = [(int(b.block_tables[sequence, p // BLOCK_SIZE]), p % BLOCK_SIZE) for p in range(first, context)]
+        key, value = (torch.stack([pool[slot].double() for slot in slots]) for pool in (b.keys, b.values))
+        group = q.shape[0] // key.shape[1]
+        weights = torch.einsum("hd,phd->hp", q, key.repeat_interleave(group, 1)).mul(scale).softmax(-1)
+        rows.append(torch.einsum("hp,phd->hd", weights, value.repeat_interleave(group, 1)))
+    return torch.stack(rows)
+
+
+def assert_close(found: Tensor, b: Batch, scale: float, window: int | None) -> None:
+    expected = exact(b, scale, window)
+    assert found.dtype is b.q.dtype
+    assert found.shape == b.q.shape
+    eps = torch.finfo(found.dtype).eps
+    assert torch.allclose(found.double(), expected, rtol=eps, atol=max(eps / 8, 2e-6))
+
+
+CASES = {
+    "decode": ([(1, 1), (1, 40), (1, 333), (1, 16)], 8, 2, 64),
+    "prefill": ([(70, 70)], 4, 4, 32),
+    "chunk": ([(37, 90)], 6, 2, 48),
+    "mixed": ([(1, 50), (20, 20), (1, 100), (9, 45)], 4, 1, 128),
+    "wide": ([(2, 33)], 71, 1, 64),
+    "largest": ([(3, 35)], 2, 2, 256),
+}
+
+
+@pytest.mark.parametrize("window", [None, 1, 24])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_compiled(compiled: native.NativeKernels, dtype: torch.dtype, case: str, window: int | None) -> None:
+    b = batch(*CASES[case], dtype)
+    assert_close(compiled.attention(*b, scale=0.17, window=window), b, 0.17, window)
+
+
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("case", CASES)
+def test_torch(case: str, window: int | None) -> None:
+    b = batch(*CASES[case], torch.float32)
+    for pool in (b.keys, b.values):
+        pool.nan_to_num_()  # torch multiplies masked slots by zero; the cache gives it zeroed memory
+    assert_close(paged.attention(*b, scale=0.17, window=window), b, 0.17, window)
+
+
+def test_blocks_before_the_window_may_be_gone(compiled: native.NativeKernels) -> None:
+    b = batch([(4, 100)], 4, 2, 32, torch.float32)
+    expected = exact(b, 0.2, 20)
+    b.block_tables[0, :4] = 2**30  # reading it would be a fault; the first token sees positions 77 to 96
+    found = compiled.attention(*b, scale=0.2, window=20)
+    assert torch.allclose(found.double(), expected, atol=2e-6)
+
+
+def test_large_scores_do_not_overflow(compiled: native.NativeKernels) -> None:
+    b = batch([(1, 60)], 2, 1, 32, torch.float32)
+    assert_close(compiled.attention(*b, scale=100.0, window=None), b, 100.0, None)
+
+
+def test_pools_in_another_order_and_q_as_a_slice(compiled: native.NativeKernels) -> None:
+    """A fused projection leaves q inside a wider row; a cache may keep heads before slots."""
+    b = batch([(1, 70), (3, 20)], 4, 2, 32, torch.bfloat16)
+    fused = torch.cat([b.q, torch.zeros_like(b.q)], dim=1)
+    moved = [pool.transpose(1, 2).contiguous().transpose(1, 2) for pool in (b.keys, b.values)]
+    sliced = b._replace(q=fused[:, :4], keys=moved[0], values=moved[1])
+    assert torch.equal(
+        compiled.attention(*sliced, scale=0.2, window=None), compiled.attention(*b, scale=0.2, window=None)
+    )
+
+
+@pytest.mark.parametrize("head_dim", [32, 40])
+def test_paged_attention_takes_any_head_dim(head_dim: int) -> None:
+    b = batch([(1, 20), (5, 9)], 4, 2, head_dim, torch.float32)
+    for pool in (b.keys, b.values):
+        pool.nan_to_num_()
+    with torch.inference_mode():
+        assert_close(kernels.paged_attention(*b, scale=0.2), b, 0.2, None)
