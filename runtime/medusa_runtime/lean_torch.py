@@ -1,0 +1,230 @@
+"""``import torch`` without the parts that an engine never uses: its tracers, compilers, quantizers, distributed, numpy.
+
+About three quarters of the Python that ``import torch`` executes serves ``torch.compile``, ``torch.export``,
+TorchScript and training. Here those modules are imported but not executed (``deferred.py``) until something asks them
+for a name; ``complete`` executes all the rest at once. The list below was found by experiment and belongs to the
+versions in ``TESTED``; any other torch is imported plainly.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+import logging
+import os
+import re
+import sys
+import typing
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from .deferred import Deferrer, StandIn, execute
+
+logger = logging.getLogger(__name__)
+
+TESTED = ("2.13.",)
+# Each asks for something of the import itself that the lean one puts off.
+_PLAIN_IF_SET = ("TORCH_LOGS", "TORCH_LOGS_OUT", "TORCH_TRACE", "TORCH_CUDA_SANITIZER", "TORCH_COMPILE_DEBUG")
+# Replace themselves in sys.modules, or are imported by their package for what they register.
+_EAGER = frozenset(
+    {"torch", "torch._C", "torch._VF", "torch._logging._registrations"}
+    | {f"torch.{name}.config" for name in ("_functorch", "_export", "distributed", "_dynamo", "_inductor", "compiler")}
+    | {"torch.fx.experimental._config", "torch.utils._config_module", "torch.utils.serialization.config"}
+    | {"torch.utils.deterministic", "torch.backends"}
+    | {f"torch.backends.{name}" for name in ("cudnn", "cudnn.rnn", "mkldnn", "quantized", "python_native", "xnnpack")}
+    | {"torch.backends.miopen", "torch.backends.opt_einsum", "torch._native.cutedsl_utils"}
+    | {"torch._native.triton_utils", "torch.distributed._functional_collectives"}
+    | {"torch.fx.experimental.symbolic_shapes"}
+)
+_BEFORE: dict[str, tuple[str, ...]] = {
+    "torch.multiprocessing._atfork": (),  # a leaf: it needs nothing of its package
+    "torch.package._mangling": (),
+    # These two import each other, and only this order works.
+    "torch._library": ("torch.utils._pytree",),
+    "torch.jit.annotations": ("torch.jit", "torch.distributed.rpc"),
+}
+# Bound by an executed module at import, used by nobody until a feature of theirs is called.
+_LATE = {
+    "torch._functorch.autograd_function": ("custom_function_call",),
+    "torch._higher_order_ops": ("cond", "while_loop"),
+    "torch._linalg_utils": ("_symeig", "eig", "lstsq", "matrix_rank", "solve"),
+    "torch._lobpcg": ("lobpcg",),
+    "torch._strobelight.compile_time_profiler": ("StrobelightCompileTimeProfiler",),
+    "torch._vmap_internals": ("_vmap", "vmap"),
+    "torch.autograd.gradcheck": ("gradcheck", "gradgradcheck"),
+    "torch.func": ("vmap",),
+    "torch.nn.parallel": ("DataParallel",),
+}
+
+_active: _LeanImport | None = None
+
+
+def import_torch() -> ModuleType:
+    """``torch``, leanly imported where that is known to work. Call it before anything else imports torch.
+
+    Eager inference (tensors, ``torch.nn``, its functions, sampling, threads) works as after a plain import; everything
+    else is executed when it is first touched. Not to be called while another thread imports.
+    """
+    global _active  # as there is one torch in a process
+    if "torch" in sys.modules:
+        return sys.modules["torch"]
+    reason = _why_plain()
+    collecting = gc.isenabled()
+    gc.disable()  # a hundred thousand objects that all stay: collections only cost time
+    try:
+        if reason:
+            logger.info("importing torch plainly: %s", reason)
+            return importlib.import_module("torch")
+        _active = _LeanImport()
+        return _active.run()
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def complete() -> None:
+    """Execute all that was put off. Needed before user code, ``torch.compile`` or ``torch.distributed``.
+
+    Idempotent; nothing to do after a plain import.
+    """
+    if _active is not None:
+        _active.complete()
+
+
+def _why_plain() -> str | None:
+    """The reason for which the lean import is not tried."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return "torch is not installed as a package of files"  # the import that follows says it better
+    version = _version(Path(spec.origin).with_name("version.py"))
+    if not version.startswith(TESTED):
+        return f"version {version or 'unknown'}, the lean import was tested with {', '.join(TESTED)}*"
+    for name in _PLAIN_IF_SET:
+        if os.environ.get(name):
+            return f"{name} is set"
+    return None
+
+
+def _version(path: Path) -> str:
+    """``__version__`` in a version.py, read without importing it, as importing it means importing its package."""
+    try:
+        found = re.search(r"^__version__ = ['\"]([^'\"]+)", path.read_text(), re.MULTILINE)
+    except OSError:
+        return ""
+    return found.group(1) if found else ""
+
+
+class _LeanImport:
+    """One lean import of torch and what it has put off."""
+
+    def __init__(self) -> None:
+        self._builtins: list[tuple[Any, str]] = []
+        self._libraries: list[StandIn] = []
+        self._done = False
+        self._finder = Deferrer(
+            ("torch", "torchgen", "numpy", "sympy"),
+            eager=_EAGER,
+            whole=frozenset({"numpy", "sympy"}),
+            before=_BEFORE,
+            after={"torch.distributed.rpc": _define_rrefs},
+            stand_ins=self._stand_ins(),
+        )
+
+    def run(self) -> ModuleType:
+        autoload = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD")
+        os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # else it reads every installed package's entry points
+        sys.meta_path.insert(0, self._finder)
+        try:
+            return importlib.import_module("torch")
+        finally:
+            if autoload is None:
+                del os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"]
+            else:
+                os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = autoload
+
+    def _stand_ins(self) -> dict[str, dict[str, Any]]:
+        names: dict[str, dict[str, Any]] = {
+            module: {name: StandIn.of(module, name) for name in late} for module, late in _LATE.items()
+        }
+        names["torch._logging"] = {"_init_logs": lambda: None}
+        names["torch.distributed.rpc"] = {"is_available": lambda: False}
+        names["torch.fx.operator_schemas"] = {"_SCHEMA_TO_SIGNATURE_CACHE": {}}
+        names["torch.jit"] = {"_builtins": _Builtins(self._builtins)}
+        names["torch.library"] = {"Library": self._library}
+        names["numpy"] = {"__version__": _numpy_version()}  # torch._C asks for it, to warn of a bug in one version
+        return names
+
+    def _library(self, *args: Any) -> StandIn:
+        made: list[Any] = []
+
+        def resolve() -> Any:
+            if not made:
+                made.append(importlib.import_module("torch.library").Library(*args))
+            return made[0]
+
+        library = StandIn(resolve)
+        self._libraries.append(library)
+        return library
+
+    def complete(self) -> None:
+        if self._done:
+            return
+        self._done = True
+        execute(importlib.import_module("torch.utils._pytree"))
+        while pending := list(self._finder.pending()):
+            for module in pending:
+                execute(module)
+        sys.meta_path.remove(self._finder)
+        self._replace_stand_ins()
+        register = importlib.import_module("torch.jit._builtins")._register_builtin
+        for function, name in self._builtins:
+            register(function, name)
+        importlib.import_module("torch._logging")._init_logs()
+
+    def _replace_stand_ins(self) -> None:
+        for name, module in list(sys.modules.items()):
+            if name.partition(".")[0] == "torch":
+                for key, value in list(vars(module).items()):
+                    if type(value) is StandIn:
+                        setattr(module, key, value.real())
+        triton = sys.modules["torch"]._TritonLibrary
+        triton.lib = triton.lib.real()
+
+
+class _Builtins:
+    """In place of torch.jit._builtins: TorchScript's names for operators, kept until TorchScript is there."""
+
+    def __init__(self, kept: list[tuple[Any, str]]) -> None:
+        self._kept = kept
+
+    def _register_builtin(self, function: Any, name: str) -> None:
+        self._kept.append((function, name))
+
+
+def _numpy_version() -> str:
+    spec = importlib.util.find_spec("numpy")
+    if spec is None or spec.origin is None:
+        return ""
+    path = Path(spec.origin).with_name("version.py")
+    found = re.search(r"^(?:version|short_version|__version__) = ['\"]([^'\"]+)", path.read_text(), re.MULTILINE)
+    return found.group(1) if found else "0"
+
+
+def _define_rrefs() -> None:
+    """TorchScript's view of remote references, which torch._jit_internal defines at import where there is rpc."""
+    rpc = sys.modules["torch.distributed.rpc"]
+    if not rpc.is_available():
+        return
+    reference, native = rpc.RRef, importlib.import_module("torch._C._distributed_rpc").PyRRef
+
+    def is_rref(annotation: Any) -> bool:
+        if annotation is reference:
+            raise RuntimeError("expected a type within RRef, as in RRef[int], found RRef alone")
+        return typing.get_origin(annotation) is reference
+
+    internal = importlib.import_module("torch._jit_internal")
+    vars(internal).update(
+        RRef=reference, PyRRef=native, is_rref=is_rref, is_rref_instance=lambda value: isinstance(value, native)
+    )
