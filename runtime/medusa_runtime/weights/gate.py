@@ -1,0 +1,77 @@
+"""A gate in front of a unit of a module: its forward waits until the unit's own weights are applied, and no longer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from medusa_runtime.timeline import Timeline
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_PARAMETER_LISTS = (nn.ParameterList, nn.ParameterDict)
+
+
+class Gate:
+    """Closed at first; removes itself when a forward passes it, so that it costs nothing afterwards.
+
+    A forward that comes too early waits, and raises ``error`` if there is one when the gate opens.
+    """
+
+    def __init__(self, name: str, module: nn.Module, owners: list[nn.Module], timeline: Timeline | None) -> None:
+        self.name = name
+        self.owners = owners  # the modules whose own tensors are waited for
+        self.remaining = 0
+        self.begin_ns = 0  # when its first tensor was applied
+        self.error: BaseException | None = None
+        self._timeline = timeline
+        self._opened = threading.Event()
+        self._lock = threading.Lock()
+        # A module's hook is copied before it is called, so it may be removed while another thread is in a forward.
+        self._hook = module.register_forward_pre_hook(self._check)
+
+    @property
+    def is_open(self) -> bool:
+        return self._opened.is_set()
+
+    def open(self, error: BaseException | None = None) -> None:
+        self.error = error
+        self._opened.set()
+
+    def remove(self) -> None:
+        with self._lock:
+            self._hook.remove()
+
+    def _check(self, module: nn.Module, args: Any) -> None:
+        if not self._opened.is_set():
+            start = time.monotonic_ns()
+            self._opened.wait()
+            if self._timeline is not None:
+                self._timeline.record("wait", start, time.monotonic_ns(), unit=self.name)
+        if self.error is not None:
+            raise self.error
+        self.remove()
+
+
+def gates(module: nn.Module, timeline: Timeline | None) -> list[Gate]:
+    """Gates for a module's units: what it calls one by one in a forward.
+
+    A module that has a list of modules somewhere inside is taken apart, one that has none is a unit (a decoder layer).
+    So a unit may use its own submodules' tensors in any way; between units a tensor is waited for only by a call.
+    """
+    return [Gate(name, unit, owners, timeline) for name, unit, owners in _units("", module, True)]
+
+
+def _units(name: str, module: nn.Module, apart: bool) -> Iterator[tuple[str, nn.Module, list[nn.Module]]]:
+    inside = list(module.modules())
+    if not apart and not any(isinstance(part, _LISTS) for part in inside):
+        yield name, module, inside
+        return
+    # Nobody calls a list of parameters: it belongs to the module that holds it.
+    yield name, module, [module, *(child for child in module.children() if isinstance(child, _PARAMETER_LISTS))]
+    for child_name, child in module.named_children():
+        if not isinstance(child, _PARAMETER_LISTS):
+            yield from _units(f"{name}.{child_name}" if name else child_name, child, False)

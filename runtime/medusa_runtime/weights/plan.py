@@ -1,0 +1,89 @@
+"""Which tensor of a checkpoint goes where in a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from medusa_runtime.errors import MismatchError
+from medusa_runtime.weights.index import WeightIndex
+
+Rename = Callable[[str], str | None]
+
+_NAMED = 8  # names an error lists of each kind
+
+
+class Place(NamedTuple):
+    """One parameter or persistent buffer; tied parameters are one with several owners. ``name`` is the first one's."""
+
+    name: str
+    owners: tuple[tuple[nn.Module, str], ...]
+    tensor: Tensor
+    is_buffer: bool
+
+
+def places(module: nn.Module) -> dict[str, Place]:
+    """All that a checkpoint must bring for a module, by every qualified name it has."""
+    names: dict[int, list[str]] = {}
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    found: dict[int, tuple[Tensor, bool]] = {}
+    for name, owner, attribute, tensor, is_buffer in _tensors(module):
+        names.setdefault(id(tensor), []).append(name)
+        owners.setdefault(id(tensor), []).append((owner, attribute))
+        found[id(tensor)] = tensor, is_buffer
+    result: dict[str, Place] = {}
+    for key, (tensor, is_buffer) in found.items():
+        place = Place(names[key][0], tuple(owners[key]), tensor, is_buffer)
+        result.update(dict.fromkeys(names[key], place))
+    return result
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor, bool]]:
+    for prefix, owner in module.named_modules():
+        dot = f"{prefix}." if prefix else ""
+        for attribute, parameter in owner._parameters.items():
+            if parameter is not None:
+                yield dot + attribute, owner, attribute, parameter, False
+        for attribute, buffer in owner._buffers.items():
+            if buffer is not None and attribute not in owner._non_persistent_buffers_set:
+                yield dot + attribute, owner, attribute, buffer, True
+
+
+def plan(index: WeightIndex, module: nn.Module, rename: Rename) -> dict[str, Place]:
+    """Where each needed tensor of the checkpoint goes, in execution order.
+
+    MismatchError names all tensors that are missing, not expected, or of another shape. Of tensors that are tied in the
+    module and both in the checkpoint, the one with the place's own name is taken.
+    """
+    expected = places(module)
+    chosen: dict[str, str] = {}  # name of the place → name in the checkpoint
+    unexpected: list[str] = []
+    for name in index.order:
+        target = rename(name)
+        if target is None:
+            continue
+        place = expected.get(target)
+        if place is None:
+            unexpected.append(name)
+        elif place.name not in chosen or target == place.name:
+            chosen[place.name] = name
+    missing = [place.name for name, place in expected.items() if name == place.name and name not in chosen]
+    sources = {source: expected[target] for target, source in chosen.items()}
+    misshaped = [
+        f"{source} (expected {list(place.tensor.shape)}, found {list(index.tensors[source].shape)})"
+        for source, place in sources.items()
+        if tuple(place.tensor.shape) != tuple(index.tensors[source].shape)
+    ]
+    if missing or unexpected or misshaped:
+        parts = (("missing", missing), ("not expected", unexpected), ("of another shape", misshaped))
+        listed = "; ".join(f"{len(names)} {kind}: {_listed(names)}" for kind, names in parts if names)
+        raise MismatchError(
+            f"the checkpoint's tensors are not those of the model: {listed}. Does its config.json belong to it?"
+        )
+    return {name: sources[name] for name in index.order if name in sources}
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")

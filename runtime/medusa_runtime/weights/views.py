@@ -1,0 +1,85 @@
+"""The tensors of a region's shards, without a copy."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from medusa_runtime.errors import WeightsError
+from medusa_runtime.weights.index import TensorEntry
+from medusa_runtime.weights.region import Region
+
+DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
+    "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
+}  # fmt: skip
+
+
+class Views:
+    """Makes tensors that look into the region. Their memory is mapped read-only: writing to one ends the process.
+
+    A view keeps its mapping alive, also after the region was closed.
+    """
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+        self._shards: dict[int, Tensor] = {}
+
+    def tensor(self, name: str, entry: TensorEntry) -> Tensor:
+        """The tensor of an entry; a copy only where its bytes do not lie on a multiple of its element size."""
+        if entry.dtype not in DTYPES:
+            raise WeightsError(f"tensor {name} has dtype {entry.dtype}; expected one of {', '.join(DTYPES)}")
+        dtype = DTYPES[entry.dtype]
+        shard = self._shards.get(entry.shard)
+        if shard is None:
+            shard = self._shards[entry.shard] = _bytes_tensor(self._region.shard(entry.shard))
+        data = shard[entry.start : entry.stop]
+        if entry.start % dtype.itemsize or data.data_ptr() % dtype.itemsize:
+            data = data.clone()
+        return data.view(dtype).view(entry.shape)
+
+
+class _PyBuffer(ctypes.Structure):
+    """Py_buffer of CPython's stable ABI; only the first field is read."""
+
+    _fields_: ClassVar = [
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.c_void_p),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    ]
+
+
+def _bytes_tensor(memory: memoryview) -> Tensor:
+    """uint8 [bytes] over read-only memory.
+
+    torch.frombuffer warns of such memory, and a warning can only be silenced for all threads at once; an array at the
+    same address is not read-only to it. The array refers to the memoryview, and the tensor to the array.
+    """
+    if not memory.nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    held = _PyBuffer()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(memory), ctypes.byref(held), 0)
+    address = held.buf
+    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(held))
+    assert address is not None
+
+    class Shard(ctypes.c_uint8 * memory.nbytes):  # type: ignore[misc]
+        pass
+
+    array = Shard.from_address(address)
+    array.memory = memory
+    return torch.frombuffer(array, dtype=torch.uint8)
