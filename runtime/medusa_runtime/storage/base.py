@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
+from urllib.parse import urlsplit
+
+from ..errors import ConfigError
 
 
 class ObjectInfo(NamedTuple):
@@ -11,6 +16,10 @@ class ObjectInfo(NamedTuple):
 
     size: int
     version: str | None
+
+
+# Told how many bytes of the buffer are there, counted from its start, while a range arrives.
+Advance = Callable[[int], None]
 
 
 class Store(Protocol):
@@ -24,10 +33,65 @@ class Store(Protocol):
     def read(self, key: str, start: int, stop: int, version: str | None = None) -> tuple[bytes, ObjectInfo]:
         """At most the bytes [start, stop); fewer only at the object's end. ObjectChangedError if not that version."""
 
-    def read_into(self, key: str, start: int, buffer: memoryview, version: str | None = None) -> None:
+    def read_into(
+        self, key: str, start: int, buffer: memoryview, version: str | None = None, advance: Advance | None = None
+    ) -> None:
         """Fill the whole buffer from ``start``, without intermediate copies; retries and resumes inside."""
 
     def local_path(self, key: str) -> Path | None:
         """The object as a file on this machine that can be mapped, or None."""
 
     def close(self) -> None: ...
+
+
+# Schemes that have a store of our own; each is imported only when a URL asks for it.
+STORES = {
+    "": "local:LocalStore",
+    "file": "local:LocalStore",
+    "http": "http:HttpStore",
+    "https": "http:HttpStore",
+    "s3": "s3:S3Store",
+}
+# Schemes that go through fsspec, with the extra that installs what they need.
+FSSPEC_EXTRAS = {
+    "memory": "fsspec", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure", "hf": "hf",
+}  # fmt: skip
+
+
+def open_store(url: str) -> Store:
+    """The store of a checkpoint's folder. ConfigError lists the known schemes; MissingPackageError installs one."""
+    scheme = scheme_of(url)
+    target = STORES.get(scheme) or ("fsspec_store:FsspecStore" if _known_to_fsspec(scheme) else None)
+    if target is None:
+        known = ", ".join(["a path", *(f"{name}://" for name in (*STORES, *FSSPEC_EXTRAS) if name)])
+        raise ConfigError(
+            f"{redacted(url)}: unknown scheme {scheme}://; expected one of {known}, or another one that fsspec knows"
+        )
+    module, _, name = target.partition(":")
+    opened: Store = getattr(importlib.import_module(f"{__package__}.{module}"), name)(url)
+    return opened
+
+
+def scheme_of(url: str) -> str:
+    """The URL's scheme in lower case; empty for a path."""
+    scheme, separator, _ = url.partition("://")
+    return scheme.lower() if separator else ""
+
+
+def _known_to_fsspec(scheme: str) -> bool:
+    if scheme in FSSPEC_EXTRAS:
+        return True
+    try:
+        from fsspec.registry import known_implementations, registry  # 30 ms, and only for a scheme that is not ours
+    except ImportError:
+        return False
+    return scheme in known_implementations or scheme in registry
+
+
+def redacted(url: str) -> str:
+    """The URL for messages: without user, password and query, which may be credentials."""
+    if not scheme_of(url):
+        return url
+    parts = urlsplit(url)
+    host = parts.netloc.rpartition("@")[2]
+    return f"{parts.scheme}://{host}{parts.path}"

@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import MedusaError, ObjectChangedError, StorageError, from_code
+from ..storage.local import file_version
 from .chunks import Chunks
 from .index import Shard, WeightIndex
 from .region_layout import ERROR_OFFSET, HEADER_BYTES, TABLE_OFFSET, State, Waiter, Word, reopen, writer_lives
@@ -238,11 +239,6 @@ class Region:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-
-
-def file_version(status: os.stat_result) -> str:
-    """What identifies this version of a local file: its inode, size and time of change."""
-    return f"{status.st_ino}-{status.st_size}-{status.st_mtime_ns}"
 
 
 __all__ = ["Progress", "Region", "State"]

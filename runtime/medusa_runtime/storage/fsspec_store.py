@@ -1,0 +1,140 @@
+"""Any URL that fsspec knows: gs://, az://, hf://, memory:// and the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..errors import (
+    ForbiddenError,
+    MedusaError,
+    MissingPackageError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+    StorageError,
+    UnreachableError,
+)
+from .base import FSSPEC_EXTRAS, Advance, ObjectInfo, redacted, scheme_of
+from .retry import Patience, RetryPolicy, Transient
+
+_VERSION_KEYS = (
+    "ETag",
+    "etag",
+    "md5Hash",
+    "generation",
+    "version",
+    "oid",
+    "blob_id",
+    "LastModified",
+    "mtime",
+    "created",
+)
+
+
+class FsspecStore:
+    """A folder in one of fsspec's file systems."""
+
+    def __init__(self, url: str, retries: RetryPolicy | None = None) -> None:
+        self.url = url
+        self.retries = retries or RetryPolicy()
+        try:
+            import fsspec  # and, inside, the scheme's own package: from 0.05 to 0.5 s
+
+            self._system, self._root = fsspec.core.url_to_fs(url)
+        except ImportError as error:
+            raise self._missing(error) from None
+        except ValueError as error:
+            raise StorageError(f"{redacted(url)} cannot be opened: {error}") from None
+
+    def _missing(self, error: ImportError) -> MissingPackageError:
+        scheme = scheme_of(self.url)
+        extra = FSSPEC_EXTRAS.get(scheme)
+        command = f'pip install "medusa-runtime[{extra}]"' if extra else f"install what fsspec asks for ({error})"
+        return MissingPackageError(f"{scheme}:// needs an optional package: {command}")
+
+    def name(self, key: str) -> str:
+        return f"{redacted(self.url).rstrip('/')}/{key}"
+
+    def _path(self, key: str) -> str:
+        return f"{self._root.rstrip('/')}/{key}"
+
+    def _translated(self, key: str, error: Exception) -> MedusaError | Transient:
+        name = self.name(key)
+        if isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError)):
+            return ObjectNotFoundError(f"{name}: no such object; check the address")
+        status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
+        if isinstance(error, PermissionError) or status in (401, 403):
+            return ForbiddenError(
+                f"{name}: access denied ({type(error).__name__}); expected credentials that may read it"
+            )
+        if isinstance(error, ConnectionError):
+            return Transient(UnreachableError(f"{name}: cannot be reached ({type(error).__name__})"))
+        return Transient(StorageError(f"{name}: {type(error).__name__} while reading"))
+
+    def stat(self, key: str) -> ObjectInfo:
+        patience = Patience(self.retries)
+        while True:
+            try:
+                return self._stat_once(key)
+            except Transient as cause:
+                patience.again(cause)
+
+    def _stat_once(self, key: str) -> ObjectInfo:
+        try:
+            info: dict[str, Any] = self._system.info(self._path(key))
+        except Exception as error:  # noqa: BLE001  each file system has errors of its own
+            raise self._translated(key, error) from None
+        if info.get("type") == "directory":
+            raise ObjectNotFoundError(f"{self.name(key)}: expected an object, found a folder")
+        version = next((str(info[name]) for name in _VERSION_KEYS if info.get(name)), None)
+        return ObjectInfo(int(info["size"]), version or f"size={info['size']}")
+
+    def _check(self, key: str, version: str | None) -> ObjectInfo:
+        # fsspec has no conditional reads: looking before and after is the next best.
+        self._system.invalidate_cache()
+        info = self.stat(key)
+        if version is not None and info.version != version:
+            raise ObjectChangedError(
+                f"{self.name(key)} changed while it was read: expected version {version}, found {info.version}"
+            )
+        return info
+
+    def read(self, key: str, start: int, stop: int, version: str | None = None) -> tuple[bytes, ObjectInfo]:
+        info = self._check(key, version)
+        stop = min(stop, info.size)
+        data = self._range(key, start, stop) if start < stop else b""
+        return data, info
+
+    def _range(self, key: str, start: int, stop: int) -> bytes:
+        patience = Patience(self.retries)
+        while True:
+            try:
+                return self._range_once(key, start, stop)
+            except Transient as cause:
+                patience.again(cause)
+
+    def _range_once(self, key: str, start: int, stop: int) -> bytes:
+        try:
+            data: bytes = self._system.cat_file(self._path(key), start=start, end=stop)
+        except Exception as error:  # noqa: BLE001
+            raise self._translated(key, error) from None
+        if len(data) != stop - start:
+            raise Transient(StorageError(f"{self.name(key)}: expected {stop - start} bytes, found {len(data)}"))
+        return data
+
+    def read_into(
+        self, key: str, start: int, buffer: memoryview, version: str | None = None, advance: Advance | None = None
+    ) -> None:
+        """One copy more than the other stores: fsspec gives bytes of its own. Pieces of 4 MiB bound that memory."""
+        piece = 4 << 20
+        for at in range(0, len(buffer), piece):
+            end = min(at + piece, len(buffer))
+            buffer[at:end] = self._range(key, start + at, start + end)
+        self._check(key, version)
+        if advance:
+            advance(len(buffer))
+
+    def local_path(self, key: str) -> Path | None:
+        return None
+
+    def close(self) -> None: ...

@@ -1,0 +1,93 @@
+"""Files on this machine: mapped in place, never copied."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from ..errors import ForbiddenError, ObjectChangedError, ObjectNotFoundError, StorageError
+from .base import Advance, ObjectInfo, scheme_of
+
+
+class LocalStore:
+    """A folder, as a plain path or a file:// URL."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        path = unquote(urlsplit(url).path) if scheme_of(url) else url
+        self._folder = Path(path).expanduser().absolute()
+        if not self._folder.is_dir():
+            found = "a file" if self._folder.exists() else "nothing"
+            raise ObjectNotFoundError(f"{self._folder}: expected a folder with a checkpoint, found {found}")
+
+    def _open(self, key: str) -> int:
+        path = self._folder / key
+        try:
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
+            raise ObjectNotFoundError(f"{path}: no such file") from None
+        except PermissionError:
+            raise ForbiddenError(f"{path} may not be read by user {os.getuid()}; change its permissions") from None
+        except OSError as error:
+            raise StorageError(f"{path} cannot be opened: {error.strerror}") from None
+
+    def stat(self, key: str) -> ObjectInfo:
+        fd = self._open(key)
+        try:
+            return _info(fd)
+        finally:
+            os.close(fd)
+
+    def read(self, key: str, start: int, stop: int, version: str | None = None) -> tuple[bytes, ObjectInfo]:
+        fd = self._open(key)
+        try:
+            info = _info(fd)
+            self._check(key, info, version)
+            buffer = bytearray(max(min(stop, info.size) - start, 0))
+            self._fill(fd, key, start, memoryview(buffer))
+            return bytes(buffer), info
+        finally:
+            os.close(fd)
+
+    def read_into(
+        self, key: str, start: int, buffer: memoryview, version: str | None = None, advance: Advance | None = None
+    ) -> None:
+        fd = self._open(key)
+        try:
+            self._check(key, _info(fd), version)
+            self._fill(fd, key, start, buffer)
+        finally:
+            os.close(fd)
+        if advance:
+            advance(len(buffer))
+
+    def _fill(self, fd: int, key: str, start: int, buffer: memoryview) -> None:
+        filled = 0
+        while filled < len(buffer):
+            try:
+                count = os.preadv(fd, [buffer[filled:]], start + filled)
+            except OSError as error:
+                raise StorageError(f"{self._folder / key} cannot be read: {error.strerror}") from None
+            if not count:
+                raise ObjectChangedError(f"{self._folder / key} became shorter while it was read; start again")
+            filled += count
+
+    def _check(self, key: str, info: ObjectInfo, version: str | None) -> None:
+        if version is not None and info.version != version:
+            raise ObjectChangedError(f"{self._folder / key} was replaced or written to while it was read; start again")
+
+    def local_path(self, key: str) -> Path | None:
+        return self._folder / key
+
+    def close(self) -> None: ...
+
+
+def _info(fd: int) -> ObjectInfo:
+    status = os.fstat(fd)
+    return ObjectInfo(status.st_size, file_version(status))
+
+
+def file_version(status: os.stat_result) -> str:
+    """What identifies this version of a local file: its inode, size and time of change."""
+    return f"{status.st_ino}-{status.st_size}-{status.st_mtime_ns}"

@@ -1,0 +1,135 @@
+"""s3://bucket/prefix: S3 and what speaks its protocol. botocore finds credentials; the bytes never pass through it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from ..errors import ConfigError, ForbiddenError, MissingPackageError
+from .base import redacted
+from .http import HttpStore, Target, _target
+from .retry import RetryPolicy
+from .sigv4 import Credentials, signed
+from .wire import Response
+
+_ELSEWHERE = (  # variables that say that credentials come from something only botocore can ask
+    "AWS_PROFILE",
+    "AWS_DEFAULT_PROFILE",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+)
+_TRUE = ("1", "true", "yes", "on")
+
+
+class S3Store(HttpStore):
+    """A prefix of a bucket.
+
+    Reads the variables that AWS's own tools read: AWS_ACCESS_KEY_ID and its companions, AWS_PROFILE, AWS_REGION,
+    AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL (then the bucket is in the path), and AWS_NO_SIGN_REQUEST=true for buckets
+    that anybody may read.
+    """
+
+    def __init__(self, url: str, retries: RetryPolicy | None = None, environ: Mapping[str, str] | None = None) -> None:
+        parts = urlsplit(url)
+        if not parts.netloc:
+            raise ConfigError(f"{redacted(url)}: expected s3://bucket/prefix, found no bucket")
+        self._environ = os.environ if environ is None else environ
+        self._bucket, self._prefix = parts.netloc, parts.path.strip("/")
+        self._endpoint_url = self._environ.get("AWS_ENDPOINT_URL_S3") or self._environ.get("AWS_ENDPOINT_URL")
+        self._region = self._environ.get("AWS_REGION") or self._environ.get("AWS_DEFAULT_REGION")
+        self._credentials: Callable[[], Credentials | None] | None = None
+        self._finding = threading.Lock()
+        super().__init__(self._address(), retries)
+        self.url = url
+
+    def _address(self) -> str:
+        prefix = f"/{quote(self._prefix)}" if self._prefix else ""
+        if self._endpoint_url:
+            return f"{self._endpoint_url.rstrip('/')}/{self._bucket}{prefix}"
+        host = f"s3.{self._region or 'us-east-1'}.amazonaws.com"
+        if "." in self._bucket:  # the certificate covers one label in front of the host
+            return f"https://{host}/{self._bucket}{prefix}"
+        return f"https://{self._bucket}.{host}{prefix}"
+
+    def authorize(self, target: Target, headers: Mapping[str, str]) -> dict[str, str]:
+        with self._finding:
+            if self._credentials is None:
+                self._credentials = self._find()
+            credentials = self._credentials()
+        if credentials is None or target.endpoint != self._home.endpoint:
+            return dict(headers)
+        return signed(
+            credentials,
+            region=self._region or "us-east-1",
+            host=target.endpoint.authority,
+            path=target.path,
+            headers=headers,
+        )
+
+    def _find(self) -> Callable[[], Credentials | None]:
+        """Where credentials come from: nowhere, the environment, or whatever botocore finds and keeps fresh."""
+        env = self._environ
+        if env.get("AWS_NO_SIGN_REQUEST", "").lower() in _TRUE:
+            return lambda: None
+        profile = any(env.get(name) for name in ("AWS_PROFILE", "AWS_DEFAULT_PROFILE"))
+        if not profile and env.get("AWS_ACCESS_KEY_ID") and env.get("AWS_SECRET_ACCESS_KEY"):
+            fixed = Credentials(
+                env["AWS_ACCESS_KEY_ID"], env["AWS_SECRET_ACCESS_KEY"], env.get("AWS_SESSION_TOKEN") or None
+            )
+            return lambda: fixed
+        try:
+            import botocore.session  # 0.1 s, only when the environment does not have the keys themselves
+        except ModuleNotFoundError:
+            if any(env.get(name) for name in _ELSEWHERE) or Path("~/.aws/credentials").expanduser().exists():
+                raise MissingPackageError(
+                    f'{redacted(self.url)}: finding these credentials needs boto3: pip install "medusa-runtime[s3]"'
+                ) from None
+            return lambda: None
+        return self._from_botocore(botocore.session.Session())
+
+    def _from_botocore(self, session: Any) -> Callable[[], Credentials | None]:
+        from botocore.exceptions import BotoCoreError
+
+        try:
+            found = session.get_credentials()
+            if self._region is None:
+                self._adopt(session.get_config_variable("region"))
+            if self._endpoint_url is None and (configured := session.get_scoped_config().get("endpoint_url")):
+                self._endpoint_url = configured
+                self._adopt(self._region)
+        except BotoCoreError as error:
+            raise ForbiddenError(f"{redacted(self.url)}: no credentials: {error}") from None
+        if found is None:
+            return lambda: None
+
+        def frozen() -> Credentials:
+            try:
+                now = found.get_frozen_credentials()  # refreshes them when they are about to expire
+            except BotoCoreError as error:
+                raise ForbiddenError(f"{redacted(self.url)}: credentials cannot be refreshed: {error}") from None
+            return Credentials(now.access_key, now.secret_key, now.token)
+
+        return frozen
+
+    def _adopt(self, region: str | None) -> None:
+        self._region = region
+        self._home = _target(self._address())
+
+    def relocate(self, key: str, response: Response) -> bool:
+        region = response.headers.get("x-amz-bucket-region")
+        if response.status not in (301, 307, 400, 403) or not region or region == (self._region or "us-east-1"):
+            return False
+        self._adopt(region)
+        return True
+
+    def hint(self) -> str:
+        return (
+            "; S3 answers this also for objects that do not exist when listing is not allowed. Expected credentials in "
+            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE or the machine's role, "
+            "or AWS_NO_SIGN_REQUEST=true for a public bucket"
+        )

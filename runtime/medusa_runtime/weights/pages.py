@@ -1,0 +1,36 @@
+"""Asking the kernel for pages ahead of time. Through ctypes, since mmap.madvise keeps the interpreter's lock."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+from collections.abc import Callable
+
+_MADV_HUGEPAGE = 14
+MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
+
+
+@functools.cache
+def _madvise() -> Callable[..., int]:
+    function = ctypes.CDLL(None, use_errno=True).madvise
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return function
+
+
+def _advise(address: int, size_bytes: int, advice: int) -> int:
+    """0 or an errno. The interpreter's lock is free meanwhile."""
+    begin = address - address % mmap.PAGESIZE
+    if _madvise()(begin, size_bytes + address - begin, advice) == 0:
+        return 0
+    return ctypes.get_errno()
+
+
+def populate_write(address: int, size_bytes: int) -> bool:
+    """Make these pages of a shared mapping exist, writable; False where the kernel cannot (they fault later)."""
+    return _advise(address, size_bytes, _MADV_POPULATE_WRITE) == 0
+
+
+def prefer_huge(address: int, size_bytes: int) -> None:
+    """Huge pages for a shared mapping, where shmem_enabled says advise; elsewhere this does nothing."""
+    _advise(address, size_bytes, _MADV_HUGEPAGE)

@@ -1,0 +1,104 @@
+"""Fills a region with a checkpoint, in the order in which a forward pass needs it. Never imports torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..errors import TooLargeError
+from .checkpoint import Checkpoint, open_checkpoint
+from .pages import prefer_huge
+from .region_layout import State
+from .schedule import Populator, Schedule
+from .streams import Streams, as_medusa
+
+if TYPE_CHECKING:
+    from ..config import Settings
+    from ..timeline import Timeline
+    from .checksums import Checksums
+    from .region import Region
+    from .region_writer import RegionWriter
+
+# What the prefetcher itself needs beside the region: connections, headers, the interpreter.
+_SPARE_BYTES = 64 << 20
+
+
+def prefetch(
+    region: Region, url: str, *, settings: Settings, timeline: Timeline, checksums: Checksums | None = None
+) -> None:
+    """Fetch the checkpoint at ``url`` into ``region`` and seal it. Returns when everything is there.
+
+    Continues what a killed prefetcher has begun. Any error is left in the region for its readers, and raised.
+    """
+    writer = region.writer()
+    try:
+        if writer.state == State.DONE:
+            writer.seal()
+            return
+        with timeline.stage("index") as detail:
+            checkpoint = open_checkpoint(url)
+            detail |= {"tensors": len(checkpoint.index.tensors), "shards": len(checkpoint.index.shards)}
+        try:
+            _fill(writer, checkpoint, settings, timeline, checksums)
+        finally:
+            checkpoint.store.close()
+    except BaseException as error:
+        writer.fail(as_medusa(error))
+        raise
+    finally:
+        writer.close()
+
+
+def _fill(
+    writer: RegionWriter, checkpoint: Checkpoint, settings: Settings, timeline: Timeline, checksums: Checksums | None
+) -> None:
+    index = checkpoint.index
+    if writer.state == State.EMPTY:
+        check_memory(index.total_bytes, index.region_bytes, settings.memory_limit_mb)
+    with timeline.stage("fetch", bytes=index.total_bytes) as detail:
+        writer.lay_out(index, checkpoint.files)
+        assert writer.chunks is not None
+        if checksums and not checksums.fits(writer.chunks.chunk_bytes, writer.chunks.count):
+            checksums = None
+        if index.region_bytes:
+            schedule = Schedule(writer)
+            populator = Populator(writer, schedule)
+            prefer_huge(writer.address() + writer.offset(0), index.region_bytes)
+            streams = Streams(
+                checkpoint.store, index, writer, schedule, fixed=settings.connections, checksums=checksums
+            )
+            populator.start()
+            try:
+                streams.run()
+            finally:
+                schedule.stop()
+                populator.join()
+            detail["connections"] = streams.connections
+        else:
+            from .local_files import warm
+
+            warm(writer, index, checksums)
+        writer.finish()
+
+
+def check_memory(total_bytes: int, region_bytes: int, limit_mb: int | None) -> None:
+    """TooLargeError when the weights exceed the limit that was set, or a region would not fit into what is free.
+
+    Local files are mapped, and the kernel may drop their pages again: they are only held against the limit.
+    """
+    if limit_mb is not None and total_bytes > limit_mb * 10**6:
+        raise TooLargeError(
+            f"the weights take {_mb(total_bytes)}, but the memory limit is {limit_mb} MB; "
+            "expected a smaller checkpoint or a larger --memory-limit-mb"
+        )
+    from ..limits import memory_available_bytes
+
+    needed = region_bytes + _SPARE_BYTES
+    if region_bytes and needed > (available := memory_available_bytes()):
+        raise TooLargeError(
+            f"the weights need {_mb(needed)} of memory, but only {_mb(available)} are available; "
+            "expected a smaller checkpoint or a larger container"
+        )
+
+
+def _mb(size_bytes: int) -> str:
+    return f"{size_bytes / 1e6:,.0f} MB"

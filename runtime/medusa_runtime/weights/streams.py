@@ -1,0 +1,186 @@
+"""The connections of one fetch: as many as the store rewards, each taking ranges straight into the region."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from ..errors import CorruptError, MedusaError, StorageError
+from ..storage.base import Store
+from .checksums import Checksums
+from .index import WeightIndex
+from .region_writer import RegionWriter
+from .schedule import Schedule, Span
+
+logger = logging.getLogger(__name__)
+
+_FIRST, _MOST = 4, 32
+_FAST_BYTES_PER_S = 300e6  # a connection as quick as this is limited by CPUs, not by the store
+_LOOK_S = 0.01
+_WINDOW_S = 0.05
+_GAIN = 1.2  # what doubling the connections must bring to be done again
+
+
+class Mismatch(Exception):
+    """A chunk's checksum is wrong."""
+
+    def __init__(self, chunk: int) -> None:
+        super().__init__(str(chunk))
+        self.chunk = chunk
+
+
+class Streams:
+    """Fetches all of a schedule. ``fixed`` is a number of connections; None measures and adapts."""
+
+    def __init__(
+        self,
+        store: Store,
+        index: WeightIndex,
+        writer: RegionWriter,
+        schedule: Schedule,
+        *,
+        fixed: int | None = None,
+        checksums: Checksums | None = None,
+    ) -> None:
+        self._store = store
+        self._index = index
+        self._writer = writer
+        self._schedule = schedule
+        self._fixed = fixed
+        self._checksums = checksums
+        self._threads: list[threading.Thread] = []
+        self._received = 0  # a sum of all connections; counted under the lock
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._changed = threading.Event()
+        self._working = 0
+
+    @property
+    def connections(self) -> int:
+        """How many were opened."""
+        return len(self._threads)
+
+    def run(self) -> None:
+        """Until everything is published. Raises the first error of any connection."""
+        self._grow(self._fixed or _FIRST)
+        try:
+            if self._fixed is None:
+                self._adapt()
+            while self._alive():
+                self._changed.wait(0.5)
+                self._changed.clear()
+        finally:
+            self._schedule.stop()
+            for thread in self._threads:
+                thread.join(2.0)  # a stalled one ends with its own timeout, or with the process
+        if self._error is not None:
+            raise self._error
+
+    def _alive(self) -> bool:
+        return self._error is None and self._working > 0
+
+    def _grow(self, count: int) -> None:
+        while len(self._threads) < count:
+            thread = threading.Thread(target=self._work, name=f"fetch-{len(self._threads)}", daemon=True)
+            with self._lock:
+                self._working += 1
+            self._threads.append(thread)
+            thread.start()
+
+    def _adapt(self) -> None:
+        """Double the connections while each is slow and doubling pays (BlitzScale and MEDUSA give no rule for this)."""
+        before = 0.0
+        while self._alive() and not self._schedule.exhausted and self.connections < _MOST:
+            rate = self._measure()
+            if rate is None:
+                return
+            if rate / self.connections > _FAST_BYTES_PER_S or rate < before * _GAIN:
+                return
+            before = rate
+            self._grow(min(self.connections * 2, _MOST))
+
+    def _measure(self) -> float | None:
+        """Bytes a second over all connections, once they have shown what they can; None when the fetch is over."""
+        settled = self._received + self.connections * (256 << 10)  # past handshakes and slow start
+        while self._received < settled:
+            if not self._pause():
+                return None
+        begin, start = time.monotonic(), self._received
+        while time.monotonic() - begin < _WINDOW_S:
+            if not self._pause():
+                return None
+        return (self._received - start) / (time.monotonic() - begin)
+
+    def _pause(self) -> bool:
+        self._changed.wait(_LOOK_S)
+        self._changed.clear()
+        return self._alive() and not self._schedule.exhausted
+
+    def _work(self) -> None:
+        try:
+            while (span := self._schedule.take(len(self._threads))) is not None:
+                self._fetch(span)
+        except BaseException as error:  # noqa: BLE001  raised again in the thread that waits
+            with self._lock:
+                self._error = self._error or error
+            self._schedule.stop()
+        finally:
+            with self._lock:
+                self._working -= 1
+            self._changed.set()
+
+    def _fetch(self, span: Span) -> None:
+        """One range; a chunk with a wrong checksum is fetched once more, the second time it is an error."""
+        again: int | None = None
+        while True:
+            try:
+                self._fetch_once(span)
+                return
+            except Mismatch as wrong:
+                chunks = self._writer.chunks
+                assert chunks is not None
+                place = chunks.place(wrong.chunk)
+                where = f"{self._index.shards[place.shard].name}, bytes {place.start} to {place.stop} of its data"
+                if wrong.chunk == again:
+                    raise CorruptError(
+                        f"{where}: the checksum is wrong, also when fetched again; upload the checkpoint again, "
+                        "or materialize its state again"
+                    ) from None
+                logger.warning("%s: the checksum is wrong; fetching it again", where)
+                again = wrong.chunk
+                span = Span(wrong.chunk, span.first + span.length - wrong.chunk)
+
+    def _fetch_once(self, span: Span) -> None:
+        chunks = self._writer.chunks
+        assert chunks is not None
+        place = chunks.place(span.first)
+        shard = self._index.shards[place.shard]
+        published = seen = 0
+
+        def advance(filled: int) -> None:
+            nonlocal published, seen
+            with self._lock:
+                self._received += filled - seen
+            seen = filled
+            while published < span.length:
+                chunk = span.first + published
+                end = chunks.place(chunk).stop - place.start
+                if filled < end:
+                    return
+                if self._checksums and not self._checksums.right(
+                    chunk, buffer[chunks.place(chunk).start - place.start : end]
+                ):
+                    raise Mismatch(chunk)
+                self._writer.publish(chunk)
+                published += 1
+
+        with self._writer.buffer(span.first, span.length) as buffer:
+            self._store.read_into(shard.name, shard.data_start + place.start, buffer, shard.version, advance)
+
+
+def as_medusa(error: BaseException) -> MedusaError:
+    """The error itself, or one that carries it to other processes."""
+    if isinstance(error, MedusaError):
+        return error
+    return StorageError(f"the fetch failed: {type(error).__name__}: {error}")
