@@ -1,0 +1,105 @@
+"""`medusa inspect`: what a checkpoint contains, from its headers and small files alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from math import prod
+from typing import Any
+
+from medusa_runtime.errors import CorruptError
+from medusa_runtime.weights.checkpoint import Checkpoint, open_checkpoint
+
+from .progress import size
+
+_SHAPE_FIELDS = {
+    "num_hidden_layers": "layers",
+    "hidden_size": "hidden",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "KV heads",
+    "vocab_size": "vocabulary",
+    "max_position_embeddings": "positions",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="URL", help="a folder, a safetensors file, or any URL that serve takes")
+    parser.add_argument("--tensors", action="store_true", help="list the tensors in the order they are fetched")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    checkpoint = open_checkpoint(arguments.checkpoint)
+    try:
+        found = summarize(checkpoint)
+    finally:
+        checkpoint.store.close()
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+        return 0
+    print(as_text(found))
+    if arguments.tensors:
+        width = max(len(name) for name in found["tensors"])
+        for name, tensor in found["tensors"].items():
+            shape = "×".join(map(str, tensor["shape"])) or "scalar"
+            print(f"{name:{width}}  {tensor['dtype']:5} {shape:>16} {size(tensor['bytes']):>10}  {tensor['shard']}")
+    return 0
+
+
+def summarize(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Everything as plain values; tensors are in execution order. CorruptError for a config.json that is none."""
+    index = checkpoint.index
+    parameters: Counter[str] = Counter()
+    for entry in index.tensors.values():
+        parameters[entry.dtype] += prod(entry.shape)
+    return {
+        "url": checkpoint.store.url,
+        "config": _config(checkpoint),
+        "bytes": index.total_bytes,
+        "parameters": sum(parameters.values()),
+        "parameters_by_dtype": dict(parameters.most_common()),
+        "shards": [{"name": s.name, "bytes": s.size_bytes, "version": s.version} for s in index.shards],
+        "files": {name: len(data) for name, data in checkpoint.files.items()},
+        "tensors": {
+            name: {
+                "dtype": (entry := index.tensors[name]).dtype,
+                "shape": list(entry.shape),
+                "bytes": entry.stop - entry.start,
+                "shard": index.shards[entry.shard].name,
+            }
+            for name in index.order
+        },
+    }
+
+
+def as_text(found: dict[str, Any]) -> str:
+    config, count = found["config"], len(found["shards"])
+    shape = ", ".join(f"{config[name]} {text}" for name, text in _SHAPE_FIELDS.items() if config.get(name) is not None)
+    dtypes = ", ".join(f"{dtype} {_millions(number)}" for dtype, number in found["parameters_by_dtype"].items())
+    lines = [
+        found["url"],
+        f"  model    {', '.join(config.get('architectures') or ['no architecture in config.json'])}",
+        f"  shape    {shape}",
+        f"  weights  {size(found['bytes'])} in {count} shard{'s' * (count > 1)}, {len(found['tensors'])} tensors",
+        f"  types    {dtypes} parameters",
+        f"  files    {', '.join(found['files'])}",
+    ]
+    return "\n".join(lines)
+
+
+def _config(checkpoint: Checkpoint) -> dict[str, Any]:
+    text = checkpoint.files.get("config.json")
+    if text is None:
+        return {}
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise CorruptError(f"config.json: expected JSON, found something else ({error})") from None
+    if not isinstance(config, dict):
+        raise CorruptError(f"config.json: expected an object, found {type(config).__name__}")
+    return config
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e9:.2f} billion" if count >= 1e9 else f"{count / 1e6:.1f} million"

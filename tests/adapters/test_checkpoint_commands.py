@@ -1,0 +1,162 @@
+"""`medusa inspect` and `medusa fetch` on small real checkpoints, from folders and over HTTP."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+MEDUSA = Path(sys.executable).with_name("medusa")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Two shards of 12 MB together: several ranges a shard."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    shards = {
+        "model-1.safetensors": {"model.embed_tokens.weight": rng.random((600, 4096)).astype(np.float32)},
+        "model-2.safetensors": {
+            "lm_head.weight": rng.random((40, 4096)).astype(np.float32),
+            "model.layers.0.mlp.up_proj.weight": rng.random((50, 4096)).astype(np.float16),
+        },
+    }
+    for name, tensors in shards.items():
+        save_file(tensors, folder / name)
+    weight_map = {tensor: name for name, tensors in shards.items() for tensor in tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    config = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "hidden_size": 4096, "vocab_size": 600}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def origin(model: Path) -> Iterator[str]:
+    """The folder over HTTP, with ranges."""
+    command = [sys.executable, "-m", "medusa_adapters.bench.ranged_server", str(model)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    assert process.stdin
+    yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+    process.terminate()
+    process.wait()
+    process.stdout.close()
+    process.stdin.close()
+
+
+def medusa(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([MEDUSA, *arguments], capture_output=True, text=True, timeout=60)
+
+
+def test_inspect_counts_parameters_and_bytes(model: Path) -> None:
+    found = json.loads(medusa("inspect", model, "--json").stdout)
+    assert found["parameters"] == (600 + 40 + 50) * 4096
+    assert found["parameters_by_dtype"] == {"F32": 640 * 4096, "F16": 50 * 4096}
+    assert found["bytes"] == 640 * 4096 * 4 + 50 * 4096 * 2
+    assert list(found["tensors"]) == [
+        "model.embed_tokens.weight",
+        "model.layers.0.mlp.up_proj.weight",
+        "lm_head.weight",
+    ]
+    assert found["tensors"]["lm_head.weight"]["shard"] == "model-2.safetensors"
+
+
+def test_inspect_is_readable(model: Path) -> None:
+    text = medusa("inspect", model, "--tensors").stdout
+    assert "LlamaForCausalLM" in text
+    assert "1 layers, 4096 hidden, 600 vocabulary" in text
+    assert "in 2 shards, 3 tensors" in text
+    assert any(line.startswith("lm_head.weight") and "40×4096" in line for line in text.splitlines())
+
+
+def test_inspect_needs_no_weights(model: Path, origin: str) -> None:
+    remote = json.loads(medusa("inspect", origin, "--json").stdout)
+    local = json.loads(medusa("inspect", model, "--json").stdout)
+    assert remote["tensors"] == local["tensors"]
+
+
+@pytest.mark.parametrize("where", ["folder", "http"])
+def test_fetch_copies_every_byte(model: Path, origin: str, tmp_path: Path, where: str) -> None:
+    target = tmp_path / "copy"
+    result = medusa("fetch", model if where == "folder" else origin, "--to", target)
+    assert result.returncode == 0, result.stderr
+    assert sorted(path.name for path in target.iterdir()) == sorted(path.name for path in model.iterdir())
+    for path in model.iterdir():
+        assert (target / path.name).read_bytes() == path.read_bytes()
+    assert "fetched 10.9 MB in " in result.stdout
+
+
+def test_a_failed_fetch_leaves_no_part_of_a_shard(model: Path, tmp_path: Path) -> None:
+    """The server has every header and small file, and loses one shard when its data is asked for."""
+
+    class Losing(http.server.SimpleHTTPRequestHandler):
+        def do_GET(self) -> None:
+            start = self.headers.get("Range", "bytes=0-")[6:].split("-")[0]
+            path = model / self.path.strip("/")
+            if not path.is_file() or (path.name == "model-2.safetensors" and int(start) > 0):
+                self.send_error(404)
+                return
+            data = path.read_bytes()
+            stop = int(self.headers.get("Range", "bytes=0-")[6:].split("-")[1] or len(data) - 1)
+            if path.name == "model-2.safetensors" and stop > 300_000:
+                self.send_error(404)
+                return
+            body = data[int(start) : stop + 1]
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {start}-{int(start) + len(body) - 1}/{len(data)}")
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("ETag", '"1"')
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Losing)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        result = medusa("fetch", f"http://127.0.0.1:{server.server_port}", "--to", tmp_path / "copy")
+        server.shutdown()
+    assert result.returncode == 1
+    assert "model-2.safetensors" in result.stderr
+    assert result.stderr.splitlines()[-1].endswith("[Storage.NotFound]")
+    assert list((tmp_path / "copy").iterdir()) == []
+
+
+def test_fetch_refuses_its_own_source_and_a_folder_it_cannot_write(model: Path) -> None:
+    own = medusa("fetch", model, "--to", model)
+    assert (own.returncode, "another folder" in own.stderr) == (2, True)
+    impossible = medusa("fetch", model, "--to", "/proc/nothing")
+    assert (impossible.returncode, "/proc/nothing" in impossible.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("command", ["inspect", "fetch"])
+def test_a_checkpoint_that_is_not_there(command: str, tmp_path: Path) -> None:
+    result = medusa(command, tmp_path / "none")
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].endswith("[Storage.NotFound]")
+
+
+def test_fetch_into_memory(origin: str) -> None:
+    result = medusa("fetch", origin)
+    assert result.returncode == 0, result.stderr
+    assert "fetched 10.9 MB in " in result.stdout
+    assert "into memory" in result.stdout
+
+
+def test_a_truncated_shard_is_named(model: Path) -> None:
+    path = model / "model-2.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    result = medusa("fetch", model)
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert "model-2.safetensors" in line
+    assert line.endswith("[Weights.Corrupt]")

@@ -1,0 +1,185 @@
+"""The command as a person calls it: real processes, exit statuses, one line for an error."""
+
+from __future__ import annotations
+
+import os
+import pty
+import socket
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from medusa_adapters.progress import ProgressLine, describe, size
+from medusa_adapters.serving import Console
+from medusa_runtime.config import OPTIONS
+from medusa_runtime.timeline import Stage
+from medusa_runtime.weights.region import Progress
+
+MEDUSA = Path(sys.executable).with_name("medusa")
+MS = 1_000_000
+
+
+def medusa(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("MEDUSA_") and key != "PORT"}
+    return subprocess.run([MEDUSA, *arguments], capture_output=True, text=True, env=clean | environ, timeout=60)
+
+
+def refused(*arguments: str, **environ: str) -> str:
+    """The one line on stderr of a call that must end with status 2."""
+    result = medusa(*arguments, **environ)
+    assert result.returncode == 2, result
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("medusa: ")
+    assert line.endswith("]")
+    return line
+
+
+def test_help_names_the_commands() -> None:
+    result = medusa("--help")
+    assert result.returncode == 0
+    for name in ("serve", "fetch", "inspect", "bench", "doctor"):
+        assert f"\n    {name} " in result.stdout
+
+
+def test_every_setting_has_a_flag_whose_help_names_the_variable() -> None:
+    text = " ".join(medusa("serve", "--help").stdout.split())
+    for option in OPTIONS:
+        assert "--" + option.field.replace("_", "-") in text
+        for variable in option.variables:
+            assert variable in text
+
+
+def test_version() -> None:
+    result = medusa("--version")
+    assert (result.returncode, result.stdout.split()[0]) == (0, "medusa-runtime")
+
+
+def test_the_way_to_serve_imports_nothing_heavy() -> None:
+    script = (
+        "import sys\nfrom medusa_adapters.cli import _parse\n"
+        "_parse(['serve', '--model', 'x'])\nimport medusa_runtime.instance\n"
+        "heavy = {'torch', 'flask', 'gunicorn', 'tokenizers', 'numpy', 'boto3', 'medusa_adapters.doctor', "
+        "'medusa_adapters.report', 'importlib.metadata'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n"
+
+
+def test_nothing_to_serve() -> None:
+    assert "--model" in refused("serve")
+
+
+def test_a_bad_flag_and_a_bad_variable_are_named() -> None:
+    assert "--port='http'" in refused("serve", "--model", "x", "--port", "http")
+    assert "MEDUSA_ENGINE='onnx'" in refused("serve", "--model", "x", MEDUSA_ENGINE="onnx")
+
+
+def test_unknown_commands_and_flags_are_refused() -> None:
+    assert "serve" in refused("server")
+    assert "--modle" in refused("serve", "--modle", "x")
+    assert "command" in refused()
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        line = refused("serve", "--model", "x", "--host", "127.0.0.1", "--port", port)
+    assert port in line
+    assert "in use" in line
+    assert "--port" in line
+
+
+def test_debug_shows_the_traceback() -> None:
+    result = medusa("serve", MEDUSA_LOG_LEVEL="debug")
+    assert result.returncode != 0
+    assert "Traceback" in result.stderr
+    assert "ConfigError" in result.stderr
+
+
+def test_a_reader_that_has_gone_is_no_error() -> None:
+    command = f"{MEDUSA} serve --help | head -1"
+    result = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=60)
+    assert result.stderr == ""
+
+
+def stages() -> list[Stage]:
+    return [
+        Stage("exec", "supervisor", 0, 30 * MS, {}),
+        Stage("import", "zygote", 30 * MS, 900 * MS, {}),
+        Stage("ready", "engine", 900 * MS, 900 * MS, {}),
+    ]
+
+
+def progress(fetched: int, rate: float | None = None, eta: float | None = None) -> Progress:
+    return Progress("fetching", fetched, 2_000_000_000, rate, eta, None)
+
+
+def test_the_console_tells_of_a_start() -> None:
+    stream = StringIO()
+    console = Console(stream, width=80)
+    console.bound("http://127.0.0.1:8080")
+    console.progress(progress(0))
+    console.ready(stages())
+    console.first_token([*stages(), Stage("first_token", "engine", 950 * MS, 950 * MS, {})])
+    text = stream.getvalue()
+    assert text.startswith("listening on http://127.0.0.1:8080\n")
+    assert "█" in text
+    assert "\nready on http://127.0.0.1:8080\n" in text
+    assert text.endswith("first token 950 ms after the start\n")
+    assert "\r" not in text
+
+
+def test_a_terminal_gets_one_moving_line() -> None:
+    parent, child = pty.openpty()
+    with os.fdopen(child, "w") as stream:
+        console = Console(stream, width=80)
+        console.progress(progress(500_000_000, 734.0, 2.0))
+        console.progress(progress(1_000_000_000, 734.0, 1.4))
+        text = os.read(parent, 65536).decode()
+        assert text.count("\r\x1b[2K") == 2
+        assert "\n" not in text
+        assert "1.0 GB of 2.0 GB (50 %), 734 MB/s, 1 s left" in text
+        console.ready(stages())
+        assert os.read(parent, 65536).decode().startswith("\r\x1b[2K\r\n")
+    os.close(parent)
+
+
+def test_a_closed_output_does_not_end_the_instance() -> None:
+    reader, writer = os.pipe()
+    stream = os.fdopen(writer, "w")
+    os.close(reader)
+    console = Console(stream, width=80)
+    console.bound("http://127.0.0.1:8080")
+    console.ready(stages())
+    with pytest.raises(BrokenPipeError):
+        stream.close()
+
+
+def test_a_stream_that_knows_no_blocks_gets_what_it_knows(tmp_path: Path) -> None:
+    with open(tmp_path / "log", "w", encoding="ascii") as stream:
+        Console(stream, width=80).ready(stages())
+    assert "import" in (tmp_path / "log").read_text()
+
+
+def test_plain_progress_is_rare() -> None:
+    written: list[str] = []
+    line = ProgressLine(written.append, moving=False)
+    for fetched in range(0, 2_000_000_000, 1_000_000):
+        line.show(progress(fetched))
+    line.end()
+    assert written == []
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 bytes"), (999, "999 bytes"), (1500, "1.5 kB"), (57_200_000, "57.2 MB"), (1_630_000_000, "1.6 GB")],
+)
+def test_sizes(count: int, text: str) -> None:
+    assert size(count) == text
+
+
+def test_progress_without_a_rate() -> None:
+    assert describe(progress(0)) == "0 bytes of 2.0 GB (0 %)"

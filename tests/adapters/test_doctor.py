@@ -1,0 +1,57 @@
+"""The doctor's findings on this machine, and on one with something wrong."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from medusa_adapters import doctor
+from medusa_runtime.config import Settings
+
+MEDUSA = Path(sys.executable).with_name("medusa")
+
+
+def test_this_machine_can_serve() -> None:
+    """A machine on which the tests run fails in nothing; every line has level, name and finding."""
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("MEDUSA_")}
+    result = subprocess.run([MEDUSA, "doctor", "--port", "0"], capture_output=True, text=True, env=environ, timeout=100)
+    assert result.returncode == 0, result.stdout
+    lines = [line.split(maxsplit=2) for line in result.stdout.splitlines() if not line.strip().startswith("→")]
+    assert {level for level, *_ in lines} <= {"ok", "warn"}
+    assert {"python", "cpus", "memory", "memfd", "torch", "port", "boto3"} <= {name for _, name, *_ in lines}
+
+
+def test_a_port_in_use_fails_with_what_to_do() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        finding = doctor._port(Settings(host="127.0.0.1", port=taken.getsockname()[1]))
+    assert finding.level == "fail"
+    assert "--port" in finding.advice
+
+
+def test_a_temporary_folder_that_cannot_hold_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("x" * 90)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    finding = next(doctor._files())
+    assert finding.level == "fail"
+    assert "TMPDIR" in finding.advice
+
+
+def test_a_missing_package_comes_with_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    found = {finding.name: finding for finding in doctor._packages()}
+    assert found["flask"].level == "fail"
+    assert found["boto3"].level == "ok"
+    assert "pip install 'medusa-runtime[s3]'" in found["boto3"].found
+    (torch,) = doctor._torch()
+    assert (torch.level, torch.found) == ("fail", "not installed")
+
+
+def test_a_model_that_cannot_be_read(tmp_path: Path) -> None:
+    (finding,) = doctor._storage(str(tmp_path / "nothing"))
+    assert finding.level == "fail"
+    assert "nothing" in finding.found

@@ -1,0 +1,102 @@
+"""The report is one page that loads nothing, and its charts show the numbers."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+
+from medusa_adapters.bench.coldstart import add_rows, median_sample
+from medusa_adapters.bench.contestants import Sample
+from medusa_adapters.bench.result import Result
+from medusa_adapters.report import html
+from medusa_runtime.timeline import Stage
+
+MS = 1_000_000
+STAGES = (
+    Stage("exec", "supervisor", 0, 30 * MS, {}),
+    Stage("im<port", "zygote", 40 * MS, 900 * MS, {}),
+    Stage("first_token", "engine", 900 * MS, 900 * MS, {}),
+)
+SAMPLES = {
+    "torch": [Sample(0.8), Sample(1.0, ready_s=1.1, pss_mb=250.0, stages=STAGES), Sample(1.4)],
+    "transformers": [Sample(4.0), Sample(3.0), Sample(5.0)],
+}
+VOID = {"meta", "link", "br", "img", "input", "hr"}
+
+
+class Balanced(HTMLParser):
+    """Fails on a tag that closes what is not open; collects text and attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.names: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.append(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def page() -> str:
+    result = Result()
+    add_rows(result, SAMPLES)
+    return html(result, SAMPLES, "torch")
+
+
+def test_the_page_is_whole_and_loads_nothing() -> None:
+    parser = Balanced()
+    parser.feed(page())
+    assert parser.open == []
+    assert not {"script", "link", "img", "iframe"} & set(parser.names)
+    assert not any(name in ("src", "href") for name, _ in parser.attributes)
+    assert "url(" not in page()
+    assert "prefers-color-scheme:dark" in page()
+
+
+def test_the_headline_is_the_median_and_the_ratio() -> None:
+    text = page()
+    assert ">1.00 s <" in text
+    assert "<strong>4.0×</strong> faster than transformers" in text
+
+
+def test_the_bars_are_in_proportion() -> None:
+    chart = ElementTree.fromstring(re.findall(r"<svg.*?</svg>", page(), flags=re.DOTALL)[0])
+    widths = {bar.get("class"): float(bar.get("width") or 0) for bar in chart.iter("rect")}
+    assert round(widths["other"] / widths["ours"], 2) == 4.0
+    assert {text.text for text in chart.iter("text")} >= {"torch", "transformers", "1 s", "4 s"}
+
+
+def test_the_timeline_is_drawn_to_scale() -> None:
+    chart = ElementTree.fromstring(re.findall(r"<svg.*?</svg>", page(), flags=re.DOTALL)[1])
+    bars = [float(bar.get("width") or 0) for bar in chart.iter("rect") if bar.get("class") == "stage"]
+    missing = [bar for bar in chart.iter("rect") if bar.get("class") == "gap"]
+    assert round(bars[1] / bars[0], 1) == round(860 / 30, 1)
+    assert len(missing) == 1
+    assert "no stage: 10.0 ms" in (missing[0][0].text or "")
+    assert "im<port" in {text.text for text in chart.iter("text")}
+
+
+def test_gaps_and_optional_numbers_become_rows() -> None:
+    result = Result()
+    add_rows(result, SAMPLES)
+    assert result.median("torch", "gap_ms") == 10
+    assert result.median("torch", "ready_s") == 1.1
+    assert result.median("transformers", "ready_s") is None
+    assert median_sample(SAMPLES["torch"]).ttft_s == 1.0
+    assert median_sample(SAMPLES["transformers"][:2]).ttft_s == 3.0
+
+
+def test_a_page_without_cold_starts() -> None:
+    result = Result()
+    result.add("torch", "tokens_per_s_b8", "tokens/s", [40.0, 44.0])
+    parser = Balanced()
+    parser.feed(html(result, {}, "torch"))
+    assert parser.open == []
+    assert parser.names.count("svg") == 1
