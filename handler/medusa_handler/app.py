@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import re
 import uuid
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from flask import Flask, Response, g, jsonify, request
 from werkzeug.exceptions import HTTPException
 
+from .binding import InvalidBodyError
+from .blame import user_traceback
 from .exposition import exposition
 from .faults import ApiError, as_api_error, compact, internal_error
 from .invocation import root
@@ -24,8 +27,8 @@ logger = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-def create_app(service: Service) -> Flask:
-    """All routes of one instance."""
+def create_app(service: Service, aliases: Sequence[str] = ()) -> Flask:
+    """All routes of one instance; ``aliases`` are further paths of ``POST /``."""
     app = Flask("medusa_handler", static_folder=None, template_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = service.settings.max_body_mb * 1_000_000
     app.json.sort_keys = False  # type: ignore[attr-defined]
@@ -54,7 +57,7 @@ def create_app(service: Service) -> Flask:
         from .openai.routes import blueprint
 
         app.register_blueprint(blueprint(service, work))
-    app.register_blueprint(root(service, work))
+    app.register_blueprint(root(service, work, aliases))
     app.register_error_handler(Exception, lambda error: _error(service, error))
     return app
 
@@ -64,9 +67,14 @@ def _error(service: Service, error: Exception) -> Response:
     if known is None and isinstance(error, HTTPException):
         known = _http_error(service, error)
     if known is None:
-        logger.exception("request %s failed", g.request_id, exc_info=error)
+        folder = service.function.folder if service.function is not None else None
+        logger.error("request %s failed\n%s", g.request_id, user_traceback(error, folder))
         known = internal_error(g.request_id)
-    body = {"error": known.message} if service.function is not None and not _is_ours(request.path) else known.body()
+    body = known.body()
+    if service.function is not None and not _is_ours(request.path):
+        body = {"error": known.message}
+        if isinstance(error, InvalidBodyError):
+            body["fields"] = error.fields
     return Response(compact(body), known.status, known.headers, content_type="application/json")
 
 

@@ -45,7 +45,7 @@ class ChatTemplate:
         continuing = values.pop("continue_final_message", False)
         try:
             text = self._template(name).render(values)
-        except Exception as error:  # noqa: BLE001 a template is a program; whatever it raises is its answer to this input
+        except Exception as error:
             raise ApiError(
                 400, f"the model's chat template refuses these messages: {error}", param="messages", code="bad_messages"
             ) from error

@@ -6,7 +6,8 @@ Nothing here is a base class to inherit from: a function or a class with ``predi
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,13 +22,34 @@ class HttpError(Exception):
         self.headers = dict(headers or {})
 
 
+class Headers(Mapping[str, str]):
+    """Found whatever their case; a header sent twice is joined by a comma (RFC 9110, section 5.3)."""
+
+    def __init__(self, pairs: Iterable[tuple[str, str]]) -> None:
+        self._values: dict[str, str] = {}
+        self._names: dict[str, str] = {}
+        for name, value in pairs:
+            key = name.lower()
+            self._names.setdefault(key, name)
+            self._values[key] = f"{self._values[key]}, {value}" if key in self._values else value
+
+    def __getitem__(self, name: str) -> str:
+        return self._values[name.lower()]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names.values())
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
 @dataclass(frozen=True)
 class Request:
-    """One HTTP request. ``headers`` are found whatever their case; ``query`` has the first value of each parameter."""
+    """One HTTP request. ``query`` has the first value of each parameter."""
 
     method: str
     path: str
-    headers: Mapping[str, str]
+    headers: Headers
     query: Mapping[str, str]
     body: bytes
     id: str
@@ -66,3 +88,8 @@ class Context:
 
     model: Any
     settings: Any
+
+    @property
+    def hostname(self) -> str:
+        """As OpenFaaS' handlers know it."""
+        return os.uname().nodename

@@ -45,7 +45,7 @@ class Generation:
     def events(self, heartbeat_s: float | None = None) -> Iterator[Item[Delta] | None]:
         """The deltas with the number of their request; None after each ``heartbeat_s`` of silence.
 
-        Raises ClientGoneError, RequestError, OverloadedError, EngineError, and 503 when the model was not there in time.
+        Raises ClientGoneError, RequestError, OverloadedError, EngineError, and ApiError 503 after ``hold_s``.
         """
         last = time.monotonic()
         while self._unfinished:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from flask import Blueprint, Response, g, request
 
-from .contract import Request
+from .contract import Headers, Request
 from .faults import ApiError
 
 if TYPE_CHECKING:
@@ -16,15 +17,17 @@ if TYPE_CHECKING:
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
 
-def root(service: Service, work: Work) -> Blueprint:
+def root(service: Service, work: Work, aliases: Sequence[str] = ()) -> Blueprint:
+    """``aliases`` are further paths of the same, for platforms that have their own."""
     routes = Blueprint("function", __name__)
     function = service.function
     if function is None:
 
-        @routes.post("/")
         def infer() -> Response:
             return work.run("/", lambda: _infer(service, work))
 
+        for path in ("/", *aliases):
+            routes.add_url_rule(path, view_func=infer, methods=["POST"])
         return routes
 
     @routes.route("/", methods=_METHODS, provide_automatic_options=False)
@@ -35,7 +38,14 @@ def root(service: Service, work: Work) -> Blueprint:
 
             gone = work.gone()
             called = _request()
-            return respond(service, function.call(called, gone), called, gone)
+            service.admission.start(gone, service.settings.hold_s)
+            try:
+                response = respond(service, function.call(called, gone), called, gone)
+            except BaseException:
+                service.admission.finish()
+                raise
+            response.call_on_close(service.admission.finish)
+            return response
 
         return work.run("/", answer)
 
@@ -46,8 +56,8 @@ def _request() -> Request:
     return Request(
         method=request.method,
         path=request.path,
-        headers=request.headers,
-        query=request.args,
+        headers=Headers(request.headers.items()),
+        query=request.args.to_dict(),
         body=request.get_data(cache=False),
         id=g.request_id,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import queue
 import threading
 from collections.abc import Iterable, Sequence
@@ -22,12 +23,14 @@ class Item(NamedTuple, Generic[T]):
 class Merge(Generic[T]):
     """Reads each source in a thread of its own. An error of a source is raised to the reader."""
 
-    def __init__(self, sources: Sequence[Iterable[T]]) -> None:
-        self._items: queue.Queue[tuple[int, Any, BaseException | None, bool]] = queue.Queue(_AHEAD)
+    def __init__(self, sources: Sequence[Iterable[T]], ahead: int = _AHEAD) -> None:
+        self._sources = sources
+        self._items: queue.Queue[tuple[int, Any, BaseException | None, bool]] = queue.Queue(ahead)
         self._open = len(sources)
         self._closed = threading.Event()
         for number, source in enumerate(sources):
-            threading.Thread(target=self._pump, args=(number, source), name=f"merge-{number}", daemon=True).start()
+            run = contextvars.copy_context().run
+            threading.Thread(target=run, args=(self._pump, number, source), name=f"merge-{number}", daemon=True).start()
 
     @property
     def done(self) -> bool:
@@ -48,8 +51,12 @@ class Merge(Generic[T]):
         return Item(number, value)
 
     def close(self) -> None:
-        """The sources are closed by their own threads, as soon as these return from them."""
+        """The sources are closed by their own threads, as soon as these return from them; ``cancel`` hastens that."""
         self._closed.set()
+        for source in self._sources:
+            cancel = getattr(source, "cancel", None)
+            if cancel is not None:
+                cancel()
 
     def _pump(self, number: int, source: Iterable[T]) -> None:
         try:

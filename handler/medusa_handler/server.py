@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,6 @@ from medusa_runtime.process import die_with_parent
 
 if TYPE_CHECKING:
     from flask import Flask
-
     from medusa_runtime.config import Settings
     from medusa_runtime.instance import InstanceHandle
 
@@ -33,10 +32,11 @@ STOP_GRACE_S = 3
 
 @dataclass(frozen=True)
 class Platform:
-    """What a platform adds: further probe paths (front.LIVE or front.READY), routes, and how long it goes on sending
-    requests after SIGTERM."""
+    """What a platform adds: probe paths (to front.LIVE or front.READY), paths that mean ``POST /``, other routes, and
+    for how long it goes on sending requests after SIGTERM."""
 
     probes: Mapping[str, str] = field(default_factory=dict)
+    aliases: Sequence[str] = ()
     extend: Callable[[Flask, Service], None] | None = None
     linger_s: float = 0.0
 
@@ -67,7 +67,7 @@ def _boot(instance: InstanceHandle, settings: Settings, platform: Platform) -> t
     def build() -> Any:
         from .app import create_app  # imports Flask, 100 to 200 ms
 
-        app = create_app(service)
+        app = create_app(service, platform.aliases)
         if platform.extend is not None:
             platform.extend(app, service)
         return app

@@ -81,15 +81,20 @@ class Served:
         return self.process.wait(30)
 
 
-@pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
-    """Start a server; options are Settings fields, ``engine`` (true), ``ready`` (true), ``files`` of the checkpoint."""
+@contextlib.contextmanager
+def servers(folder: Path) -> Iterator[Callable[..., Served]]:
+    """Start servers; options are Settings fields, ``engine`` (true), ``ready`` (true), ``files`` of the checkpoint.
+
+    ``handler`` is relative to tests/functions.
+    """
     started: list[Served] = []
 
     def start(**options: Any) -> Served:
-        folder = tmp_path / str(len(started))
-        folder.mkdir()
-        started.append(Served(folder, options))
+        if "handler" in options:
+            options = {"engine": False} | options | {"handler": str(FUNCTIONS / options["handler"])}
+        own = folder / str(len(started))
+        own.mkdir()
+        started.append(Served(own, options))
         return started[-1]
 
     yield start
@@ -102,3 +107,17 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
+    """Servers of one test."""
+    with servers(tmp_path) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def serve_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Served]]:
+    """Servers that all tests of a file share."""
+    with servers(tmp_path_factory.mktemp("servers")) as start:
+        yield start

@@ -39,8 +39,11 @@ class Choice:
 class Shape(Protocol):
     """How an answer looks: a completion's or a chat's."""
 
-    object: str
-    chunk_object: str
+    @property
+    def object(self) -> str: ...
+
+    @property
+    def chunk_object(self) -> str: ...
 
     def choice(self, index: int, choice: Choice) -> dict[str, Any]: ...
 

@@ -221,7 +221,7 @@ def _requests(
             f"expected at most {_MOST_SEQUENCES} sequences, found {len(prompts)} prompts x {per_prompt}",
             param="prompt",
         )
-    requests = []
+    requests: list[GenerateRequest] = []
     for prompt in prompts:
         for number in range(per_prompt):
             # Sequences of one prompt must differ, and be the same again with the same seed.
@@ -261,6 +261,7 @@ def _tokenize(service: Service, body: Body) -> Response:
     """vLLM's /tokenize: ``prompt`` as text, or ``messages``."""
     assert service.engine is not None
     check_model(service, body)
+    text: Any
     if "messages" in body:
         text = service.chat_template(lambda: False).render(chat.messages(body), chat.template_arguments(body))
     else:

@@ -1,0 +1,124 @@
+"""A user function's parameters: what each is given, from its annotation or name."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any, get_origin
+
+from medusa_runtime.errors import HandlerLoadError
+
+from .contract import Context, HttpError, Request
+
+Resolve = Callable[[Request], Any]
+
+
+class InvalidBodyError(HttpError):
+    """The body does not fit the declared type; ``fields`` says where: [{"field": "a.b", "message": …}]."""
+
+    def __init__(self, status: int, message: str, fields: list[dict[str, str]]) -> None:
+        super().__init__(status, message)
+        self.fields = fields
+
+
+class Binding:
+    """Turns a request into the arguments of ``function``. Raises HandlerLoadError for a signature it cannot serve."""
+
+    def __init__(self, function: Callable[..., Any], context: Context) -> None:
+        name = getattr(function, "__qualname__", repr(function))
+        try:
+            parameters = list(inspect.signature(function, eval_str=True).parameters.values())
+        except NameError as error:
+            raise HandlerLoadError(f"{name}: an annotation cannot be resolved: {error}") from error
+        except (TypeError, ValueError):  # a callable without a signature takes the request
+            parameters = [inspect.Parameter("request", inspect.Parameter.POSITIONAL_ONLY)]
+        self.is_event_style = [parameter.name for parameter in parameters[:2]] == ["event", "context"]
+        self._positional: list[Resolve] = []
+        self._named: dict[str, Resolve] = {}
+        for parameter in parameters:
+            if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+                continue
+            resolve = _resolver(parameter, context, name)
+            if resolve is None:
+                continue
+            if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+                self._positional.append(resolve)
+            else:
+                self._named[parameter.name] = resolve
+
+    def arguments(self, request: Request) -> tuple[list[Any], dict[str, Any]]:
+        """Positional and named arguments. Raises HttpError 400 or 422 when the body does not fit."""
+        named = {name: resolve(request) for name, resolve in self._named.items()}
+        return [resolve(request) for resolve in self._positional], named
+
+
+def _resolver(parameter: inspect.Parameter, context: Context, name: str) -> Resolve | None:
+    kind = parameter.annotation
+    if kind is Context or (kind is inspect.Parameter.empty and parameter.name == "context"):
+        return lambda request: context
+    if kind is Request:
+        return lambda request: request
+    if kind is inspect.Parameter.empty or kind is Any:
+        return (lambda request: request) if parameter.default is inspect.Parameter.empty else None
+    if kind is bytes:
+        return lambda request: request.body
+    if kind is str:
+        return lambda request: request.text
+    if _is_cloud_event(kind):
+        return lambda request: _cloud_event(kind, request)
+    if hasattr(kind, "model_validate_json"):
+        return lambda request: _validated(kind.model_validate_json, request)
+    if kind in (dict, list) or get_origin(kind) is not None or dataclasses.is_dataclass(kind):
+        return _adapted(kind, name, parameter.name)
+    if parameter.default is not inspect.Parameter.empty:
+        return None
+    raise HandlerLoadError(
+        f"{name}: cannot give {parameter.name!r} a {kind!r}; expected no annotation, Request, Context, dict, list, "
+        "str, bytes, a dataclass, a pydantic model or CloudEvent"
+    )
+
+
+def _adapted(kind: Any, name: str, parameter: str) -> Resolve:
+    try:
+        from pydantic import TypeAdapter  # 75 ms, and only where types are declared
+    except ImportError:
+        raise HandlerLoadError(
+            f"{name}: to validate {parameter!r} as {kind!r} pydantic is needed: pip install 'medusa-runtime[typed]'"
+        ) from None
+    adapter = TypeAdapter(kind)
+    return lambda request: _validated(adapter.validate_json, request)
+
+
+def _validated(validate: Callable[[bytes], Any], request: Request) -> Any:
+    from pydantic import ValidationError
+
+    try:
+        return validate(request.body)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_context=False, include_input=False)
+        if any(problem["type"] == "json_invalid" for problem in problems):
+            raise HttpError(400, f"expected a JSON body: {problems[0]['msg']}") from None
+        fields = [{"field": ".".join(map(str, p["loc"])) or "body", "message": str(p["msg"])} for p in problems]
+        said = "; ".join(f"{entry['field']}: {entry['message']}" for entry in fields)
+        raise InvalidBodyError(422, f"the body does not fit: {said}", fields) from None
+
+
+def _is_cloud_event(kind: Any) -> bool:
+    module = getattr(kind, "__module__", "")
+    return isinstance(module, str) and module.split(".")[0] == "cloudevents"
+
+
+def _cloud_event(kind: Any, request: Request) -> Any:
+    """The event in the body, binary or structured, of the flavour (1.x or 2.x of the package) that is asked for."""
+    headers = {name.lower(): value for name, value in request.headers.items()}
+    try:
+        if kind.__module__.startswith("cloudevents.core"):
+            from cloudevents.core.bindings.http import HTTPMessage, from_http_event
+
+            return from_http_event(HTTPMessage(headers=headers, body=request.body))
+        package = importlib.import_module(kind.__module__.rpartition(".")[0])
+        return package.from_http(headers, request.body)
+    except Exception as error:  # noqa: BLE001 the package's own errors, none of them the server's fault
+        raise HttpError(400, f"expected a CloudEvent: {type(error).__name__}: {error}") from None

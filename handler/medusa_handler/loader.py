@@ -1,0 +1,96 @@
+"""User code, from ``file.py:name`` or ``module:name`` to the object of that name."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from medusa_runtime.errors import HandlerLoadError
+
+DEFAULT_NAMES = ("Handler", "handle")
+
+
+def load_target(spec: str) -> Any:
+    """The function, class or object that ``spec`` names. Raises HandlerLoadError, with the user's error as cause."""
+    place, _, name = spec.partition(":")
+    path = _source(place)
+    module = _import_module(place) if path is None else _import_file(path)
+    shown = place if path is None else str(path)
+    for candidate in [name] if name else DEFAULT_NAMES:
+        if hasattr(module, candidate):
+            target = getattr(module, candidate)
+            if not callable(target) and not hasattr(target, "predict"):
+                raise HandlerLoadError(
+                    f"{shown}: {candidate!r} is a {type(target).__name__}; expected a function or a class"
+                )
+            return target
+    expected = repr(name) if name else " or ".join(map(repr, DEFAULT_NAMES))
+    found = ", ".join(_defined(module)) or "nothing"
+    raise HandlerLoadError(
+        f"{shown} does not define {expected}; it defines {found}; name one with --handler {place}:NAME"
+    )
+
+
+def _source(place: str) -> Path | None:
+    """The file that a spec's first part means; None when it is a module that Python itself must find."""
+    if place.endswith(".py") or "/" in place:
+        path = Path(place).absolute()
+        if not path.is_file():
+            raise HandlerLoadError(f"there is no file {path}; expected --handler file.py:name or module:name")
+        return path
+    if not place:
+        raise HandlerLoadError("--handler names no file; expected file.py:name or module:name")
+    path = Path.cwd() / f"{place}.py"
+    return path if path.is_file() else None
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Run the file as a module under a private name, so that it collides with no package; its folder is importable."""
+    name = f"_medusa_function_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    _make_importable(path.parent)
+    sys.modules[name] = module  # dataclasses and pickle look modules up by name
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise HandlerLoadError(_import_failure(str(path), error)) from error
+    return module
+
+
+def _import_module(name: str) -> ModuleType:
+    _make_importable(Path.cwd())
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        raise HandlerLoadError(_import_failure(name, error)) from error
+
+
+def _make_importable(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _import_failure(shown: str, error: BaseException) -> str:
+    message = f"cannot import {shown}: {type(error).__name__}: {error}"
+    if isinstance(error, SyntaxError):
+        return message
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(".py")]
+    users = [frame for frame in frames if not frame.filename.startswith(str(Path(__file__).parent))]
+    return f"{message} ({users[-1].filename}, line {users[-1].lineno})" if users else message
+
+
+def _defined(module: ModuleType) -> list[str]:
+    return sorted(
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and callable(value) and getattr(value, "__module__", None) == module.__name__
+    )

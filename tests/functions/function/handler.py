@@ -1,0 +1,2 @@
+def handle(request):
+    return {"hello": request.json["name"], "method": request.method, "path": request.path, "query": request.query}

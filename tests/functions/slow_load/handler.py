@@ -1,0 +1,11 @@
+import pathlib
+import time
+
+
+class Handler:
+    def load(self, context):
+        while not pathlib.Path("go").exists():
+            time.sleep(0.01)
+
+    def predict(self, request):
+        return "loaded"

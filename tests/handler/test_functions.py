@@ -1,0 +1,224 @@
+"""What user code may be, and what its results and errors become."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+Serve = Callable[..., Any]
+TEXT = {"Content-Type": "text/plain"}
+
+
+def events(data: bytes) -> list[str]:
+    return [
+        "\n".join(line.removeprefix("data: ") for line in block.split("\n"))
+        for block in data.decode().split("\n\n")
+        if block.startswith("data:")
+    ]
+
+
+def test_a_function(serve: Serve) -> None:
+    served = serve(handler="function/handler.py:handle")
+    status, answer, headers = served.request("PUT", "/a/b?x=1", {"name": "you"}, {"X-Request-Id": "id-7"})
+    assert status == 200
+    assert answer == {"hello": "you", "method": "PUT", "path": "/a/b", "query": {"x": "1"}}
+    assert headers["x-request-id"] == "id-7"
+    assert served.request("POST", "/", b"{nope")[:2] == (400, served.request("POST", "/", b"{nope")[1])
+    assert "JSON" in served.request("POST", "/", b"{nope")[1]["error"]
+    assert served.request("POST", "/", b"")[0] == 400
+    served.wait_ready()
+
+
+def test_a_class_with_a_lifecycle(serve: Serve) -> None:
+    served = serve(handler="lifecycle/handler.py", max_concurrency=3)  # the default name is found
+    assert served.request("POST", "/", b"hi", TEXT)[1] == b"at most 3: hi!"
+    assert served.stop() == 0
+    assert (served.log.parent / "closed").exists()
+
+
+def test_asynchronous_code_runs_in_one_loop(serve: Serve) -> None:
+    served = serve(handler="asynchronous/handler.py:Handler")
+    assert served.request("POST", "/", b"x", TEXT)[1] == {"got": "x"}
+    status, data, headers = served.request("POST", "/", b"stream", TEXT)
+    assert status == 200
+    assert headers["content-type"].startswith("text/event-stream")
+    assert events(data) == ['{"number": 0}', '{"number": 1}', '{"number": 2}', "[DONE]"]
+    connection = served.connect()
+    connection.request("POST", "/", b"forever", TEXT)
+    served.until((served.log.parent / "began").exists)
+    connection.close()
+    served.until((served.log.parent / "cancelled").exists)
+
+
+def test_a_generator_streams(serve: Serve) -> None:
+    served = serve(handler="streaming/handler.py:handle", heartbeat_s=0.2)
+    assert events(served.request("POST", "/", b"", TEXT)[1]) == ["one\ntwo", '{"three": 3}', "[DONE]"]
+    assert served.request("POST", "/", b"early", TEXT)[:2] == (418, {"error": "no coffee"})
+    late = events(served.request("POST", "/", b"late", TEXT)[1])
+    assert late[0] == "one\ntwo"
+    assert "error" in json.loads(late[1])
+    assert late[2] == "[DONE]"
+    assert "secret" not in "".join(late)
+    assert "RuntimeError: secret detail" in served.output()
+    slow = served.request("POST", "/", b"slow", TEXT)[1]
+    assert slow.count(b": waiting\n\n") >= 2
+    assert events(slow)[-2:] == ['{"three": 3}', "[DONE]"]
+
+
+def test_a_generator_is_closed_when_the_client_leaves(serve: Serve) -> None:
+    served = serve(handler="streaming/handler.py:handle")
+    connection = served.connect()
+    connection.request("POST", "/", b"endless", TEXT)
+    assert connection.getresponse().readline() == b"data: one\n"
+    connection.close()
+    served.until((served.log.parent / "closed").exists)
+
+
+def test_a_response_with_an_iterator_is_streamed_as_it_is(serve: Serve) -> None:
+    status, data, headers = serve(handler="streaming/handler.py:raw").request("POST", "/", b"")
+    assert (status, data, headers["content-type"]) == (200, b"abc", "text/csv")
+
+
+def test_declared_types_are_validated(serve: Serve) -> None:
+    served = serve(handler="typed/handler.py:handle")
+    assert served.request("POST", "/", {"item": "tea"})[1] == {"item": "tea", "count": 1, "length": 15}
+    status, answer, _ = served.request("POST", "/", {"item": "tea", "count": "many"})
+    assert status == 422
+    assert [entry["field"] for entry in answer["fields"]] == ["count"]
+    assert served.request("POST", "/", b"{")[0] == 400
+
+
+def test_other_declared_types(serve: Serve) -> None:
+    served = serve(handler="typed/handler.py:points")
+    assert served.request("POST", "/", [{"x": 1, "y": 2}, {"x": 3, "y": 4}])[1] == {"x": 4, "y": 6}
+    assert served.request("POST", "/", [{"x": 1}])[1]["fields"][0]["field"] == "0.y"
+    assert serve(handler="typed/handler.py:text").request("POST", "/", "é".encode(), TEXT)[1] == "É".encode()
+
+
+def test_an_openfaas_handler_runs_unchanged(serve: Serve) -> None:
+    status, answer, headers = serve(handler="openfaas/handler.py:handle").request("POST", "/p?q=1", b"in", TEXT)
+    assert status == 201
+    assert answer == {"method": "POST", "body": "in", "query": "1", "path": "/p"}
+    assert headers["x-host"]
+
+
+@pytest.mark.parametrize("name", ["handle", "old"])
+def test_cloud_events_in_both_modes(serve: Serve, name: str) -> None:
+    served = serve(handler=f"cloudevent/handler.py:{name}")
+    attributes = {"id": "7", "type": "t", "source": "/s", "specversion": "1.0"}
+    binary = {f"ce-{key}": value for key, value in attributes.items()}
+    structured = {"Content-Type": "application/cloudevents+json"}
+    for sent in (
+        served.request("POST", "/", {"n": 1}, binary),
+        served.request("POST", "/", attributes | {"datacontenttype": "application/json", "data": {"n": 1}}, structured),
+    ):
+        status, answer, headers = sent
+        assert status == 200, answer
+        if name == "old":
+            assert answer == {"id": "7", "data": {"n": 1}}
+        else:
+            assert answer == {"got": {"n": 1}}
+            assert headers["ce-id"] == "r-7"
+    assert served.request("POST", "/", {"n": 1})[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("what", "status", "body", "kind"),
+    [
+        ("dict", 200, {"a": "Fri, 02 Jan 2026 00:00:00 GMT"}, "application/json"),
+        ("list", 200, [1, "two"], "application/json"),
+        ("str", 200, "text ä".encode(), "text/plain; charset=utf-8"),
+        ("bytes", 200, b"\x00\x01", "application/octet-stream"),
+        ("none", 204, b"", None),
+        ("tuple", 201, {"made": 1}, "application/json"),
+        ("headers", 302, b"moved", "text/plain; charset=utf-8"),
+        ("response", 203, b"<p>", "text/html"),
+    ],
+)
+def test_results(serve_module: Serve, what: str, status: int, body: Any, kind: str | None) -> None:
+    if not RESULTS:
+        RESULTS.append(serve_module(handler="results/handler.py:handle"))
+    found = RESULTS[0].request("GET", f"/?what={what}")
+    assert found[:2] == (status, body)
+    assert kind is None or found[2]["content-type"] == kind
+    if what == "headers":
+        assert found[2]["location"] == "/there"
+
+
+RESULTS: list[Any] = []
+
+
+def test_errors_of_user_code(serve: Serve) -> None:
+    served = serve(handler="failing/handler.py:handle")
+    status, answer, headers = served.request("POST", "/", b"gone", TEXT)
+    assert (status, answer, headers["x-why"]) == (410, {"error": "it is gone"}, "test")
+    status, answer, headers = served.request("POST", "/", b"", TEXT)
+    assert status == 500
+    assert headers["x-request-id"] in answer["error"]
+    assert "secret-value" not in str(answer)
+    log = served.output()
+    assert "KeyError: 'secret-value'" in log
+    assert "deeper" in log
+    assert "medusa_handler" not in log, "frames of ours are shown"
+    assert served.request("POST", "/", b"unsendable", TEXT)[0] == 500
+    assert "expected dict, list, str" in served.output()
+
+
+@pytest.mark.parametrize(
+    ("handler", "expected"),
+    [
+        ("failing/handler.py:Loading", ("Handler.Failed", "no such index", "in load")),
+        ("failing/handler.py:Nameless", ("Handler.NotFound", "predict", "other")),
+        ("failing/handler.py:absent", ("Handler.NotFound", "'absent'", "deeper, handle")),
+        ("failing/nowhere.py:handle", ("Handler.NotFound", "nowhere.py")),
+        ("typed/handler.py:unknown", ("Handler.NotFound", "'connection'", "complex")),
+    ],
+)
+def test_code_that_cannot_be_loaded(serve: Serve, handler: str, expected: tuple[str, ...]) -> None:
+    served = serve(handler=handler)
+    served.until(lambda: "failed: " in served.output())
+    for text in expected:
+        assert text in served.output()
+    assert served.request("GET", "/readyz")[0] == 503
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("def handle(:", ("SyntaxError", "broken.py")),
+        ("import not_there_at_all", ("ModuleNotFoundError", "not_there_at_all", "broken.py, line 1")),
+        ("raise SystemExit(3)", ("SystemExit", "broken.py, line 1")),
+        ("def handle(x: Missing): ...", ("Missing",)),
+    ],
+)
+def test_code_that_does_not_import(serve: Serve, tmp_path: Any, source: str, expected: tuple[str, ...]) -> None:
+    (tmp_path / "broken.py").write_text(source)
+    served = serve(handler=f"{tmp_path}/broken.py:handle")
+    served.until(lambda: "failed: Handler.NotFound" in served.output())
+    for text in expected:
+        assert text in served.output()
+
+
+def test_the_model_behind_a_function(serve: Serve) -> None:
+    served = serve(
+        handler="model/handler.py:Handler",
+        engine=True,
+        ready=False,
+        files={"chat_template.jinja": "{% for m in messages %}{{ m.content }}{% endfor %}"},
+    )
+    served.control(ready=True)
+    assert served.request("POST", "/", {"prompt": "a", "max_tokens": 3})[1] == {"answer": "w0 w1 w2"}
+    streamed = served.request("POST", "/", {"prompt": "a", "max_tokens": 2, "stream": True})[1]
+    assert events(streamed) == ["w0", " w1", "[DONE]"]
+    chat = {"messages": [{"role": "user", "content": "hello"}]}
+    assert served.request("POST", "/", chat)[1] == {"answer": "w0 w1"}
+    assert served.request("POST", "/", {"prompt": "a " * 200, "max_tokens": 2})[0] == 400
+    assert served.request("GET", "/v1/models")[1]["data"][0]["id"] == "words"
+    served.control(lose=True)
+    status, answer, headers = served.request("POST", "/", {"prompt": "a", "max_tokens": 2})
+    assert status == 503
+    assert "engine" in answer["error"]
+    assert "retry-after" in headers

@@ -1,0 +1,220 @@
+"""Probes, early requests, limits, heartbeats, clients that leave, and the end of the process."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+Serve = Callable[..., Any]
+BODY = {"prompt": "a b", "max_tokens": 5}
+
+
+def metric(served: Any, name: str) -> float:
+    page = served.request("GET", "/metrics")[1].decode()
+    return sum(
+        float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith((name + " ", name + "{"))
+    )
+
+
+def stream(served: Any, **body: Any) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    connection = served.connect()
+    sent = json.dumps(BODY | {"stream": True} | body)
+    connection.request("POST", "/v1/completions", sent, {"Content-Type": "application/json"})
+    return connection, connection.getresponse()
+
+
+def test_probes_before_and_after_the_model_is_there(serve: Serve) -> None:
+    served = serve(ready=False)
+    assert served.request("GET", "/livez")[:2] == (200, {"status": "alive"})
+    for path in ("/readyz", "/startupz"):
+        status, progress, _ = served.request("GET", path)
+        assert status == 503
+        assert (progress["status"], progress["state"]) == ("starting", "fetching")
+        assert (progress["fetched_bytes"], progress["total_bytes"]) == (250, 1000)
+        assert (progress["mb_per_s"], progress["eta_s"]) == (12.5, 3.0)
+    served.control(ready=True)
+    served.wait_ready()
+    assert served.request("GET", "/startupz")[1]["status"] == "ready"
+
+
+def test_early_requests_are_held_and_answered_in_bounds(serve: Serve) -> None:
+    served = serve(ready=False, max_waiting=3)
+    with ThreadPoolExecutor(3) as pool:
+        held = [pool.submit(served.complete) for _ in range(3)]
+        served.until(lambda: metric(served, "medusa_requests_held") == 3)
+        status, answer, headers = served.complete()
+        assert status == 429
+        assert answer["error"]["type"] == "rate_limit_error"
+        assert int(headers["retry-after"]) >= 1
+        assert served.request("GET", "/livez")[0] == 200
+        served.control(ready=True)
+        assert [future.result()[0] for future in held] == [200] * 3
+    assert metric(served, "medusa_requests_refused_total") == 1
+
+
+def test_a_hold_ends(serve: Serve) -> None:
+    served = serve(ready=False, hold_s=0.3)
+    status, answer, headers = served.complete()
+    assert status == 503
+    assert "0.3 s" in answer["error"]["message"]
+    assert headers["retry-after"] == "3"  # what is left of the fetch
+    served.until(lambda: metric(served, "medusa_engine_cancelled_total") == 1)
+
+
+def test_an_early_stream_gets_heartbeats(serve: Serve) -> None:
+    served = serve(ready=False, heartbeat_s=0.2)
+    connection, response = stream(served)
+    assert response.status == 200
+    assert response.readline() == b": waiting\n"
+    served.control(ready=True)
+    rest = response.read()
+    connection.close()
+    assert rest.count(b'"text"') == 5
+    assert rest.endswith(b"data: [DONE]\n\n")
+
+
+def test_an_error_before_the_first_token_has_its_status(serve: Serve) -> None:
+    served = serve()
+    for asked in (False, True):
+        status, answer, _ = served.complete(prompt="a " * 200, stream=asked)
+        assert status == 400
+        assert "200 tokens" in answer["error"]["message"]
+    served.control(full=True)
+    served.until(lambda: served.complete(stream=True)[0] == 429)
+    assert served.complete()[2]["retry-after"] == "7"
+
+
+def test_an_error_inside_a_stream_is_told(serve: Serve) -> None:
+    served = serve(token_s=0.02)
+    connection, response = stream(served, max_tokens=1000)
+    response.readline()
+    served.control(lose=True)
+    last = response.read().split(b"\n\n")[-3:]
+    connection.close()
+    assert json.loads(last[0].removeprefix(b"data: "))["error"]["code"] == "Engine.Failed"
+    assert last[1:] == [b"data: [DONE]", b""]
+    assert served.complete()[0] == 503
+
+
+def test_a_client_that_leaves_cancels_its_request(serve: Serve) -> None:
+    served = serve(token_s=0.02)
+    for cancelled, asked in enumerate((True, False), start=1):
+        connection = served.connect()
+        sent = json.dumps(BODY | {"max_tokens": 5000, "stream": asked})
+        connection.request("POST", "/v1/completions", sent, {"Content-Type": "application/json"})
+        if asked:
+            connection.getresponse().readline()
+        else:
+            served.until(lambda: metric(served, "medusa_requests_in_flight") == 1)
+        connection.close()
+        served.until(lambda n=cancelled: metric(served, "medusa_engine_cancelled_total") == n)  # type: ignore[misc]
+        served.until(lambda: metric(served, "medusa_requests_in_flight") == 0)
+
+
+def test_a_client_that_leaves_while_it_waits_frees_its_place(serve: Serve) -> None:
+    served = serve(ready=False, max_waiting=1)
+    connection = served.connect()
+    connection.request("POST", "/v1/completions", json.dumps(BODY), {"Content-Type": "application/json"})
+    served.until(lambda: metric(served, "medusa_requests_held") == 1)
+    connection.close()
+    served.until(lambda: metric(served, "medusa_requests_held") == 0)
+    served.control(ready=True)
+    served.wait_ready()
+    assert served.complete()[0] == 200
+
+
+def test_a_body_has_a_limit(serve: Serve) -> None:
+    served = serve(max_body_mb=1)
+    status, answer, _ = served.request("POST", "/v1/completions", {"prompt": "x" * 1_100_000})
+    assert status == 413
+    assert "1 MB" in answer["error"]["message"]
+    with socket.create_connection(("127.0.0.1", served.port)) as raw:  # no length to go by
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        piece = b"186a0\r\n" + b" " * 100_000 + b"\r\n"
+        try:
+            for _ in range(12):
+                raw.sendall(piece)
+            raw.sendall(b"0\r\n\r\n")
+        except ConnectionError:
+            pass
+        assert raw.recv(12) == b"HTTP/1.1 413"
+
+
+def test_probes_do_not_queue_behind_work(serve: Serve) -> None:
+    served = serve(max_concurrency=4, max_waiting=4)
+    served.control(hold=True)
+    with ThreadPoolExecutor(8) as pool:
+        busy = [pool.submit(served.complete) for _ in range(8)]
+        served.until(lambda: metric(served, "medusa_requests_in_flight") == 8)
+        assert served.complete()[0] == 429
+        for path in ("/livez", "/readyz", "/metrics", "/timeline", "/v1/models"):
+            assert served.request("GET", path)[0] == 200
+        served.control(hold=False)
+        assert [future.result()[0] for future in busy] == [200] * 8
+
+
+def test_sigterm_finishes_streams_and_says_unready(serve: Serve) -> None:
+    served = serve(token_s=0.02)
+    connection, response = stream(served, max_tokens=150)
+    first = response.readline()
+    served.process.send_signal(signal.SIGTERM)
+    served.until(lambda: served.request("GET", "/readyz")[0] == 503)
+    assert served.request("GET", "/readyz")[1]["status"] == "draining"
+    assert served.request("GET", "/livez")[0] == 200
+    rest = response.read()
+    connection.close()
+    assert (first + rest).count(b'"text"') == 150
+    assert rest.endswith(b"data: [DONE]\n\n")
+    assert served.process.wait(20) == 0
+
+
+def test_the_drain_ends(serve: Serve) -> None:
+    served = serve(drain_s=0.5)
+    served.control(hold=True)
+    threading.Thread(target=lambda: stream(served), daemon=True).start()
+    served.until(lambda: metric(served, "medusa_requests_in_flight") == 1)
+    assert served.stop() == 0
+
+
+def test_the_first_answer_carries_the_stages(serve: Serve) -> None:
+    served = serve()
+    served.wait_ready()
+    assert "server;desc=" in served.complete()[2]["server-timing"]
+    assert "server-timing" not in served.complete()[2]
+    timeline = served.request("GET", "/timeline")[1]
+    assert {"server", "app"} <= {stage["name"] for stage in timeline["stages"]}
+    trace = served.request("GET", "/timeline?format=chrome")[1]["traceEvents"]
+    assert {event["ph"] for event in trace} >= {"M", "X"}
+    assert metric(served, "medusa_time_to_first_token_seconds_count") == 2
+    assert metric(served, 'medusa_requests_total{route="/v1/completions",status="200"}') == 2
+
+
+def test_a_function_loads_in_the_background(serve: Serve) -> None:
+    served = serve(handler="slow_load/handler.py:Handler")
+    assert served.request("GET", "/livez")[0] == 200
+    assert served.request("GET", "/readyz")[1] == {"status": "starting", "handler": "loading"}
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(served.request, "POST", "/", b"")
+        served.until(lambda: metric(served, "medusa_requests_held") == 1)
+        (served.log.parent / "go").touch()
+        assert held.result()[:2] == (200, b"loaded")
+    served.wait_ready()
+
+
+def test_nothing_heavy_is_imported_for_probes() -> None:
+
+    code = (
+        "import sys, medusa_handler.server, medusa_handler.front, medusa_handler.service\n"
+        "print([m for m in ('torch', 'flask', 'gunicorn', 'jinja2', 'pydantic') if m in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path("/"))
+    assert found.stdout.strip() == "[]"
