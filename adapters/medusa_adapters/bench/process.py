@@ -99,6 +99,10 @@ class Process:
             if pid != self.pid or self.alive():
                 _kill(pid)
         self._process.wait()
+        # What still runs takes memory, and a part of the next sample's CPUs.
+        deadline = time.monotonic() + _GRACE_S
+        while any(_runs(pid) for pid in tree) and time.monotonic() < deadline:
+            time.sleep(0.005)
         assert self._process.stdout
         self._process.stdout.close()
         self._errors.close()
@@ -120,6 +124,13 @@ def _smaps(pid: int, field: str) -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), 0)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def _kill(pid: int) -> None:

@@ -1,0 +1,168 @@
+"""The cold-start benchmark: its contestants are real processes, and none outlives it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from medusa_adapters.bench import coldstart
+from medusa_adapters.bench.contestants import Question, Sample, Script, stages_from_json
+from medusa_adapters.bench.process import Process, pss_bytes, rss_bytes
+from medusa_runtime.errors import ConfigError, MedusaError
+from medusa_runtime.timeline import Stage
+
+MEDUSA = Path(sys.executable).with_name("medusa")
+EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
+QUESTION = Question(model="m", folder="m", prompt="p", max_tokens=1)
+
+
+def bench(*arguments: str | Path, timeout_s: float = 110) -> subprocess.CompletedProcess[str]:
+    command = [MEDUSA, "bench", "coldstart", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+
+
+def test_ours_from_exec_to_the_first_token(tmp_path: Path) -> None:
+    result = bench(
+        *("--model", EXAMPLE, "--runs", "1", "--no-yardsticks", "--max-tokens", "4"),
+        *("--json", tmp_path / "rows.json", "--report", tmp_path / "report.html"),
+    )
+    assert result.returncode == 0, result.stderr
+    found = json.loads((tmp_path / "rows.json").read_text())
+    rows = {(row["name"], row["metric"]): row for row in found["rows"]}
+    assert rows["torch", "ttft_s"]["runs"] == 1
+    assert rows["torch", "ttft_s"]["unit"] == "s"
+    assert 0 < rows["torch", "ttft_s"]["median"] <= rows["torch", "ready_s"]["median"] + 60
+    assert rows["torch", "pss_mb"]["median"] > 50
+    assert ("torch", "gap_ms") in rows
+    assert found["machine"]["cores"] >= 1
+    assert "first token after" in result.stdout
+    assert "import" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_ours_and_transformers_agree(tmp_path: Path) -> None:
+    result = bench("--model", EXAMPLE, "--runs", "1", "--vs", "transformers", "--json", tmp_path / "rows.json")
+    assert result.returncode == 0, result.stderr
+    names = {row["name"] for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
+    assert names == {"torch", "transformers", "torch-import", "floor"}
+    assert "transformers takes" in result.stdout
+
+
+@pytest.mark.slow
+def test_steady_state_and_sharing(tmp_path: Path) -> None:
+    common = ("--model", EXAMPLE, "--runs", "1", "--vs", "transformers")
+    steady = bench(*common, "--steady", "--steady-tokens", "8", "--json", tmp_path / "steady.json")
+    assert steady.returncode == 0, steady.stderr
+    rows = {(row["name"], row["metric"]) for row in json.loads((tmp_path / "steady.json").read_text())["rows"]}
+    assert rows == {(n, f"tokens_per_s_b{b}") for n in ("torch", "transformers") for b in (1, 8)}
+    sharing = bench(*common[:4], "--instances", "2", "--json", tmp_path / "sharing.json")
+    assert sharing.returncode == 0, sharing.stderr
+    medians = {row["metric"]: row["median"] for row in json.loads((tmp_path / "sharing.json").read_text())["rows"]}
+    assert 0 < medians["added_mb"] < medians["first_mb"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--model", "/nowhere"), "config.json"),
+        (("--model", str(EXAMPLE), "--vs", "tgi"), "transformers, vllm"),
+        (("--model", str(EXAMPLE), "--origin", "ftp"), "local, http, s3"),
+        (("--model", str(EXAMPLE), "--runs", "0"), "above 0"),
+        (("--model", str(EXAMPLE), "--vs", "vllm", "--vllm-python", "/nowhere/python"), "pip install vllm"),
+    ],
+)
+def test_bad_calls_are_refused(arguments: tuple[str, ...], said: str) -> None:
+    result = bench(*arguments)
+    assert result.returncode == 2
+    assert said in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_contestant_that_fails_is_quoted() -> None:
+    script = Script("broken", lambda _: ["-c", "import sys; sys.exit('no such model')"])
+    with pytest.raises(MedusaError, match="no such model"):
+        script.sample(QUESTION)
+
+
+def test_a_sample_is_timed_from_exec_to_the_first_line() -> None:
+    script = Script("sleeper", lambda _: ["-c", "import time; time.sleep(0.3); print(1, flush=True); time.sleep(60)"])
+    assert script.sample(QUESTION).ttft_s > 0.3
+
+
+def test_a_process_is_gone_with_its_children_even_those_that_ignore_sigterm() -> None:
+    code = (
+        "import os, signal, time\n"
+        "if not os.fork():\n    os.setsid(); signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "    print('child', flush=True); time.sleep(60)\n"
+        "time.sleep(60)"
+    )
+    with Process([sys.executable, "-c", code]) as process:
+        assert process.line() == "child\n"
+        tree = process.tree()
+        assert len(tree) == 2
+        assert 0 < pss_bytes(tree) <= rss_bytes(tree)
+    assert not [pid for pid in tree if alive(pid)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_bench_leaves_nothing(number: int) -> None:
+    command = [MEDUSA, "bench", "coldstart", "--model", EXAMPLE, "--runs", "50", "--no-yardsticks"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 20
+    while len(tree := descendants(process.pid)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert len(tree) >= 2
+    process.send_signal(number)
+    process.wait(timeout=30)
+    deadline = time.monotonic() + 15
+    while (left := [pid for pid in tree if alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
+
+
+def test_answers_that_differ_end_the_bench() -> None:
+    samples = {"torch": [Sample(1.0, text=" quick brown")]}
+    coldstart._check_agreement("torch", "transformers", samples, Sample(1.0, text=" quick", first=" quick"))
+    with pytest.raises(MedusaError, match="disagree"):
+        coldstart._check_agreement("torch", "transformers", samples, Sample(1.0, text=" lazy", first=" lazy"))
+
+
+def test_lists_are_checked() -> None:
+    assert coldstart._list("--vs", "transformers,vllm", ("transformers", "vllm")) == ["transformers", "vllm"]
+    assert coldstart._list("--vs", "", ("transformers",)) == []
+    with pytest.raises(ConfigError, match="'x'"):
+        coldstart._list("--vs", "x", ("transformers",))
+
+
+def test_stages_come_from_what_timeline_answers() -> None:
+    answer = {"stages": [{"name": "exec", "process": "s", "start_ns": 1, "end_ns": 5, "detail": {"a": 1}}]}
+    assert stages_from_json(answer) == (Stage("exec", "s", 1, 5, {"a": 1}),)
+    assert stages_from_json(None) == ()
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def descendants(pid: int) -> list[int]:
+    """Children's children and so on, without the process itself."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+    found = [pid]
+    for parent in found:
+        found += [child for child, its in parents.items() if its == parent and child != os.getpid()]
+    return found[1:]
