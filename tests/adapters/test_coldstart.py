@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from medusa_adapters.bench import coldstart
-from medusa_adapters.bench.contestants import Question, Sample, Script, stages_from_json
+from medusa_adapters.bench.contestants import Question, Sample, Script, connect, stages_from_json
+from medusa_adapters.bench.openai_client import free_port
 from medusa_adapters.bench.process import Process, pss_bytes, rss_bytes
 from medusa_runtime.errors import ConfigError, MedusaError
 from medusa_runtime.timeline import Stage
@@ -88,6 +89,13 @@ def test_a_contestant_that_fails_is_quoted() -> None:
     script = Script("broken", lambda _: ["-c", "import sys; sys.exit('no such model')"])
     with pytest.raises(MedusaError, match="no such model"):
         script.sample(QUESTION)
+
+
+def test_a_server_that_does_not_start_is_quoted() -> None:
+    """Also one that never listens."""
+    command = [sys.executable, "-c", "import sys; sys.exit('out of memory')"]
+    with Process(command) as process, pytest.raises(MedusaError, match="out of memory"):
+        connect(process, free_port())
 
 
 def test_a_sample_is_timed_from_exec_to_the_first_line() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from medusa_runtime.errors import MissingPackageError
+from medusa_runtime.errors import MissingPackageError, UnreachableError
 from medusa_runtime.timeline import Stage
 
 from . import openai_client
@@ -67,7 +67,7 @@ class Medusa:
     def sample(self, question: Question) -> Sample:
         port = openai_client.free_port()
         with self.start(question, port) as process:
-            connection = openai_client.connect(port, process.alive, START_TIMEOUT_S)
+            connection = connect(process, port)
             answer = _ask(process, connection, question)
             while openai_client.get(connection, "/readyz")[0] != 200:
                 if not process.alive():
@@ -99,7 +99,7 @@ class Vllm:
         command += ["--served-model-name", "m", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--enforce-eager"] if self._eager else []
         with Process(command, OFFLINE) as process:
-            connection = openai_client.connect(port, process.alive, START_TIMEOUT_S)
+            connection = connect(process, port)
             answer = _ask(process, connection, question, model="m")
             pids = process.tree()
             return Sample(
@@ -169,6 +169,16 @@ def stages_from_json(timeline: object) -> tuple[Stage, ...]:
     return tuple(
         Stage(e["name"], e["process"], int(e["start_ns"]), int(e["end_ns"]), e.get("detail") or {}) for e in entries
     )
+
+
+def connect(process: Process, port: int) -> openai_client.Connection:
+    """A connection to a process that is starting. Raises MedusaError with what it said when it ends before."""
+    try:
+        return openai_client.connect(port, process.alive, START_TIMEOUT_S)
+    except UnreachableError:
+        if process.alive():
+            raise
+        raise process.failure("ended before it was listening") from None
 
 
 def _ask(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..progress import note
 from . import openai_client
-from .contestants import START_TIMEOUT_S, Medusa, Question
+from .contestants import Medusa, Question, connect
 from .process import Process, pss_bytes
 from .result import Result
 
@@ -41,7 +41,7 @@ def _serving(stack: ExitStack, ours: Medusa, question: Question) -> Process:
     """An instance that has answered a request, so that all its weights have been read."""
     port = openai_client.free_port()
     process = stack.enter_context(ours.start(question, port))
-    connection = openai_client.connect(port, process.alive, START_TIMEOUT_S)
+    connection = connect(process, port)
     stack.callback(connection.close)
     openai_client.stream(connection, {"prompt": question.prompt, "max_tokens": question.max_tokens, "temperature": 0})
     return process

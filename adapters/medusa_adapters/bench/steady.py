@@ -12,7 +12,7 @@ from medusa_runtime.errors import MedusaError
 
 from ..progress import note
 from . import openai_client
-from .contestants import OFFLINE, SCRIPTS, START_TIMEOUT_S, Medusa, Question
+from .contestants import OFFLINE, SCRIPTS, START_TIMEOUT_S, Medusa, Question, connect
 from .process import Process
 from .result import Result
 
@@ -47,7 +47,7 @@ def measure_steady(
 def _ours(ours: Medusa, question: Question, tokens: int) -> dict[int, float]:
     port = openai_client.free_port()
     with ours.start(question, port) as process:
-        connection = openai_client.connect(port, process.alive, START_TIMEOUT_S)
+        connection = connect(process, port)
         while openai_client.get(connection, "/readyz")[0] != 200:
             if not process.alive():
                 raise process.failure("ended before it was ready")
