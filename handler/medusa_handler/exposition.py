@@ -48,4 +48,4 @@ def _engine(service: Service) -> Iterator[str]:
         return
     for name, value in stats.items():
         if isinstance(value, int | float):
-            yield from gauge(f"medusa_engine_{name}", "From the engine.", ((), value))
+            yield from gauge(f"medusa_engine_{name}", "From the engine.", ((), value * 1))  # a bool as 0 or 1

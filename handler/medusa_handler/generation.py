@@ -47,17 +47,19 @@ class Generation:
 
         Raises ClientGoneError, RequestError, OverloadedError, EngineError, and ApiError 503 after ``hold_s``.
         """
-        last = time.monotonic()
+        last = looked = time.monotonic()
         while self._unfinished:
             item = self._next()
             now = time.monotonic()
+            if now - looked >= _POLL_S:
+                looked = now
+                if self._gone():
+                    raise ClientGoneError
             if item is not None:
                 self._note(item, now)
                 last = now
                 yield item
                 continue
-            if self._gone():
-                raise ClientGoneError
             self._check_hold(now)
             if heartbeat_s is not None and now - last >= heartbeat_s:
                 last = now

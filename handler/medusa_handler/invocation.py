@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from flask import Blueprint, Response, g, request
 
+from .body import json_object, read_body
 from .contract import Headers, Request
 from .faults import ApiError
 
@@ -58,19 +59,19 @@ def _request() -> Request:
         path=request.path,
         headers=Headers(request.headers.items()),
         query=request.args.to_dict(),
-        body=request.get_data(cache=False),
+        body=read_body(),
         id=g.request_id,
     )
 
 
 def _infer(service: Service, work: Work) -> Response:
     """A JSON body as in the OpenAI routes (``messages`` make it a chat); any other body is the prompt."""
-    from .openai.routes import complete, converse, json_body
+    from .openai.routes import complete, converse
 
     if request.mimetype == "application/json":
-        body = json_body()
+        body = json_object()
         return (converse if "messages" in body else complete)(service, body, work.gone())
-    prompt = request.get_data(as_text=True)
+    prompt = read_body().decode(errors="replace")
     if not prompt.strip():
         raise ApiError(400, 'expected {"prompt": …} as JSON, or the prompt itself as the body', param="prompt")
     if prompt.lstrip().startswith("{"):  # curl -d sends JSON as a form

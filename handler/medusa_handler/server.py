@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import signal
 import socket
 import threading
 import time
@@ -12,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from medusa_runtime.process import die_with_parent
+from medusa_runtime.process import die_with_parent, name_process
 
 if TYPE_CHECKING:
     from flask import Flask
@@ -128,5 +129,12 @@ def options(listener: socket.socket, settings: Settings) -> dict[str, Any]:
         "loglevel": "warning",
         "accesslog": None,
         "proc_name": "function",
-        "post_fork": lambda arbiter, worker: die_with_parent(arbiter.pid),
+        "post_fork": _in_worker,
     }
+
+
+def _in_worker(arbiter: Any, _worker: Any) -> None:
+    # Until gunicorn has set up the worker's own handlers, the arbiter's would swallow a SIGTERM.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    die_with_parent(arbiter.pid)
+    name_process("worker")

@@ -209,6 +209,8 @@ def test_errors_have_openai_shape(served: Any) -> None:
         ("POST", "/v1/completions", b"{nope", 400),
         ("POST", "/v1/completions", b"[1]", 400),
         ("POST", "/v1/completions", b"\xff\xfe", 400),
+        ("POST", "/v1/completions", b"[" * 100_000, 400),
+        ("POST", "/v1/completions", b'{"prompt": "a", "temperature": NaN}', 400),
         ("GET", "/v1/completions", None, 405),
         ("GET", "/v1/nothing", None, 404),
         ("POST", "/v1/completions", b'{"prompt": "' + b"a " * 200 + b'"}', 400),

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -180,9 +179,11 @@ def test_sigterm_finishes_streams_and_says_unready(serve: Serve) -> None:
 def test_the_drain_ends(serve: Serve) -> None:
     served = serve(drain_s=0.5)
     served.control(hold=True)
-    threading.Thread(target=lambda: stream(served), daemon=True).start()
+    connection = served.connect()
+    connection.request("POST", "/v1/completions", json.dumps(BODY), {"Content-Type": "application/json"})
     served.until(lambda: metric(served, "medusa_requests_in_flight") == 1)
     assert served.stop() == 0
+    connection.close()
 
 
 def test_the_first_answer_carries_the_stages(serve: Serve) -> None:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from flask import Blueprint, Response, jsonify, request
+from flask import Blueprint, Response, jsonify
 from medusa_runtime.engine.base import Delta, GenerateRequest, SamplingParams
 
 from .. import sse
+from ..body import json_object
 from ..faults import ApiError, ClientGoneError, as_api_error, compact, internal_error
 from ..generation import Generation
 from ..merge import Item
@@ -52,32 +53,21 @@ def blueprint(service: Service, work: Work) -> Blueprint:
 
     @routes.post("/v1/completions")
     def completions() -> Response:
-        return work.run("/v1/completions", lambda: complete(service, json_body(), work.gone()))
+        return work.run("/v1/completions", lambda: complete(service, json_object(), work.gone()))
 
     @routes.post("/v1/chat/completions")
     def chat_completions() -> Response:
-        return work.run("/v1/chat/completions", lambda: converse(service, json_body(), work.gone()))
+        return work.run("/v1/chat/completions", lambda: converse(service, json_object(), work.gone()))
 
     @routes.post("/tokenize")
     def tokenize() -> Response:
-        return work.run("/tokenize", lambda: _tokenize(service, json_body()))
+        return work.run("/tokenize", lambda: _tokenize(service, json_object()))
 
     @routes.post("/detokenize")
     def detokenize() -> Response:
-        return work.run("/detokenize", lambda: _detokenize(service, json_body()))
+        return work.run("/detokenize", lambda: _detokenize(service, json_object()))
 
     return routes
-
-
-def json_body() -> Body:
-    """The request's JSON object. Raises ApiError 400."""
-    try:
-        body = request.get_json(force=True, cache=False)
-    except ValueError as error:
-        raise ApiError(400, f"expected a JSON body: {error}", code="invalid_json") from None
-    if not isinstance(body, dict):
-        raise ApiError(400, f"expected a JSON object, found {type(body).__name__}", code="invalid_json")
-    return body
 
 
 def complete(service: Service, body: Body, gone: Callable[[], bool]) -> Response:

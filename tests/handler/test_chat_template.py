@@ -1,0 +1,108 @@
+"""Chat templates: where they are found, what they may use, and that they render as transformers renders them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from medusa_handler.chat_template import ChatTemplate
+from medusa_handler.faults import ApiError
+
+MESSAGES = [
+    {"role": "system", "content": "Be <short> & kind."},
+    {"role": "user", "content": "  Wie geht's? "},
+    {"role": "assistant", "content": "Gut."},
+    {"role": "user", "content": "Schön"},
+]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "a": "ä<b>"}}}]
+
+CHATML = """{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\n' + message.content | trim + '<|im_end|>' + '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+{%- endif %}
+"""
+LLAMA = """{{ bos_token }}{% for message in messages %}
+{% if loop.index0 == 0 and message['role'] == 'system' %}
+{% continue %}
+{% endif %}
+{% if message.role == 'user' %}
+[INST] {{ message['content'] }} [/INST]
+{% else %}
+{% generation %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}
+{% endif %}
+{% endfor %}
+{%- set ns = namespace(found=false) %}
+{%- for tool in tools or [] %}{% set ns.found = true %}{{ tool | tojson }}{{ tool | tojson(indent=2) }}{% endfor %}
+{{- ns.found }}"""
+
+
+def template(files: dict[str, Any]) -> ChatTemplate:
+    data = {name: text if isinstance(text, str) else json.dumps(text) for name, text in files.items()}
+    return ChatTemplate(lambda name: data[name].encode() if name in data else None)
+
+
+@pytest.mark.parametrize("source", [CHATML, LLAMA])
+@pytest.mark.parametrize("tools", [None, TOOLS])
+@pytest.mark.parametrize("prompt", [True, False])
+def test_it_renders_as_transformers_does(source: str, tools: Any, prompt: bool) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    expected, _ = render_jinja_template(
+        [MESSAGES], tools=tools, chat_template=source, add_generation_prompt=prompt, bos_token="<s>", eos_token="</s>"
+    )
+    config = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}, "chat_template": source}
+    found = template({"tokenizer_config.json": config}).render(
+        MESSAGES, {"tools": tools, "add_generation_prompt": prompt}
+    )
+    assert found == expected[0]
+
+
+def test_where_a_template_is_found() -> None:
+    named = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
+    assert (
+        template({"chat_template.jinja": "A", "chat_template.json": {"chat_template": "B"}}).render(MESSAGES, {}) == "A"
+    )
+    assert template({"chat_template.json": {"chat_template": "B"}}).render(MESSAGES, {}) == "B"
+    both = template({"tokenizer_config.json": {"chat_template": named}})
+    assert both.render(MESSAGES, {}) == "D"
+    assert both.render(MESSAGES, {"tools": TOOLS}) == "T"
+    special = {"special_tokens_map.json": {"bos_token": "<b>"}, "chat_template.jinja": "{{ bos_token }}"}
+    assert template(special).render(MESSAGES, {}) == "<b>"
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{% if %}", "template"),
+        ("{{ messages.append(1) }}", "refuses"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "refuses"),
+    ],
+)
+def test_a_template_that_refuses(source: str, text: str) -> None:
+    with pytest.raises(ApiError, match=text) as caught:
+        template({"chat_template.jinja": source}).render(MESSAGES, {})
+    assert caught.value.status == 400
+
+
+def test_without_a_template() -> None:
+    with pytest.raises(ApiError, match=r"chat_template\.jinja"):
+        template({"tokenizer_config.json": {}}).render(MESSAGES, {})
+    with pytest.raises(ApiError, match="not JSON"):
+        template({"tokenizer_config.json": "{"})
+
+
+def test_arguments_of_calls_are_objects_to_the_template() -> None:
+    source = "{{ messages[0].tool_calls[0].function.arguments.x }}"
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 5}'}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert template({"chat_template.jinja": source}).render([message], {}) == "5"
+
+
+def test_a_last_message_is_continued() -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": "Also: "}]
+    found = template({"chat_template.jinja": CHATML}).render(messages, {"continue_final_message": True})
+    assert found.endswith("<|im_start|>assistant\nAlso:")
