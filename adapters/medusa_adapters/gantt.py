@@ -101,7 +101,7 @@ def render_text(stages: Sequence[Stage], width: int = 100) -> str:
         if row.process != process:
             process = row.process
             lines.append(process)
-        times = f"{(row.start_ns - start) / MS:6.0f} {row.busy_ns / MS:6.0f}" if row.busy_ns else _at(row, start)
+        times = f"{(row.start_ns - start) / MS:6.0f} {_ms(row.busy_ns):>6}" if row.busy_ns else _at(row, start)
         lines.append(f"  {_label(row):{label_width - 2}} {times}  {_bar(row, start, end, bar_width)}".rstrip())
     return "\n".join([*lines, _sums(stages)])
 
@@ -128,6 +128,10 @@ def _rank(process: str) -> int:
 
 def _label(row: Track) -> str:
     return row.name if row.stages == 1 else f"{row.name} ×{row.stages}"
+
+
+def _ms(duration_ns: int) -> str:
+    return f"{duration_ns / MS:.1f}" if duration_ns < 10 * MS else f"{duration_ns / MS:.0f}"
 
 
 def _at(row: Track, start: int) -> str:
