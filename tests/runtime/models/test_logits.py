@@ -1,0 +1,200 @@
+"""Every family against transformers, from the files it saves: the same logits, the same greedy text."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from medusa_runtime.models import DecoderModel, ModelConfig, build_model
+from medusa_runtime.models.causal import CausalAttention
+from medusa_runtime.weights.header import header_bytes, parse_header
+from medusa_runtime.weights.index import Shard, WeightIndex
+from medusa_runtime.weights.loader import Loader
+from medusa_runtime.weights.region import Region, file_version
+from torch import Tensor
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+transformers = pytest.importorskip("transformers")
+
+PROMPT = [5, 17, 2, 88, 41, 41, 9, 60, 3, 71, 12, 33, 90, 7, 54, 29]
+SHAPE = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+GATED = SHAPE | {"intermediate_size": 48, "max_position_embeddings": 64, "num_key_value_heads": 2}
+
+
+def scaled(kind: str, **parameters: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0, **parameters}}
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-untied": ("Llama", GATED),
+    "llama-tied": ("Llama", GATED | {"tie_word_embeddings": True}),
+    "llama-mha-biases": ("Llama", GATED | {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}),
+    "llama-head-dim": ("Llama", GATED | {"head_dim": 16, "rms_norm_eps": 1e-3, "hidden_act": "gelu_pytorch_tanh"}),
+    "llama-linear": ("Llama", GATED | scaled("linear", factor=2.5)),
+    "llama-llama3": ("Llama", GATED | scaled("llama3", **LLAMA3)),
+    "llama-yarn": ("Llama", GATED | scaled("yarn", factor=4.0, original_max_position_embeddings=16)),
+    "llama-yarn-tuned": (
+        "Llama",
+        GATED | scaled("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=8, beta_slow=2,
+                       mscale=0.7, mscale_all_dim=1.3, truncate=False),
+    ),
+    "llama-dynamic": ("Llama", GATED | {"max_position_embeddings": 10} | scaled("dynamic", factor=2.0)),
+    "mistral": ("Mistral", GATED | {"sliding_window": None}),
+    "mistral-window": ("Mistral", GATED | {"sliding_window": 5}),
+    "qwen2": ("Qwen2", GATED),
+    "qwen2-window": (
+        "Qwen2", GATED | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3", GATED | {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3-window": (
+        "Qwen3",
+        GATED | {"head_dim": 8, "attention_bias": True, "use_sliding_window": True, "sliding_window": 4,
+                 "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "opt": ("OPT", SHAPE | {"ffn_dim": 48, "max_position_embeddings": 64}),
+    "opt-350m": (
+        "OPT",
+        SHAPE | {"ffn_dim": 48, "do_layer_norm_before": False, "word_embed_proj_dim": 16},
+    ),
+    "opt-plain": (
+        "OPT",
+        SHAPE | {"ffn_dim": 48, "enable_bias": False, "layer_norm_elementwise_affine": False,
+                 "activation_function": "gelu", "tie_word_embeddings": False},
+    ),
+    "falcon-7b": ("Falcon", SHAPE | {"multi_query": True}),
+    "falcon-40b": ("Falcon", SHAPE | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+    "falcon-11b": (
+        "Falcon",
+        SHAPE | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1,
+                 "ffn_hidden_size": 80, "tie_word_embeddings": False},
+    ),
+    "falcon-serial": ("Falcon", SHAPE | {"multi_query": False, "parallel_attn": False, "bias": True}),
+}  # fmt: skip
+
+
+def reference(case: str, folder: Path, dtype: torch.dtype, **options: Any) -> Any:
+    """A random model of transformers, saved to ``folder``; every parameter is random, so that none goes unnoticed."""
+    family, values = CASES[case]
+    config = getattr(transformers, f"{family}Config")(**values, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    torch.manual_seed(len(case))
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.25 + (1.0 if "norm" in name or "ln_" in name else 0.0))
+    model = model.to(dtype)
+    model.save_pretrained(folder, **options)
+    return model
+
+
+@contextlib.contextmanager
+def loaded(folder: Path, dtype: torch.dtype | None = None) -> Iterator[DecoderModel]:
+    """The same checkpoint through our index, region and loader."""
+    shards, headers = [], []
+    for path in sorted(folder.glob("*.safetensors")):
+        status = path.stat()
+        with open(path, "rb") as file:
+            start = header_bytes(path.name, file.read(8), status.st_size)
+            headers.append(parse_header(path.name, file.read(start - 8), status.st_size - start))
+        shards.append(Shard(path.name, status.st_size, start, file_version(status), str(path)))
+    region = Region.create()
+    writer = region.writer()
+    writer.lay_out(WeightIndex.from_headers(shards, headers), {})
+    for chunk in writer.pending():
+        writer.publish(chunk)
+    writer.finish()
+    config = ModelConfig.from_hf(json.loads((folder / "config.json").read_bytes()))
+    model = build_model(config)
+    with Loader(region, model, dtype=dtype or config.dtype) as loader:
+        loader.wait()
+    yield model
+    region.close()
+
+
+def logits(model: DecoderModel, tokens: list[int]) -> Tensor:
+    positions = torch.arange(len(tokens))
+    hidden = model.embed(torch.tensor(tokens), positions)
+    return model.logits(model.run_layers(hidden, positions, CausalAttention(len(tokens))))
+
+
+def greedy(model: DecoderModel, tokens: list[int], count: int) -> list[int]:
+    tokens = list(tokens)
+    for _ in range(count):
+        tokens.append(int(logits(model, tokens)[-1].argmax()))
+    return tokens
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_agrees_in_fp32(case: str, tmp_path: Path) -> None:
+    theirs = reference(case, tmp_path, torch.float32)
+    with loaded(tmp_path) as ours:
+        expected = theirs(torch.tensor([PROMPT])).logits[0]
+        assert expected.std() > 0.1, "logits this close to each other would agree whatever we did"
+        torch.testing.assert_close(logits(ours, PROMPT), expected, rtol=0, atol=1e-4)
+        tokens = list(PROMPT)
+        for _ in range(12):
+            tokens.append(int(theirs(torch.tensor([tokens])).logits[0, -1].argmax()))
+        assert greedy(ours, PROMPT, 12) == tokens
+
+
+@pytest.mark.parametrize("case", ["llama-untied", "qwen2", "qwen3", "mistral-window", "opt", "falcon-7b"])
+def test_agrees_in_bf16(case: str, tmp_path: Path) -> None:
+    """As near to the exact logits as transformers is, when both compute in bf16."""
+    theirs = reference(case, tmp_path, torch.bfloat16)
+    with loaded(tmp_path) as ours:
+        assert {parameter.dtype for parameter in ours.parameters()} == {torch.bfloat16}
+        found = logits(ours, PROMPT).float()
+        rounded = theirs(torch.tensor([PROMPT])).logits[0].float()
+    exact = theirs.float()(torch.tensor([PROMPT])).logits[0]
+    assert (found - exact).abs().mean() <= 1.5 * (rounded - exact).abs().mean()
+    assert (found - exact).abs().max() <= 2 * (rounded - exact).abs().max()
+
+
+def test_sharded_files(tmp_path: Path) -> None:
+    theirs = reference("llama-untied", tmp_path, torch.float32, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    with loaded(tmp_path) as ours:
+        torch.testing.assert_close(logits(ours, PROMPT), theirs(torch.tensor([PROMPT])).logits[0], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["llama-untied", "opt-350m", "falcon-7b"])
+def test_layers_run_in_any_range(case: str, tmp_path: Path) -> None:
+    reference(case, tmp_path, torch.float32)
+    with loaded(tmp_path) as model:
+        positions, attention = torch.arange(len(PROMPT)), CausalAttention(len(PROMPT))
+        hidden = model.embed(torch.tensor(PROMPT), positions)
+        whole = model.run_layers(hidden, positions, attention)
+        first = model.run_layers(hidden, positions, attention, 0, 1)
+        assert not torch.equal(first, whole)
+        rest = model.run_layers(first, positions, attention, 1)
+        torch.testing.assert_close(rest, whole, rtol=0, atol=0)
+        torch.testing.assert_close(model.run_layers(hidden, positions, attention, 1, 1), hidden, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("case", "prefix"), [("llama-tied", "model."), ("opt", "model."), ("falcon-7b", "transformer.")]
+)
+def test_names_without_their_prefix(case: str, prefix: str, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    theirs = reference(case, tmp_path, torch.float32)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert any(name.startswith(prefix) for name in stored)
+    stored = {name.removeprefix(prefix): tensor for name, tensor in stored.items()}
+    if case != "opt":
+        stored["layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
+    save_file(stored, tmp_path / "model.safetensors")
+    with loaded(tmp_path) as ours:
+        torch.testing.assert_close(logits(ours, PROMPT), theirs(torch.tensor([PROMPT])).logits[0], rtol=0, atol=1e-4)
