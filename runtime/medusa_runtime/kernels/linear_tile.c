@@ -18,8 +18,7 @@
 #define TILE_COLS 3
 #endif
 
-#define DEPTH_BLOCK 1024L /* a tile of x (16 KB as fp32) stays in the first-level cache */
-#define FEW_ROWS 16L      /* up to here the product is bound by memory: finish with a weight row while it is near */
+#define DEPTH_BLOCK 1024L /* a tile of x (16 KB as fp32) stays in the first-level cache, a block of weights in the second */
 
 INLINE void step(vf acc[MAX_ROWS][TILE_COLS], const float *x, const uint16_t *w, long stride, const int dtype, const int rows,
                  const int cols)
@@ -125,21 +124,16 @@ INLINE void block(struct linear_job *job, float *sums, long col, long cols, cons
 {
     const long count = tiles(job->rows), stride = job->weight_stride, sums_stride = job->block_cols;
     memset(sums, 0, (size_t)(job->rows * sums_stride) * sizeof(float));
-    const long depth_block = job->rows <= FEW_ROWS ? 2 * DEPTH_BLOCK / (count > 2 ? 2 : count) * 1 : DEPTH_BLOCK;
+    const long depth_block = count == 1 ? 2 * DEPTH_BLOCK : DEPTH_BLOCK;
     for (long k = 0; k < job->depth; k += depth_block) {
         const long depth = job->depth - k < depth_block ? job->depth - k : depth_block;
-        const uint16_t *w = job->weight + col * stride + k;
-        const int by_weight = job->rows <= FEW_ROWS;
-        const long outer = by_weight ? (cols + TILE_COLS - 1) / TILE_COLS : count;
-        const long inner = by_weight ? count : (cols + TILE_COLS - 1) / TILE_COLS;
-        for (long i = 0; i < outer; i++)
-            for (long j = 0; j < inner; j++) {
-                const long number = by_weight ? j : i, c = (by_weight ? i : j) * TILE_COLS;
-                const long start = tile_start(job->rows, number), rows = tile_start(job->rows, number + 1) - start;
-                const long width = cols - c < TILE_COLS ? cols - c : TILE_COLS;
-                any_tile(job->wide + start * job->padded_depth + k * rows, w + c * stride, stride, depth,
-                         sums + start * sums_stride + c, sums_stride, dtype, rows, width);
-            }
+        for (long number = 0; number < count; number++) {
+            const long start = tile_start(job->rows, number), rows = tile_start(job->rows, number + 1) - start;
+            const float *x = job->wide + start * job->padded_depth + k * rows;
+            for (long c = 0; c < cols; c += TILE_COLS)
+                any_tile(x, job->weight + (col + c) * stride + k, stride, depth, sums + start * sums_stride + c, sums_stride,
+                         dtype, rows, cols - c < TILE_COLS ? cols - c : TILE_COLS);
+        }
     }
     for (long r = 0; r < job->rows; r++)
         for (long c = 0; c < cols; c++) {
