@@ -1,0 +1,34 @@
+"""How fast requests get done, to tell the next one when to come again."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+_UNKNOWN_S = 5.0
+_LEAST_S, _MOST_S = 1.0, 120.0
+_WINDOW = 32
+
+
+class Throughput:
+    """The moments at which the last requests ended."""
+
+    def __init__(self) -> None:
+        self._ended: deque[float] = deque(maxlen=_WINDOW)
+        self._busy_since: float | None = None
+
+    def begin(self) -> None:
+        """Work is there (again): what was measured before a pause says nothing about the queue."""
+        self._busy_since = time.monotonic()
+        self._ended.clear()
+
+    def note(self) -> None:
+        self._ended.append(time.monotonic())
+
+    def retry_after_s(self, waiting: int) -> float:
+        """Until half of the waiting requests have been served, at the rate of the last ones; bounded."""
+        if not self._ended or self._busy_since is None:
+            return _UNKNOWN_S
+        since = self._ended[0] if len(self._ended) == _WINDOW else self._busy_since
+        each_s = (time.monotonic() - since) / len(self._ended)
+        return min(max(each_s * waiting / 2, _LEAST_S), _MOST_S)

@@ -1,0 +1,301 @@
+"""The engine of this repository: small, and serving before its weights are there.
+
+    add ─▶ inbox ─▶ scheduler ─spans▶ runner ─logits▶ sampler ─token▶ completion ─delta▶ sink
+
+The first prefill starts as soon as there is a request; the gates of the loader hold it layer by layer.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..config import Settings
+from ..errors import EngineError, MedusaError, OverloadedError, RequestError, from_code
+from ..limits import cpu_count
+from ..models import build_model
+from ..timeline import Timeline
+from ..weights.loader import Loader
+from ..weights.region import Region
+from .base import Delta, EngineInfo, GenerateRequest
+from .checkpoint_files import read_config, read_eos_token_ids
+from .completion import advance, ended
+from .detokenizer import Detokenizer
+from .inbox import Inbox
+from .kv_cache import BLOCK_TOKENS, KvCache, KvShape, blocks_for
+from .kv_size import free_bytes, kv_size
+from .migration import ExportedRequest, export, request_of, resume
+from .runner import run_step
+from .sampler import sample
+from .scheduler import Scheduler
+from .sequence import Sequence, Span
+from .throughput import Throughput
+from .tokenizer import Tokenizer
+from .transcript import Transcript
+from .validation import check_params, check_prompt, check_token_ids
+
+logger = logging.getLogger(__name__)
+
+_IDLE_S = 0.2  # how often an idle engine looks at its stop event, which a signal handler may set
+_MOST_FAILED_STEPS = 3
+
+Sink = Callable[[Delta], None]
+
+
+class TorchEngine:
+    """Continuous batching over one model on the CPU. Construction waits for the checkpoint's index, not its weights."""
+
+    def __init__(self, region: Region, settings: Settings, timeline: Timeline) -> None:
+        self._settings = settings
+        self._timeline = timeline
+        torch.set_num_threads(settings.threads or cpu_count())
+        config = read_config(region)
+        dtype = config.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
+        with timeline.stage("skeleton", architecture=config.architecture):
+            self._model = build_model(config)
+        self._loader = Loader(region, self._model, dtype=dtype, timeline=timeline)
+        self._tokenizer = Tokenizer(region.file("tokenizer.json"), timeline)
+        with timeline.stage("kv_plan") as detail:
+            shape = KvShape.of(config, dtype)
+            free = free_bytes(region, settings, dtype)
+            size = kv_size(shape, settings, max_positions=config.max_positions, free_bytes=free)
+            self._cache = KvCache(shape, size.blocks)
+            detail["tokens"] = size.tokens
+        eos = read_eos_token_ids(region, config)
+        self.info = EngineInfo("torch", config.architecture, config.vocab_size, size.max_model_len, eos, size.tokens)
+        self._eos_token_ids = frozenset(eos)
+        self._scheduler = Scheduler(
+            self._cache.blocks,
+            max_concurrency=settings.max_concurrency,
+            max_batched_tokens=settings.max_batched_tokens,
+        )
+        self._inbox = Inbox()
+        self._sequences: dict[str, Sequence] = {}  # all that have not ended; guarded by the lock
+        self._lock = threading.Lock()
+        self._throughput = Throughput()
+        self._prompt_tokens = self._generated_tokens = self._steps = self._failed_steps = 0
+        self._end: MedusaError | None = None  # why no more requests are taken
+        self._load_error: MedusaError | None = None
+        self._watcher = threading.Thread(target=self._watch, name="engine-watch", daemon=True)
+        self._watcher.start()
+
+    def add(self, request: GenerateRequest, sink: Sink) -> None:
+        self._check_room()
+        if isinstance(request.prompt, str):
+            prompt = self._tokenizer.encode(request.prompt, request.add_special_tokens)
+        else:
+            prompt = list(request.prompt)
+        sequence = self._sequence(request, prompt, sink)
+        self._register(sequence)
+        self._inbox.post(lambda: self._begin(sequence))
+
+    def cancel(self, request_id: str) -> None:
+        self._inbox.post(lambda: self._cancel(request_id))
+
+    def export_request(self, request_id: str) -> ExportedRequest:
+        """Take a request out of this engine; it gets no further delta here. RequestError for an unknown id.
+
+        Needs a running engine, as all changes are made by the thread of ``run``.
+        """
+        return self._inbox.ask(lambda: self._export(request_id))
+
+    def import_request(self, exported: ExportedRequest, sink: Sink) -> None:
+        """Go on with a request of another engine of the same model. Raises RequestError and OverloadedError."""
+        request = request_of(exported, self._cache.shape)
+        self._check_room()
+        sequence = self._sequence(request, list(request.prompt), sink)  # type: ignore[arg-type]
+        self._register(sequence)
+        self._inbox.ask(lambda: self._import(sequence, exported))
+
+    def run(self, stop: threading.Event) -> None:
+        end: MedusaError = EngineError("the engine is stopping; try again")
+        try:
+            with torch.inference_mode():
+                while not stop.is_set():
+                    self._inbox.handle()
+                    self._check_loaded()
+                    spans = self._scheduler.schedule()
+                    if spans:
+                        self._step(spans)
+                    else:
+                        self._inbox.wait(_IDLE_S)
+        except MedusaError as error:
+            end = error
+            raise
+        except Exception as error:
+            end = EngineError(f"the engine failed: {type(error).__name__}: {error}")
+            raise end from error
+        finally:
+            self._end_all(end)
+
+    def wait_ready(self) -> None:
+        self._watcher.join()
+        self._check_loaded()
+
+    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens)
+
+    def detokenize(self, token_ids: list[int]) -> str:
+        check_token_ids("token_ids", token_ids, self.info)
+        return self._tokenizer.decode(token_ids)
+
+    def stats(self) -> dict[str, Any]:
+        running = len(self._scheduler.running)
+        return {
+            "running": running,
+            "waiting": max(len(self._sequences) - running, 0),
+            "kv_tokens": self.info.kv_tokens,
+            "kv_tokens_used": self._cache.blocks.used * BLOCK_TOKENS,
+            "prompt_tokens_total": self._prompt_tokens,
+            "generated_tokens_total": self._generated_tokens,
+            "preemptions_total": self._scheduler.preemptions,
+            "steps_total": self._steps,
+        }
+
+    def close(self) -> None:
+        self._inbox.close()
+        self._loader.close()
+        self._watcher.join()
+
+    # From here on: the thread of run, but for what says otherwise.
+
+    def _watch(self) -> None:
+        """In a thread of its own: wait for the weights and the tokenizer."""
+        try:
+            self._loader.wait()
+            self._tokenizer.wait()
+        except MedusaError as error:
+            self._load_error = error
+        except Exception as error:  # noqa: BLE001 - wait_ready must hear of anything
+            self._load_error = EngineError(f"the weights could not be applied: {type(error).__name__}: {error}")
+            self._load_error.__cause__ = error
+        self._inbox.post(lambda: None)
+
+    def _check_loaded(self) -> None:
+        """In any thread: raise what made loading impossible, if that is known already."""
+        if self._load_error is not None:
+            raise self._load_error
+
+    def _check_room(self) -> None:
+        """In any thread."""
+        if self._end is not None:
+            raise from_code(self._end.code, str(self._end))
+        most = self._settings.max_concurrency + self._settings.max_waiting
+        if len(self._sequences) >= most:
+            raise OverloadedError(
+                f"expected at most {self._settings.max_waiting} waiting requests, found as many; try again later",
+                self._throughput.retry_after_s(self._settings.max_waiting),
+            )
+
+    def _sequence(self, request: GenerateRequest, prompt: list[int], sink: Sink) -> Sequence:
+        """In any thread."""
+        params = request.params
+        check_prompt(prompt, self.info)
+        check_params(params, self.info, has_text=self._tokenizer.present)
+        detokenizer = None
+        if self._tokenizer.present:
+            skip = params.skip_special_tokens
+            detokenizer = Detokenizer(lambda ids: self._tokenizer.decode(ids, skip), prompt)
+        limit = self.info.max_model_len
+        if params.max_tokens is not None:
+            limit = min(limit, len(prompt) + params.max_tokens)
+        transcript = Transcript(detokenizer, params.stop, include_stop=params.include_stop_str_in_output)
+        return Sequence(request, prompt, sink, limit=limit, eos_token_ids=self._eos_token_ids, transcript=transcript)
+
+    def _register(self, sequence: Sequence) -> None:
+        """In any thread."""
+        with self._lock:
+            self._check_room()
+            if sequence.id in self._sequences:
+                raise RequestError(f"id: expected one that no running request has, found {sequence.id!r}")
+            if not self._sequences:
+                self._throughput.begin()
+            self._sequences[sequence.id] = sequence
+
+    def _begin(self, sequence: Sequence) -> None:
+        self._prompt_tokens += sequence.prompt_length
+        self._scheduler.add(sequence)
+
+    def _step(self, spans: list[Span]) -> None:
+        first = self._steps == 0
+        start_ns = time.monotonic_ns()
+        try:
+            logits, sequences = run_step(self._model, self._cache, spans)
+            sampled = [] if logits is None else sample(logits, sequences)
+        except MedusaError:
+            raise
+        except Exception as error:
+            self._failed_steps += 1
+            if self._failed_steps >= _MOST_FAILED_STEPS:
+                raise
+            logger.exception("a step failed; its %d requests end", len(spans))
+            failure = (EngineError.code, f"the engine failed: {type(error).__name__}: {error}")
+            for span in spans:
+                self._finish(span.sequence, ended(span.sequence, "error", failure))
+            return
+        self._failed_steps = 0
+        self._steps += 1
+        if first:
+            self._timeline.record(
+                "first_forward", start_ns, time.monotonic_ns(), tokens=sum(s.stop - s.start for s in spans)
+            )
+        self._inbox.handle()  # whoever left during the step gets nothing more
+        for sequence, token in zip(sequences, sampled, strict=True):
+            if self._sequences.get(sequence.id) is not sequence:
+                continue
+            delta = advance(sequence, token, self._tokenizer)
+            if self._generated_tokens == 0:
+                self._timeline.mark("first_token")
+            self._generated_tokens += 1
+            if delta.finish_reason is not None:
+                self._finish(sequence, delta)
+            else:
+                self._tell(sequence, delta)
+
+    def _finish(self, sequence: Sequence, delta: Delta | None) -> None:
+        """Free what a sequence holds, then tell its last delta."""
+        self._scheduler.remove(sequence)
+        with self._lock:
+            del self._sequences[sequence.id]
+        self._throughput.note()
+        if delta is not None:
+            self._tell(sequence, delta)
+
+    def _tell(self, sequence: Sequence, delta: Delta) -> None:
+        try:
+            sequence.sink(delta)
+        except Exception:
+            logger.exception("the sink of request %s failed; the request is cancelled", sequence.id)
+            if delta.finish_reason is None:
+                self._finish(sequence, None)
+
+    def _cancel(self, request_id: str) -> None:
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            self._finish(sequence, ended(sequence, "cancelled"))
+
+    def _export(self, request_id: str) -> ExportedRequest:
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            raise RequestError(f"export: expected the id of a running request, found {request_id!r}")
+        exported = export(sequence, self._cache)
+        self._finish(sequence, None)
+        return exported
+
+    def _import(self, sequence: Sequence, exported: ExportedRequest) -> None:
+        blocks = self._cache.blocks.take(blocks_for(exported.header["computed"]))
+        resume(sequence, exported, self._cache, blocks)
+        self._scheduler.add(sequence)
+
+    def _end_all(self, error: MedusaError) -> None:
+        with self._lock:
+            self._end = error
+            sequences = list(self._sequences.values())
+        for sequence in sequences:
+            self._finish(sequence, ended(sequence, "error", (error.code, str(error))))
+        self._inbox.close()

@@ -1,0 +1,68 @@
+"""What the caller gets to see of a sequence: text, up to a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from .detokenizer import Detokenizer
+
+
+class Transcript:
+    """Turns tokens into text that can be sent: nothing that may yet become part of a stop string.
+
+    Without a detokenizer there is no text, only tokens.
+    """
+
+    def __init__(self, detokenizer: Detokenizer | None, stop: Iterable[str], *, include_stop: bool) -> None:
+        self._detokenizer = detokenizer
+        self._stop = tuple(stop)
+        self._include_stop = include_stop
+        self._held = ""
+        self.stopped_by: str | None = None
+
+    def push(self, token: int, *, may_stop: bool = True) -> str:
+        """The text that this token makes certain; ``stopped_by`` is set when a stop string was reached."""
+        if self._detokenizer is None:
+            return ""
+        return self._release(self._detokenizer.push(token), may_stop)
+
+    def finish(self) -> str:
+        """What was held back, when the sequence ended for another reason than a stop string."""
+        if self._detokenizer is None or self.stopped_by is not None:
+            return ""
+        text = self._release(self._detokenizer.flush(), True)
+        text, self._held = text + self._held, ""
+        return text
+
+    def _release(self, new: str, may_stop: bool) -> str:
+        text = self._held + new
+        if not self._stop or not may_stop:
+            self._held = ""
+            return text
+        found = min(((text.find(stop), stop) for stop in self._stop if stop in text), default=None)
+        if found is not None:
+            start, self.stopped_by = found
+            self._held = ""
+            return text[: start + len(self.stopped_by)] if self._include_stop else text[:start]
+        keep = max(_overlap(text, stop) for stop in self._stop)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def state(self) -> dict[str, Any]:
+        """JSON-serializable; for ``resume`` in another process."""
+        detokenizer = self._detokenizer.state() if self._detokenizer else None
+        return {"held": self._held, "detokenizer": detokenizer}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        self._held = state["held"]
+        if self._detokenizer is not None:
+            self._detokenizer.resume(state["detokenizer"])
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many last characters of ``text`` are the beginning of ``stop``."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

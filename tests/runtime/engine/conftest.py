@@ -1,0 +1,176 @@
+"""Tiny checkpoints with random weights and a real tokenizer, and engines that serve them from real regions."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from medusa_runtime.config import Settings
+from medusa_runtime.engine.base import Delta, GenerateRequest, SamplingParams
+from medusa_runtime.timeline import Timeline
+
+if TYPE_CHECKING:
+    from medusa_runtime.engine.torch_engine import TorchEngine
+
+TEXT = (
+    "Tokens flow from storage to memory, and from memory to layers. A layer runs when its bytes are there. "
+    "Der schnelle braune Fuchs springt über den faulen Hund, çà et là, naïve café 😀🚀 日本語. "
+)
+SETTINGS = Settings(max_concurrency=8, max_waiting=64, kv_cache_mb=4, threads=1)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of 4 layers in fp32 with grouped-query attention and a byte-level tokenizer."""
+    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+def make_checkpoint(folder: Path, **changes: Any) -> Path:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = byte_level_tokenizer()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = LlamaConfig(
+        **{
+            "vocab_size": tokenizer.get_vocab_size(),
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 512,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "initializer_range": 0.3,  # so that what comes out depends on what went in
+            **changes,
+        }
+    )
+    torch.manual_seed(7)
+    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
+    return folder
+
+
+def byte_level_tokenizer() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<s>", "</s>", "<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TEXT] * 3, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 0)]
+    )
+    return tokenizer
+
+
+@dataclass
+class Answer:
+    """The deltas of one request, as they come."""
+
+    id: str
+    deltas: list[Delta] = field(default_factory=list)
+    incoming: queue.SimpleQueue[Delta] = field(default_factory=queue.SimpleQueue)
+
+    def next(self) -> Delta:
+        delta = self.incoming.get(timeout=60)
+        self.deltas.append(delta)
+        return delta
+
+    def wait(self) -> Answer:
+        while not self.deltas or self.deltas[-1].finish_reason is None:
+            self.next()
+        return self
+
+    @property
+    def text(self) -> str:
+        return "".join(delta.text for delta in self.wait().deltas)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for delta in self.wait().deltas for token in delta.token_ids]
+
+    @property
+    def last(self) -> Delta:
+        return self.wait().deltas[-1]
+
+
+class Served:
+    """A running engine."""
+
+    def __init__(self, engine: TorchEngine, thread: threading.Thread, errors: list[BaseException]) -> None:
+        self.engine = engine
+        self.thread = thread
+        self.errors = errors
+        self._count = 0
+
+    def ask(self, prompt: str | list[int], **params: Any) -> Answer:
+        self._count += 1
+        answer = Answer(f"r{self._count}")
+        given = SamplingParams(**{"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, **params})
+        tokens = prompt if isinstance(prompt, str) else tuple(prompt)
+        self.engine.add(GenerateRequest(answer.id, tokens, given), answer.incoming.put)
+        return answer
+
+
+def fill_region(checkpoint: Path) -> Any:
+    from medusa_runtime.weights.prefetcher import prefetch
+    from medusa_runtime.weights.region import Region
+
+    region = Region.create()
+    prefetch(region, str(checkpoint), settings=Settings(), timeline=Timeline.create("prefetcher"))
+    return region
+
+
+@contextmanager
+def serving(region: Any, **settings: Any) -> Iterator[Served]:
+    from medusa_runtime.engine.torch_engine import TorchEngine
+
+    engine = TorchEngine(region, replace(SETTINGS, **settings), Timeline.create("engine"))
+    stop = threading.Event()
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            engine.run(stop)
+        except BaseException as error:  # noqa: BLE001 - a test looks at it
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield Served(engine, thread, errors)
+    finally:
+        stop.set()
+        thread.join(30)
+        engine.close()
+
+
+Serve = Callable[..., Served]
+
+
+@pytest.fixture
+def serve(checkpoint: Path) -> Iterator[Serve]:
+    """Start engines on the tiny checkpoint (or another), with other settings than SETTINGS if given."""
+    with ExitStack() as stack:
+
+        def start(folder: Path = checkpoint, **settings: Any) -> Served:
+            region = fill_region(folder)
+            stack.callback(region.close)
+            return stack.enter_context(serving(region, **settings))
+
+        yield start
