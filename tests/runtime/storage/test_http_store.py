@@ -1,0 +1,181 @@
+"""Ranges over a real socket from a server that misbehaves in every way we know."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import pytest
+from medusa_runtime.errors import (
+    ConfigError,
+    ForbiddenError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+    StorageError,
+    UnreachableError,
+)
+from medusa_runtime.storage.http import HttpStore
+from medusa_runtime.storage.retry import RetryPolicy
+
+QUICK = RetryPolicy(attempts=4, patience_s=3.0, stall_s=0.3, first_pause_s=0.01)
+BODY = os.urandom(3_000_000)
+
+
+@pytest.fixture
+def store(origin: Any) -> Any:
+    origin.put("/m/w", BODY)
+    store = HttpStore(origin.url + "/m", QUICK)
+    yield store
+    store.close()
+
+
+def fetched(store: HttpStore, start: int = 0, stop: int = len(BODY), version: str | None = None) -> bytes:
+    buffer = bytearray(stop - start)
+    with memoryview(buffer) as view:
+        store.read_into("w", start, view, version)
+    return bytes(buffer)
+
+
+def test_ranges_over_one_kept_connection(store: HttpStore, origin: Any) -> None:
+    version = store.stat("w").version
+    assert store.stat("w").size == len(BODY)
+    assert fetched(store, 10, 2_000_000, version) == BODY[10:2_000_000]
+    assert store.read("w", 2_999_990, 4_000_000) == (BODY[-10:], store.stat("w"))
+    assert origin.requests[-1][3]["accept-encoding"] == "identity"
+    assert len(store._idle[store._home.endpoint]) == 1
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        ["cut:1000000"],
+        ["cut:0"],
+        ["short:70000", "short:5"],
+        ["500", "503", "429"],
+        ["stall"],
+        ["shift"],
+        ["garbage"],
+        ["cut:900000", "503", "stall", "cut:1"],
+    ],
+)
+def test_faults_are_retried_from_the_failed_byte(store: HttpStore, origin: Any, faults: list[str]) -> None:
+    version = store.stat("w").version
+    origin.requests.clear()
+    origin.faults["/m/w"] = list(faults)
+    assert fetched(store, version=version) == BODY
+    assert origin.faults["/m/w"] == []
+    if faults[0] == "cut:1000000":
+        assert origin.asked("/m/w") == [(0, len(BODY)), (1_000_000, len(BODY))]
+    assert all(headers["if-match"] == version for _, _, _, headers in origin.requests)
+
+
+def test_progress_is_told_as_it_arrives(store: HttpStore, origin: Any) -> None:
+    origin.faults["/m/w"] = ["cut:1000000"]
+    seen: list[int] = []
+    with memoryview(bytearray(len(BODY))) as view:
+        store.read_into("w", 0, view, None, seen.append)
+    assert seen == sorted(seen)
+    assert 1_000_000 in seen
+    assert seen[-1] == len(BODY)
+
+
+def test_retry_after_is_honoured(store: HttpStore, origin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr("medusa_runtime.storage.retry.time.sleep", pauses.append)
+    monkeypatch.setattr("medusa_runtime.storage.retry.Patience.__init__.__defaults__", (pauses.append,))
+    origin.retry_after, origin.faults["/m/w"] = "1", ["429"]
+    assert fetched(store) == BODY
+    assert pauses == [1.0]
+
+
+def test_a_server_that_asks_for_more_patience_than_there_is(store: HttpStore, origin: Any) -> None:
+    origin.retry_after, origin.faults["/m/w"] = "3600", ["503"]
+    with pytest.raises(StorageError, match="503"):
+        fetched(store)
+
+
+def test_a_server_that_never_recovers(store: HttpStore, origin: Any) -> None:
+    origin.faults["/m/w"] = ["500"] * 50
+    with pytest.raises(StorageError, match=r"answers 500 \(tried 4 times\)"):
+        fetched(store)
+    assert len(origin.faults["/m/w"]) == 46
+
+
+@pytest.mark.parametrize("etags", [True, False])
+def test_an_object_that_changes_is_no_mixture(store: HttpStore, origin: Any, etags: bool) -> None:
+    origin.etags = etags
+    version = store.stat("w").version
+    origin.faults["/m/w"] = ["cut:1000"]
+    origin.put("/m/w", BODY[::-1] if etags else BODY + b"more")
+    with pytest.raises(ObjectChangedError, match="changed while it was read"):
+        fetched(store, version=version)
+
+
+def test_an_object_replaced_between_two_tries(store: HttpStore, origin: Any) -> None:
+    version = store.stat("w").version
+    origin.faults["/m/w"] = ["cut:1000", "replace"]
+    with pytest.raises(ObjectChangedError):
+        fetched(store, version=version)
+
+
+def test_a_server_without_ranges(store: HttpStore, origin: Any) -> None:
+    origin.faults["/m/w"] = ["full", "full"]
+    assert store.read("w", 5, 10)[0] == BODY[5:10]
+    with pytest.raises(StorageError, match="expected 206 and a range, found 200"):
+        fetched(store, 100, 200)
+
+
+def test_refusals(store: HttpStore, origin: Any) -> None:
+    with pytest.raises(ObjectNotFoundError, match=r"/m/nothing: no such object \(404\)"):
+        store.stat("nothing")
+    origin.faults["/m/w"] = ["403"]
+    with pytest.raises(ForbiddenError, match="403"):
+        store.stat("w")
+
+
+def test_nobody_listens() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(UnreachableError, match=f"cannot reach 127.0.0.1 port {port}: Connection refused"):
+        HttpStore(f"http://127.0.0.1:{port}/m", QUICK).stat("w")
+
+
+def test_a_name_that_does_not_exist() -> None:
+    with pytest.raises(UnreachableError, match="DNS"):
+        HttpStore("http://no-such-host.invalid/m", QUICK).stat("w")
+
+
+def test_redirects_are_followed_once_and_found_again_when_they_expire(store: HttpStore, origin: Any) -> None:
+    origin.put("/cdn/w", BODY)
+    origin.redirects["/m/w"] = "/cdn/w?signature=secret"
+    assert fetched(store, 0, 100) == BODY[:100]
+    assert fetched(store, 100, 200) == BODY[100:200]
+    assert [path for path, *_ in origin.requests] == ["/m/w", "/cdn/w", "/cdn/w"]
+    origin.faults["/cdn/w"] = ["403"]
+    assert fetched(store, 200, 300) == BODY[200:300]
+
+
+def test_credentials_are_sent_and_never_shown(origin: Any) -> None:
+    origin.put("/m/w", BODY)
+    origin.accept = lambda headers, path: (
+        headers.get("authorization") == "Basic dXNlcjpwQHNz" and path.endswith("?sig=abc")
+    )
+    store = HttpStore(origin.url.replace("//", "//user:p%40ss@") + "/m?sig=abc", QUICK)
+    assert fetched(store, 0, 10) == BODY[:10]
+    with pytest.raises(ObjectNotFoundError) as caught:
+        store.stat("nothing")
+    assert not any(secret in str(caught.value) for secret in ("p%40ss", "p@ss", "abc", "user"))
+    store.close()
+
+
+def test_an_empty_object(store: HttpStore, origin: Any) -> None:
+    origin.put("/m/empty", b"")
+    assert store.read("empty", 0, 100)[0] == b""
+    assert store.stat("empty").size == 0
+
+
+def test_a_url_that_is_none() -> None:
+    with pytest.raises(ConfigError, match="expected http"):
+        HttpStore("http://host:port/m")

@@ -1,0 +1,155 @@
+"""The S3 protocol against moto's server, and the signature against botocore's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from medusa_runtime.errors import ForbiddenError, MissingPackageError, ObjectChangedError, ObjectNotFoundError
+from medusa_runtime.storage.base import open_store
+from medusa_runtime.storage.retry import RetryPolicy
+from medusa_runtime.storage.s3 import S3Store
+from medusa_runtime.storage.sigv4 import Credentials, signed
+
+KEYS = {"AWS_ACCESS_KEY_ID": "AKIDEXAMPLE", "AWS_SECRET_ACCESS_KEY": "secret/key+x"}
+BODY = bytes(range(256)) * 1000
+
+
+@pytest.fixture(scope="module")
+def moto() -> Iterator[str]:
+    server = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    import boto3
+
+    client = boto3.client(
+        "s3",
+        endpoint_url=f"http://{host}:{port}",
+        aws_access_key_id="a",
+        aws_secret_access_key="b",
+        region_name="us-east-1",
+    )
+    client.create_bucket(Bucket="bucket")
+    client.put_object(Bucket="bucket", Key="my model/v1/w", Body=BODY)
+    client.close()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+def test_ranges_and_versions(moto: str) -> None:
+    store = S3Store("s3://bucket/my model/v1", environ={**KEYS, "AWS_ENDPOINT_URL": moto})
+    info = store.stat("w")
+    assert info.size == len(BODY)
+    buffer = bytearray(1000)
+    with memoryview(buffer) as view:
+        store.read_into("w", 300, view, info.version)
+    assert buffer == BODY[300:1300]
+    with pytest.raises(ObjectChangedError), memoryview(buffer) as view:
+        store.read_into("w", 0, view, '"another"')
+    with pytest.raises(ObjectNotFoundError, match="s3://bucket/my model/v1/nothing: no such object"):
+        store.stat("nothing")
+    store.close()
+
+
+@pytest.mark.parametrize("token", [None, "session+token=="])
+def test_signature_is_botocores(token: str | None) -> None:
+    from botocore.auth import S3SigV4Auth
+    from botocore.awsrequest import AWSRequest
+    from botocore.credentials import Credentials as BotoCredentials
+
+    now = time.time()
+    path = "/bucket/my%20model/a%2Bb~c.safetensors"
+    ours = signed(
+        Credentials(*KEYS.values(), token), region="eu-west-1", host="127.0.0.1:9000", path=path, headers={}, now=now
+    )
+    request = AWSRequest("GET", f"http://127.0.0.1:9000{path}")
+    auth = S3SigV4Auth(BotoCredentials(*KEYS.values(), token), "s3", "eu-west-1")
+    auth.add_auth(request)
+    theirs = dict(request.headers.items())
+    if theirs["X-Amz-Date"] != ours["x-amz-date"]:  # the clock's second passed between the two
+        again = time.mktime(time.strptime(theirs["X-Amz-Date"], "%Y%m%dT%H%M%SZ")) - time.timezone
+        ours = signed(
+            Credentials(*KEYS.values(), token),
+            region="eu-west-1",
+            host="127.0.0.1:9000",
+            path=path,
+            headers={},
+            now=again,
+        )
+    assert ours["Authorization"] == theirs["Authorization"]
+
+
+def checked(origin: Any, environ: dict[str, str]) -> list[str | None]:
+    """The Authorization headers that a read of one object sends."""
+    origin.put("/bucket/m/w", BODY)
+    store = S3Store(
+        "s3://bucket/m", environ={"AWS_ENDPOINT_URL": "ignored", "AWS_ENDPOINT_URL_S3": origin.url, **environ}
+    )
+    assert store.read("w", 0, 10)[0] == BODY[:10]
+    store.close()
+    return [headers.get("authorization") for _, _, _, headers in origin.requests]
+
+
+def test_credentials_from_the_environment(origin: Any) -> None:
+    (sent,) = checked(origin, {**KEYS, "AWS_REGION": "eu-central-1"})
+    assert sent
+    assert "AKIDEXAMPLE/" in sent
+    assert "/eu-central-1/s3/" in sent
+
+
+def test_anonymous(origin: Any) -> None:
+    assert checked(origin, {**KEYS, "AWS_NO_SIGN_REQUEST": "true"}) == [None]
+
+
+def test_a_profile(origin: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "credentials").write_text("[lab]\naws_access_key_id = AKIDLAB\naws_secret_access_key = s\n")
+    (tmp_path / "config").write_text("[profile lab]\nregion = ap-south-1\n")
+    for name, value in {
+        "AWS_PROFILE": "lab",
+        "AWS_SHARED_CREDENTIALS_FILE": str(tmp_path / "credentials"),
+        "AWS_CONFIG_FILE": str(tmp_path / "config"),
+    }.items():
+        monkeypatch.setenv(name, value)
+    (sent,) = checked(origin, {"AWS_PROFILE": "lab"})
+    assert sent
+    assert "AKIDLAB/" in sent
+    assert "/ap-south-1/s3/" in sent
+
+
+def test_without_boto3_a_profile_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "botocore.session", None)
+    monkeypatch.setitem(__import__("sys").modules, "botocore", None)
+    store = S3Store("s3://bucket/m", environ={"AWS_PROFILE": "lab"})
+    with pytest.raises(MissingPackageError, match=r'pip install "medusa-runtime\[s3\]"'):
+        store.stat("w")
+
+
+def test_a_refusal_says_what_to_do_and_shows_no_secret(origin: Any) -> None:
+    origin.accept = lambda headers, path: False
+    store = S3Store("s3://bucket/m", RetryPolicy(), {**KEYS, "AWS_ENDPOINT_URL": origin.url})
+    with pytest.raises(ForbiddenError, match="AWS_NO_SIGN_REQUEST") as caught:
+        store.stat("w")
+    assert "s3://bucket/m/w" in str(caught.value)
+    assert not any(value in str(caught.value) for value in KEYS.values())
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "environ", "address"),
+    [
+        ("s3://b/p", {}, ("b.s3.us-east-1.amazonaws.com", "/p/w")),
+        ("s3://b", {"AWS_REGION": "eu-west-1"}, ("b.s3.eu-west-1.amazonaws.com", "/w")),
+        ("s3://a.b/p", {}, ("s3.us-east-1.amazonaws.com", "/a.b/p/w")),
+        ("s3://b/p", {"AWS_ENDPOINT_URL": "https://store.example/x/"}, ("store.example", "/x/b/p/w")),
+    ],
+)
+def test_addresses(url: str, environ: dict[str, str], address: tuple[str, str]) -> None:
+    target = S3Store(url, environ=environ).target("w")
+    assert (target.endpoint.host, target.path) == address
+
+
+def test_the_registry_knows_it() -> None:
+    assert isinstance(open_store("s3://bucket/m"), S3Store)

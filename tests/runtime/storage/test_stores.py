@@ -1,0 +1,94 @@
+"""The registry, local files, and what fsspec reaches."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from medusa_runtime.errors import (
+    ConfigError,
+    ForbiddenError,
+    MissingPackageError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+)
+from medusa_runtime.storage.base import Store, open_store
+from medusa_runtime.storage.local import LocalStore
+
+BODY = os.urandom(5_000_000)
+
+
+@pytest.fixture(params=["path", "file", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    if request.param == "memory":
+        memory = pytest.importorskip("fsspec").filesystem("memory")
+        memory.pipe("/stores-test/w", BODY)
+        yield open_store("memory://stores-test")
+        memory.rm("/stores-test", recursive=True)
+        return
+    (tmp_path / "my model").mkdir()
+    (tmp_path / "my model" / "w").write_bytes(BODY)
+    url = str(tmp_path / "my model") if request.param == "path" else f"file://{tmp_path}/my%20model"
+    yield open_store(url)
+
+
+def test_ranges(store: Store) -> None:
+    info = store.stat("w")
+    assert info.size == len(BODY)
+    assert store.read("w", 10, 20, info.version) == (BODY[10:20], info)
+    assert store.read("w", len(BODY) - 5, len(BODY) + 5)[0] == BODY[-5:]
+    assert store.read("w", len(BODY), len(BODY) + 5)[0] == b""
+    buffer, seen = bytearray(len(BODY) - 7), []
+    with memoryview(buffer) as view:
+        store.read_into("w", 7, view, info.version, seen.append)
+    assert buffer == BODY[7:]
+    assert seen[-1] == len(buffer)
+
+
+def test_missing_and_changed(store: Store) -> None:
+    with pytest.raises(ObjectNotFoundError, match="nothing"):
+        store.stat("nothing")
+    with pytest.raises(ObjectChangedError), memoryview(bytearray(10)) as view:
+        store.read_into("w", 0, view, "another version")
+
+
+def test_only_local_files_can_be_mapped(store: Store) -> None:
+    path = store.local_path("w")
+    assert (path is not None) == isinstance(store, LocalStore)
+    assert path is None or path.read_bytes() == BODY
+
+
+def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    store = LocalStore(str(tmp_path))
+    monkeypatch.setattr("medusa_runtime.storage.local.os.open", refuse)  # root, as tests may be, is never refused
+    with pytest.raises(ForbiddenError, match="may not be read"):
+        store.stat("w")
+
+
+def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"")
+    with pytest.raises(ObjectNotFoundError, match="expected a folder with a checkpoint, found a file"):
+        open_store(str(tmp_path / "f"))
+
+
+def test_an_unknown_scheme_lists_the_known_ones() -> None:
+    with pytest.raises(
+        ConfigError, match=r"gopher://host/p: unknown scheme .*file://.*https://.*s3://.*gs://.*hf://"
+    ) as it:
+        open_store("gopher://user:password@host/p?token=t")
+    assert "password" not in str(it.value)
+
+
+@pytest.mark.parametrize(("url", "extra"), [("gs://b/p", "gcs"), ("az://c/p", "azure"), ("memory://p", "fsspec")])
+def test_a_missing_package_names_the_command(url: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    for module in ("fsspec", "gcsfs", "adlfs"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingPackageError, match=rf'pip install "medusa-runtime\[{extra}\]"'):
+        open_store(url)
