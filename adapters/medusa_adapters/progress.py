@@ -22,11 +22,14 @@ class ProgressLine:
         self._write = write
         self._moving = moving
         self._shown = False
+        self._complete = False
         self._next_s = time.monotonic() + _PLAIN_EVERY_S
 
     def show(self, progress: Progress) -> None:
-        if not progress.total_bytes:
+        """Show this much; once everything has been fetched, say that once."""
+        if not progress.total_bytes or self._complete:
             return
+        self._complete = progress.state == "done"
         if self._moving:
             done = int(_BAR_CELLS * progress.fetched_bytes / progress.total_bytes)
             self._write(f"{_CLEAR_LINE}{'█' * done}{'░' * (_BAR_CELLS - done)} {describe(progress)}")
