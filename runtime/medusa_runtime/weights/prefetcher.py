@@ -23,13 +23,20 @@ _SPARE_BYTES = 64 << 20
 
 
 def prefetch(
-    region: Region, url: str, *, settings: Settings, timeline: Timeline, checksums: Checksums | None = None
+    region: Region,
+    url: str,
+    *,
+    settings: Settings,
+    timeline: Timeline,
+    checksums: Checksums | None = None,
+    writer: RegionWriter | None = None,
 ) -> None:
     """Fetch the checkpoint at ``url`` into ``region`` and seal it. Returns when everything is there.
 
     Continues what a killed prefetcher has begun. Any error is left in the region for its readers, and raised.
+    ``writer`` is the region's, when the caller has taken it to reserve memory ahead of time.
     """
-    writer = region.writer()
+    writer = writer or region.writer()
     try:
         if writer.state == State.DONE:
             writer.seal()
@@ -53,7 +60,8 @@ def _fill(
 ) -> None:
     index = checkpoint.index
     if writer.state == State.EMPTY:
-        check_memory(index.total_bytes, index.region_bytes, settings.memory_limit_mb)
+        more_bytes = max(index.region_bytes - writer.reserved_bytes, 0)
+        check_memory(index.total_bytes, more_bytes, settings.memory_limit_mb)
     with timeline.stage("fetch", bytes=index.total_bytes) as detail:
         writer.lay_out(index, checkpoint.files)
         assert writer.chunks is not None
@@ -61,17 +69,19 @@ def _fill(
             checksums = None
         if index.region_bytes:
             schedule = Schedule(writer)
-            populator = Populator(writer, schedule)
-            prefer_huge(writer.address() + writer.offset(0), index.region_bytes)
+            populator = None if writer.populated else Populator(writer, schedule)
             streams = Streams(
                 checkpoint.store, index, writer, schedule, fixed=settings.connections, checksums=checksums
             )
-            populator.start()
+            if populator:
+                prefer_huge(writer.address() + writer.offset(0), index.region_bytes)
+                populator.start()
             try:
                 streams.run()
             finally:
                 schedule.stop()
-                populator.join()
+                if populator:
+                    populator.join()
             detail["connections"] = streams.connections
         else:
             from .local_files import warm

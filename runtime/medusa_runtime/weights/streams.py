@@ -19,6 +19,7 @@ _FIRST, _MOST = 4, 32
 _FAST_BYTES_PER_S = 300e6  # a connection as quick as this is limited by CPUs, not by the store
 _LOOK_S = 0.01
 _WINDOW_S = 0.05
+_BUSY = 0.5  # a thread that runs, or waits to run, for more of its time is not held up by its connection
 _GAIN = 1.2  # what doubling the connections must bring to be done again
 
 
@@ -89,16 +90,30 @@ class Streams:
             thread.start()
 
     def _adapt(self) -> None:
-        """Double the connections while each is slow and doubling pays (BlitzScale and MEDUSA give no rule for this)."""
+        """Double the connections while each is slow, waits for the store, and the last doubling has paid."""
         before = 0.0
         while self._alive() and not self._schedule.exhausted and self.connections < _MOST:
+            busy = self._busy_s()
+            begin = time.monotonic()
             rate = self._measure()
-            if rate is None:
+            if rate is None or rate / self.connections > _FAST_BYTES_PER_S or rate < before * _GAIN:
                 return
-            if rate / self.connections > _FAST_BYTES_PER_S or rate < before * _GAIN:
-                return
+            if (self._busy_s() - busy) / (time.monotonic() - begin) > _BUSY * self.connections:
+                return  # they wait for this machine's CPUs, not for the store
             before = rate
             self._grow(min(self.connections * 2, _MOST))
+
+    def _busy_s(self) -> float:
+        """Seconds that the connections' threads have run or waited for a CPU."""
+        total_ns = 0
+        for thread in self._threads:
+            try:
+                with open(f"/proc/self/task/{thread.native_id}/schedstat") as stat:
+                    ran, waited, _ = stat.read().split()
+            except (OSError, ValueError):
+                continue  # it has ended, or this kernel does not count
+            total_ns += int(ran) + int(waited)
+        return total_ns / 1e9
 
     def _measure(self) -> float | None:
         """Bytes a second over all connections, once they have shown what they can; None when the fetch is over."""

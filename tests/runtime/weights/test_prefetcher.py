@@ -290,3 +290,21 @@ def test_nothing_heavy_is_imported(served: Any) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("reserved", [64 * MIB, MIB])
+def test_a_region_that_was_reserved_ahead_of_time(served: Any, region: Region, reserved: int) -> None:
+    writer = region.writer()
+    writer.reserve(reserved)
+    prefetch(region, served.url + "/m", settings=Settings(), timeline=Timeline.create("test"), writer=writer)
+    check(region)
+    assert os.fstat(region.fd).st_size < sum(SIZES.values()) + 4 * MIB
+
+
+def test_a_slow_store_is_asked_over_more_connections(served: Any, region: Region) -> None:
+    served.bytes_per_s = 4e6  # each connection
+    timeline = Timeline.create("test")
+    fill(region, served.url + "/m", timeline)
+    check(region)
+    (stage,) = [stage for stage in timeline.stages() if stage.name == "fetch"]
+    assert stage.detail["connections"] > 4
