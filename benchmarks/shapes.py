@@ -1,0 +1,174 @@
+"""The shapes of real models: what a checkpoint of each holds, tensor by tensor, and its config.json."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Kind = Literal["normal", "ones", "zeros"]
+
+
+@dataclass(frozen=True)
+class Tensor:
+    name: str
+    shape: tuple[int, ...]
+    kind: Kind = "normal"
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """``family`` is the ``model_type`` of config.json, ``extra`` what it holds besides the sizes."""
+
+    family: Literal["llama", "mistral", "qwen2", "qwen3", "opt", "falcon"]
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    tied: bool = False
+    head_dim: int | None = None
+    context: int = 4096
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """In execution order, under the names that transformers gives them."""
+        return {"opt": self._opt, "falcon": self._falcon}.get(self.family, self._llama)()
+
+    def config(self) -> dict[str, Any]:
+        common = {"model_type": self.family, "hidden_size": self.hidden, "num_hidden_layers": self.layers}
+        common |= {"num_attention_heads": self.heads, "vocab_size": self.vocabulary, "tie_word_embeddings": self.tied}
+        common |= {"bos_token_id": 0, "eos_token_id": 0, "use_cache": True}
+        if self.family == "opt":
+            own: dict[str, Any] = {
+                "architectures": ["OPTForCausalLM"],
+                "ffn_dim": self.intermediate,
+                "word_embed_proj_dim": self.hidden,
+                "max_position_embeddings": self.context,
+                "do_layer_norm_before": True,
+                "activation_function": "relu",
+                "pad_token_id": 1,
+            }
+        elif self.family == "falcon":
+            own = {"architectures": ["FalconForCausalLM"], "multi_query": True, "parallel_attn": True, "bias": False}
+            own |= {"new_decoder_architecture": False, "alibi": False, "ffn_hidden_size": self.intermediate}
+            own |= {"layer_norm_epsilon": 1e-5, "max_position_embeddings": self.context}
+        else:
+            own = {
+                "architectures": [f"{self.family.capitalize()}ForCausalLM"],
+                "intermediate_size": self.intermediate,
+                "num_key_value_heads": self.kv_heads,
+                "max_position_embeddings": self.context,
+                "rms_norm_eps": 1e-6,
+                "rope_theta": 10000.0,
+                "hidden_act": "silu",
+            }
+            if self.head_dim:
+                own["head_dim"] = self.head_dim
+        return {**common, **own, **self.extra}
+
+    def _llama(self) -> Iterator[Tensor]:
+        head_dim = self.head_dim or self.hidden // self.heads
+        rows = {"q": self.heads * head_dim, "k": self.kv_heads * head_dim, "v": self.kv_heads * head_dim}
+        yield Tensor("model.embed_tokens.weight", (self.vocabulary, self.hidden))
+        for layer in range(self.layers):
+            at = f"model.layers.{layer}"
+            yield Tensor(f"{at}.input_layernorm.weight", (self.hidden,), "ones")
+            for name, count in rows.items():
+                yield Tensor(f"{at}.self_attn.{name}_proj.weight", (count, self.hidden))
+                if self.family == "qwen2":
+                    yield Tensor(f"{at}.self_attn.{name}_proj.bias", (count,), "zeros")
+            if self.family == "qwen3":
+                yield Tensor(f"{at}.self_attn.q_norm.weight", (head_dim,), "ones")
+                yield Tensor(f"{at}.self_attn.k_norm.weight", (head_dim,), "ones")
+            yield Tensor(f"{at}.self_attn.o_proj.weight", (self.hidden, rows["q"]))
+            yield Tensor(f"{at}.post_attention_layernorm.weight", (self.hidden,), "ones")
+            yield Tensor(f"{at}.mlp.gate_proj.weight", (self.intermediate, self.hidden))
+            yield Tensor(f"{at}.mlp.up_proj.weight", (self.intermediate, self.hidden))
+            yield Tensor(f"{at}.mlp.down_proj.weight", (self.hidden, self.intermediate))
+        yield Tensor("model.norm.weight", (self.hidden,), "ones")
+        if not self.tied:
+            yield Tensor("lm_head.weight", (self.vocabulary, self.hidden))
+
+    def _opt(self) -> Iterator[Tensor]:
+        yield Tensor("model.decoder.embed_tokens.weight", (self.vocabulary, self.hidden))
+        yield Tensor("model.decoder.embed_positions.weight", (self.context + 2, self.hidden))  # OPT's offset
+        for layer in range(self.layers):
+            at = f"model.decoder.layers.{layer}"
+            yield from _norm(f"{at}.self_attn_layer_norm", self.hidden)
+            for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+                yield from _linear(f"{at}.self_attn.{name}", self.hidden, self.hidden)
+            yield from _norm(f"{at}.final_layer_norm", self.hidden)
+            yield from _linear(f"{at}.fc1", self.intermediate, self.hidden)
+            yield from _linear(f"{at}.fc2", self.hidden, self.intermediate)
+        yield from _norm("model.decoder.final_layer_norm", self.hidden)
+
+    def _falcon(self) -> Iterator[Tensor]:
+        head_dim = self.hidden // self.heads
+        yield Tensor("transformer.word_embeddings.weight", (self.vocabulary, self.hidden))
+        for layer in range(self.layers):
+            at = f"transformer.h.{layer}"
+            yield from _norm(f"{at}.input_layernorm", self.hidden)
+            yield Tensor(f"{at}.self_attention.query_key_value.weight", (self.hidden + 2 * head_dim, self.hidden))
+            yield Tensor(f"{at}.self_attention.dense.weight", (self.hidden, self.hidden))
+            yield Tensor(f"{at}.mlp.dense_h_to_4h.weight", (self.intermediate, self.hidden))
+            yield Tensor(f"{at}.mlp.dense_4h_to_h.weight", (self.hidden, self.intermediate))
+        yield from _norm("transformer.ln_f", self.hidden)
+        if not self.tied:
+            yield Tensor("lm_head.weight", (self.vocabulary, self.hidden))
+
+
+def _norm(name: str, size: int) -> Iterator[Tensor]:
+    yield Tensor(f"{name}.weight", (size,), "ones")
+    yield Tensor(f"{name}.bias", (size,), "zeros")
+
+
+def _linear(name: str, rows: int, columns: int) -> Iterator[Tensor]:
+    yield Tensor(f"{name}.weight", (rows, columns))
+    yield Tensor(f"{name}.bias", (rows,), "zeros")
+
+
+_LLAMA3_ROPE = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LLAMA3_ROPE |= {"original_max_position_embeddings": 8192}
+
+SHAPES = {
+    # Made for the benchmarks and tests: 57 MB and 1.6 GB in bf16.
+    "llama-57m": Shape("llama", 8, 512, 1472, 8, 4, 4096),
+    "llama-1.6g": Shape("llama", 16, 2048, 6272, 32, 8, 8192, tied=True),
+    "tiny-llama": Shape("llama", 2, 64, 160, 4, 2, 384),
+    "tiny-qwen2": Shape("qwen2", 2, 64, 160, 4, 2, 384, tied=True),
+    "tiny-qwen3": Shape("qwen3", 2, 64, 160, 4, 2, 384, head_dim=32),
+    "tiny-opt": Shape("opt", 2, 64, 256, 4, 4, 384, tied=True, context=128),
+    "tiny-falcon": Shape("falcon", 2, 64, 256, 4, 1, 384, tied=True),
+    # Real ones, by the sizes in their published config.json.
+    "llama-1b": Shape(
+        "llama", 16, 2048, 8192, 32, 8, 128256, tied=True, head_dim=64, context=131072,
+        extra={"rope_theta": 500000.0, "rope_scaling": _LLAMA3_ROPE, "rms_norm_eps": 1e-5},
+    ),
+    "llama-3-8b": Shape(
+        "llama", 32, 4096, 14336, 32, 8, 128256, context=8192, extra={"rope_theta": 500000.0, "rms_norm_eps": 1e-5}
+    ),
+    "llama-2-7b": Shape("llama", 32, 4096, 11008, 32, 32, 32000, extra={"rms_norm_eps": 1e-5}),
+    "mistral-7b": Shape(
+        "mistral", 32, 4096, 14336, 32, 8, 32000, context=32768, extra={"sliding_window": 4096, "rms_norm_eps": 1e-5}
+    ),
+    "qwen2.5-0.5b": Shape(
+        "qwen2", 24, 896, 4864, 14, 2, 151936, tied=True, context=32768, extra={"rope_theta": 1000000.0}
+    ),
+    "qwen2.5-1.5b": Shape(
+        "qwen2", 28, 1536, 8960, 12, 2, 151936, tied=True, context=32768, extra={"rope_theta": 1000000.0}
+    ),
+    "qwen3-0.6b": Shape(
+        "qwen3", 28, 1024, 3072, 16, 8, 151936, tied=True, head_dim=128, context=40960,
+        extra={"rope_theta": 1000000.0},
+    ),
+    "opt-125m": Shape("opt", 12, 768, 3072, 12, 12, 50272, tied=True, context=2048),
+    "opt-1.3b": Shape("opt", 24, 2048, 8192, 32, 32, 50272, tied=True, context=2048),
+    "falcon-7b": Shape("falcon", 32, 4544, 18176, 71, 1, 65024, tied=True, context=2048),
+}  # fmt: skip
