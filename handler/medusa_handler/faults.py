@@ -52,6 +52,11 @@ def not_ready(message: str, retry_after_s: float = 1.0) -> ApiError:
     return ApiError(503, message, code="not_ready", headers=retry_after(retry_after_s))
 
 
+def stopping() -> ApiError:
+    """503 for a request that still waited for the start when the instance was told to stop."""
+    return not_ready("the instance is stopping and will not become ready; try again")
+
+
 def retry_after(seconds: float) -> dict[str, str]:
     """The header, in whole seconds from 1 to an hour."""
     return {"Retry-After": str(max(1, min(3600, math.ceil(seconds))))}

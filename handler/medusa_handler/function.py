@@ -16,7 +16,7 @@ from medusa_runtime.errors import HandlerError, HandlerLoadError, MedusaError
 from .binding import Binding
 from .blame import user_traceback
 from .contract import Context, Request
-from .faults import ClientGoneError, not_ready
+from .faults import ClientGoneError, not_ready, stopping
 from .loader import load_target
 from .loop import AsyncItems, EventLoop
 from .model import Model, client_gone
@@ -113,6 +113,8 @@ class UserFunction:
         while not self._loaded.wait(_POLL_S):
             if gone():
                 raise ClientGoneError
+            if self._service.draining.is_set():
+                raise stopping()
             if time.monotonic() > deadline:
                 raise not_ready(
                     f"the function was not loaded within {self._service.settings.hold_s:g} s of the request"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from medusa_runtime.engine.base import Delta, GenerateRequest
 
-from .faults import ClientGoneError, not_ready
+from .faults import ClientGoneError, not_ready, stopping
 from .merge import Item, Merge
 
 if TYPE_CHECKING:
@@ -83,6 +83,8 @@ class Generation:
         service = self._service
         if self._first or service.engine is None or service.engine.ready:
             return
+        if service.draining.is_set():
+            raise stopping()
         if now - self._began > service.settings.hold_s:
             raise not_ready(
                 f"the model was not loaded within {service.settings.hold_s:g} s of the request", service.eta_s()

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _SPARE_THREADS = 32  # for probes, metrics and requests that are about to be refused
 _IDLE_CONNECTIONS = 2048
 _KEEPALIVE_S = 75
-STOP_GRACE_S = 3
+STOP_GRACE_S = 1  # for responses that have been made, and idle connections
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def options(listener: socket.socket, settings: Settings) -> dict[str, Any]:
         "worker_connections": threads(settings) + _IDLE_CONNECTIONS,
         "worker_tmp_dir": worker_folder() or "/dev/shm",
         "timeout": 0,
-        "graceful_timeout": math.ceil(settings.drain_s) + STOP_GRACE_S,
+        "graceful_timeout": math.ceil(settings.drain_s) + 2 * STOP_GRACE_S,
         "keepalive": _KEEPALIVE_S,
         "control_socket_disable": True,
         "loglevel": "warning",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .admission import Admission
 from .chat_template import ChatTemplate
-from .faults import ClientGoneError, not_ready
+from .faults import ClientGoneError, not_ready, stopping
 from .metrics import Metrics
 
 if TYPE_CHECKING:
@@ -71,6 +71,8 @@ class Service:
                 pass
             if gone():
                 raise ClientGoneError
+            if self.draining.is_set():
+                raise stopping()
             if time.monotonic() > deadline:
                 raise not_ready(f"the model's files were not there within {self.settings.hold_s:g} s of the request")
 

@@ -111,7 +111,10 @@ def test_logprobs_in_both_shapes(client: openai.OpenAI) -> None:
     assert logprobs.tokens == ["w0", " w1"]
     assert logprobs.token_logprobs == [-0.5, -0.5]
     assert logprobs.text_offset == [0, 2]
-    assert logprobs.top_logprobs == [{"alt0": -1.0, "alt1": -2.0}] * 2
+    assert logprobs.top_logprobs == [
+        {"alt0": -1.0, "alt1": -2.0, "w0": -0.5},
+        {"alt0": -1.0, "alt1": -2.0, " w1": -0.5},
+    ]
     chat = client.chat.completions.create(
         model="words", messages=[{"role": "user", "content": "a"}], logprobs=True, top_logprobs=1, max_tokens=1
     )

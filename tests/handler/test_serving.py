@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -184,6 +185,26 @@ def test_the_drain_ends(serve: Serve) -> None:
     served.until(lambda: metric(served, "medusa_requests_in_flight") == 1)
     assert served.stop() == 0
     connection.close()
+
+
+def test_sigterm_refuses_what_still_waits_for_the_start(serve: Serve) -> None:
+    for options in ({"ready": False}, {"handler": "slow_load/handler.py:Handler"}):
+        served = serve(**options)
+        with ThreadPoolExecutor(1) as pool:
+            held = pool.submit(served.complete)
+            served.until(lambda served=served: metric(served, "medusa_requests_held") == 1)  # type: ignore[misc]
+            assert served.stop() == 0
+            status, answer, headers = held.result()
+        assert status == 503
+        assert "stopping" in str(answer)
+        assert "retry-after" in headers
+
+
+def test_sigterm_at_any_moment_ends_the_process(serve: Serve) -> None:
+    for delay_s in (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.6):
+        served = serve(ready=False)
+        time.sleep(delay_s)
+        assert served.stop() in (0, -signal.SIGTERM)
 
 
 def test_the_first_answer_carries_the_stages(serve: Serve) -> None:

@@ -20,7 +20,11 @@ def completion_logprobs(tokens: Sequence[TokenLogprob], offset: int, alternative
         "tokens": [token.text for token in tokens],
         "token_logprobs": [_finite(token.logprob) for token in tokens],
         "top_logprobs": [
-            {text: _finite(logprob) for _, text, logprob in token.top[:alternatives]} if alternatives else None
+            # The chosen token is among its alternatives, even where it is not one of the likeliest.
+            {text: _finite(logprob) for _, text, logprob in token.top[:alternatives]}
+            | {token.text: _finite(token.logprob)}
+            if alternatives
+            else None
             for token in tokens
         ],
         "text_offset": offsets,
