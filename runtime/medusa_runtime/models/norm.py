@@ -1,4 +1,4 @@
-"""Root-mean-square norm (Zhang and Sennrich, 2019), computed in fp32."""
+"""Root-mean-square norm (Zhang and Sennrich, 2019), computed in fp32 and rounded where transformers rounds."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
-        self.shape = (size,)
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.rms_norm(x, self.shape, self.weight, self.eps)
+        # Not torch.rms_norm: on a CPU it takes eight times as long for a 16-bit prefill, and rounds once less.
+        wide = x.float()
+        scale = wide.square().mean(-1, True).add_(self.eps).rsqrt_()
+        return (wide * scale).to(x.dtype).mul_(self.weight)

@@ -131,9 +131,12 @@ def greedy(model: DecoderModel, tokens: list[int], count: int) -> list[int]:
 
 
 @pytest.fixture(autouse=True)
-def _no_gradients() -> Iterator[None]:
+def _plainly() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # for tensors this small, threads on a busy machine only wait for each other
     with torch.inference_mode():
         yield
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -144,9 +147,9 @@ def test_agrees_in_fp32(case: str, tmp_path: Path) -> None:
         assert expected.std() > 0.1, "logits this close to each other would agree whatever we did"
         torch.testing.assert_close(logits(ours, PROMPT), expected, rtol=0, atol=1e-4)
         tokens = list(PROMPT)
-        for _ in range(12):
+        for _ in range(8):
             tokens.append(int(theirs(torch.tensor([tokens])).logits[0, -1].argmax()))
-        assert greedy(ours, PROMPT, 12) == tokens
+        assert greedy(ours, PROMPT, 8) == tokens
 
 
 @pytest.mark.parametrize("case", ["llama-untied", "qwen2", "qwen3", "mistral-window", "opt", "falcon-7b"])

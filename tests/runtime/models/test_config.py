@@ -1,0 +1,97 @@
+"""Reading config.json: every form that checkpoints use, and one clear error for what cannot be run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from medusa_runtime.errors import ConfigError, ModelError
+from medusa_runtime.models import ARCHITECTURES, ModelConfig, build_model
+from medusa_runtime.models.llama import LlamaConfig
+from medusa_runtime.models.registry import family
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
+
+
+def llama(**changes: Any) -> LlamaConfig:
+    config = ModelConfig.from_hf(LLAMA | changes)
+    assert isinstance(config, LlamaConfig)
+    return config
+
+
+def test_reads_what_an_engine_asks() -> None:
+    config = llama(torch_dtype="bfloat16", eos_token_id=[7, 9], num_key_value_heads=2, head_dim=None)
+    assert (config.num_kv_heads, config.head_dim, config.max_positions) == (2, 16, 256)
+    assert (config.dtype, config.eos_token_ids, config.tie_word_embeddings) == (torch.bfloat16, (7, 9), False)
+    assert llama(dtype="float16", eos_token_id=3).eos_token_ids == (3,)
+    assert llama().num_kv_heads == 4
+
+
+def test_old_and_new_forms_of_rope_are_one() -> None:
+    yarn = {"factor": 4.0, "original_max_position_embeddings": 64}
+    new = llama(rope_parameters={"rope_type": "yarn", "rope_theta": 1e6, "partial_rotary_factor": 0.5, **yarn})
+    old = llama(rope_theta=1e6, partial_rotary_factor=0.5, rope_scaling={"type": "yarn", **yarn})
+    assert new == old
+    assert (new.rope.kind, new.rope.size, new.rope.theta) == ("yarn", 8, 1e6)
+    assert llama(rope_scaling=None, rope_theta=5000).rope.theta == 5000
+
+
+def test_windows_of_each_layer() -> None:
+    mistral = {"architectures": ["MistralForCausalLM"]}
+    assert llama(sliding_window=8).windows == (None,) * 4  # Llama has none, whatever the file says
+    assert llama(**mistral, sliding_window=8).windows == (8,) * 4
+    assert llama(**mistral, sliding_window=None).windows == (None,) * 4
+    assert llama(**mistral).windows == (4096,) * 4
+    qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 8, "max_window_layers": 3}
+    assert llama(**qwen).windows == (None,) * 4
+    assert llama(**qwen, use_sliding_window=True).windows == (None, None, None, 8)
+    kinds = ["full_attention", "sliding_attention"] * 2
+    assert llama(**qwen, use_sliding_window=True, layer_types=kinds).windows == (None, 8, None, 8)
+
+
+def test_an_unknown_architecture_lists_the_known_ones() -> None:
+    with pytest.raises(ModelError) as caught:
+        llama(architectures=["MambaForCausalLM"])
+    assert "MambaForCausalLM" in str(caught.value)
+    assert all(name in str(caught.value) for name in ARCHITECTURES)
+    assert "--engine vllm" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"architectures": None}, ModelError, "architectures"),
+        ({"hidden_size": None}, ConfigError, "expected hidden_size to be a positive integer, found nothing"),
+        ({"num_hidden_layers": "4"}, ConfigError, "num_hidden_layers"),
+        ({"hidden_size": 65}, ConfigError, "a multiple of the 4 attention heads, found 65"),
+        ({"num_key_value_heads": 3}, ConfigError, "num_key_value_heads"),
+        ({"hidden_act": "mish"}, ConfigError, "hidden_act to be one of silu"),
+        ({"torch_dtype": "int8"}, ConfigError, "torch_dtype to be one of float32"),
+        ({"quantization_config": {"quant_method": "awq"}}, ConfigError, "--engine vllm"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, ModelError, "longrope"),
+        ({"rope_scaling": {"rope_type": "linear"}}, ConfigError, "expected factor to be a number"),
+        ({"rope_scaling": "yarn"}, ConfigError, "rope_scaling to be an object"),
+        ({"architectures": ["FalconForCausalLM"], "alibi": True}, ModelError, "ALiBi"),
+    ],
+)
+def test_bad_values_are_named(changes: dict[str, Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=r"(?s).*" + said):
+        ModelConfig.from_hf(LLAMA | changes)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_architecture_builds_without_memory(architecture: str) -> None:
+    model = build_model(ModelConfig.from_hf(LLAMA | {"architectures": [architecture], "ffn_dim": 96}))
+    assert type(model) is family(architecture)
+    assert not model.training
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert len(model.layers) == model.config.num_layers == 4
