@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -120,8 +121,10 @@ def test_a_process_is_gone_with_its_children_even_those_that_ignore_sigterm() ->
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_bench_leaves_nothing(number: int) -> None:
+    short = tempfile.mkdtemp(prefix="m")  # a Unix socket lies there
     command = [MEDUSA, "bench", "coldstart", "--model", EXAMPLE, "--runs", "50", "--no-yardsticks"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    env = os.environ | {"TMPDIR": short}
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env)
     deadline = time.monotonic() + 20
     while len(tree := descendants(process.pid)) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -132,6 +135,7 @@ def test_an_interrupted_bench_leaves_nothing(number: int) -> None:
     while (left := [pid for pid in tree if alive(pid)]) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left
+    os.rmdir(short)  # fails when something is left in it
 
 
 def test_answers_that_differ_end_the_bench() -> None:

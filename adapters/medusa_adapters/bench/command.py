@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 
 _BENCHES = (
     ("coldstart", "medusa_adapters.bench.coldstart", "from exec to the first token, in turn with others"),
@@ -21,5 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    # As Ctrl-C does it: through the context managers that end what was started and remove what was written.
+    signal.signal(signal.SIGTERM, _stop)
     status: int = importlib.import_module(arguments.bench).run(arguments)
     return status
+
+
+def _stop(number: int, _frame: object) -> None:
+    raise SystemExit(128 + number)
