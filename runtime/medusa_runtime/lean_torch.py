@@ -8,6 +8,7 @@ versions in ``TESTED``; any other torch is imported plainly.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import importlib.util
@@ -20,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .deferred import Deferrer, StandIn, execute
+from .deferred import Deferrer, StandIn
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,9 @@ _EAGER = frozenset(
     | {"torch._native.triton_utils", "torch.distributed._functional_collectives"}
     | {"torch.fx.experimental.symbolic_shapes"}
 )
+# Asked by eager inference, or by those who look for a device; free of import cycles.
+_ALONE = ("torch.accelerator", "torch.cpu", "torch.cuda", "torch.mps", "torch.mtia", "torch.xpu", "torch._guards")
+_ALONE += ("torch.utils._device", "torch.nn.attention", "torch.fft", "torch.linalg", "torch.special")
 _BEFORE: dict[str, tuple[str, ...]] = {
     "torch.multiprocessing._atfork": (),  # a leaf: it needs nothing of its package
     "torch.package._mangling": (),
@@ -55,6 +59,7 @@ _LATE = {
     "torch._vmap_internals": ("_vmap", "vmap"),
     "torch.autograd.gradcheck": ("gradcheck", "gradgradcheck"),
     "torch.func": ("vmap",),
+    "torch.nested": ("nested_tensor",),
     "torch.nn.parallel": ("DataParallel",),
 }
 
@@ -121,13 +126,14 @@ class _LeanImport:
 
     def __init__(self) -> None:
         self._builtins: list[tuple[Any, str]] = []
-        self._libraries: list[StandIn] = []
-        self._done = False
         self._finder = Deferrer(
             ("torch", "torchgen", "numpy", "sympy"),
             eager=_EAGER,
             whole=frozenset({"numpy", "sympy"}),
+            alone=_ALONE,
             before=_BEFORE,
+            around=self._plainly,
+            on_complete=self._catch_up,
             after={"torch.distributed.rpc": _define_rrefs},
             stand_ins=self._stand_ins(),
         )
@@ -135,9 +141,11 @@ class _LeanImport:
     def run(self) -> ModuleType:
         autoload = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD")
         os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # else it reads every installed package's entry points
-        sys.meta_path.insert(0, self._finder)
         try:
-            return importlib.import_module("torch")
+            torch = self._finder.lean("torch")
+            # As torch._prims.rng_prims does at the end of a plain import; without it there is no torch.Generator.
+            torch._C._set_generator_metaclass(torch._opaque_base.OpaqueBaseMeta)
+            return torch
         finally:
             if autoload is None:
                 del os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"]
@@ -149,8 +157,10 @@ class _LeanImport:
             module: {name: StandIn.of(module, name) for name in late} for module, late in _LATE.items()
         }
         names["torch._logging"] = {"_init_logs": lambda: None}
+        names["torch.compiler"] = {"is_compiling": lambda: False, "is_dynamo_compiling": lambda: False}
         names["torch.distributed.rpc"] = {"is_available": lambda: False}
         names["torch.fx.operator_schemas"] = {"_SCHEMA_TO_SIGNATURE_CACHE": {}}
+        names["torch.fx.experimental.sym_node"] = {"DynamicInt": _DynamicInt}
         names["torch.jit"] = {"_builtins": _Builtins(self._builtins)}
         names["torch.library"] = {"Library": self._library}
         names["numpy"] = {"__version__": _numpy_version()}  # torch._C asks for it, to warn of a bug in one version
@@ -164,19 +174,23 @@ class _LeanImport:
                 made.append(importlib.import_module("torch.library").Library(*args))
             return made[0]
 
-        library = StandIn(resolve)
-        self._libraries.append(library)
-        return library
+        return StandIn(resolve)
+
+    @staticmethod
+    def _plainly() -> contextlib.AbstractContextManager[object]:
+        """Whatever mode the caller is in (a default device, inference), torch's own modules execute outside of it."""
+        torch = sys.modules["torch"]
+        stack = contextlib.ExitStack()
+        stack.enter_context(torch._C.DisableTorchFunction())
+        stack.enter_context(torch._C._DisableTorchDispatch())
+        stack.enter_context(torch.inference_mode(False))
+        return stack
 
     def complete(self) -> None:
-        if self._done:
-            return
-        self._done = True
-        execute(importlib.import_module("torch.utils._pytree"))
-        while pending := list(self._finder.pending()):
-            for module in pending:
-                execute(module)
-        sys.meta_path.remove(self._finder)
+        self._finder.complete()
+
+    def _catch_up(self) -> None:
+        """What a plain import does beyond executing modules."""
         self._replace_stand_ins()
         register = importlib.import_module("torch.jit._builtins")._register_builtin
         for function, name in self._builtins:
@@ -191,6 +205,16 @@ class _LeanImport:
                         setattr(module, key, value.real())
         triton = sys.modules["torch"]._TritonLibrary
         triton.lib = triton.lib.real()
+
+
+class _DynamicIntType(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        real = vars(sys.modules["torch.fx.experimental.sym_node"])["DynamicInt"]
+        return real is not cls and isinstance(instance, real)
+
+
+class _DynamicInt(metaclass=_DynamicIntType):
+    """In place of sym_node's: torch._C asks for the class once, at the first size it parses, and keeps it."""
 
 
 class _Builtins:
