@@ -20,7 +20,7 @@ Start = Callable[..., Any]
 
 def test_a_request_sent_at_once_is_held_and_answered(start: Start, example: Path) -> None:
     serving = start("--model", example)
-    answer = serving.complete(max_tokens=12)
+    answer = serving.complete(max_tokens=12, ignore_eos=True)
     assert answer["choices"][0]["text"].strip()
     assert answer["usage"]["completion_tokens"] == 12
     assert serving.stop() == 0
