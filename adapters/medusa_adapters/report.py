@@ -56,11 +56,11 @@ def _headline(result: Result, ours: str) -> str:
     if median is None:
         return "<h1>medusa-runtime</h1>"
     ratios = [
-        f"<strong>{ratio:.1f}×</strong> faster than {escape(row.name)}"
+        f"<strong>{max(ratio, 1 / ratio):.1f}×</strong> {'faster' if ratio >= 1 else 'slower'} than {escape(row.name)}"
         for row in result.rows
         if row.metric == "ttft_s"
         and row.name not in (ours, "torch-import", "floor")
-        and (ratio := result.ratio("ttft_s", row.name, ours)) is not None
+        and (ratio := result.ratio("ttft_s", row.name, ours))
     ]
     versus = f'<p class="versus">{", ".join(ratios)}</p>' if ratios else ""
     return (
@@ -75,7 +75,8 @@ def _charts(result: Result, ours: str) -> list[str]:
         rows = [row for row in result.rows if row.metric == metric]
         if rows:
             title, text = _METRICS[metric]
-            runs = f"median of {rows[0].runs} runs, taken in turn; thin lines: least to most"
+            runs = f"Medians of {rows[0].runs} runs, taken in turn; the thin lines go from the least to the most"
+            text = text[0].upper() + text[1:]
             sections.append(f"<section><h2>{title}</h2><p>{text}. {runs}.</p>{bars(rows, ours)}</section>")
     return sections
 

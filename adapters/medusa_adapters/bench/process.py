@@ -66,7 +66,9 @@ class Process:
     def failure(self, what: str) -> MedusaError:
         self._errors.seek(0)
         said = self._errors.read().decode(errors="replace").strip()[-1500:]
-        return MedusaError(f"`{' '.join(self.command)[:200]}` {what} (status {self._process.poll()}): {said}")
+        status = self._process.poll()
+        state = "still running" if status is None else f"status {status}"
+        return MedusaError(f"`{' '.join(self.command)[:200]}` {what} ({state}): {said}")
 
     def tree(self) -> list[int]:
         """This process and all that descend from it."""
