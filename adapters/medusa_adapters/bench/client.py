@@ -58,12 +58,19 @@ class Job:
 def shared_memory(size_bytes: int, *, touched: bool) -> tuple[int, mmap.mmap]:
     """A memfd and a writable mapping of it; ``touched`` means that its pages exist and are mapped."""
     fd = os.memfd_create("bench")
+    if touched:
+        return fd, touch(fd, size_bytes)
+    os.ftruncate(fd, size_bytes)
+    return fd, mmap.mmap(fd, size_bytes)
+
+
+def touch(fd: int, size_bytes: int) -> mmap.mmap:
+    """Make a memfd this large, with all of its pages in memory; the mapping that did it may be dropped."""
     os.ftruncate(fd, size_bytes)
     memory = mmap.mmap(fd, size_bytes)
-    if touched:
-        with memoryview(memory) as view:
-            view[:: mmap.PAGESIZE] = bytes(len(view[:: mmap.PAGESIZE]))
-    return fd, memory
+    with memoryview(memory) as view, view[:: mmap.PAGESIZE] as firsts:
+        firsts[:] = bytes(len(firsts))
+    return memory
 
 
 def main(clients: Mapping[str, Client]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 from medusa_adapters.bench.client import Buffers, Client, Job, main
@@ -11,17 +10,21 @@ _ROOM_BYTES = 4 << 20  # beside the data a region holds its header, the chunk ta
 
 
 def prepare(job: Job) -> Callable[[], Buffers]:
-    """Into a region whose pages are in memory already, or into a new one where the job says fresh."""
+    """Into a region whose memory was reserved before, or into a new one where the job says fresh."""
+    from medusa_runtime.config import Settings
+    from medusa_runtime.timeline import Timeline
     from medusa_runtime.weights.prefetcher import prefetch
     from medusa_runtime.weights.region import Region
 
     region = Region.create()
+    writer = region.writer()
     if not job.fresh:
-        os.posix_fallocate(region.fd, 0, job.size_bytes + _ROOM_BYTES)
+        writer.reserve(job.size_bytes + _ROOM_BYTES)
+    timeline = Timeline.create("prefetcher")
     url = f"s3://{job.bucket}/{job.key.rpartition('/')[0]}"
 
     def fetch() -> Buffers:
-        prefetch(region, url)
+        prefetch(region, url, settings=Settings(), timeline=timeline, writer=writer)
         return [memoryview(bytes(job.data_start)), region.shard(0)]
 
     return fetch
