@@ -147,6 +147,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Se
     def start(*arguments: str | Path, env: dict[str, str] | None = None, wrapper: Sequence[str] = ()) -> Serving:
         # A short path: the engine's Unix socket lies under TMPDIR, and such paths end at 107 bytes.
         folder = Path(tempfile.mkdtemp(prefix="m"))
+        folder.chmod(0o755)  # a confined instance runs as another user
         started.append(Serving(folder, *arguments, env=env, wrapper=wrapper))
         return started[-1]
 
