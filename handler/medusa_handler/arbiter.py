@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import selectors
 import socket
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gunicorn.app.base import BaseApplication
@@ -46,6 +48,19 @@ class Worker(ThreadWorker):  # type: ignore[misc]
     """On SIGTERM goes on accepting (a platform's probes must see 503, not a refused connection) until drained."""
 
     _stopping = False
+
+    def enqueue_req(self, conn: Any) -> None:
+        """A connection takes a thread when it has sent something, so that idle ones keep no probe waiting.
+
+        gunicorn itself lets a new connection hold a thread for five seconds before it puts it where we put it at once.
+        """
+        if getattr(conn, "initialized", True) or getattr(conn, "data_ready", True):
+            super().enqueue_req(conn)
+            return
+        conn.sock.setblocking(False)
+        conn.set_timeout()
+        self.pending_conns.append(conn)
+        self.poller.register(conn.sock, selectors.EVENT_READ, partial(self.on_pending_socket_readable, conn))
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         if not self._stopping:

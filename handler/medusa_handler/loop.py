@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .faults import ClientGoneError
+
+if TYPE_CHECKING:
+    import asyncio
 
 T = TypeVar("T")
 
@@ -23,6 +25,8 @@ class EventLoop:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        import asyncio  # 40 ms that no probe, and few functions, should wait for
+
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()

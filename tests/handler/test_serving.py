@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ def test_a_client_that_leaves_cancels_its_request(serve: Serve) -> None:
         else:
             served.until(lambda: metric(served, "medusa_requests_in_flight") == 1)
         connection.close()
-        served.until(lambda n=cancelled: metric(served, "medusa_engine_cancelled_total") == n)  # type: ignore[misc]
+        served.until(lambda n=cancelled: metric(served, "medusa_engine_cancelled_total") == n)
         served.until(lambda: metric(served, "medusa_requests_in_flight") == 0)
 
 
@@ -162,6 +163,19 @@ def test_probes_do_not_queue_behind_work(serve: Serve) -> None:
         assert [future.result()[0] for future in busy] == [200] * 8
 
 
+def test_idle_connections_take_no_threads(serve: Serve) -> None:
+    served = serve(max_concurrency=2, max_waiting=2)
+    served.wait_ready()
+    worker = Path(f"/proc/{served.process.pid}/task/{served.process.pid}/children").read_text().strip()
+    with ExitStack() as stack:
+        for _ in range(100):
+            stack.enter_context(socket.create_connection(("127.0.0.1", served.port)))
+        assert served.request("GET", "/livez")[0] == 200
+        assert served.complete()[0] == 200
+        assert len(list(Path(f"/proc/{worker}/task").iterdir())) < 20
+    assert served.stop() == 0
+
+
 def test_sigterm_finishes_streams_and_says_unready(serve: Serve) -> None:
     served = serve(token_s=0.02)
     connection, response = stream(served, max_tokens=150)
@@ -192,7 +206,7 @@ def test_sigterm_refuses_what_still_waits_for_the_start(serve: Serve) -> None:
         served = serve(**options)
         with ThreadPoolExecutor(1) as pool:
             held = pool.submit(served.complete)
-            served.until(lambda served=served: metric(served, "medusa_requests_held") == 1)  # type: ignore[misc]
+            served.until(lambda served=served: metric(served, "medusa_requests_held") == 1)
             assert served.stop() == 0
             status, answer, headers = held.result()
         assert status == 503
