@@ -83,7 +83,7 @@ def paged_attention(
 def describe() -> dict[str, str]:
     """For each 16-bit dtype: which way its products take on this machine, and why; and the way of attention."""
     kernels = _kernels()
-    attention = f"torch: {kernels}" if isinstance(kernels, str) else f"native: {kernels.threads}"
+    attention = f"torch: {kernels}" if isinstance(kernels, str) else "native"
     return {name: _path(getattr(torch, name)).reason for name in cpu.FAST_IN_TORCH} | {"attention": attention}
 
 
@@ -116,7 +116,7 @@ def _path(dtype: torch.dtype) -> _Path:
         return _Path(None, f"torch: the CPU multiplies it itself ({', '.join(sorted(fast))})")
     kernels = _kernels()
     if isinstance(kernels, native.NativeKernels):
-        return _Path(kernels.linear, f"native: {kernels.instruction_set} bits wide, {kernels.threads}")
+        return _Path(kernels.linear, f"native: {kernels.instruction_set} bits wide")
     if not features >= cpu.NEEDED:
         return _Path(None, f"torch: {kernels}")
     return _Path(upcast.linear, f"upcast: {kernels}")

@@ -16,8 +16,9 @@ struct run {
     atomic_long next;
 };
 
-static void attend_tiles(void *argument)
+static void attend_tiles(void *argument, int thread)
 {
+    (void)thread;
     struct run *run = argument;
     for (long tile; (tile = atomic_fetch_add(&run->next, 1)) < run->count;)
         run->attend(run->attention, &run->tiles[tile]);

@@ -47,7 +47,7 @@ def build(target: Path = SOURCE_DIR / LIBRARY_NAME) -> Path:
             objects.append(f"{folder}/{name}.o")
             _run([*compiler, *FLAGS, *flags, "-c", str(SOURCE_DIR / source), "-o", objects[-1]])
         library = Path(folder, LIBRARY_NAME)
-        _run([*compiler, "-shared", "-o", str(library), *objects, "-lm"])
+        _run([*compiler, "-shared", "-o", str(library), *objects, "-lm", "-lpthread"])
         library.replace(target)
     return target
 

@@ -15,26 +15,27 @@ struct run {
     const struct linear_variant *variant;
 };
 
-static void widen_tiles(void *argument)
+static void widen_tiles(void *argument, int thread)
 {
+    (void)thread;
     struct run *run = argument;
     const long count = run->variant->tiles(run->job.rows);
     for (long tile; (tile = atomic_fetch_add(&run->job.next_task, 1)) < count;)
         run->variant->widen(&run->job, tile);
 }
 
-static void multiply_blocks(void *argument)
+static void multiply_blocks(void *argument, int thread)
 {
     struct run *run = argument;
     struct linear_job *job = &run->job;
-    float *sums = job->sums + atomic_fetch_add(&job->next_thread, 1) * job->rows * job->block_cols;
+    float *sums = job->sums + thread * job->rows * job->block_cols;
     for (long col; (col = atomic_fetch_add(&job->next_task, 1) * job->block_cols) < job->cols;)
         run->variant->block(job, sums, col, job->cols - col < job->block_cols ? job->cols - col : job->block_cols);
 }
 
-static void spread(void (*work)(void *), struct run *run, long threads)
+static void spread(work_fn work, struct run *run, int threads)
 {
-    run->job.next_thread = run->job.next_task = 0;
+    run->job.next_task = 0;
     medusa_spread(work, run, threads);
 }
 
@@ -72,7 +73,7 @@ int medusa_linear(uint16_t *out, const uint16_t *x, const uint16_t *weight, cons
 {
     const struct linear_variant *variant = &(medusa_instruction_set == 512 ? linear_avx512 : linear_avx2)[dtype];
     const long padded = (depth + variant->step - 1) / variant->step * variant->step;
-    const long wanted = medusa_parallel && rows * cols * depth > SERIAL_WORK ? threads : 1;
+    const int wanted = rows * cols * depth > SERIAL_WORK ? threads : 1;
     long block = at_most(96, cols / (wanted * 4) + 1); /* several tasks a thread: a neighbour may hold one up */
     block = (block + variant->tile_cols - 1) / variant->tile_cols * variant->tile_cols;
     const long block_rows = at_most(rows, ROW_BLOCK);

@@ -14,7 +14,7 @@ struct linear_job {
     long block_cols;   /* weight rows that one task works on */
     float *wide;       /* x as fp32, in tiles: [tile][step][row of the tile][step elements] */
     float *sums;       /* per thread: [rows][block_cols] */
-    atomic_long next_thread, next_task;
+    atomic_long next_task;
 };
 
 struct linear_variant {

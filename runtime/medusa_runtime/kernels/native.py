@@ -48,10 +48,9 @@ class _Attention(ctypes.Structure):
 
 
 class NativeKernels:
-    """The library on torch's threads. ``instruction_set`` is 256 (AVX2) or 512 (AVX-512F), which the CPU must have.
+    """The library. ``instruction_set`` is 256 (AVX2) or 512 (AVX-512F), which the CPU must have.
 
-    libtorch_cpu is asked for the GOMP_parallel it uses itself (GNU, LLVM and Intel runtimes all have it), so no second
-    pool of threads competes with the first.
+    It has threads of its own (parallel.h says why), as many as torch is set to use, asleep when there is nothing to do.
     """
 
     def __init__(self, instruction_set: int, path: Path | None = None) -> None:
@@ -63,10 +62,7 @@ class NativeKernels:
         except (OSError, AttributeError) as error:
             raise UnavailableError(f"{error}; `python -m medusa_runtime.kernels.build` makes it") from error
         self.instruction_set = instruction_set
-        parallel = _torch_parallel()
-        self.threads = "torch's threads" if parallel else "one thread, as torch's OpenMP runtime was not found"
-        library.medusa_configure.argtypes = [_INT, _POINTER]
-        library.medusa_configure(instruction_set, parallel)
+        library.medusa_configure(instruction_set)
         self._linear.argtypes = [_POINTER] * 4 + [_LONG] * 5 + [_INT] * 2
         self._attention.argtypes = [ctypes.POINTER(_Attention), _INT, _INT]
 
@@ -131,11 +127,3 @@ class NativeKernels:
 def _pool(pool: Tensor) -> _Pool:
     block, slot, head, _ = (stride * pool.element_size() for stride in pool.stride())
     return _Pool(pool.data_ptr(), block, slot, head)
-
-
-def _torch_parallel() -> int | None:
-    try:
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        return ctypes.cast(library.GOMP_parallel, _POINTER).value
-    except (OSError, AttributeError):
-        return None

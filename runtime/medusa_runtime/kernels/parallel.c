@@ -1,11 +1,118 @@
+#define _GNU_SOURCE
 #include "parallel.h"
 
-int medusa_instruction_set;
-parallel_fn medusa_parallel;
+#include <limits.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
-/* Once, before the first call: what this CPU has (512 for AVX-512F, else AVX2), and how to run on threads. */
-void medusa_configure(int instruction_set, parallel_fn run_on_threads)
+enum {
+    MAX_WORKERS = 255,
+    SPINS = 4000,       /* some 50 to 150 µs: longer than what lies between two products of a decode step */
+    CLOSED = 1 << 30,   /* in the gate: nobody may enter */
+};
+
+int medusa_instruction_set;
+
+static struct {
+    atomic_flag taken;           /* one job at a time; who finds it taken works alone */
+    atomic_uint generation;      /* counts jobs; idle workers wait on it */
+    atomic_int sleepers;
+    atomic_int gate;             /* how many workers are at the job, and CLOSED */
+    work_fn work;                /* these are valid while the gate is open or someone is inside */
+    void *argument;
+    int helpers;
+    int workers; /* threads that were started */
+} pool = {.taken = ATOMIC_FLAG_INIT, .gate = CLOSED};
+
+static inline void relax(void) { __builtin_ia32_pause(); }
+
+static void *idle(void *argument)
 {
+    const int number = (int)(intptr_t)argument;
+    unsigned seen = 0;
+    for (;;) {
+        unsigned now = atomic_load(&pool.generation);
+        for (int spin = 0; now == seen && spin < SPINS; spin++) {
+            relax();
+            now = atomic_load(&pool.generation);
+        }
+        if (now == seen) {
+            atomic_fetch_add(&pool.sleepers, 1);
+            syscall(SYS_futex, &pool.generation, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
+            atomic_fetch_sub(&pool.sleepers, 1);
+            continue;
+        }
+        seen = now;
+        int inside = atomic_load(&pool.gate);
+        while (!(inside & CLOSED) && !atomic_compare_exchange_weak(&pool.gate, &inside, inside + 1))
+            ;
+        if (inside & CLOSED)
+            continue;
+        if (number <= pool.helpers)
+            pool.work(pool.argument, number);
+        atomic_fetch_sub(&pool.gate, 1);
+    }
+    return NULL;
+}
+
+static void forget_workers(void)
+{
+    pool.workers = 0; /* they stayed in the parent */
+    pool.sleepers = 0;
+    pool.gate = CLOSED;
+    atomic_flag_clear(&pool.taken);
+}
+
+static void start_workers(int wanted)
+{
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before); /* signals belong to the interpreter's threads */
+    while (pool.workers < wanted && pool.workers < MAX_WORKERS) {
+        pthread_t thread;
+        if (pthread_create(&thread, NULL, idle, (void *)(intptr_t)(pool.workers + 1)))
+            break; /* a limit on threads: go on with those there are */
+        pthread_detach(thread);
+        pool.workers++;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
+
+void medusa_spread(work_fn work, void *argument, int threads)
+{
+    if (threads <= 1 || atomic_flag_test_and_set(&pool.taken)) {
+        work(argument, 0);
+        return;
+    }
+    if (pool.workers < threads - 1)
+        start_workers(threads - 1);
+    pool.work = work;
+    pool.argument = argument;
+    pool.helpers = threads - 1;
+    atomic_store(&pool.gate, 0);
+    atomic_fetch_add(&pool.generation, 1);
+    if (atomic_load(&pool.sleepers))
+        syscall(SYS_futex, &pool.generation, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+    work(argument, 0);
+    atomic_fetch_or(&pool.gate, CLOSED);
+    for (int spin = 0; atomic_load(&pool.gate) != CLOSED; spin++)
+        if (spin < SPINS)
+            relax();
+        else
+            sched_yield(); /* someone inside may need this very core */
+    atomic_flag_clear(&pool.taken);
+}
+
+/* Once, before the first call: what this CPU has, 512 for AVX-512F, else AVX2. */
+void medusa_configure(int instruction_set)
+{
+    if (!medusa_instruction_set)
+        pthread_atfork(NULL, NULL, forget_workers);
     medusa_instruction_set = instruction_set;
-    medusa_parallel = run_on_threads;
 }

@@ -1,16 +1,14 @@
-/* Work on the threads of the OpenMP runtime that torch has already loaded: its GOMP_parallel is handed in, so there is no second
- * pool of threads and nothing to link. */
+/* A pool of threads for work that is cut into tickets.
+ *
+ * Why not OpenMP's, which torch has: its regions end when every thread of the team has arrived, also one that found nothing to
+ * do because the system did not let it run. During a cold start the prefetcher wants the same cores, and each product would
+ * wait for the scheduler. Here nobody waits for a thread that has not begun: who comes late finds the gate closed. */
 #pragma once
 
-typedef void (*parallel_fn)(void (*)(void *), void *, unsigned threads, unsigned flags);
+typedef void (*work_fn)(void *argument, int thread);
 
 extern int medusa_instruction_set; /* 512: AVX-512F, else AVX2 */
-extern parallel_fn medusa_parallel; /* may be null: everything on the caller's thread */
 
-static inline void medusa_spread(void (*work)(void *), void *argument, long threads)
-{
-    if (threads > 1 && medusa_parallel)
-        medusa_parallel(work, argument, (unsigned)threads, 0);
-    else
-        work(argument);
-}
+/* Run `work` on the calling thread (as thread 0) and on up to `threads` - 1 others, each at most once at a time; it takes
+ * tickets until there are none. Returns when all who began have ended. */
+void medusa_spread(work_fn work, void *argument, int threads);
