@@ -112,15 +112,28 @@ class Answer:
 class Served:
     """A running engine."""
 
-    def __init__(self, engine: TorchEngine, thread: threading.Thread, errors: list[BaseException]) -> None:
+    def __init__(self, engine: TorchEngine) -> None:
         self.engine = engine
-        self.thread = thread
-        self.errors = errors
-        self._count = 0
+        self.stop = threading.Event()
+        self.errors: list[BaseException] = []
+        self.count = 0
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.engine.run(self.stop)
+        except BaseException as error:  # noqa: BLE001 - a test looks at it
+            self.errors.append(error)
+
+    def close(self) -> None:
+        self.stop.set()
+        self.thread.join(30)
+        self.engine.close()
 
     def ask(self, prompt: str | list[int], **params: Any) -> Answer:
-        self._count += 1
-        answer = Answer(f"r{self._count}")
+        self.count += 1
+        answer = Answer(f"r{self.count}")
         given = SamplingParams(**{"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, **params})
         tokens = prompt if isinstance(prompt, str) else tuple(prompt)
         self.engine.add(GenerateRequest(answer.id, tokens, given), answer.incoming.put)
@@ -140,31 +153,15 @@ def fill_region(checkpoint: Path) -> Any:
 def serving(region: Any, **settings: Any) -> Iterator[Served]:
     from medusa_runtime.engine.torch_engine import TorchEngine
 
-    engine = TorchEngine(region, replace(SETTINGS, **settings), Timeline.create("engine"))
-    stop = threading.Event()
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            engine.run(stop)
-        except BaseException as error:  # noqa: BLE001 - a test looks at it
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
+    served = Served(TorchEngine(region, replace(SETTINGS, **settings), Timeline.create("engine")))
     try:
-        yield Served(engine, thread, errors)
+        yield served
     finally:
-        stop.set()
-        thread.join(30)
-        engine.close()
-
-
-Serve = Callable[..., Served]
+        served.close()
 
 
 @pytest.fixture
-def serve(checkpoint: Path) -> Iterator[Serve]:
+def serve(checkpoint: Path) -> Iterator[Callable[..., Served]]:
     """Start engines on the tiny checkpoint (or another), with other settings than SETTINGS if given."""
     with ExitStack() as stack:
 

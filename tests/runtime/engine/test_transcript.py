@@ -1,0 +1,54 @@
+"""Stop strings in text that comes piece by piece."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from medusa_runtime.engine.detokenizer import Detokenizer
+from medusa_runtime.engine.transcript import Transcript
+
+
+def decode(ids: list[int]) -> str:
+    return bytes(ids).decode(errors="replace")
+
+
+def read(text: str, stop: tuple[str, ...], include: bool = False) -> tuple[list[str], str | None]:
+    transcript = Transcript(Detokenizer(decode, []), stop, include_stop=include)
+    pieces = []
+    for byte in text.encode():
+        pieces.append(transcript.push(byte))
+        if transcript.stopped_by:
+            return pieces, transcript.stopped_by
+    return [*pieces, transcript.finish()], transcript.stopped_by
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_any_split_stops_where_the_whole_text_does(include: bool) -> None:
+    rng = random.Random(1)
+    for _ in range(300):
+        text = "".join(rng.choice("abé") for _ in range(30))
+        stops = tuple("".join(rng.choice("abé") for _ in range(rng.randrange(2, 6))) for _ in range(2))
+        pieces, stopped_by = read(text, stops, include)
+        ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+        if not ends:
+            assert ("".join(pieces), stopped_by) == (text, None)
+            continue
+        assert stopped_by in stops
+        assert text.find(stopped_by) + len(stopped_by) == min(ends)  # the one that was complete first
+        assert "".join(pieces) == text[: min(ends) - (0 if include else len(stopped_by))]
+
+
+def test_only_what_may_become_a_stop_string_is_held_back() -> None:
+    pieces, _ = read("one END two EN", ("END.",))
+    assert pieces[:7] == ["o", "n", "e", " ", "", "", ""]
+    assert pieces[7] == "END "
+    assert pieces[-1] == "EN"
+
+
+def test_a_stop_string_does_not_count_before_it_may() -> None:
+    transcript = Transcript(Detokenizer(decode, []), ("b",), include_stop=False)
+    assert transcript.push(ord("b"), may_stop=False) == "b"
+    assert transcript.stopped_by is None
+    assert transcript.push(ord("b")) == ""
+    assert transcript.stopped_by == "b"
