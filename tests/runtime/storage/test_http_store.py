@@ -56,6 +56,7 @@ def test_ranges_over_one_kept_connection(store: HttpStore, origin: Any) -> None:
         ["stall"],
         ["shift"],
         ["garbage"],
+        ["short:1000"] * 12,  # more often than it is tried without progress
         ["cut:900000", "503", "stall", "cut:1"],
     ],
 )
@@ -76,7 +77,7 @@ def test_progress_is_told_as_it_arrives(store: HttpStore, origin: Any) -> None:
     with memoryview(bytearray(len(BODY))) as view:
         store.read_into("w", 0, view, None, seen.append)
     assert seen == sorted(seen)
-    assert 1_000_000 in seen
+    assert len(seen) > 5
     assert seen[-1] == len(BODY)
 
 
