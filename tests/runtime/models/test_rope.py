@@ -1,0 +1,47 @@
+"""What the comparison with transformers does not reach: partial rotation, and several sequences in one batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from medusa_runtime.models.fields import Fields
+from medusa_runtime.models.rope import Rope, RopeConfig
+
+
+def rope(head_dim: int = 16, **parameters: Any) -> Rope:
+    fields = Fields({"rope_parameters": {"rope_type": "default", "rope_theta": 100.0} | parameters})
+    return Rope(RopeConfig.read(fields, head_dim=head_dim, max_positions=10))
+
+
+def test_partial_rotation_leaves_the_rest() -> None:
+    x, positions = torch.randn(5, 2, 16), torch.arange(5)
+    turned = rope(partial_rotary_factor=0.5).rotation(positions, torch.float32)(x)
+    torch.testing.assert_close(turned[..., 8:], x[..., 8:], rtol=0, atol=0)
+    torch.testing.assert_close(turned[..., :8], rope(head_dim=8).rotation(positions, torch.float32)(x[..., :8]))
+    assert not torch.allclose(turned[1:, :, :8], x[1:, :, :8])
+
+
+def test_products_depend_on_distance_alone() -> None:
+    q, k = torch.randn(1, 1, 16), torch.randn(1, 1, 16)
+
+    def product(q_position: int, k_position: int) -> float:
+        turn = [rope().rotation(torch.tensor([place]), torch.float64) for place in (q_position, k_position)]
+        return float((turn[0](q.double()) * turn[1](k.double())).sum())
+
+    assert abs(product(7, 3) - product(5004, 5000)) < 1e-3
+    assert abs(product(7, 3) - product(7, 4)) > 1e-3
+
+
+def test_dynamic_scaling_is_each_sequences_own() -> None:
+    """A short sequence in a batch with a long one is turned as if it were alone."""
+    dynamic = rope(rope_type="dynamic", factor=2.0)
+    positions = torch.tensor([3, 4, 28, 29])
+    lengths = torch.tensor([5, 5, 30, 30])
+    together = dynamic.rotation(positions, torch.float32, lengths)
+    for part in (slice(0, 2), slice(2, 4)):
+        alone = dynamic.rotation(positions[part], torch.float32, lengths[part])
+        torch.testing.assert_close(together.cos[part], alone.cos, rtol=0, atol=0)
+    plain = rope().rotation(positions, torch.float32)
+    torch.testing.assert_close(together.cos[:2], plain.cos[:2])
+    assert not torch.allclose(together.cos[2:], plain.cos[2:])
