@@ -95,7 +95,7 @@ class Vllm:
 
     def sample(self, question: Question) -> Sample:
         port = openai_client.free_port()
-        command = [self._python, "-m", "vllm.entrypoints.cli.main", "serve", question.folder]
+        command = [self._python, "-m", "vllm.entrypoints.openai.api_server", "--model", question.folder]
         command += ["--served-model-name", "m", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--enforce-eager"] if self._eager else []
         with Process(command, OFFLINE) as process:
