@@ -115,9 +115,9 @@ class HttpStore:
             begun = filled
             try:
                 connection, response = self._ask(key, start + filled, start + len(buffer), version)
-                self._whole(key, start + filled, start + len(buffer), version, response)
-                while filled < len(buffer):
-                    step = min(filled + _STEP_BYTES, len(buffer))
+                sent = begun + self._length(key, start + filled, start + len(buffer), version, response)
+                while filled < sent:
+                    step = min(filled + _STEP_BYTES, sent)
                     while filled < step:
                         filled += connection.receive(buffer[filled:step])
                     patience.progressed()
@@ -133,24 +133,19 @@ class HttpStore:
                 if connection:
                     self._give_back(connection)
 
-    def _whole(self, key: str, start: int, stop: int, version: str | None, response: Response) -> None:
-        """A 206 that holds exactly [start, stop) of the right version; anything else would be a mixture."""
+    def _length(self, key: str, start: int, stop: int, version: str | None, response: Response) -> int:
+        """Bytes of a 206 of the right version that begins at ``start``; it may be shorter than what was asked for."""
         if response.status != 206:
             raise StorageError(
                 f"{self.name(key)}: expected 206 and a range, found {response.status}; "
                 "this server ignores Range, serve the checkpoint from one that does not"
             )
         _, first, end = self._ranged(key, start, stop, version, response)
-        if (first, end) != (start, stop):
+        if response.length != end - first:
             raise Transient(
-                StorageError(
-                    f"{self.name(key)}: asked for bytes {start}-{stop - 1}, the server sends {first}-{end - 1}"
-                )
+                StorageError(f"{self.name(key)}: expected {end - first} bytes, the server announces {response.length}")
             )
-        if response.length != stop - start:
-            raise Transient(
-                StorageError(f"{self.name(key)}: expected {stop - start} bytes, the server announces {response.length}")
-            )
+        return end - first
 
     def _ranged(
         self, key: str, start: int, stop: int, version: str | None, response: Response
