@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flask import Blueprint, Response, jsonify
-from medusa_runtime.engine.base import Delta, GenerateRequest, SamplingParams
+from medusa_runtime.engine.base import GenerateRequest, SamplingParams
 
-from .. import sse
 from ..body import json_object
-from ..faults import ApiError, ClientGoneError, as_api_error, compact, internal_error
-from ..generation import Generation
-from ..merge import Item
+from ..faults import ApiError
 from . import chat, completion, parameters
-from .answer import Choice, Envelope, Shape, usage
+from .answer import Envelope
 from .parameters import Body
+from .responding import Plan, respond
 
 if TYPE_CHECKING:
     from ..service import Service
@@ -25,18 +23,6 @@ if TYPE_CHECKING:
 
 _MOST_SEQUENCES = 128  # prompts x n of one request
 _MOST_BEST_OF = 20
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What one API request asks for. ``per_prompt`` sequences continue each prompt, ``keep`` of them are answered."""
-
-    requests: list[GenerateRequest]
-    envelope: Envelope
-    per_prompt: int
-    keep: int
-    stream: bool
-    include_usage: bool
 
 
 def blueprint(service: Service, work: Work) -> Blueprint:
@@ -92,7 +78,7 @@ def complete(service: Service, body: Body, gone: Callable[[], bool]) -> Response
     name = f"cmpl-{uuid.uuid4().hex}"
     requests = _requests(name, prompts, params, per_prompt, parameters.flag(body, "add_special_tokens", True))
     envelope = Envelope(name, model, completion.CompletionShape(logprobs, echoes))
-    return _respond(service, Plan(requests, envelope, per_prompt, keep, stream, _include_usage(body)), gone)
+    return respond(service, Plan(requests, envelope, per_prompt, keep, stream, _include_usage(body)), gone)
 
 
 def converse(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
@@ -114,7 +100,7 @@ def converse(service: Service, body: Body, gone: Callable[[], bool]) -> Response
     requests = _requests(name, [prompt], params, count, parameters.flag(body, "add_special_tokens", False))
     envelope = Envelope(name, model, chat.ChatShape(logprobs))
     stream = parameters.flag(body, "stream")
-    return _respond(service, Plan(requests, envelope, count, count, stream, _include_usage(body)), gone)
+    return respond(service, Plan(requests, envelope, count, count, stream, _include_usage(body)), gone)
 
 
 def check_model(service: Service, body: Body) -> str:
@@ -128,78 +114,6 @@ def check_model(service: Service, body: Body) -> str:
         param="model",
         code="model_not_found",
     )
-
-
-def _respond(service: Service, plan: Plan, gone: Callable[[], bool]) -> Response:
-    generation = Generation(service, plan.requests, gone)
-    try:
-        if not plan.stream:
-            with generation:
-                return _whole(plan, generation)
-        events = generation.events(service.settings.heartbeat_s)
-        first = next(events)  # an error before the first token still has its own status
-    except BaseException:
-        generation.close()
-        raise
-    response = Response(_chunks(plan, first, events), content_type=sse.CONTENT_TYPE, headers=sse.HEADERS)
-    response.call_on_close(generation.close)
-    return response
-
-
-def _whole(plan: Plan, generation: Generation) -> Response:
-    choices = [Choice() for _ in plan.requests]
-    for item in generation.events():
-        if item is not None:
-            choices[item.source].add(item.value)
-    used = usage(choices, plan.per_prompt)
-    kept = []
-    for first in range(0, len(choices), plan.per_prompt):
-        group = choices[first : first + plan.per_prompt]
-        if plan.keep < plan.per_prompt:
-            group = sorted(group, key=lambda choice: choice.mean_logprob, reverse=True)[: plan.keep]
-        kept.extend(group)
-    shape = plan.envelope.shape
-    objects = [shape.choice(index, choice) for index, choice in enumerate(kept)]
-    return Response(compact(plan.envelope.whole(objects, used)), content_type="application/json")
-
-
-def _chunks(plan: Plan, first: Item[Delta] | None, events: Iterator[Item[Delta] | None]) -> Iterator[bytes]:
-    try:
-        yield from _events(plan, first, events)
-    except ClientGoneError:
-        return
-    except Exception as error:
-        known = as_api_error(error)
-        if known is None:
-            raise_later = internal_error(plan.envelope.id)
-            yield sse.event(raise_later.body())
-            yield sse.DONE
-            raise
-        yield sse.event(known.body())
-    yield sse.DONE
-
-
-def _events(plan: Plan, first: Item[Delta] | None, events: Iterator[Item[Delta] | None]) -> Iterator[bytes]:
-    choices = [Choice() for _ in plan.requests]
-    shape: Shape = plan.envelope.shape
-    no_usage = {"usage": None} if plan.include_usage else {}
-    for index in range(len(choices)):
-        for opening in shape.first_chunks(index):
-            yield sse.event(plan.envelope.chunk([opening]) | no_usage)
-    item = first
-    while True:
-        if item is None:
-            yield sse.HEARTBEAT
-        else:
-            choices[item.source].add(item.value)
-            chunk = shape.chunk(item.source, choices[item.source], item.value)
-            yield sse.event(plan.envelope.chunk([chunk]) | no_usage)
-        try:
-            item = next(events)
-        except StopIteration:
-            break
-    if plan.include_usage:
-        yield sse.event(plan.envelope.chunk([]) | {"usage": usage(choices, plan.per_prompt)})
 
 
 def _requests(

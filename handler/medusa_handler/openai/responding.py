@@ -1,0 +1,105 @@
+"""A plan → its response: whole, or as a stream."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from flask import Response
+from medusa_runtime.engine.base import Delta, GenerateRequest
+
+from .. import sse
+from ..faults import ClientGoneError, as_api_error, compact, internal_error
+from ..generation import Generation
+from ..merge import Item
+from .answer import Choice, Envelope, Shape, usage
+
+if TYPE_CHECKING:
+    from ..service import Service
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one API request asks for. ``per_prompt`` sequences continue each prompt, ``keep`` of them are answered."""
+
+    requests: list[GenerateRequest]
+    envelope: Envelope
+    per_prompt: int
+    keep: int
+    stream: bool
+    include_usage: bool
+
+
+def respond(service: Service, plan: Plan, gone: Callable[[], bool]) -> Response:
+    """Run the plan. What goes wrong before the first token has its own status; later it is told inside the stream."""
+    generation = Generation(service, plan.requests, gone)
+    try:
+        if not plan.stream:
+            with generation:
+                return _whole(plan, generation)
+        events = generation.events(service.settings.heartbeat_s)
+        first = next(events)  # an error before the first token still has its own status
+    except BaseException:
+        generation.close()
+        raise
+    response = Response(_chunks(plan, first, events), content_type=sse.CONTENT_TYPE, headers=sse.HEADERS)
+    response.call_on_close(generation.close)
+    return response
+
+
+def _whole(plan: Plan, generation: Generation) -> Response:
+    choices = [Choice() for _ in plan.requests]
+    for item in generation.events():
+        if item is not None:
+            choices[item.source].add(item.value)
+    used = usage(choices, plan.per_prompt)
+    kept = []
+    for first in range(0, len(choices), plan.per_prompt):
+        group = choices[first : first + plan.per_prompt]
+        if plan.keep < plan.per_prompt:
+            group = sorted(group, key=lambda choice: choice.mean_logprob, reverse=True)[: plan.keep]
+        kept.extend(group)
+    shape = plan.envelope.shape
+    objects = [shape.choice(index, choice) for index, choice in enumerate(kept)]
+    return Response(compact(plan.envelope.whole(objects, used)), content_type="application/json")
+
+
+def _chunks(plan: Plan, first: Item[Delta] | None, events: Iterator[Item[Delta] | None]) -> Iterator[bytes]:
+    try:
+        yield from _events(plan, first, events)
+    except ClientGoneError:
+        return
+    except Exception as error:
+        known = as_api_error(error)
+        if known is None:
+            logger.exception("request %s failed", plan.envelope.id)
+            known = internal_error(plan.envelope.id)
+        yield sse.event(known.body())
+    yield sse.DONE
+
+
+def _events(plan: Plan, first: Item[Delta] | None, events: Iterator[Item[Delta] | None]) -> Iterator[bytes]:
+    choices = [Choice() for _ in plan.requests]
+    shape: Shape = plan.envelope.shape
+    no_usage = {"usage": None} if plan.include_usage else {}
+    for index in range(len(choices)):
+        for opening in shape.first_chunks(index):
+            yield sse.event(plan.envelope.chunk([opening]) | no_usage)
+    item = first
+    while True:
+        if item is None:
+            yield sse.HEARTBEAT
+        else:
+            choices[item.source].add(item.value)
+            chunk = shape.chunk(item.source, choices[item.source], item.value)
+            yield sse.event(plan.envelope.chunk([chunk]) | no_usage)
+        try:
+            item = next(events)
+        except StopIteration:
+            break
+    if plan.include_usage:
+        yield sse.event(plan.envelope.chunk([]) | {"usage": usage(choices, plan.per_prompt)})
