@@ -12,6 +12,7 @@ imports, unless the module is known to stand ``alone``.
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import ModuleType
 from typing import Any
 
+logger = logging.getLogger(__name__)
 _STATE = "__medusa_deferred__"
 _MEANINGFUL_DUNDERS = {"__all__", "__version__"}
 _lock = threading.RLock()  # one for all: a module that executes pulls others in, in any order
@@ -48,6 +50,7 @@ def supply(module: ModuleType) -> None:
         if deferral is None or deferral.running:
             return
         if deferral.finder.must_complete(module.__name__):
+            logger.info("executing all that was deferred: %s was asked for what it does not have", module.__name__)
             deferral.finder.complete()
         else:
             execute(module)

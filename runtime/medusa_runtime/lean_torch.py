@@ -17,11 +17,12 @@ import os
 import re
 import sys
 import typing
+import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .deferred import Deferrer, StandIn
+from .deferred import DeferredModule, Deferrer, StandIn
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +41,10 @@ _EAGER = frozenset(
     | {"torch.fx.experimental.symbolic_shapes"}
 )
 # Asked by eager inference, or by those who look for a device; free of import cycles.
-_ALONE = ("torch.accelerator", "torch.cpu", "torch.cuda", "torch.mps", "torch.mtia", "torch.xpu", "torch._guards")
-_ALONE += ("torch.utils._device", "torch.nn.attention", "torch.fft", "torch.linalg", "torch.special")
+_ALONE = (
+    *(f"torch.{device}" for device in ("accelerator", "cpu", "cuda", "mps", "mtia", "xpu")),
+    *("torch._guards", "torch.utils._device", "torch.nn.attention", "torch.fft", "torch.linalg", "torch.special"),
+)
 _BEFORE: dict[str, tuple[str, ...]] = {
     "torch.multiprocessing._atfork": (),  # a leaf: it needs nothing of its package
     "torch.package._mangling": (),
@@ -66,11 +69,13 @@ _LATE = {
 _active: _LeanImport | None = None
 
 
-def import_torch() -> ModuleType:
+def import_torch(*, numpy: bool = True) -> ModuleType:
     """``torch``, leanly imported where that is known to work. Call it before anything else imports torch.
 
     Eager inference (tensors, ``torch.nn``, its functions, sampling, threads) works as after a plain import; everything
-    else is executed when it is first touched. Not to be called while another thread imports.
+    else is executed when it is first touched. Not to be called while another thread imports. Without ``numpy``, torch
+    believes for the whole process that there is none: its first look, at the first tensor made of a buffer or a list,
+    would import numpy, a tenth of a second.
     """
     global _active  # as there is one torch in a process
     if "torch" in sys.modules:
@@ -83,7 +88,10 @@ def import_torch() -> ModuleType:
             logger.info("importing torch plainly: %s", reason)
             return importlib.import_module("torch")
         _active = _LeanImport()
-        return _active.run()
+        torch = _active.run()
+        if not numpy:
+            _hide_numpy(torch)
+        return torch
     finally:
         if collecting:
             gc.enable()
@@ -225,6 +233,20 @@ class _Builtins:
 
     def _register_builtin(self, function: Any, name: str) -> None:
         self._kept.append((function, name))
+
+
+def _hide_numpy(torch: Any) -> None:
+    """Have torch._C look for numpy, which it does once, at a moment when there is none."""
+    module = sys.modules.get("numpy")
+    if type(module) is not DeferredModule:
+        return  # not installed, or executed already
+    vars(sys)["modules"]["numpy"] = None  # what makes an import of it fail
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.tensor([0.0])
+    finally:
+        sys.modules["numpy"] = module
 
 
 def _numpy_version() -> str:

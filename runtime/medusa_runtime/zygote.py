@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from .config import Settings
@@ -45,14 +46,14 @@ class Zygote:
 
     def run(self) -> int:
         """Returns when an engine ended by itself; a crashed engine (killed by a signal) is replaced."""
+        gc.disable()  # nothing that is imported becomes garbage
         with self._timeline.stage("import", engine=self._settings.engine):
             engine_class = self._import_engine()
-            gc.collect()
-            gc.freeze()  # the collector of a child would otherwise write to, and so copy, every shared page
+        gc.freeze()  # the collector of a child would otherwise write to, and so copy, every shared page
         crashes: list[float] = []
         while True:
-            started = time.monotonic()
-            pid = fork("engine", lambda: self._serve(engine_class), self._reports)
+            started, forked_ns = time.monotonic(), time.monotonic_ns()
+            pid = fork("engine", partial(self._serve, engine_class, forked_ns), self._reports)
             status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             if status >= 0:
                 return status
@@ -72,13 +73,15 @@ class Zygote:
         if self._settings.engine == "torch":
             from .lean_torch import import_torch
 
-            import_torch()
+            import_torch(numpy=False)  # nothing in the engine process uses it
         module, _, name = _ENGINES[self._settings.engine].partition(":")
         engine_class: Callable[[Region, Settings, Timeline], Any] = getattr(importlib.import_module(module), name)
         return engine_class
 
-    def _serve(self, engine_class: Callable[[Region, Settings, Timeline], Any]) -> int:
+    def _serve(self, engine_class: Callable[[Region, Settings, Timeline], Any], forked_ns: int) -> int:
+        gc.enable()
         timeline = self._timeline.named("engine")
+        timeline.record("fork", forked_ns, time.monotonic_ns())
         stop = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: stop.set())
         engine: Engine = engine_class(self._region, self._settings, timeline)
