@@ -95,7 +95,10 @@ class TorchEngine:
         self._inbox.post(lambda: self._begin(sequence))
 
     def cancel(self, request_id: str) -> None:
-        self._inbox.post(lambda: self._cancel(request_id))
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            sequence.cancelled = True  # at once, so that the step that is running gives it no token
+            self._inbox.post(lambda: self._cancel(sequence))
 
     def export_request(self, request_id: str) -> ExportedRequest:
         """Take a request out of this engine; it gets no further delta here. RequestError for an unknown id.
@@ -244,9 +247,8 @@ class TorchEngine:
             self._timeline.record(
                 "first_forward", start_ns, time.monotonic_ns(), tokens=sum(s.stop - s.start for s in spans)
             )
-        self._inbox.handle()  # whoever left during the step gets nothing more
         for sequence, token in zip(sequences, sampled, strict=True):
-            if self._sequences.get(sequence.id) is not sequence:
+            if sequence.cancelled:
                 continue
             delta = advance(sequence, token, self._tokenizer)
             if self._generated_tokens == 0:
@@ -274,9 +276,8 @@ class TorchEngine:
             if delta.finish_reason is None:
                 self._finish(sequence, None)
 
-    def _cancel(self, request_id: str) -> None:
-        sequence = self._sequences.get(request_id)
-        if sequence is not None:
+    def _cancel(self, sequence: Sequence) -> None:
+        if self._sequences.get(sequence.id) is sequence:
             self._finish(sequence, ended(sequence, "cancelled"))
 
     def _export(self, request_id: str) -> ExportedRequest:

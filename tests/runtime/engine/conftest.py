@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,10 +30,16 @@ SETTINGS = Settings(max_concurrency=8, max_waiting=64, kv_cache_mb=4, threads=1)
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of 4 layers in fp32 with grouped-query attention and a byte-level tokenizer."""
-    return make_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
-def make_checkpoint(folder: Path, **changes: Any) -> Path:
+@pytest.fixture
+def make_checkpoint() -> Callable[..., Path]:
+    """Write such a checkpoint with changes to its config."""
+    return write_checkpoint
+
+
+def write_checkpoint(folder: Path, **changes: Any) -> Path:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -109,14 +116,18 @@ class Answer:
         return self.wait().deltas[-1]
 
 
+_engines = itertools.count()
+
+
 class Served:
     """A running engine."""
 
-    def __init__(self, engine: TorchEngine) -> None:
+    def __init__(self, engine: TorchEngine, timeline: Timeline) -> None:
         self.engine = engine
+        self.timeline = timeline
         self.stop = threading.Event()
         self.errors: list[BaseException] = []
-        self.count = 0
+        self.count = next(_engines) * 1000  # ids must differ between engines that exchange requests
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
@@ -149,25 +160,31 @@ def fill_region(checkpoint: Path) -> Any:
     return region
 
 
-@contextmanager
-def serving(region: Any, **settings: Any) -> Iterator[Served]:
+@pytest.fixture
+def serve_region() -> Iterator[Callable[..., Served]]:
+    """Start engines on regions, with other settings than SETTINGS if given."""
     from medusa_runtime.engine.torch_engine import TorchEngine
 
-    served = Served(TorchEngine(region, replace(SETTINGS, **settings), Timeline.create("engine")))
-    try:
-        yield served
-    finally:
-        served.close()
+    with ExitStack() as stack:
+
+        def start(region: Any, **settings: Any) -> Served:
+            timeline = Timeline.create("engine")
+            served = Served(TorchEngine(region, replace(SETTINGS, **settings), timeline), timeline)
+            stack.callback(served.close)
+            return served
+
+        yield start
 
 
 @pytest.fixture
-def serve(checkpoint: Path) -> Iterator[Callable[..., Served]]:
-    """Start engines on the tiny checkpoint (or another), with other settings than SETTINGS if given."""
-    with ExitStack() as stack:
+def serve(checkpoint: Path, serve_region: Callable[..., Served]) -> Iterator[Callable[..., Served]]:
+    """Start engines on the tiny checkpoint, or another."""
+    regions: list[Any] = []
 
-        def start(folder: Path = checkpoint, **settings: Any) -> Served:
-            region = fill_region(folder)
-            stack.callback(region.close)
-            return stack.enter_context(serving(region, **settings))
+    def start(folder: Path = checkpoint, **settings: Any) -> Served:
+        regions.append(fill_region(folder))
+        return serve_region(regions[-1], **settings)
 
-        yield start
+    yield start
+    for region in regions:
+        region.close()

@@ -1,0 +1,151 @@
+"""Serving before the weights are there, and what happens when they do not come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from medusa_runtime.errors import CorruptError, EngineError, MedusaError
+
+
+class Arriving:
+    """A region whose tensors a test lets in one by one."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        from medusa_runtime.weights.index import Shard, TensorEntry, WeightIndex
+        from medusa_runtime.weights.region import Region
+        from safetensors.torch import load_file
+
+        state = load_file(checkpoint / "model.safetensors")
+        self._data = {name: tensor.numpy().tobytes() for name, tensor in state.items()}
+        shards, tensors, offset = [], {}, 0
+        for number, (name, data) in enumerate(self._data.items()):
+            shards.append(Shard(f"{name}.safetensors", 8 + len(data), 8, "v1", None, offset))
+            tensors[name] = TensorEntry(number, 0, len(data), "F32", tuple(state[name].shape))
+            offset += -(-len(data) // 4096) * 4096
+        self.index = WeightIndex(shards, tensors)
+        self.region = Region.create()
+        self.writer = self.region.writer()
+        self.writer.lay_out(self.index, {file.name: file.read_bytes() for file in checkpoint.glob("*.json")})
+
+    def let_in(self, chosen: Callable[[str], bool]) -> None:
+        assert self.writer.chunks is not None
+        for name in [name for name in self._data if chosen(name)]:
+            (chunk,) = self.writer.chunks.of_tensor(name)
+            with self.writer.buffer(chunk) as buffer:
+                buffer[:] = self._data.pop(name)
+            self.writer.publish(chunk)
+
+
+@pytest.fixture
+def arriving(checkpoint: Path) -> Iterator[Arriving]:
+    made = Arriving(checkpoint)
+    yield made
+    made.writer.close()
+    made.region.close()
+
+
+def in_last_layer(name: str) -> bool:
+    return ".layers.3." in name
+
+
+def until_a_forward_waits(served: Any) -> None:
+    deadline = time.monotonic() + 30
+    while not served.engine.stats()["running"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_a_prefill_starts_at_once_and_ends_when_the_last_layer_is_there(
+    serve: Any, serve_region: Any, arriving: Arriving
+) -> None:
+    expected = serve().ask("Tokens flow").text
+    served = serve_region(arriving.region)
+    answer = served.ask("Tokens flow")
+    until_a_forward_waits(served)
+    arriving.let_in(lambda name: not in_last_layer(name))
+    late = served.ask("Tokens flow")
+    time.sleep(0.05)
+    assert answer.incoming.empty()
+    arriving.let_in(in_last_layer)
+    arriving.writer.finish()
+    assert answer.text == late.text == expected
+    served.engine.wait_ready()
+    stages = {stage.name for stage in served.timeline.stages()}
+    assert stages >= {"skeleton", "tokenizer", "kv_plan", "first_forward", "first_token", "apply", "wait"}
+
+
+def test_a_request_cancelled_while_it_waits_for_weights_gets_no_token(serve_region: Any, arriving: Arriving) -> None:
+    served = serve_region(arriving.region)
+    answer, queued = served.ask("Tokens flow"), served.ask("from storage")
+    until_a_forward_waits(served)
+    served.engine.cancel(answer.id)
+    arriving.let_in(lambda name: True)
+    arriving.writer.finish()
+    assert (answer.last.finish_reason, answer.tokens) == ("cancelled", [])
+    assert queued.last.finish_reason == "length"
+    assert served.engine.stats()["kv_tokens_used"] == 0
+
+
+def test_a_failed_fetch_ends_requests_and_the_engine(serve_region: Any, arriving: Arriving) -> None:
+    served = serve_region(arriving.region)
+    answers = [served.ask("Tokens flow"), served.ask("from storage")]
+    until_a_forward_waits(served)
+    arriving.writer.fail(CorruptError("model.safetensors: expected 10 bytes, found 9"))
+    for answer in answers:
+        assert answer.last.error == ("Weights.Corrupt", "model.safetensors: expected 10 bytes, found 9")
+    served.thread.join(30)
+    assert [type(error) for error in served.errors] == [CorruptError]
+    with pytest.raises(CorruptError, match="found 9"):
+        served.engine.wait_ready()
+    with pytest.raises(CorruptError, match="found 9"):
+        served.ask("Tokens flow")
+
+
+def test_an_idle_engine_ends_with_a_failed_fetch_too(serve_region: Any, arriving: Arriving) -> None:
+    served = serve_region(arriving.region)
+    arriving.writer.fail(CorruptError("broken"))
+    served.thread.join(30)
+    assert [str(error) for error in served.errors] == ["broken"]
+
+
+def test_an_engine_that_is_closed_while_it_waits_ends_its_requests(serve_region: Any, arriving: Arriving) -> None:
+    served = serve_region(arriving.region)
+    answer = served.ask("Tokens flow")
+    until_a_forward_waits(served)
+    served.stop.set()
+    served.engine.close()
+    assert answer.last.error is not None
+    served.thread.join(30)
+    assert not served.thread.is_alive()
+
+
+def test_a_step_that_fails_ends_its_requests_but_not_the_engine(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = serve()
+    expected = served.ask("Tokens flow").tokens
+    model = served.engine._model
+    whole = model.logits
+
+    def fail(hidden: Any) -> Any:
+        model.logits = whole
+        raise RuntimeError("not enough memory")
+
+    model.logits = fail
+    answer = served.ask("Tokens flow")
+    assert answer.last.error is not None
+    assert answer.last.error[0] == EngineError.code
+    assert "not enough memory" in answer.last.error[1]
+    assert served.ask("Tokens flow").tokens == expected
+    assert served.engine.stats()["kv_tokens_used"] == 0
+
+    def always(hidden: Any) -> Any:
+        raise RuntimeError("not enough memory")
+
+    monkeypatch.setattr(model, "logits", always, raising=False)
+    for _ in range(3):
+        assert served.ask("Tokens flow").last.finish_reason == "error"
+    served.thread.join(30)
+    assert isinstance(served.errors[0], MedusaError)
