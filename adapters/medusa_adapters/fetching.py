@@ -46,14 +46,14 @@ def _into_memory(settings: Settings) -> int:
 
     region, reports, timeline = Region.create(), ReportPipe(), Timeline.create("fetch")
 
-    def prefetch() -> int:
+    def prefetch(timeline: Timeline) -> int:
         from medusa_runtime.weights.prefetcher import prefetch
 
         assert settings.model is not None
-        prefetch(region, settings.model, settings=settings, timeline=timeline.named("prefetcher"))
+        prefetch(region, settings.model, settings=settings, timeline=timeline)
         return 0
 
-    child = fork("prefetcher", prefetch, reports)
+    child = fork("prefetcher", prefetch, timeline=timeline, reports=reports)
     line = _line()
     try:
         while not (ended := os.waitpid(child, os.WNOHANG))[0]:

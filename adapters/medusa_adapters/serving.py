@@ -57,7 +57,8 @@ def configure_logging(level: str) -> None:
 
 
 def _function(listener: socket.socket, handle: InstanceHandle, settings: Settings) -> int:
-    from medusa_handler.server import serve  # Flask and gunicorn: 0.2 s, in the function process alone
+    with handle.timeline.stage("import"):
+        from medusa_handler.server import serve
 
     return serve(listener, handle, settings)
 

@@ -138,38 +138,37 @@ class Instance:
             handle = InstanceHandle(
                 self._settings, self._timeline.named("function"), engine, self._region, self._reports
             )
-            self._fork("function", lambda: function(self._listener, handle, self._settings))
+            self._fork("function", lambda _: function(self._listener, handle, self._settings))
         if self._observer:
             host, port = self._listener.getsockname()[:2]
             self._observer.bound(f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}")
         # The function process alone accepts; were it gone, connections should be refused, not queued here for ever.
         self._listener.close()
 
-    def _fork(self, name: str, body: Callable[[], int]) -> None:
-        self._children[fork(name, body, self._reports)] = name
+    def _fork(self, name: str, body: Callable[[Timeline], int]) -> None:
+        self._children[fork(name, body, timeline=self._timeline, reports=self._reports)] = name
 
     def _fork_prefetcher(self) -> None:
         self._prefetchers += 1
         self._fork("prefetcher", self._run_prefetcher)
 
-    def _run_prefetcher(self) -> int:
+    def _run_prefetcher(self, timeline: Timeline) -> int:
         self._listener.close()
-        from .weights.prefetcher import prefetch
+        with timeline.stage("import"):
+            from .weights.prefetcher import prefetch
 
         assert self._region is not None
         assert self._settings.model is not None
-        prefetch(
-            self._region, self._settings.model, settings=self._settings, timeline=self._timeline.named("prefetcher")
-        )
+        prefetch(self._region, self._settings.model, settings=self._settings, timeline=timeline)
         return 0
 
-    def _run_zygote(self) -> int:
+    def _run_zygote(self, timeline: Timeline) -> int:
         self._listener.close()
-        from .zygote import Zygote
+        with timeline.stage("import"):
+            from .zygote import Zygote
 
         assert self._region is not None
         assert self._engine_listener is not None
-        timeline = self._timeline.named("zygote")
         return Zygote(self._engine_listener, self._region, self._settings, timeline, self._reports).run()
 
     def supervise(self) -> int:

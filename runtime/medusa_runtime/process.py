@@ -8,10 +8,12 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
 from .errors import MedusaError
+from .timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -51,19 +53,27 @@ class ReportPipe:
         os.close(self.write_fd)
 
 
-def fork(name: str, body: Callable[[], int], reports: ReportPipe) -> int:
+def fork(name: str, body: Callable[[Timeline], int], *, timeline: Timeline, reports: ReportPipe) -> int:
     """Run ``body`` in a forked child and return the child's pid. The child's exit status is what ``body`` returns.
+
+    ``body`` is given the timeline under the child's name, in which the fork itself is the first stage.
 
     The child dies with its parent and is in a process group of its own, so that Ctrl-C in a terminal reaches the
     supervisor alone. A MedusaError that ``body`` raises is reported and ends the child with status 1. The parent must
     have a single thread.
     """
-    parent = os.getpid()
+    parent, start_ns = os.getpid(), time.monotonic_ns()
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if not pid:
-        _child(name, body, reports, parent)
+        timeline = timeline.named(name)
+
+        def run() -> int:
+            timeline.record("fork", start_ns, time.monotonic_ns())
+            return body(timeline)
+
+        _child(name, run, reports, parent)
     return pid
 
 

@@ -50,21 +50,18 @@ class Zygote:
         with self._timeline.stage("import", engine=self._settings.engine):
             engine_class = self._import_engine()
         gc.freeze()  # the collector of a child would otherwise write to, and so copy, every shared page
-        crashes: list[float] = []
+        quick_crashes = 0
         while True:
-            started, forked_ns = time.monotonic(), time.monotonic_ns()
-            pid = fork("engine", partial(self._serve, engine_class, forked_ns), self._reports)
+            started = time.monotonic()
+            pid = fork("engine", partial(self._serve, engine_class), timeline=self._timeline, reports=self._reports)
             status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             if status >= 0:
                 return status
-            crashes = (
-                [at for at in crashes if started - at < 60.0] if time.monotonic() - started > _QUICK_S else crashes
-            )
-            crashes.append(started)
+            quick_crashes = quick_crashes + 1 if time.monotonic() - started < _QUICK_S else 0
             name = signal.Signals(-status).name
-            if len(crashes) >= _MOST_QUICK_CRASHES:
+            if quick_crashes >= _MOST_QUICK_CRASHES:
                 raise EngineError(
-                    f"the engine process was killed by {name} {len(crashes)} times in a row; if this is SIGKILL, "
+                    f"the engine process was killed by {name} {quick_crashes} times in a row; if this is SIGKILL, "
                     f"memory ran out: expected it to stay within the container's limit"
                 )
             logger.error("the engine process was killed by %s; forking a new one", name)
@@ -74,14 +71,15 @@ class Zygote:
             from .lean_torch import import_torch
 
             import_torch(numpy=False)  # nothing in the engine process uses it
+            from .models.registry import import_families
+
+            import_families()
         module, _, name = _ENGINES[self._settings.engine].partition(":")
         engine_class: Callable[[Region, Settings, Timeline], Any] = getattr(importlib.import_module(module), name)
         return engine_class
 
-    def _serve(self, engine_class: Callable[[Region, Settings, Timeline], Any], forked_ns: int) -> int:
+    def _serve(self, engine_class: Callable[[Region, Settings, Timeline], Any], timeline: Timeline) -> int:
         gc.enable()
-        timeline = self._timeline.named("engine")
-        timeline.record("fork", forked_ns, time.monotonic_ns())
         stop = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: stop.set())
         engine: Engine = engine_class(self._region, self._settings, timeline)

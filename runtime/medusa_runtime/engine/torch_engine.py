@@ -53,8 +53,9 @@ class TorchEngine:
     def __init__(self, region: Region, settings: Settings, timeline: Timeline) -> None:
         self._settings = settings
         self._timeline = timeline
-        torch.set_num_threads(settings.threads or cpu_count())
-        config = read_config(region)
+        with timeline.stage("config"):
+            torch.set_num_threads(settings.threads or cpu_count())
+            config = read_config(region)
         dtype = config.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
         with timeline.stage("skeleton", architecture=config.architecture):
             self._model = build_model(config)

@@ -36,6 +36,12 @@ def family(architecture: str) -> type[DecoderModel]:
     return found
 
 
+def import_families() -> None:
+    """Import every family's module, for a process from which engines are forked."""
+    for target in set(ARCHITECTURES.values()):
+        import_module(f"medusa_runtime.models.{target.partition(':')[0]}")
+
+
 def architecture_of(raw: Mapping[str, Any]) -> str:
     """The first of the ``architectures`` of a config.json that is known here, else the first. Raises ModelError."""
     named = raw.get("architectures")
