@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from medusa_runtime.errors import MissingPackageError, UnreachableError
+from medusa_runtime.errors import EngineError, MissingPackageError, UnreachableError
 from medusa_runtime.timeline import Stage
 
 from . import openai_client
@@ -68,7 +68,7 @@ class Medusa:
         port = openai_client.free_port()
         with self.start(question, port) as process:
             connection = connect(process, port)
-            answer = _ask(process, connection, question)
+            answer = ask(process, connection, question)
             while openai_client.get(connection, "/readyz")[0] != 200:
                 if not process.alive():
                     raise process.failure("ended before it was ready")
@@ -100,7 +100,7 @@ class Vllm:
         command += ["--enforce-eager"] if self._eager else []
         with Process(command, OFFLINE) as process:
             connection = connect(process, port)
-            answer = _ask(process, connection, question, model="m")
+            answer = ask(process, connection, question, model="m")
             pids = process.tree()
             return Sample(
                 ttft_s=(answer.first_token_ns - process.started_ns) / 1e9,
@@ -181,14 +181,14 @@ def connect(process: Process, port: int) -> openai_client.Connection:
         raise process.failure("ended before it was listening") from None
 
 
-def _ask(
+def ask(
     process: Process, connection: openai_client.Connection, question: Question, model: str | None = None
 ) -> openai_client.Completion:
     body = {"prompt": question.prompt, "max_tokens": question.max_tokens, "temperature": 0, "ignore_eos": True}
     try:
         return openai_client.stream(connection, body | ({"model": model} if model else {}))
-    except OSError as error:
-        raise process.failure(f"did not answer ({error})") from error
+    except (OSError, EngineError) as error:
+        raise process.failure(f"did not answer as expected ({error})") from error
 
 
 def _medusa() -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..progress import note
 from . import openai_client
-from .contestants import Medusa, Question, connect
+from .contestants import Medusa, Question, ask, connect
 from .process import Process, pss_bytes
 from .result import Result
 
@@ -43,7 +43,7 @@ def _serving(stack: ExitStack, ours: Medusa, question: Question) -> Process:
     process = stack.enter_context(ours.start(question, port))
     connection = connect(process, port)
     stack.callback(connection.close)
-    openai_client.stream(connection, {"prompt": question.prompt, "max_tokens": question.max_tokens, "temperature": 0})
+    ask(process, connection, question)
     return process
 
 
