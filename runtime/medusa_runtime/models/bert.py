@@ -1,0 +1,194 @@
+"""BERT and RoBERTa encoders, under the tensor names of transformers' BertModel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from medusa_runtime.errors import ModelError
+from medusa_runtime.models.activation import ACTIVATIONS
+from medusa_runtime.models.fields import Fields
+
+_KINDS = {"bert": 0, "roberta": 1, "xlm-roberta": 1, "camembert": 1}  # 1: positions begin behind the padding's index
+_PREFIXES = ("bert.", "roberta.")
+_HEADS = ("cls.", "lm_head.", "classifier.", "qa_outputs.")
+_OLD = {"gamma": "weight", "beta": "bias"}  # names of layer norms in the first checkpoints
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertConfig:
+    """Sizes of an encoder; ``first_position`` is the row of the position table that the first token takes."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    max_positions: int
+    segments: int = 2
+    norm_eps: float = 1e-12
+    activation: str = "gelu"
+    first_position: int = 0
+    pooler: bool = True
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any], *, pooler: bool = True) -> Self:
+        """Of a checkpoint's config.json. ModelError for another kind of model, ConfigError for a missing key."""
+        kind = raw.get("model_type")
+        if kind not in _KINDS:
+            raise ModelError(f"config.json: model_type is {kind!r}; expected an encoder: {', '.join(_KINDS)}")
+        fields = Fields(raw)
+        hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
+        if hidden % heads:
+            raise fields.error("hidden_size", f"a multiple of the {heads} attention heads", hidden)
+        return cls(
+            vocab_size=fields.count("vocab_size"),
+            hidden_size=hidden,
+            num_layers=fields.count("num_hidden_layers"),
+            num_heads=heads,
+            intermediate_size=fields.count("intermediate_size"),
+            max_positions=fields.count("max_position_embeddings", default=512),
+            segments=fields.count("type_vocab_size", default=2),
+            norm_eps=fields.number("layer_norm_eps", default=1e-12),
+            activation=fields.choice("hidden_act", ACTIVATIONS, default="gelu"),
+            first_position=raw.get("pad_token_id", 1) + 1 if _KINDS[kind] else 0,
+            pooler=pooler,
+        )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text."""
+        return self.max_positions - self.first_position
+
+
+class Embeddings(nn.Module):
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.word_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.position_embeddings = nn.Embedding(config.max_positions, config.hidden_size)
+        self.token_type_embeddings = nn.Embedding(config.segments, config.hidden_size)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+        self.first = config.first_position
+
+    def forward(self, token_ids: Tensor, segments: Tensor) -> Tensor:
+        positions = torch.arange(self.first, self.first + token_ids.shape[1], device=token_ids.device)
+        hidden = self.word_embeddings(token_ids) + self.token_type_embeddings(segments)
+        return cast(Tensor, self.LayerNorm(hidden + self.position_embeddings(positions)))
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.heads = config.num_heads
+        self.query = nn.Linear(config.hidden_size, config.hidden_size)
+        self.key = nn.Linear(config.hidden_size, config.hidden_size)
+        self.value = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        batch, tokens, _ = hidden.shape
+        q, k, v = (
+            project(hidden).view(batch, tokens, self.heads, -1).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).reshape(hidden.shape)
+
+
+class Residual(nn.Module):
+    """A projection, added to what came before, and normed."""
+
+    def __init__(self, inputs: int, config: BertConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(inputs, config.hidden_size)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+
+    def forward(self, x: Tensor, before: Tensor) -> Tensor:
+        return cast(Tensor, self.LayerNorm(self.dense(x) + before))
+
+
+class Dense(nn.Module):
+    """A projection alone; checkpoints name it ``dense``."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(inputs, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.dense(x))
+
+
+class BertAttention(nn.Module):
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.self = SelfAttention(config)
+        self.output = Residual(config.hidden_size, config)
+
+    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        return cast(Tensor, self.output(self.self(hidden, mask), hidden))
+
+
+class BertLayer(nn.Module):
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.attention = BertAttention(config)
+        self.intermediate = Dense(config.hidden_size, config.intermediate_size)
+        self.output = Residual(config.intermediate_size, config)
+        self.activation = ACTIVATIONS[config.activation]
+
+    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        hidden = self.attention(hidden, mask)
+        return cast(Tensor, self.output(self.activation(self.intermediate(hidden)), hidden))
+
+
+class BertEncoder(nn.Module):
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(BertLayer(config) for _ in range(config.num_layers))
+
+    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        for layer in self.layer:
+            hidden = layer(hidden, mask)
+        return hidden
+
+
+class Bert(nn.Module):
+    """Token ids [batch, tokens] → hidden states [batch, tokens, hidden] of the last layer.
+
+    ``mask`` [batch, tokens] is true for tokens and false for padding, which stands at the end; None when there is none.
+    ``segments`` [batch, tokens] tells first and second text apart. ``pooled`` is BertModel's pooler_output.
+    """
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embeddings = Embeddings(config)
+        self.encoder = BertEncoder(config)
+        self.pooler = Dense(config.hidden_size, config.hidden_size) if config.pooler else None
+
+    def forward(self, token_ids: Tensor, mask: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
+        if token_ids.shape[1] > self.config.longest:
+            raise ModelError(f"the text has {token_ids.shape[1]} tokens; expected at most {self.config.longest}")
+        segments = torch.zeros_like(token_ids) if segments is None else segments
+        hidden = self.embeddings(token_ids, segments)
+        return cast(Tensor, self.encoder(hidden, None if mask is None else mask.bool()[:, None, None, :]))
+
+    def pooled(self, hidden: Tensor) -> Tensor:
+        """hidden [batch, tokens, hidden] → [batch, hidden]: the first token through the trained pooler."""
+        if self.pooler is None:
+            raise ModelError("this encoder was made without a pooler; expected BertConfig(pooler=True)")
+        return torch.tanh(self.pooler(hidden[:, 0]))
+
+    def rename(self, name: str) -> str | None:
+        """The parameter that a checkpoint's tensor belongs to; None for heads of other tasks and computed buffers."""
+        if name.startswith(_HEADS) or name.endswith(("position_ids", "token_type_ids")):
+            return None
+        for prefix in _PREFIXES:
+            name = name.removeprefix(prefix)
+        if name.startswith("pooler.") and self.pooler is None:
+            return None
+        stem, dot, last = name.rpartition(".")
+        return stem + dot + _OLD.get(last, last)
