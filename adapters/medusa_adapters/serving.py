@@ -6,11 +6,14 @@ import argparse
 import os
 import socket
 import sys
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TextIO
 
 from medusa_runtime.config import OPTIONS, Settings, from_env
 from medusa_runtime.errors import ConfigError
 
+from .base import load, resolve
 from .progress import ProgressLine
 
 if TYPE_CHECKING:
@@ -40,13 +43,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    settings = from_env(os.environ, **{option.field: getattr(arguments, option.field) for option in OPTIONS})
-    if settings.model is None and settings.handler is None:
-        raise ConfigError("there is nothing to serve: expected --model (a checkpoint), --handler (user code), or both")
+    settings = settle(os.environ, {option.field: getattr(arguments, option.field) for option in OPTIONS})
     configure_logging(settings.log_level)
     from medusa_runtime.instance import serve
 
     return serve(settings, _function, Console(sys.stdout))
+
+
+def settle(environ: Mapping[str, str], flags: Mapping[str, Any]) -> Settings:
+    """Settings for the platform around us. Its own variables stand below ours, and only PORT above.
+
+    Raises ConfigError, also when there is nothing to serve.
+    """
+    name = resolve(from_env(environ, **flags).platform, environ)
+    meant = load(name).variables(environ)
+    known = {variable: value for variable, value in meant.items() if variable == "PORT" or not environ.get(variable)}
+    settings = replace(from_env({**environ, **known}, **flags), platform=name)
+    if settings.model is None and settings.handler is None and not _is_host(name, environ):
+        where = ", or on SageMaker a checkpoint in /opt/ml/model" if name == "sagemaker" else ""
+        raise ConfigError(
+            f"there is nothing to serve: expected --model (a checkpoint), --handler (user code), or both{where}"
+        )
+    return settings
+
+
+def _is_host(name: str, environ: Mapping[str, str]) -> bool:
+    """Models will come by request."""
+    from . import sagemaker
+
+    return name == "sagemaker" and sagemaker.is_multi_model(environ)
 
 
 def configure_logging(level: str) -> None:
@@ -60,7 +85,7 @@ def _function(listener: socket.socket, handle: InstanceHandle, settings: Setting
     with handle.timeline.stage("import"):
         from medusa_handler.server import serve
 
-    return serve(listener, handle, settings)
+    return serve(listener, handle, settings, load(settings.platform).platform(settings, os.environ))
 
 
 class Console:

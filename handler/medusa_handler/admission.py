@@ -1,37 +1,46 @@
-"""How many requests are let in. Health routes never ask here, so they never queue behind work."""
+"""How many requests are let in, and in which order. Health routes never ask here, so they never queue behind work."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
 from medusa_runtime.errors import OverloadedError
 
-from .faults import ClientGoneError, not_ready
+from .faults import ApiError, ClientGoneError, not_ready, stopping
 
 _POLL_S = 0.25  # how soon a client that left is noticed
 
 
 class Admission:
-    """At most ``running`` requests work and ``waiting`` more wait; the next one is refused with 429."""
+    """At most ``running`` requests work and ``waiting`` more wait; the next one is refused with 429.
+
+    Before the function is ready all requests are waiting ones; past the cap they are refused with 503.
+    """
 
     def __init__(self, running: int, waiting: int) -> None:
         self._running_limit = running
         self._waiting_limit = waiting
         self._changed = threading.Condition()
+        self._queue: deque[threading.Event] = deque()
+        self._opened = False
         self.in_flight = 0
         self.running = 0
         self.refused = 0
 
-    def enter(self, ready: bool) -> None:
-        """Count a request in. Raises OverloadedError; before the function is ready all requests are waiting ones."""
-        limit = self._waiting_limit + (self._running_limit if ready else 0)
+    def enter(self, ready: bool, eta_s: Callable[[], float] = lambda: 1.0) -> None:
+        """Count a request in. Raises OverloadedError, or 503 with ``eta_s`` while it is not ready."""
+        limit = self._waiting_limit + self._running_limit if ready else self._waiting_limit or self._running_limit
         with self._changed:
-            if self.in_flight >= limit:
-                self.refused += 1
-                raise OverloadedError(f"{self.in_flight} requests are in flight, the limit is {limit}; try again later")
-            self.in_flight += 1
+            if self.in_flight < limit:
+                self.in_flight += 1
+                return
+            self.refused += 1
+        if ready:
+            raise OverloadedError(f"{limit} requests are in flight, as many as may be; try again later")
+        raise not_ready(f"it is still starting, and {limit} requests wait for it already, as many as may", eta_s())
 
     def leave(self) -> None:
         with self._changed:
@@ -43,21 +52,50 @@ class Admission:
         with self._changed:
             return self._changed.wait_for(lambda: self.in_flight == 0, timeout_s)
 
-    def start(self, gone: Callable[[], bool], timeout_s: float) -> None:
+    def open(self) -> None:
+        """What waits may begin, first come first served."""
+        with self._changed:
+            self._opened = True
+            self._advance()
+
+    def start(self, gone: Callable[[], bool], timeout_s: float, draining: threading.Event) -> None:
         """Wait for one of the running slots. Raises ClientGoneError, or 503 after ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
+        turn = threading.Event()
         with self._changed:
-            while self.running >= self._running_limit:
-                self._changed.wait(_POLL_S)
-                if self.running < self._running_limit:
-                    break
-                if gone():
-                    raise ClientGoneError
+            self._queue.append(turn)
+            self._advance()
+        try:
+            while not turn.wait(_POLL_S):
+                self._check(gone, draining)
                 if time.monotonic() > deadline:
-                    raise not_ready(f"no slot became free within {timeout_s:g} s; {self.running} requests are running")
-            self.running += 1
+                    raise self._too_late(timeout_s)  # noqa: TRY301 what follows is for every error alike
+        except BaseException:
+            with self._changed:
+                if turn.is_set():
+                    self.running -= 1
+                else:
+                    self._queue.remove(turn)
+                self._advance()
+            raise
 
     def finish(self) -> None:
         with self._changed:
             self.running -= 1
-            self._changed.notify_all()
+            self._advance()
+
+    def _advance(self) -> None:
+        while self._opened and self._queue and self.running < self._running_limit:
+            self.running += 1
+            self._queue.popleft().set()
+
+    def _check(self, gone: Callable[[], bool], draining: threading.Event) -> None:
+        if gone():
+            raise ClientGoneError
+        if draining.is_set() and not self._opened:
+            raise stopping()
+
+    def _too_late(self, timeout_s: float) -> ApiError:
+        if not self._opened:
+            return not_ready(f"the function was not loaded within {timeout_s:g} s of the request")
+        return not_ready(f"no slot became free within {timeout_s:g} s; {self.running} requests are running")

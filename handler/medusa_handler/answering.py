@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -70,7 +71,7 @@ def _body(result: Any) -> tuple[bytes, str]:
     if isinstance(result, bytes | bytearray | memoryview):
         return bytes(result), "application/octet-stream"
     try:
-        return (_json(result) + "\n").encode(), "application/json"
+        return (to_json(result) + "\n").encode(), "application/json"
     except TypeError as error:
         raise TypeError(
             f"the function returned a {type(result).__name__} that cannot be sent ({error}); expected dict, list, str, "
@@ -78,7 +79,8 @@ def _body(result: Any) -> tuple[bytes, str]:
         ) from None
 
 
-def _json(result: Any) -> str:
+def to_json(result: Any) -> str:
+    """A result as JSON text. Raises TypeError for one that has none."""
     if hasattr(result, "model_dump_json"):
         return str(result.model_dump_json())
     if dataclasses.is_dataclass(result) and not isinstance(result, type):
@@ -120,11 +122,14 @@ class Events:
         self._merge: Merge[Any] = Merge([items], _AHEAD)
         self._request = request
         self._gone = gone
+        self._looked = time.monotonic()
 
     def response(self, status: int) -> flask.Response:
         """Waits for the first item, at most one heartbeat: an error before it still has its own status."""
         try:
             first = self._next()
+            while first is None and not self._merge.done and not self._service.platform.early_heartbeats:
+                first = self._next()
         except BaseException:
             self._merge.close()
             raise
@@ -135,24 +140,30 @@ class Events:
     def _next(self) -> Item[Any] | None:
         """The next item; None after a silent ``heartbeat_s`` or at the end."""
         left_s = self._service.settings.heartbeat_s
+        if time.monotonic() - self._looked >= _POLL_S:
+            self._look()
         while not self._merge.done and left_s > 0:
             item = self._merge.get(min(_POLL_S, left_s))
             if item is not None:
                 return item
             left_s -= _POLL_S
-            if self._gone():
-                raise ClientGoneError
+            self._look()
         return None
+
+    def _look(self) -> None:
+        self._looked = time.monotonic()
+        if self._gone():
+            raise ClientGoneError
 
     def _stream(self, item: Item[Any] | None) -> Iterator[bytes]:
         try:
             while True:
                 if item is not None:
-                    yield sse.event(item.value if isinstance(item.value, str | bytes) else _json(item.value))
+                    yield sse.event(item.value if isinstance(item.value, str | bytes) else to_json(item.value))
                 elif self._merge.done:
                     break
                 else:
-                    yield sse.HEARTBEAT
+                    yield self._service.heartbeat()
                 item = self._next()
         except ClientGoneError:
             return

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 import uuid
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from flask import Flask, Response, g, jsonify, request
@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-def create_app(service: Service, aliases: Sequence[str] = ()) -> Flask:
-    """All routes of one instance; ``aliases`` are further paths of ``POST /``."""
+def create_app(service: Service) -> Flask:
+    """All routes of one instance."""
     app = Flask("medusa_handler", static_folder=None, template_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = service.settings.max_body_mb * 1_000_000
     app.json.sort_keys = False  # type: ignore[attr-defined]
@@ -37,6 +37,7 @@ def create_app(service: Service, aliases: Sequence[str] = ()) -> Flask:
     @app.before_request
     def name_request() -> None:
         given = request.headers.get("X-Request-Id", "")
+        g.began = time.monotonic()
         g.request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
     @app.after_request
@@ -57,7 +58,7 @@ def create_app(service: Service, aliases: Sequence[str] = ()) -> Flask:
         from .openai.routes import blueprint
 
         app.register_blueprint(blueprint(service, work))
-    app.register_blueprint(root(service, work, aliases))
+    app.register_blueprint(root(service, work))
     app.register_error_handler(Exception, lambda error: _error(service, error))
     return app
 

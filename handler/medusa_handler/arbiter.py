@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import http
+import logging
 import selectors
 import socket
+import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gunicorn.app.base import BaseApplication
+from gunicorn.http import errors
 from gunicorn.workers.gthread import ThreadWorker
 
+from .faults import ApiError, compact
 from .server import STOP_GRACE_S, options
+from .slow_clients import WHOLE, SlowClients
 
 if TYPE_CHECKING:
     from medusa_runtime.config import Settings
 
-    from .front import Front
+    from .front import Front, Wsgi
+
+logger = logging.getLogger(__name__)
+
+_STATUSES = (
+    (errors.LimitRequestLine, 414),
+    (errors.LimitRequestHeaders, 431),
+    (errors.UnsupportedTransferCoding, 501),
+    (errors.ExpectationFailed, 417),
+    (errors.ParseException, 400),
+    (OSError, 400),  # a chunk that is none
+)
+
+
+def _timeval(seconds: float) -> bytes:
+    return struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
 
 
 class FunctionServer(BaseApplication):  # type: ignore[misc]
@@ -32,6 +55,8 @@ class FunctionServer(BaseApplication):  # type: ignore[misc]
         self._options = options(listener, settings)
         self._boot = boot
         self.drain: Callable[[], bool] | None = None
+        self.slow_clients = SlowClients(settings.read_timeout_s)
+        self.write_timeout_s = settings.write_timeout_s
         super().__init__()
 
     def load_config(self) -> None:
@@ -39,9 +64,15 @@ class FunctionServer(BaseApplication):  # type: ignore[misc]
             if name in self.cfg.settings:  # older gunicorns have no control socket to disable
                 self.cfg.set(name, value)
 
-    def load(self) -> Front:
+    def load(self) -> Wsgi:
         front, self.drain = self._boot()
-        return front
+        slow = self.slow_clients
+
+        def handle(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+            environ[WHOLE] = partial(slow.end, environ["gunicorn.socket"])
+            return front(environ, start_response)
+
+        return handle
 
 
 class Worker(ThreadWorker):  # type: ignore[misc]
@@ -61,6 +92,38 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         conn.set_timeout()
         self.pending_conns.append(conn)
         self.poller.register(conn.sock, selectors.EVENT_READ, partial(self.on_pending_socket_readable, conn))
+
+    def handle(self, conn: Any) -> Any:
+        # One send, not the whole answer: a stream may take long, only its reader must not stall.
+        conn.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(self.app.write_timeout_s))
+        self.app.slow_clients.begin(conn.sock)
+        try:
+            return super().handle(conn)
+        finally:
+            self.app.slow_clients.end(conn.sock)
+
+    def handle_request(self, req: Any, conn: Any) -> Any:
+        try:
+            return super().handle_request(req, conn)
+        except BlockingIOError as error:  # SO_SNDTIMEO's; as one of these gunicorn does not log it as a defect
+            raise ConnectionResetError(errno.ECONNRESET, "the client takes nothing of its answer") from error
+
+    def handle_error(self, req: Any, client: Any, addr: Any, exc: BaseException) -> None:
+        """A request that is no HTTP, or against our limits. gunicorn's own answer would be HTML."""
+        status = next((status for kind, status in _STATUSES if isinstance(exc, kind)), 500)
+        if status == 500:
+            logger.error("request failed", exc_info=exc)
+        message = str(exc) if status < 500 else "internal error"
+        body = (compact(ApiError(status, message, code="bad_http").body()) + "\n").encode("utf-8", "replace")
+        head = f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\nConnection: close\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        with contextlib.suppress(OSError):
+            client.sendall(head.encode() + body)
+
+    def murder_pending(self) -> None:
+        """gunicorn calls this about once a second."""
+        super().murder_pending()
+        self.app.slow_clients.shut()
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         if not self._stopping:

@@ -6,23 +6,38 @@ import json
 from typing import Any
 
 from flask import request
+from werkzeug.exceptions import ClientDisconnected
 
 from .faults import ApiError
+from .slow_clients import WHOLE
 
 
 def read_body() -> bytes:
-    """All of it. Raises RequestEntityTooLarge over MAX_CONTENT_LENGTH, also when it came in chunks.
+    """All of it. Raises RequestEntityTooLarge over MAX_CONTENT_LENGTH, also when it came in chunks, and ApiError 400
+    when it ends early.
 
     werkzeug silently cuts a chunked body at the limit; only the next read raises.
     """
-    data = request.get_data(cache=False)
-    request.stream.read(1)
+    try:
+        data = request.get_data(cache=False)
+        request.stream.read(1)
+    except (OSError, ClientDisconnected) as error:  # gunicorn's own errors of a malformed chunk are OSErrors
+        raise ApiError(
+            400, f"the body ended early, came too slowly or is badly chunked: {error}", code="incomplete_body"
+        ) from None
+    whole = request.environ.get(WHOLE)
+    if whole is not None:
+        whole()
     return data
 
 
 def json_object() -> dict[str, Any]:
     """The body as a JSON object. Raises ApiError 400."""
-    data = read_body()
+    return as_json_object(read_body())
+
+
+def as_json_object(data: bytes) -> dict[str, Any]:
+    """``data`` as a JSON object. Raises ApiError 400."""
     try:
         body = json.loads(data)
     except RecursionError:

@@ -1,38 +1,54 @@
-"""The WSGI callable. Answers probes by itself and hands everything else to the Flask app.
+"""The WSGI callable. Answers probes by itself, asks for the token, and hands everything else to the Flask app.
 
 Importing Flask costs 100 to 200 ms; a probe that arrives before it is there must not wait for it.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
+
+from .platform import ACCEPTING, LIVE, READY
+from .slow_clients import WHOLE
 
 if TYPE_CHECKING:
     from .service import Service
 
 Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
-LIVE, READY = "live", "ready"
 PROBES = {"/livez": LIVE, "/startupz": READY, "/readyz": READY}
+_TOKEN_WANTED = {
+    "error": {
+        "message": "expected the header Authorization: Bearer <token> with this server's token",
+        "type": "authentication_error",
+        "param": None,
+        "code": "invalid_token",
+    }
+}
 
 
 class Front:
-    """``probes`` maps further paths, which a platform asks for, to LIVE or READY."""
-
-    def __init__(self, service: Service, build: Callable[[], Wsgi], probes: Mapping[str, str]) -> None:
+    def __init__(self, service: Service, build: Callable[[], Wsgi]) -> None:
         self._service = service
         self._build = build
-        self._probes = {**PROBES, **probes}
+        self._probes = {**PROBES, **service.platform.probes}
+        self._token = service.settings.token
         self._app: Wsgi | None = None
         self._building = threading.Lock()
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if WHOLE in environ and environ.get("CONTENT_LENGTH", "0") in ("", "0") and not _is_chunked(environ):
+            environ[WHOLE]()
         probe = self._probes.get(environ["PATH_INFO"])
         if probe is not None and environ["REQUEST_METHOD"] in ("GET", "HEAD"):
-            return self._answer(probe, start_response)
+            if not probe.startswith("/") or not self._is(READY):
+                return self._answer(probe, start_response)
+            environ["PATH_INFO"] = probe  # the platform asks the function itself
+        elif self._token is not None and not self._is_authorized(environ.get("HTTP_AUTHORIZATION", "")):
+            return _json(start_response, "401 Unauthorized", _TOKEN_WANTED, ("WWW-Authenticate", "Bearer"))
         return self.app()(environ, start_response)
 
     def app(self) -> Wsgi:
@@ -42,16 +58,37 @@ class Front:
                 self._app = self._build()
             return self._app
 
+    def _is_authorized(self, header: str) -> bool:
+        assert self._token is not None
+        scheme, _, given = header.partition(" ")
+        # It takes as long for a near miss as for any other. Bytes, because it refuses text that is not ASCII.
+        same = hmac.compare_digest(given.strip().encode("latin-1", "replace"), self._token.encode())
+        return same and scheme.lower() == "bearer"
+
+    def _is(self, probe: str) -> bool:
+        if probe == LIVE:
+            return True
+        return not self._service.draining.is_set() and (probe == ACCEPTING or self._service.ready)
+
     def _answer(self, probe: str, start_response: Callable[..., Any]) -> Iterable[bytes]:
-        good, status = True, {"status": "alive"}
-        if probe == READY:
-            good = self._service.ready and not self._service.draining.is_set()
-            status = self._service.status()
-        body = json.dumps(status).encode() + b"\n"
-        headers = [
+        good = self._is(probe)
+        status = {"status": "alive"} if probe == LIVE else self._service.status()
+        return _json(start_response, "200 OK" if good else "503 Service Unavailable", status)
+
+
+def _is_chunked(environ: dict[str, Any]) -> bool:
+    return bool(environ.get("HTTP_TRANSFER_ENCODING"))
+
+
+def _json(start_response: Callable[..., Any], status: str, value: Any, *headers: tuple[str, str]) -> Iterable[bytes]:
+    body = json.dumps(value).encode() + b"\n"
+    start_response(
+        status,
+        [
             ("Content-Type", "application/json"),
             ("Content-Length", str(len(body))),
             ("Cache-Control", "no-store"),
-        ]
-        start_response("200 OK" if good else "503 Service Unavailable", headers)
-        return [body]
+            *headers,
+        ],
+    )
+    return [body]

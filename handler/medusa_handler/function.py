@@ -6,8 +6,8 @@ import inspect
 import logging
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from medusa_runtime.errors import HandlerError, HandlerLoadError, MedusaError
 from .binding import Binding
 from .blame import user_traceback
 from .contract import Context, Request
-from .faults import ClientGoneError, not_ready, stopping
+from .deadline import Deadline
 from .loader import load_target
 from .loop import AsyncItems, EventLoop
 from .model import Model, client_gone
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from .service import Service
 
 logger = logging.getLogger(__name__)
-
-_POLL_S = 0.25  # how soon a client that left is noticed
 
 
 class UserFunction:
@@ -64,6 +62,7 @@ class UserFunction:
             service.instance.fail(error)
         else:
             self._loaded.set()
+            service.admission.open()
 
     def _load(self, spec: str) -> None:
         target = load_target(spec)
@@ -96,29 +95,17 @@ class UserFunction:
     def call(self, request: Request, gone: Callable[[], bool]) -> Any:
         """The function's result; an asynchronous iterator comes back as a plain one.
 
-        Raises what the function raises, ClientGoneError, and 503 when it was not loaded in time.
+        Only after it was loaded. Raises what the function raises, ClientGoneError, and 504 when its time is over.
         """
-        self._wait_loaded(gone)
         assert self._binding is not None
         client_gone.set(gone)
         positional, named = self._binding.arguments(request)
-        result = self._wait(self._call(*positional, **named), gone)
+        call = partial(self._call, *positional, **named)
+        result = self._wait(gone.run(call) if isinstance(gone, Deadline) else call(), gone)
         return AsyncItems(self._loop, result) if isinstance(result, AsyncIterator) else result
 
     def _wait(self, result: Any, gone: Callable[[], bool] = lambda: False) -> Any:
         return self._loop.run(result, gone) if inspect.iscoroutine(result) else result
-
-    def _wait_loaded(self, gone: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + self._service.settings.hold_s
-        while not self._loaded.wait(_POLL_S):
-            if gone():
-                raise ClientGoneError
-            if self._service.draining.is_set():
-                raise stopping()
-            if time.monotonic() > deadline:
-                raise not_ready(
-                    f"the function was not loaded within {self._service.settings.hold_s:g} s of the request"
-                )
 
     def close(self) -> None:
         """Run the user's ``close``; its error is logged, for nobody waits for it."""

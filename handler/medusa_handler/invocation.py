@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from flask import Blueprint, Response, g, request
 
-from .body import json_object, read_body
+from .body import as_json_object, read_body
 from .contract import Headers, Request
 from .faults import ApiError
 
@@ -18,16 +18,21 @@ if TYPE_CHECKING:
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
 
-def root(service: Service, work: Work, aliases: Sequence[str] = ()) -> Blueprint:
-    """``aliases`` are further paths of the same, for platforms that have their own."""
+def root(service: Service, work: Work) -> Blueprint:
+    platform = service.platform
     routes = Blueprint("function", __name__)
-    function = service.function
+    function, send = service.function, platform.send
     if function is None:
 
         def infer() -> Response:
-            return work.run("/", lambda: _infer(service, work))
+            def answer() -> Response:
+                called = _request(service)
+                response = _infer(service, called, work.gone())
+                return response if send is None else send(called, response)
 
-        for path in ("/", *aliases):
+            return work.run("/", answer)
+
+        for path in ("/", *platform.aliases):
             routes.add_url_rule(path, view_func=infer, methods=["POST"])
         return routes
 
@@ -38,10 +43,11 @@ def root(service: Service, work: Work, aliases: Sequence[str] = ()) -> Blueprint
             from .answering import respond
 
             gone = work.gone()
-            called = _request()
-            service.admission.start(gone, service.settings.hold_s)
+            called = _request(service)
+            service.admission.start(gone, service.settings.hold_s, service.draining)
             try:
-                response = respond(service, function.call(called, gone), called, gone)
+                result = function.call(called, gone)
+                response = respond(service, result if send is None else send(called, result), called, gone)
             except BaseException:
                 service.admission.finish()
                 raise
@@ -53,8 +59,9 @@ def root(service: Service, work: Work, aliases: Sequence[str] = ()) -> Blueprint
     return routes
 
 
-def _request() -> Request:
-    return Request(
+def _request(service: Service) -> Request:
+    """The request as the function sees it, whatever the platform made of it."""
+    received = Request(
         method=request.method,
         path=request.path,
         headers=Headers(request.headers.items()),
@@ -62,21 +69,29 @@ def _request() -> Request:
         body=read_body(),
         id=g.request_id,
     )
+    translate = service.platform.receive
+    return received if translate is None else translate(received)
 
 
-def _infer(service: Service, work: Work) -> Response:
+def _infer(service: Service, called: Request, gone: Callable[[], bool]) -> Response:
     """A JSON body as in the OpenAI routes (``messages`` make it a chat); any other body is the prompt."""
-    from .openai.routes import complete, converse
-
-    if request.mimetype == "application/json":
-        body = json_object()
-        return (converse if "messages" in body else complete)(service, body, work.gone())
-    prompt = read_body().decode(errors="replace")
+    if _mimetype(called) == "application/json":
+        return _ask(service, as_json_object(called.body), gone)
+    prompt = called.body.decode(errors="replace")
     if not prompt.strip():
         raise ApiError(400, 'expected {"prompt": …} as JSON, or the prompt itself as the body', param="prompt")
-    if prompt.lstrip().startswith("{"):  # curl -d sends JSON as a form
-        return complete(service, _object(prompt), work.gone())
-    return complete(service, {"prompt": prompt}, work.gone())
+    # curl -d sends JSON as a form.
+    return _ask(service, _object(prompt) if prompt.lstrip().startswith("{") else {"prompt": prompt}, gone)
+
+
+def _mimetype(called: Request) -> str:
+    return called.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def _ask(service: Service, body: dict[str, object], gone: Callable[[], bool]) -> Response:
+    from .openai.routes import complete, converse
+
+    return (converse if "messages" in body else complete)(service, body, gone)
 
 
 def _object(text: str) -> dict[str, object]:
@@ -84,6 +99,6 @@ def _object(text: str) -> dict[str, object]:
 
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {"prompt": text}
     return value if isinstance(value, dict) else {"prompt": text}

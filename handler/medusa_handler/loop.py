@@ -40,8 +40,13 @@ class EventLoop:
             done, _ = concurrent.futures.wait([future], _POLL_S)
             if done:
                 return future.result()
-            if gone():
-                future.cancel()
+            left = True
+            try:
+                left = gone()
+            finally:
+                if left:
+                    future.cancel()
+            if left:
                 raise ClientGoneError
 
 

@@ -9,14 +9,14 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from medusa_runtime.process import die_with_parent, name_process
 
+from .platform import Platform
+
 if TYPE_CHECKING:
-    from flask import Flask
     from medusa_runtime.config import Settings
     from medusa_runtime.instance import InstanceHandle
 
@@ -29,17 +29,6 @@ _SPARE_THREADS = 32  # for probes, metrics and requests that are about to be ref
 _IDLE_CONNECTIONS = 2048
 _KEEPALIVE_S = 75
 STOP_GRACE_S = 1  # for responses that have been made, and idle connections
-
-
-@dataclass(frozen=True)
-class Platform:
-    """What a platform adds: probe paths (to front.LIVE or front.READY), paths that mean ``POST /``, other routes, and
-    for how long it goes on sending requests after SIGTERM."""
-
-    probes: Mapping[str, str] = field(default_factory=dict)
-    aliases: Sequence[str] = ()
-    extend: Callable[[Flask, Service], None] | None = None
-    linger_s: float = 0.0
 
 
 def serve(
@@ -63,17 +52,17 @@ def _boot(instance: InstanceHandle, settings: Settings, platform: Platform) -> t
     from .front import Front
     from .service import Service
 
-    service = Service(instance, settings)
+    service = Service(instance, settings, platform)
 
     def build() -> Any:
         from .app import create_app  # imports Flask, 100 to 200 ms
 
-        app = create_app(service, platform.aliases)
+        app = create_app(service)
         if platform.extend is not None:
             platform.extend(app, service)
         return app
 
-    front = Front(service, build, platform.probes)
+    front = Front(service, build)
     if settings.handler is not None:
         from .function import UserFunction
 
@@ -85,6 +74,8 @@ def _boot(instance: InstanceHandle, settings: Settings, platform: Platform) -> t
     def drain() -> bool:
         """After SIGTERM: not ready any more, but answering until the last request has been served."""
         service.draining.set()
+        if platform.stop is not None:
+            platform.stop()
         deadline = time.monotonic() + settings.drain_s
         time.sleep(min(platform.linger_s, settings.drain_s))
         idle = service.admission.wait_idle(deadline - time.monotonic())
@@ -125,6 +116,9 @@ def options(listener: socket.socket, settings: Settings) -> dict[str, Any]:
         "timeout": 0,
         "graceful_timeout": math.ceil(settings.drain_s) + 2 * STOP_GRACE_S,
         "keepalive": _KEEPALIVE_S,
+        "limit_request_line": 8190,
+        "limit_request_fields": 100,
+        "limit_request_field_size": 8190,
         "control_socket_disable": True,
         "loglevel": "warning",
         "accesslog": None,

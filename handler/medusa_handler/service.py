@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from . import sse
 from .admission import Admission
 from .chat_template import ChatTemplate
 from .faults import ClientGoneError, not_ready, stopping
@@ -18,16 +19,19 @@ if TYPE_CHECKING:
     from medusa_runtime.instance import InstanceHandle
 
     from .function import UserFunction
+    from .platform import Platform
 
 _POLL_S = 0.25  # how soon a client that left is noticed
+_LONGEST_GUESS_S = 60.0
 
 
 class Service:
     """Lives in the worker process. Made before Flask is imported, so that probes are answered at once."""
 
-    def __init__(self, instance: InstanceHandle, settings: Settings) -> None:
+    def __init__(self, instance: InstanceHandle, settings: Settings, platform: Platform) -> None:
         self.instance = instance
         self.settings = settings
+        self.platform = platform
         self.engine = instance.engine
         self.region = instance.region
         self.timeline = instance.timeline
@@ -101,7 +105,27 @@ class Service:
         return status
 
     def eta_s(self) -> float:
-        """When to come back for what is not there yet."""
-        if self.region is None:
-            return 1.0
-        return float(self.region.progress().eta_s or 1.0)
+        """When to come back for what is not there yet.
+
+        While weights are fetched: the rest of the fetch at the present rate. For what comes after it nothing counts
+        progress; a start that has taken so long is taken to need as long again.
+        """
+        fetch_s = 0.0 if self.region is None else self.region.progress().eta_s
+        if fetch_s:
+            return float(fetch_s)
+        stages = self.timeline.stages()
+        elapsed_s = (time.monotonic_ns() - stages[0].start_ns) / 1e9 if stages else 1.0
+        return min(elapsed_s, _LONGEST_GUESS_S)
+
+    def heartbeat(self) -> bytes:
+        """A comment for a silent stream; while the model is fetched it says how far that is."""
+        if self.ready or self.region is None:
+            return sse.HEARTBEAT
+        progress = self.region.progress()
+        return sse.waiting(progress.fetched_bytes, progress.total_bytes, self.eta_s())
+
+    def limit_s(self, headers: Mapping[str, str]) -> float | None:
+        """How long a request with these headers (names as in "X-Timeout") may take; None: as long as it needs."""
+        own = self.platform.limit_s(headers) if self.platform.limit_s is not None else None
+        limits = [limit for limit in (own, self.settings.timeout_s) if limit is not None]
+        return min(limits, default=None)

@@ -12,6 +12,12 @@ HEARTBEAT = b": waiting\n\n"
 DONE = b"data: [DONE]\n\n"
 
 
+def waiting(fetched_bytes: int, total_bytes: int, eta_s: float) -> bytes:
+    """A heartbeat of a stream that waits for the model."""
+    done = f"{fetched_bytes / 1e6:.0f} of {total_bytes / 1e6:.0f} MB fetched, " if total_bytes else ""
+    return f": waiting for the model, {done}about {eta_s:.0f} s left\n\n".encode()
+
+
 def event(data: Any) -> bytes:
     """One event: text as it is, a line of it per ``data:`` line; anything else as JSON."""
     if isinstance(data, bytes | bytearray):

@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from flask import Response, request
+from flask import Response, g, request
 
 from .connection import gone
+from .deadline import Deadline
 from .faults import ClientGoneError, as_api_error
 from .timing import server_timing
 
@@ -23,15 +24,17 @@ class Work:
         self._service = service
 
     def gone(self) -> Callable[[], bool]:
-        """Tells whether the client of this request has left."""
-        return gone(request.environ)
+        """Tells whether the client of this request has left; raises 504 when its time is over."""
+        left = gone(request.environ)
+        limit_s = self._service.limit_s(dict(request.headers))
+        return left if limit_s is None else Deadline(limit_s, g.began, left)
 
     def run(self, route: str, answer: Callable[[], Response]) -> Response:
         """The answer, counted in until its last byte has been written. Raises OverloadedError when full."""
         service = self._service
         began = time.monotonic()
         try:
-            service.admission.enter(service.ready)
+            service.admission.enter(service.ready, service.eta_s)
         except Exception as error:
             self._count(route, error)
             raise

@@ -6,7 +6,7 @@ Precedence: flag, environment, default. ``auto`` is resolved once, into a new ob
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from .errors import ConfigError
@@ -40,7 +40,11 @@ class Settings:
     heartbeat_s: float = 10.0
     hold_s: float = 600.0
     drain_s: float = 30.0
+    timeout_s: float | None = None
+    read_timeout_s: float = 60.0
+    write_timeout_s: float = 60.0
     max_body_mb: int = 32
+    token: str | None = field(default=None, repr=False)
     log_level: str = "info"
 
 
@@ -64,6 +68,13 @@ def _positive(value: str) -> int:
     return number
 
 
+def _count(value: str) -> int:
+    number = int(value)
+    if number < 0:
+        raise ValueError("a whole number, 0 or more")
+    return number
+
+
 def _port(value: str) -> int:
     number = int(value)
     if not 0 <= number <= 65535:
@@ -76,6 +87,20 @@ def _seconds(value: str) -> float:
     if not 0 <= number < float("inf"):
         raise ValueError("seconds, 0 or more")
     return number
+
+
+def _duration(value: str) -> float:
+    number = _seconds(value)
+    if not number:
+        raise ValueError("seconds above 0")
+    return number
+
+
+def _token(value: str) -> str:
+    if not (value.isascii() and value.isprintable()) or " " in value:
+        # The value stands in the message of every other option; a secret must not.
+        raise ConfigError("--token (MEDUSA_TOKEN) cannot be used: expected printable ASCII without spaces")
+    return value
 
 
 def _one_of(*accepted: str) -> Callable[[str], str]:
@@ -99,7 +124,7 @@ OPTIONS = (
     Option("dtype", ("MEDUSA_DTYPE",), _one_of(*DTYPES), "type to compute in; auto is the checkpoint's own"),
     Option("max_model_len", ("MEDUSA_MAX_MODEL_LEN",), _positive, "longest prompt plus completion, in tokens"),
     Option("max_concurrency", ("MEDUSA_MAX_CONCURRENCY",), _positive, "requests served at the same time"),
-    Option("max_waiting", ("MEDUSA_MAX_WAITING",), _positive, "requests that may wait; more get 429"),
+    Option("max_waiting", ("MEDUSA_MAX_WAITING",), _count, "requests that may wait; more get 429"),
     Option(
         "max_batched_tokens", ("MEDUSA_MAX_BATCHED_TOKENS",), _positive, "tokens of one forward pass (prefill chunk)"
     ),
@@ -112,7 +137,11 @@ OPTIONS = (
     Option("heartbeat_s", ("MEDUSA_HEARTBEAT",), _seconds, "seconds of silence after which a stream gets a comment"),
     Option("hold_s", ("MEDUSA_HOLD",), _seconds, "how long a request waits for the model"),
     Option("drain_s", ("MEDUSA_DRAIN",), _seconds, "how long running requests may go on after SIGTERM"),
+    Option("timeout_s", ("MEDUSA_TIMEOUT",), _duration, "how long a request may take, then 504; default: for ever"),
+    Option("read_timeout_s", ("MEDUSA_READ_TIMEOUT",), _duration, "how long a client may take to send its request"),
+    Option("write_timeout_s", ("MEDUSA_WRITE_TIMEOUT",), _duration, "how long a client may take nothing of its answer"),
     Option("max_body_mb", ("MEDUSA_MAX_BODY_MB",), _positive, "largest request body"),
+    Option("token", ("MEDUSA_TOKEN",), _token, "secret that requests must bear; better as variable than as flag"),
     Option("log_level", ("MEDUSA_LOG_LEVEL",), _one_of("debug", "info", "warning", "error"), "how much to log"),
 )
 

@@ -43,10 +43,12 @@ def respond(service: Service, plan: Plan, gone: Callable[[], bool]) -> Response:
                 return _whole(plan, generation)
         events = generation.events(service.settings.heartbeat_s)
         first = next(events)  # an error before the first token still has its own status
+        while first is None and not service.platform.early_heartbeats:
+            first = next(events)
     except BaseException:
         generation.close()
         raise
-    response = Response(_chunks(plan, first, events), content_type=sse.CONTENT_TYPE, headers=sse.HEADERS)
+    response = Response(_chunks(service, plan, first, events), content_type=sse.CONTENT_TYPE, headers=sse.HEADERS)
     response.call_on_close(generation.close)
     return response
 
@@ -68,9 +70,11 @@ def _whole(plan: Plan, generation: Generation) -> Response:
     return Response(compact(plan.envelope.whole(objects, used)), content_type="application/json")
 
 
-def _chunks(plan: Plan, first: Item[Delta] | None, events: Iterator[Item[Delta] | None]) -> Iterator[bytes]:
+def _chunks(
+    service: Service, plan: Plan, first: Item[Delta] | None, events: Iterator[Item[Delta] | None]
+) -> Iterator[bytes]:
     try:
-        yield from _events(plan, first, events)
+        yield from _events(service, plan, first, events)
     except ClientGoneError:
         return
     except Exception as error:
@@ -82,7 +86,9 @@ def _chunks(plan: Plan, first: Item[Delta] | None, events: Iterator[Item[Delta] 
     yield sse.DONE
 
 
-def _events(plan: Plan, first: Item[Delta] | None, events: Iterator[Item[Delta] | None]) -> Iterator[bytes]:
+def _events(
+    service: Service, plan: Plan, first: Item[Delta] | None, events: Iterator[Item[Delta] | None]
+) -> Iterator[bytes]:
     choices = [Choice() for _ in plan.requests]
     shape: Shape = plan.envelope.shape
     no_usage = {"usage": None} if plan.include_usage else {}
@@ -92,7 +98,7 @@ def _events(plan: Plan, first: Item[Delta] | None, events: Iterator[Item[Delta] 
     item = first
     while True:
         if item is None:
-            yield sse.HEARTBEAT
+            yield service.heartbeat()
         else:
             choices[item.source].add(item.value)
             chunk = shape.chunk(item.source, choices[item.source], item.value)

@@ -1,0 +1,128 @@
+"""OpenFaaS: the contract of of-watchdog, natively (github.com/openfaas/of-watchdog, README and main.go)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from medusa_runtime.errors import ConfigError
+
+from . import duration
+
+if TYPE_CHECKING:
+    from flask import Flask, Response
+    from medusa_handler.platform import Platform
+    from medusa_handler.service import Service
+    from medusa_runtime.config import Settings
+
+logger = logging.getLogger(__name__)
+
+_MARKS = ("OPENFAAS_NAME", "OPENFAAS_NAMESPACE", "fprocess", "exec_timeout", "max_inflight", "healthcheck_interval")
+_WRITE_TIMEOUT_S = 30.0
+_METRICS_PORT = 8081
+
+
+def detect(environ: Mapping[str, str]) -> bool:
+    return any(environ.get(mark) for mark in _MARKS)
+
+
+def variables(environ: Mapping[str, str]) -> dict[str, str]:
+    meant: dict[str, str] = {}
+    for theirs, ours in (("read_timeout", "MEDUSA_READ_TIMEOUT"), ("write_timeout", "MEDUSA_WRITE_TIMEOUT")):
+        if given := _seconds(environ, theirs):
+            meant[ours] = f"{given:g}"
+    # Go's server ends the connection of an answer that takes longer than write_timeout, whatever exec_timeout says.
+    limits = [limit for name in ("exec_timeout", "write_timeout") if (limit := _seconds(environ, name))]
+    if limits:
+        meant["MEDUSA_TIMEOUT"] = f"{min(limits):g}"
+    if inflight := _count(environ, "max_inflight", 0):
+        meant |= {"MEDUSA_MAX_CONCURRENCY": str(inflight), "MEDUSA_MAX_WAITING": "0"}
+    if environ.get("port"):
+        meant["PORT"] = environ["port"]
+    rest_s = min(limits, default=_WRITE_TIMEOUT_S)
+    meant["MEDUSA_DRAIN"] = f"{_linger_s(environ) + rest_s:g}"
+    return meant
+
+
+def platform(settings: Settings, environ: Mapping[str, str]) -> Platform:
+    from medusa_handler.platform import ACCEPTING, READY, Platform
+
+    lock = None if environ.get("suppress_lock", "").lower() in ("true", "1") else Path("/tmp/.lock")
+    metrics_port = _count(environ, "metrics_port", _METRICS_PORT)
+
+    def extend(app: Flask, service: Service) -> None:
+        from .metrics_server import start
+
+        _tell_calls(app)
+        start(service, settings.host, metrics_port)
+        if lock is not None:
+            _touch(lock)
+
+    return Platform(
+        name="openfaas",
+        probes={"/_/health": ACCEPTING, "/_/ready": environ.get("ready_path") or READY},
+        extend=extend,
+        limit_s=_limit_s,
+        stop=None if lock is None else lambda: lock.unlink(missing_ok=True),
+        linger_s=_linger_s(environ),
+    )
+
+
+def _tell_calls(app: Flask) -> None:
+    from flask import g, request
+
+    @app.before_request
+    def name_call() -> None:
+        call_id = request.headers.get("X-Call-Id", "")
+        if call_id.isascii() and call_id.isprintable() and 0 < len(call_id) <= 128:
+            g.call_id = g.request_id = call_id
+
+    @app.after_request
+    def tell_call(response: Response) -> Response:
+        response.headers["X-Duration-Seconds"] = f"{time.monotonic() - g.began:f}"
+        if "call_id" in g:
+            response.headers["X-Call-Id"] = g.call_id
+        return response
+
+
+def _limit_s(headers: Mapping[str, str]) -> float | None:
+    """X-Timeout may only shorten exec_timeout; like of-watchdog, take no notice of one that cannot be read."""
+    try:
+        return duration.seconds(headers.get("X-Timeout", "")) or None
+    except ValueError:
+        return None
+
+
+def _touch(lock: Path) -> None:
+    with contextlib.suppress(FileExistsError):
+        lock.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        lock.write_bytes(b"")
+    except OSError as error:
+        logger.warning("cannot write %s (%s); suppress_lock=true spares it", lock, error.strerror)
+
+
+def _linger_s(environ: Mapping[str, str]) -> float:
+    for name in ("healthcheck_interval", "write_timeout"):
+        if given := _seconds(environ, name):
+            return given
+    return _WRITE_TIMEOUT_S
+
+
+def _seconds(environ: Mapping[str, str], name: str) -> float:
+    try:
+        return duration.seconds(environ.get(name) or "0")
+    except ValueError as error:
+        raise ConfigError(f"{name}={environ[name]!r} cannot be used: expected {error}") from None
+
+
+def _count(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name) or str(default)
+    if not text.isdecimal() or not math.isfinite(int(text)):
+        raise ConfigError(f"{name}={text!r} cannot be used: expected a whole number, 0 or more")
+    return int(text)
