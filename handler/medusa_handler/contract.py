@@ -84,10 +84,12 @@ class Response:
 
 @dataclass(frozen=True)
 class Context:
-    """What ``load`` is given: the model behind the function (None when there is none) and the instance's settings."""
+    """What ``load`` is given: the model behind the function (None when no engine runs one), the instance's settings, and
+    ``weights``, which fill a module of the function's own (``weights.build``)."""
 
     model: Any
     settings: Any
+    weights: Any = None
 
     @property
     def hostname(self) -> str:

@@ -20,6 +20,7 @@ from .deadline import Deadline
 from .loader import load_target
 from .loop import AsyncItems, EventLoop
 from .model import Model, client_gone
+from .weights import Weights
 
 if TYPE_CHECKING:
     from .service import Service
@@ -69,7 +70,8 @@ class UserFunction:
         source = getattr(sys.modules.get(getattr(target, "__module__", "")), "__file__", None)
         self.folder = Path(source).parent if source else None
         model = Model(self._service) if self._service.engine is not None else None
-        context = Context(model, self._service.settings)
+        weights = Weights(self._service.region, self._service.settings, self._service.timeline)
+        context = Context(model, self._service.settings, weights)
         try:
             self._instance = target() if inspect.isclass(target) else target
             self._call = self._entry(target)

@@ -79,6 +79,6 @@ class Weights:
                 return
             with self._timeline.stage("import", package="torch"):
                 import torch  # seconds on a cold disk; only a function that builds a module pays for it
-            from medusa_runtime.limits import cpus
+            from medusa_runtime.limits import cpu_count
 
-            torch.set_num_threads(self._settings.threads or cpus())
+            torch.set_num_threads(self._settings.threads or cpu_count())

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from .errors import ConfigError
 
-ENGINES = ("torch", "vllm")
+ENGINES = ("torch", "vllm", "none")
 PLATFORMS = ("auto", "local", "knative", "openfaas", "sagemaker")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -115,7 +115,7 @@ def _one_of(*accepted: str) -> Callable[[str], str]:
 OPTIONS = (
     Option("model", ("MEDUSA_MODEL",), _text, "checkpoint: a folder, file, http(s)://, s3:// or any fsspec URL"),
     Option("handler", ("MEDUSA_HANDLER",), _text, "user code as file.py:name or module:name"),
-    Option("engine", ("MEDUSA_ENGINE",), _one_of(*ENGINES), "torch (fast start) or vllm (throughput)"),
+    Option("engine", ("MEDUSA_ENGINE",), _one_of(*ENGINES), "torch (fast start), vllm (throughput) or none (the handler's own module)"),
     Option("platform", ("MEDUSA_PLATFORM",), _one_of(*PLATFORMS), "whose protocol to speak"),
     Option("state", ("MEDUSA_STATE",), _text, "where the state bundle lies (default: beside the weights)"),
     Option("served_model_name", ("MEDUSA_SERVED_MODEL_NAME",), _text, "the model's name in the OpenAI routes"),

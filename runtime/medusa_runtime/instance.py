@@ -38,7 +38,8 @@ _KILL_AFTER_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class InstanceHandle:
-    """What the function process is given. ``engine`` and ``region`` are None when no model is served."""
+    """What the function process is given. ``region`` is None without a checkpoint, ``engine`` also when the function
+    builds the model itself (``--engine none``)."""
 
     settings: Settings
     timeline: Timeline
@@ -86,6 +87,8 @@ def bind(settings: Settings) -> socket.socket:
 
 def serve(settings: Settings, function: Function, observer: Observer | None = None) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status. Raises the MedusaError that ended the instance."""
+    if settings.engine == "none" and settings.handler is None:
+        raise ConfigError("with --engine none nothing runs the model: expected --handler, whose code builds it")
     timeline = Timeline.create("supervisor")
     timeline.record("exec", process_start_ns(), time.monotonic_ns())
     with timeline.stage("bind"):
@@ -129,11 +132,12 @@ class Instance:
         with self._timeline.stage("fork"):
             if self._settings.model is not None:
                 self._region = Region.create()
+                self._fork_prefetcher()
+            if self._settings.model is not None and self._settings.engine != "none":
                 engine = EngineClient(str(self._folder / "engine"))
                 self._engine_listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
                 self._engine_listener.bind(engine.path)
                 self._engine_listener.listen(64)
-                self._fork_prefetcher()
                 self._fork("zygote", self._run_zygote)
             handle = InstanceHandle(
                 self._settings, self._timeline.named("function"), engine, self._region, self._reports

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -18,20 +18,31 @@ _PARAMETER_LISTS = (nn.ParameterList, nn.ParameterDict)
 class Gate:
     """Closed at first; removes itself when a forward passes it, so that it costs nothing afterwards.
 
-    A forward that comes too early waits, and raises ``error`` if there is one when the gate opens.
+    A forward that comes too early waits, and raises ``error`` if there is one when the gate opens. ``ask`` is told who
+    waits: what this gate needs is then fetched first. A gate without a hook is waited for by what it guards alone.
     """
 
-    def __init__(self, name: str, module: nn.Module, owners: list[nn.Module], timeline: Timeline | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        owners: list[nn.Module],
+        timeline: Timeline | None,
+        *,
+        hooked: bool = True,
+    ) -> None:
         self.name = name
         self.owners = owners  # the modules whose own tensors are waited for
         self.remaining = 0
         self.begin_ns = 0  # when its first tensor was applied
         self.error: BaseException | None = None
+        self.ask: Callable[[Gate], None] | None = None
         self._timeline = timeline
         self._opened = threading.Event()
         self._lock = threading.Lock()
         # A module's hook is copied before it is called, so it may be removed while another thread is in a forward.
-        self._hook = module.register_forward_pre_hook(self._check)
+        # In front of all other hooks: those of a lazy module look at its parameters.
+        self._hook = module.register_forward_pre_hook(self._check, prepend=True) if hooked else None
 
     @property
     def is_open(self) -> bool:
@@ -43,16 +54,23 @@ class Gate:
 
     def remove(self) -> None:
         with self._lock:
-            self._hook.remove()
+            if self._hook is not None:
+                self._hook.remove()
 
-    def _check(self, module: nn.Module, args: Any) -> None:
+    def wait(self) -> None:
+        """Until the unit's tensors are applied. Raises what came instead of them."""
         if not self._opened.is_set():
             start = time.monotonic_ns()
+            if self.ask is not None:
+                self.ask(self)
             self._opened.wait()
             if self._timeline is not None:
                 self._timeline.record("wait", start, time.monotonic_ns(), unit=self.name)
         if self.error is not None:
             raise self.error
+
+    def _check(self, module: nn.Module, args: Any) -> None:
+        self.wait()
         self.remove()
 
 
@@ -75,3 +93,19 @@ def _units(name: str, module: nn.Module, apart: bool) -> Iterator[tuple[str, nn.
     for child_name, child in module.named_children():
         if not isinstance(child, _PARAMETER_LISTS):
             yield from _units(f"{name}.{child_name}" if name else child_name, child, False)
+
+
+def owner_gates(module: nn.Module, timeline: Timeline | None) -> list[Gate]:
+    """Gates for every module that has tensors of its own: for modules of which nothing else is known.
+
+    One with children and nothing but parameters has no hook: its forward goes on until it uses one (``Awaited``). Where
+    there are buffers the call waits, since a buffer has a value already.
+    """
+    found: list[Gate] = []
+    for name, owner in module.named_modules():
+        lists = [child for child in owner.children() if isinstance(child, _PARAMETER_LISTS)]
+        owns = [part for part in (owner, *lists) if part._parameters or part._buffers]
+        if owns and not isinstance(owner, _PARAMETER_LISTS):
+            hooked = bool(owner._buffers) or len(lists) == len(list(owner.children()))
+            found.append(Gate(name, owner, owns, timeline, hooked=hooked))
+    return found

@@ -6,8 +6,9 @@ import ctypes
 import functools
 import mmap
 from collections.abc import Callable
+from typing import ClassVar
 
-_MADV_HUGEPAGE = 14
+_MADV_DONTNEED, _MADV_HUGEPAGE = 4, 14
 MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
 
 
@@ -34,3 +35,37 @@ def populate_write(address: int, size_bytes: int) -> bool:
 def prefer_huge(address: int, size_bytes: int) -> None:
     """Huge pages for a shared mapping, where shmem_enabled says advise; elsewhere this does nothing."""
     _advise(address, size_bytes, _MADV_HUGEPAGE)
+
+
+def drop(address: int, size_bytes: int) -> None:
+    """Unmap whole pages; what is behind a mapping of a file keeps them."""
+    _advise(address, size_bytes, _MADV_DONTNEED)
+
+
+class _PyBuffer(ctypes.Structure):
+    """Py_buffer of CPython's stable ABI; only the first field is read."""
+
+    _fields_: ClassVar = [
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.c_void_p),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    ]
+
+
+def address_of(memory: memoryview) -> int:
+    """Where a view's first byte lies, also of read-only memory; 0 for an empty one."""
+    if not memory.nbytes:
+        return 0
+    held = _PyBuffer()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(memory), ctypes.byref(held), 0)
+    address = held.buf
+    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(held))
+    return int(address or 0)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from medusa_runtime.errors import MismatchError
 from medusa_runtime.weights.index import WeightIndex
@@ -51,11 +52,19 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor, b
                 yield dot + attribute, owner, attribute, buffer, True
 
 
-def plan(index: WeightIndex, module: nn.Module, rename: Rename) -> dict[str, Place]:
-    """Where each needed tensor of the checkpoint goes, in execution order.
+class Plan(NamedTuple):
+    """Where each needed tensor goes, in execution order, and the places for which the checkpoint has none."""
 
-    MismatchError names all tensors that are missing, not expected, or of another shape. Of tensors that are tied in the
-    module and both in the checkpoint, the one with the place's own name is taken.
+    todo: dict[str, Place]
+    missing: list[Place]
+
+
+def plan(index: WeightIndex, module: nn.Module, rename: Rename, *, strict: bool = True) -> Plan:
+    """Where each needed tensor of the checkpoint goes.
+
+    MismatchError names all tensors that are missing, not expected (both only if ``strict``), or of another shape. Of
+    tensors that are tied in the module and both in the checkpoint, the one with the place's own name is taken. A lazy
+    module's parameter has the checkpoint's shape.
     """
     expected = places(module)
     chosen: dict[str, str] = {}  # name of the place → name in the checkpoint
@@ -69,20 +78,21 @@ def plan(index: WeightIndex, module: nn.Module, rename: Rename) -> dict[str, Pla
             unexpected.append(name)
         elif place.name not in chosen or target == place.name:
             chosen[place.name] = name
-    missing = [place.name for name, place in expected.items() if name == place.name and name not in chosen]
+    missing = [place for name, place in expected.items() if name == place.name and name not in chosen]
     sources = {source: expected[target] for target, source in chosen.items()}
     misshaped = [
         f"{source} (expected {list(place.tensor.shape)}, found {list(index.tensors[source].shape)})"
         for source, place in sources.items()
-        if tuple(place.tensor.shape) != tuple(index.tensors[source].shape)
+        if not is_lazy(place.tensor) and tuple(place.tensor.shape) != tuple(index.tensors[source].shape)
     ]
-    if missing or unexpected or misshaped:
-        parts = (("missing", missing), ("not expected", unexpected), ("of another shape", misshaped))
+    if misshaped or (strict and (missing or unexpected)):
+        absent = [place.name for place in missing]
+        parts = (("missing", absent), ("not expected", unexpected), ("of another shape", misshaped))
         listed = "; ".join(f"{len(names)} {kind}: {_listed(names)}" for kind, names in parts if names)
         raise MismatchError(
             f"the checkpoint's tensors are not those of the model: {listed}. Does its config.json belong to it?"
         )
-    return {name: sources[name] for name in index.order if name in sources}
+    return Plan({name: sources[name] for name in index.order if name in sources}, missing)
 
 
 def _listed(names: list[str]) -> str:

@@ -9,16 +9,20 @@ import json
 import mmap
 import os
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..errors import MedusaError, ObjectChangedError, StorageError, from_code
+from ..errors import MedusaError, ObjectChangedError, StorageError, WeightsError, from_code
 from ..storage.local import file_version
+from .asking import ask
 from .chunks import Chunks
 from .index import Shard, WeightIndex
+from .pages import address_of
 from .region_layout import ERROR_OFFSET, HEADER_BYTES, TABLE_OFFSET, State, Waiter, Word, reopen, writer_lives
 
 if TYPE_CHECKING:
     from .region_writer import RegionWriter
+    from .releasing import Release
 
 # A supervisor replaces a killed prefetcher within milliseconds; a reader gives it this long before it gives up.
 _GRACE_S = 10.0
@@ -36,11 +40,17 @@ class Progress(NamedTuple):
 
 
 class Region:
-    """A reader's view of a region. Each reader maps it read-only; nothing it does can change the weights."""
+    """A reader's view of a region. Each reader maps it read-only; nothing it does can change the weights.
 
-    def __init__(self, fd: int) -> None:
+    ``private``: mapped writable for this reader alone; pages it writes to are copied (for modules of unknown code).
+    """
+
+    def __init__(self, fd: int, *, private: bool = False) -> None:
         """Take over ``fd``, a region's memfd."""
         self.fd = fd
+        self._flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
+        self._protection = mmap.PROT_READ | (mmap.PROT_WRITE if private else 0)
+        self._release: Release | None = None
         self._header: memoryview | None = None
         self._memory: memoryview | None = None
         self._maps: list[mmap.mmap] = []
@@ -72,7 +82,10 @@ class Region:
         # From a read-only description: such a mapping cannot be made writable, and does not stand against F_SEAL_WRITE.
         fd = reopen(self.fd, os.O_RDONLY)
         try:
-            memory = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+            flags, protection = self._flags, self._protection
+            if size_bytes == HEADER_BYTES:
+                flags, protection = mmap.MAP_SHARED, mmap.PROT_READ
+            memory = mmap.mmap(fd, size_bytes, flags, protection)
         finally:
             os.close(fd)
         self._maps.append(memory)
@@ -142,7 +155,7 @@ class Region:
                 raise ObjectChangedError(f"{shard.path} was replaced or written to after it was indexed; start again")
             if not shard.data_bytes:
                 return memoryview(b"")
-            memory = mmap.mmap(fd, shard.size_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+            memory = mmap.mmap(fd, shard.size_bytes, self._flags, self._protection)
         finally:
             os.close(fd)
         self._maps.append(memory)
@@ -158,8 +171,9 @@ class Region:
         self._wait_chunks(self._chunks.covering(shard, start, stop), timeout_s)
 
     def wait_tensor(self, name: str, timeout_s: float | None = None) -> None:
-        """Like ``wait``, for all bytes of a tensor."""
+        """Like ``wait``, for all bytes of a tensor. WeightsError when they were released."""
         self.wait_index(timeout_s)
+        self._check_released(name)
         assert self._chunks is not None
         self._wait_chunks(self._chunks.of_tensor(name), timeout_s)
 
@@ -173,9 +187,10 @@ class Region:
             waiter.pause()
 
     def has(self, name: str) -> bool:
-        """Whether a tensor's bytes are all there, without waiting."""
+        """Whether a tensor's bytes are all there, without waiting. WeightsError when they were released."""
         if not self._attach():
             return False
+        self._check_released(name)
         assert self._chunks is not None
         return self._present(self._chunks.of_tensor(name))
 
@@ -185,6 +200,38 @@ class Region:
         assert self._memory is not None
         table = bytes(self._memory[TABLE_OFFSET + chunks.start : TABLE_OFFSET + chunks.stop])
         return table.count(1) == len(table)
+
+    def ask(self, names: Sequence[str]) -> None:
+        """Have these tensors fetched before all others; does not wait."""
+        if names and self._attach():
+            assert self._chunks is not None
+            missing = [chunk for name in names for chunk in self._chunks.of_tensor(name)]
+            ask(self.fd, [chunk for chunk in missing if not self._present(range(chunk, chunk + 1))])
+
+    def release(self, name: str) -> None:
+        """Drop the memory of a tensor that nobody will read again, here or in another process."""
+        if self._release is None:
+            from .releasing import Release
+
+            self._release = Release(self)
+        self._release.tensor(name)
+
+    def origin(self, shard: int) -> tuple[int, int]:
+        """Where a shard's data section starts in its file (the memfd's or its own), and that file's address here."""
+        view, index = self.shard(shard), self.wait_index()
+        base = index.shards[shard].data_start
+        if index.shards[shard].path is None:
+            base = self._words()[Word.DATA_OFFSET] + index.shards[shard].offset
+        return base, address_of(view) - base
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory the region has taken so far, as ``release`` has seen it; None of mapped files."""
+        return self._release.peak_bytes if self._release else os.fstat(self.fd).st_blocks * 512
+
+    def _check_released(self, name: str) -> None:
+        if self._release is not None and name in self._release.names:
+            raise WeightsError(f"tensor {name} was released after it was loaded; load it once, or without release")
 
     def _raise_failure(self) -> None:
         if self._words()[Word.STATE] == State.FAILED:

@@ -47,8 +47,10 @@ class Word(IntEnum):
     DATA_OFFSET = 14
     REGION_BYTES = 15
     ERROR_BYTES = 16
+    RELEASED_BYTES = 17  # written by a reader that gives memory back as it goes; see releasing.py
 
 
+RING_OFFSET, RING_WORDS = 512, 64  # requests of readers; see asking.py
 TABLE_OFFSET = HEADER_BYTES  # the chunk table, one byte a chunk
 
 

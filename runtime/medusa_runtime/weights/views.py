@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from medusa_runtime.errors import WeightsError
 from medusa_runtime.weights.index import TensorEntry
+from medusa_runtime.weights.pages import address_of
 from medusa_runtime.weights.region import Region
 
 DTYPES = {
@@ -45,24 +45,6 @@ class Views:
         return data.view(dtype).view(entry.shape)
 
 
-class _PyBuffer(ctypes.Structure):
-    """Py_buffer of CPython's stable ABI; only the first field is read."""
-
-    _fields_: ClassVar = [
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.c_void_p),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_char_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    ]
-
-
 def _bytes_tensor(memory: memoryview) -> Tensor:
     """uint8 [bytes] over read-only memory.
 
@@ -71,11 +53,7 @@ def _bytes_tensor(memory: memoryview) -> Tensor:
     """
     if not memory.nbytes:
         return torch.empty(0, dtype=torch.uint8)
-    held = _PyBuffer()
-    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(memory), ctypes.byref(held), 0)
-    address = held.buf
-    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(held))
-    assert address is not None
+    address = address_of(memory)
 
     class Shard(ctypes.c_uint8 * memory.nbytes):  # type: ignore[misc]
         pass

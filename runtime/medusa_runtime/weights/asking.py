@@ -1,0 +1,47 @@
+"""What readers tell the prefetcher through a region's header: fetch this first, a forward waits for it.
+
+A ring of words, one request each: whoever waits overwrites one, and asks again while it waits, so a lost request costs
+milliseconds. A reader maps the region read-only; it writes its word with one aligned ``pwrite``.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Iterator
+
+from .region_layout import RING_OFFSET, RING_WORDS
+
+_FIRST_BITS = 32
+_MOST = RING_WORDS // 2  # what one asker may have in the ring
+
+
+def runs(chunks: Iterable[int]) -> list[range]:
+    """Neighbouring chunks together, in ascending order."""
+    found: list[range] = []
+    for chunk in sorted(set(chunks)):
+        if found and found[-1].stop == chunk:
+            found[-1] = range(found[-1].start, chunk + 1)
+        else:
+            found.append(range(chunk, chunk + 1))
+    return found
+
+
+def ask(fd: int, chunks: Iterable[int]) -> None:
+    """Ask for these chunks. Nothing happens where the region cannot be written to: complete, or a stranger's."""
+    slot = os.getpid() * 7 + threading.get_native_id()
+    for number, run in enumerate(runs(chunks)[:_MOST]):
+        word = (len(run) << _FIRST_BITS) | (run.start + 1)
+        try:
+            os.pwrite(fd, word.to_bytes(8, "little"), RING_OFFSET + (slot + number) % RING_WORDS * 8)
+        except OSError:
+            return
+
+
+def asked(words: memoryview) -> Iterator[range]:
+    """What is in the ring; ``words`` is the header's."""
+    first = RING_OFFSET // 8
+    for word in words[first : first + RING_WORDS].tolist():
+        if word:
+            start = (word & ((1 << _FIRST_BITS) - 1)) - 1
+            yield range(start, start + (word >> _FIRST_BITS))

@@ -1,0 +1,116 @@
+"""Any PyTorch module from a region: constructed without weights, callable at once (Cicada §3.1)."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import traceback
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from medusa_runtime.errors import WeightsError
+from medusa_runtime.timeline import Timeline
+from medusa_runtime.weights.loader import Building, Loader
+from medusa_runtime.weights.plan import Rename
+from medusa_runtime.weights.region import Region
+from medusa_runtime.weights.skeleton import skeleton
+
+logger = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def build(
+    region: Region,
+    factory: Callable[[], M],
+    prefix: str = "",
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    memory_format: torch.memory_format | None = None,
+    strict: bool = True,
+    copy: bool = False,
+    release: bool = False,
+    rename: Rename | None = None,
+    timeline: Timeline | None = None,
+) -> tuple[M, Loader]:
+    """The factory's module, which may be called at once (each part waits for its own), and the loader that fills it.
+
+    ``prefix`` is cut off the checkpoint's names; tensors without it are not this module's. ``dtype`` casts floating
+    point parameters and buffers of the checkpoint, else each gets the module's own type, as with ``load_state_dict``.
+    See ``Building`` for ``strict``, ``copy`` and ``release``. Raises what the factory raises; what is wrong with the
+    checkpoint is raised by the first forward and by ``Loader.wait``.
+    """
+    began = timeline.stage("construct") if timeline is not None else None
+    if began is not None:
+        with began:
+            module = _construct(factory)
+    else:
+        module = _construct(factory)
+    if device is not None or dtype is not None:
+        _convert_computed(module, torch.device(device) if device is not None else None, dtype)
+
+    def named(name: str) -> str | None:
+        if not name.startswith(prefix):
+            return None
+        return rename(name[len(prefix) :]) if rename else name[len(prefix) :]
+
+    loader = Loader(
+        region,
+        module,
+        dtype=dtype,
+        timeline=timeline,
+        rename=named,
+        device=torch.device(device) if device is not None else None,
+        building=Building(factory, strict, copy, release, memory_format),
+    )
+    return module, loader
+
+
+def _construct(factory: Callable[[], M]) -> M:
+    try:
+        with skeleton():
+            module = factory()
+        problem = _left_on_meta(module)
+    except (NotImplementedError, RuntimeError) as error:
+        if "meta" not in str(error):
+            raise
+        where = next(iter(reversed(traceback.extract_tb(error.__traceback__))), None)
+        user = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
+        where = user[-1] if user else where
+        problem = f"{where.filename}, line {where.lineno}: {where.line}" if where else str(error)
+    if problem is not None:
+        # What it computed from a parameter is computed from initial values; so it would be without us.
+        logger.warning("the factory reads a parameter's value (%s); constructing with initial values, slower", problem)
+        gc.collect()
+        module = factory()
+    if not isinstance(module, nn.Module):
+        raise WeightsError(f"the factory returned a {type(module).__name__}; expected a torch.nn.Module")
+    return module
+
+
+def _left_on_meta(module: nn.Module) -> str | None:
+    """A buffer or plain attribute that was computed from a parameter, and so has no value."""
+    if not isinstance(module, nn.Module):
+        return None
+    for prefix, part in module.named_modules():
+        dot = f"{prefix}." if prefix else ""
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.is_meta and not is_lazy(buffer):
+                return f"buffer {dot}{name}"
+        for name, value in vars(part).items():
+            if type(value) is torch.Tensor and value.is_meta:
+                return f"attribute {dot}{name}"
+    return None
+
+
+def _convert_computed(module: nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> None:
+    """Buffers that were computed, as ``module.to(device, dtype)`` converts them."""
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and not is_lazy(buffer):
+                part._buffers[name] = buffer.to(device, dtype if buffer.is_floating_point() else None)
