@@ -238,15 +238,18 @@ class _Builtins:
 def _hide_numpy(torch: Any) -> None:
     """Have torch._C look for numpy, which it does once, at a moment when there is none."""
     module = sys.modules.get("numpy")
-    if type(module) is not DeferredModule:
-        return  # not installed, or executed already
+    if module is not None and type(module) is not DeferredModule:
+        return  # executed already
     vars(sys)["modules"]["numpy"] = None  # what makes an import of it fail
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+            warnings.simplefilter("ignore")  # it warns that there is none, which is what we want
             torch.tensor([0.0])
     finally:
-        sys.modules["numpy"] = module
+        if module is None:
+            del sys.modules["numpy"]
+        else:
+            sys.modules["numpy"] = module
 
 
 def _numpy_version() -> str:
