@@ -6,6 +6,7 @@ attributes in ``ce-`` headers.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -78,6 +79,8 @@ def _receive(request: Request) -> Request:
     try:
         event = from_http_event(HTTPMessage(headers=headers, body=request.body))
         if not _mimetype(request).startswith(_STRUCTURED):
+            if _mimetype(request) == "application/json" and request.body:
+                json.loads(request.body)  # the package would pass on as text what is no JSON
             return request
         message = to_binary_event(event)
     except Exception as error:  # noqa: BLE001 the package's own errors, and those of its parsers: all mean a bad event

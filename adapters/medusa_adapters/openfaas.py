@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from medusa_handler.service import Service
     from medusa_runtime.config import Settings
 
+    from .metrics_server import Calls
+
 logger = logging.getLogger(__name__)
 
 _MARKS = ("OPENFAAS_NAME", "OPENFAAS_NAMESPACE", "fprocess", "exec_timeout", "max_inflight", "healthcheck_interval")
@@ -56,10 +58,11 @@ def platform(settings: Settings, environ: Mapping[str, str]) -> Platform:
     metrics_port = _count(environ, "metrics_port", _METRICS_PORT)
 
     def extend(app: Flask, service: Service) -> None:
-        from .metrics_server import start
+        from .metrics_server import Calls, start
 
-        _tell_calls(app)
-        start(service, settings.host, metrics_port)
+        calls = Calls()
+        _tell_calls(app, calls)
+        start(service, calls, settings.host, metrics_port)
         if lock is not None:
             _touch(lock)
 
@@ -73,7 +76,7 @@ def platform(settings: Settings, environ: Mapping[str, str]) -> Platform:
     )
 
 
-def _tell_calls(app: Flask) -> None:
+def _tell_calls(app: Flask, calls: Calls) -> None:
     from flask import g, request
 
     @app.before_request
@@ -84,7 +87,9 @@ def _tell_calls(app: Flask) -> None:
 
     @app.after_request
     def tell_call(response: Response) -> Response:
-        response.headers["X-Duration-Seconds"] = f"{time.monotonic() - g.began:f}"
+        elapsed_s = time.monotonic() - g.began
+        calls.count(request.method, response.status_code, elapsed_s)
+        response.headers["X-Duration-Seconds"] = f"{elapsed_s:f}"
         if "call_id" in g:
             response.headers["X-Call-Id"] = g.call_id
         return response

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from flask import request
+from gunicorn.http.errors import ParseException
 from werkzeug.exceptions import ClientDisconnected
 
 from .faults import ApiError
@@ -21,7 +22,7 @@ def read_body() -> bytes:
     try:
         data = request.get_data(cache=False)
         request.stream.read(1)
-    except (OSError, ClientDisconnected) as error:  # gunicorn's own errors of a malformed chunk are OSErrors
+    except (OSError, ParseException, ClientDisconnected) as error:
         raise ApiError(
             400, f"the body ended early, came too slowly or is badly chunked: {error}", code="incomplete_body"
         ) from None

@@ -1,3 +1,4 @@
+import itertools
 import pathlib
 import time
 
@@ -9,3 +10,12 @@ class Handler:
 
     def predict(self, request):
         return "loaded"
+
+
+class Numbered(Handler):
+    """Answers with how many came before."""
+
+    count = itertools.count()
+
+    def predict(self, request):
+        return str(next(self.count))
