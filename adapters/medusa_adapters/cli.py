@@ -17,6 +17,8 @@ from medusa_runtime.errors import ConfigError, MedusaError
 _COMMANDS = (
     ("serve", "medusa_adapters.serving", "serve a model or a function, and show where its start's time went"),
     ("fetch", "medusa_adapters.fetching", "fetch a checkpoint into a folder or, for timing, into memory"),
+    ("new", "medusa_adapters.new", "make a small complete project: handler, test, Dockerfile"),
+    ("deploy", "medusa_adapters.deploy", "bring a function to Knative, OpenFaaS or SageMaker"),
     ("inspect", "medusa_adapters.inspecting", "show what a checkpoint contains"),
     ("bench", "medusa_adapters.bench.command", "measure cold starts and fetches against others"),
     ("doctor", "medusa_adapters.doctor", "check this machine, and say what to do"),

@@ -16,6 +16,7 @@ MedusaError
 ├── EngineError                 Engine.Failed            the engine process failed
 │   ├── RequestError            Engine.BadRequest        a request the engine cannot serve, with the reason
 │   └── OverloadedError         Engine.Overloaded        the waiting queue is full; retry_after_s says when to try again
+├── DeployError                 Deploy.Failed            a platform, or the client it is reached by, refused
 └── HandlerError                Handler.Failed           user code failed
     └── HandlerLoadError        Handler.NotFound         user code could not be imported or has no such name
 """
@@ -91,6 +92,10 @@ class OverloadedError(EngineError):
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class DeployError(MedusaError):
+    code = "Deploy.Failed"
 
 
 class HandlerError(MedusaError):

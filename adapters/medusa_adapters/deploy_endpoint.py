@@ -1,0 +1,155 @@
+"""A SageMaker endpoint's life: created, updated without a gap, deleted with everything that belongs to it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from medusa_runtime.errors import ConfigError, DeployError, MissingPackageError
+
+from .manifests import sagemaker
+from .manifests.service_model import check_call
+
+Tell = Callable[[str], None]
+Calls = list[tuple[str, Mapping[str, Any]]]
+
+_MOVING = ("Creating", "Updating", "SystemUpdating", "RollingBack", "Deleting")
+
+
+class EndpointClient:
+    """Calls SageMaker and says each status once. AWS' errors become DeployError, in AWS' words."""
+
+    def __init__(self, region: str | None, tell: Tell, *, poll_s: float = 10.0, timeout_s: float = 3600.0) -> None:
+        try:
+            import boto3  # 0.2 s
+        except ModuleNotFoundError:
+            raise MissingPackageError(
+                'deploying to SageMaker needs an optional package: pip install "medusa-runtime[deploy]"'
+            ) from None
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        failures: tuple[type[Exception], ...] = (BotoCoreError, ClientError)
+        self._failures = failures
+        self._tell = tell
+        self._poll_s = poll_s
+        self._timeout_s = timeout_s
+        try:
+            self._session = boto3.session.Session(region_name=region)
+            self._client = self._session.client("sagemaker")
+        except BotoCoreError as error:
+            raise DeployError(f"SageMaker cannot be called: {error}; give --region or set AWS_DEFAULT_REGION") from None
+
+    def call(self, operation: str, **parameters: Any) -> Any:
+        method = "".join("_" + c.lower() if c.isupper() else c for c in operation).lstrip("_")
+        try:
+            return getattr(self._client, method)(**parameters)
+        except self._failures as error:
+            raise DeployError(f"SageMaker refused {operation}: {error}") from error
+
+    def describe(self, name: str) -> dict[str, Any] | None:
+        """The endpoint; None when there is none of this name."""
+        try:
+            return dict(self.call("DescribeEndpoint", EndpointName=name))
+        except DeployError as error:
+            if "Could not find" in str(error):
+                return None
+            raise
+
+    def create(self, calls: Calls) -> None:
+        """Make all of ``calls`` in order; when one fails, what the earlier ones made is deleted again."""
+        made: Calls = []
+        try:
+            for operation, parameters in calls:
+                self.call(operation, **parameters)
+                made.append((operation, parameters))
+                self._tell(f"{operation} {next(iter(parameters.values()))}")
+        except DeployError:
+            for operation, parameters in reversed(made):
+                kind = operation.removeprefix("Create")
+                if kind != "Endpoint":
+                    self._quietly("Delete" + kind, **{f"{kind}Name": parameters[f"{kind}Name"]})
+            raise
+
+    def wait(self, name: str) -> None:
+        """Until the endpoint is in service. DeployError with SageMaker's reason when it fails."""
+        status = self._settled(name)
+        if status is None or status["EndpointStatus"] != "InService":
+            found = "gone" if status is None else status["EndpointStatus"]
+            reason = "" if status is None else f": {status.get('FailureReason', 'no reason given')}"
+            raise DeployError(f"endpoint {name} is {found}{reason}")
+
+    def delete(self, name: str) -> None:
+        """The endpoint, its configuration and its models."""
+        found = self.describe(name)
+        if found is None:
+            raise ConfigError(f"NAME={name!r}: there is no endpoint of this name in {self._session.region_name}")
+        self.call("DeleteEndpoint", EndpointName=name)
+        self._tell(f"DeleteEndpoint {name}")
+        self._settled(name)
+        self.delete_config(found["EndpointConfigName"])
+
+    def delete_config(self, config: str) -> None:
+        """A configuration and the models it names, but not models that others use: those carry its own name."""
+        described = self.call("DescribeEndpointConfig", EndpointConfigName=config)
+        self.call("DeleteEndpointConfig", EndpointConfigName=config)
+        self._tell(f"DeleteEndpointConfig {config}")
+        for variant in described["ProductionVariants"]:
+            if variant["ModelName"] == config:
+                self.call("DeleteModel", ModelName=config)
+                self._tell(f"DeleteModel {config}")
+
+    def image_bytes(self, image: str) -> int | None:
+        """What ECR says of an image's (compressed) size; None when it is elsewhere or cannot be asked."""
+        host, _, rest = image.partition("/")
+        if ".dkr.ecr." not in host:
+            return None
+        repository, _, digest = rest.partition("@")
+        repository, _, tag = repository.partition(":")
+        which = {"imageDigest": digest} if digest else {"imageTag": tag or "latest"}
+        try:
+            ecr = self._session.client("ecr")
+            found = ecr.describe_images(registryId=host.partition(".")[0], repositoryName=repository, imageIds=[which])
+            return int(found["imageDetails"][0].get("imageSizeInBytes", 0))
+        except self._failures as error:
+            self._tell(f"the image's size is unknown: {error}")
+            return None
+
+    def _settled(self, name: str) -> dict[str, Any] | None:
+        began, told = time.monotonic(), ""
+        while True:
+            found = self.describe(name)
+            status = "gone" if found is None else str(found["EndpointStatus"])
+            if status != told:
+                self._tell(f"{time.monotonic() - began:5.0f} s  {name}: {status}")
+                told = status
+            if status not in _MOVING:
+                return found
+            if time.monotonic() - began > self._timeout_s:
+                raise DeployError(
+                    f"endpoint {name} was still {status} after {self._timeout_s:g} s; it goes on without us"
+                )
+            time.sleep(self._poll_s)
+
+    def _quietly(self, operation: str, **parameters: Any) -> None:
+        try:
+            self.call(operation, **parameters)
+        except DeployError as error:
+            self._tell(str(error))
+
+
+def planned(calls: Calls) -> Calls:
+    """The calls, each checked against SageMaker's own model."""
+    for operation, parameters in calls:
+        check_call("sagemaker", operation, parameters)
+    return calls
+
+
+def creation(name: str, model: Mapping[str, Any], config: Mapping[str, Any], *, update: bool) -> Calls:
+    """The three calls of a new endpoint, or of another version behind one that is there."""
+    last = "UpdateEndpoint" if update else "CreateEndpoint"
+    return [
+        ("CreateModel", model),
+        ("CreateEndpointConfig", config),
+        (last, sagemaker.endpoint(name, config["EndpointConfigName"])),
+    ]

@@ -1,0 +1,104 @@
+"""The node agent on Kubernetes: a DaemonSet that owns regions and warm processes, reached over a Unix socket.
+
+It needs no privileges, no host network and no Kubernetes API. The socket lies in a hostPath folder; functions mount
+that folder read-only (Knative forces it) and are passed sealed descriptors through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+FOLDER = "/run/medusa"
+SOCKET = f"{FOLDER}/node.sock"
+NAMESPACE = "medusa-system"
+NAME = "medusa-node"
+_LABELS = {"app.kubernetes.io/name": NAME, "app.kubernetes.io/managed-by": "medusa"}
+# hostPath violates the baseline Pod Security standard.
+PRIVILEGED = {"pod-security.kubernetes.io/enforce": "privileged"}
+
+
+def volume(kind: str) -> dict[str, Any]:
+    return {"name": "medusa-node", "hostPath": {"path": FOLDER, "type": kind}}
+
+
+def mount(*, read_only: bool) -> dict[str, Any]:
+    return {"name": "medusa-node", "mountPath": FOLDER, "readOnly": read_only}
+
+
+def manifests(
+    image: str,
+    *,
+    memory: str,
+    node_selector: Mapping[str, str] | None = None,
+    tolerations: Sequence[Mapping[str, str]] = (),
+) -> list[dict[str, Any]]:
+    """Namespace, ServiceAccount, Role, RoleBinding, DaemonSet; ``memory`` is for regions and warm processes."""
+    where = {"name": NAME, "namespace": NAMESPACE, "labels": _LABELS}
+    rbac = "rbac.authorization.k8s.io"
+    return [
+        {
+            "apiVersion": "v1",
+            "kind": "Namespace",
+            "metadata": {"name": NAMESPACE, "labels": {**_LABELS, **PRIVILEGED}},
+        },
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": where, "automountServiceAccountToken": False},
+        # The agent asks nothing of the Kubernetes API: an account of its own, bound to no right at all.
+        {"apiVersion": f"{rbac}/v1", "kind": "Role", "metadata": where, "rules": []},
+        {
+            "apiVersion": f"{rbac}/v1",
+            "kind": "RoleBinding",
+            "metadata": where,
+            "roleRef": {"apiGroup": rbac, "kind": "Role", "name": NAME},
+            "subjects": [{"kind": "ServiceAccount", "name": NAME, "namespace": NAMESPACE}],
+        },
+        {
+            "apiVersion": "apps/v1",
+            "kind": "DaemonSet",
+            "metadata": where,
+            "spec": {
+                "selector": {"matchLabels": {"app.kubernetes.io/name": NAME}},
+                "updateStrategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 1}},
+                "template": {
+                    "metadata": {"labels": _LABELS},
+                    "spec": _pod(image, memory, node_selector or {}, tolerations),
+                },
+            },
+        },
+    ]
+
+
+def _pod(
+    image: str, memory: str, node_selector: Mapping[str, str], tolerations: Sequence[Mapping[str, str]]
+) -> dict[str, Any]:
+    pod: dict[str, Any] = {
+        "serviceAccountName": NAME,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": 30,
+        "priorityClassName": "system-node-critical",
+        "containers": [
+            {
+                "name": "node",
+                "image": image,
+                "args": ["node"],
+                "env": [{"name": "MEDUSA_NODE_SOCKET", "value": SOCKET}],
+                "resources": {"requests": {"cpu": "100m", "memory": memory}, "limits": {"memory": memory}},
+                "securityContext": {
+                    # The kubelet makes the folder for root; without capabilities, root is its owner and nothing more.
+                    "runAsUser": 0,
+                    "readOnlyRootFilesystem": True,
+                    "allowPrivilegeEscalation": False,
+                    "capabilities": {"drop": ["ALL"]},
+                    "seccompProfile": {"type": "RuntimeDefault"},
+                },
+                "volumeMounts": [mount(read_only=False), {"name": "tmp", "mountPath": "/tmp"}],
+            }
+        ],
+        "volumes": [volume("DirectoryOrCreate"), {"name": "tmp", "emptyDir": {}}],
+    }
+    if node_selector:
+        pod["nodeSelector"] = dict(node_selector)
+    if tolerations:
+        pod["tolerations"] = [dict(toleration) for toleration in tolerations]
+    return pod

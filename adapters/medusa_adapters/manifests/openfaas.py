@@ -1,0 +1,100 @@
+"""A function as an entry of OpenFaaS' stack.yaml."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from . import values
+from .function import Function
+
+_SCALE = "com.openfaas.scale."
+_LEAST_ZERO_S, _MOST_ZERO_S = 60, 3600
+_STARTS = 10  # idle for as long as ten starts take, then gone; see scaling.py
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What stack.yaml says beyond the function itself."""
+
+    gateway: str = "http://127.0.0.1:8080"
+    lang: str = "medusa"
+    handler: str = "./function"
+    namespace: str | None = None
+    cpu: str | None = None
+    memory: str | None = None
+    min_scale: int = 1
+    max_scale: int = 20
+    scale_to_zero: bool = False
+    profile: str | None = None  # GPUs come only through a Profile
+    secrets: Sequence[str] = ()
+    healthcheck_s: int = 5
+
+
+def stack(function: Function, stack: Stack) -> dict[str, Any]:
+    """stack.yaml as plain values."""
+    return {
+        "version": 1.0,
+        "provider": {"name": "openfaas", "gateway": stack.gateway},
+        "functions": {function.name: _entry(function, stack)},
+    }
+
+
+def _entry(function: Function, stack: Stack) -> dict[str, Any]:
+    timeout = f"{function.timeout_s}s"
+    environment = {
+        # of-watchdog's own variables, which the adapter honours. Reading and writing end a little after the work.
+        "exec_timeout": timeout,
+        "read_timeout": f"{function.timeout_s + 5}s",
+        "write_timeout": f"{function.timeout_s + 5}s",
+        "healthcheck_interval": f"{stack.healthcheck_s}s",
+        "max_inflight": str(function.concurrency),
+    } | dict(function.env)
+    entry: dict[str, Any] = {
+        "lang": stack.lang,
+        "handler": stack.handler,
+        "image": function.image,
+        "environment": environment,
+        "labels": _labels(function, stack),
+        "annotations": {
+            "com.openfaas.health.http.path": "/_/health",
+            "com.openfaas.ready.http.path": "/_/ready",
+        },
+        "readonly_root_filesystem": True,
+    }
+    if stack.profile:
+        entry["annotations"]["com.openfaas.profile"] = values.label(stack.profile, "--gpu-profile")
+    if stack.namespace:
+        entry["namespace"] = values.label(stack.namespace, "--namespace")
+    if stack.secrets:
+        entry["secrets"] = [values.label(secret, "--secret") for secret in stack.secrets]
+    resources = {
+        key: values.quantity(value, f"--{key}")
+        for key, value in (("memory", stack.memory), ("cpu", stack.cpu))
+        if value
+    }
+    if resources:
+        entry["requests"] = dict(resources)
+    if stack.memory:
+        entry["limits"] = {"memory": stack.memory}
+    return entry
+
+
+def _labels(function: Function, stack: Stack) -> dict[str, str]:
+    """Labels are text; most need OpenFaaS Pro, and the Community Edition ignores what it does not know."""
+    labels = {
+        _SCALE + "min": str(stack.min_scale),
+        _SCALE + "max": str(stack.max_scale),
+        _SCALE + "type": "capacity",
+        _SCALE + "target": str(function.concurrency),
+        _SCALE + "target-proportion": "0.7",
+        _SCALE + "zero": str(stack.scale_to_zero).lower(),
+    }
+    if function.measured is not None:
+        idle_s = math.ceil(_STARTS * function.measured.answer_s)
+        labels[_SCALE + "zero-duration"] = f"{min(max(idle_s, _LEAST_ZERO_S), _MOST_ZERO_S)}s"
+        proportion = min(max(0.85 - 0.03 * function.measured.answer_s, 0.5), 0.85)
+        labels[_SCALE + "target-proportion"] = f"{proportion:.2f}"
+    return labels

@@ -1,0 +1,133 @@
+"""A function as SageMaker's three objects: model, endpoint configuration, endpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from medusa_runtime.errors import ConfigError
+
+from . import values
+from .function import Function
+
+MEMORY_MB = tuple(range(1024, 6144 + 1, 1024))
+MOST_CONCURRENCY = 200
+MOST_SERVERLESS_IMAGE_BYTES = 10 * 1024**3
+MODEL_FOLDER = "/opt/ml/model"
+TIMEOUT_S = 60  # for /invocations; a streamed answer may take longer, but must begin
+_VARIANT = "AllTraffic"
+_S3 = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?")
+_GPU_FAMILIES = re.compile(r"ml\.(p\d|g\d)")
+_MOST_NAME = 63 - len("-20261231-235959")
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Serverless when ``instance_type`` is None."""
+
+    memory_mb: int = 4096
+    max_concurrency: int = 10
+    provisioned_concurrency: int | None = None
+    instance_type: str | None = None
+    instance_count: int = 1
+    needs_gpu: bool = False
+
+    @property
+    def serverless(self) -> bool:
+        return self.instance_type is None
+
+
+def check(capacity: Capacity, model_data: str | None) -> None:
+    """ConfigError for what SageMaker refuses, in the words of the flags."""
+    if model_data is not None and not _S3.fullmatch(model_data):
+        raise ConfigError(
+            f"--model-data={model_data!r} cannot be used: expected s3://bucket/prefix/ or s3://…/model.tar.gz"
+        )
+    if not capacity.serverless:
+        if capacity.needs_gpu and not _GPU_FAMILIES.match(str(capacity.instance_type)):
+            raise ConfigError(f"--gpu: {capacity.instance_type} has none; expected an ml.g… or ml.p… instance")
+        values.within(capacity.instance_count, 1, 1000, "--instance-count")
+        return
+    if capacity.needs_gpu:
+        raise ConfigError("--gpu: SageMaker serverless has no GPUs; add --instance-type, e.g. ml.g5.xlarge")
+    if capacity.memory_mb not in MEMORY_MB:
+        raise ConfigError(f"--memory-mb={capacity.memory_mb} cannot be used: expected {', '.join(map(str, MEMORY_MB))}")
+    values.within(capacity.max_concurrency, 1, MOST_CONCURRENCY, "--max-concurrency")
+    if capacity.provisioned_concurrency is not None:
+        values.within(
+            capacity.provisioned_concurrency,
+            1,
+            capacity.max_concurrency,
+            "--provisioned-concurrency",
+            "(--max-concurrency)",
+        )
+    if model_data is not None and not is_archive(model_data):
+        raise ConfigError(
+            f"--model-data={model_data!r}: SageMaker serverless takes no uncompressed prefix; give a model.tar.gz, "
+            "or --model s3://…, which the instance itself reads while it starts"
+        )
+
+
+def check_image_size(size_bytes: int, image: str) -> None:
+    """ECR tells the compressed size; the limit is for the unpacked one, so this refuses what can never fit."""
+    if size_bytes > MOST_SERVERLESS_IMAGE_BYTES:
+        raise ConfigError(
+            f"--image={image!r} has {size_bytes / 1e9:.1f} GB even compressed; SageMaker serverless takes at most "
+            f"{MOST_SERVERLESS_IMAGE_BYTES / 1e9:.1f} GB: build on the slim image"
+        )
+
+
+def is_archive(model_data: str) -> bool:
+    return model_data.endswith((".tar.gz", ".tgz"))
+
+
+def check_name(name: str) -> str:
+    """Models and configurations carry a time stamp behind the endpoint's name."""
+    if len(values.name(name)) > _MOST_NAME:
+        raise ConfigError(f"NAME={name!r} cannot be used: expected at most {_MOST_NAME} characters")
+    return name
+
+
+def model(name: str, function: Function, *, role: str, model_data: str | None) -> dict[str, Any]:
+    """Parameters of CreateModel."""
+    environment = dict(function.env)
+    container: dict[str, Any] = {"Image": function.image, "Environment": environment}
+    if model_data is not None:
+        environment.setdefault("MEDUSA_MODEL", MODEL_FOLDER)
+        if is_archive(model_data):
+            container["ModelDataUrl"] = model_data
+        else:
+            container["ModelDataSource"] = {
+                "S3DataSource": {
+                    "S3Uri": model_data if model_data.endswith("/") else model_data + "/",
+                    "S3DataType": "S3Prefix",
+                    "CompressionType": "None",
+                }
+            }
+    return {"ModelName": name, "PrimaryContainer": container, "ExecutionRoleArn": role}
+
+
+def endpoint_config(name: str, capacity: Capacity, *, startup_timeout_s: int) -> dict[str, Any]:
+    """Parameters of CreateEndpointConfig, for the model of the same name."""
+    variant: dict[str, Any] = {"VariantName": _VARIANT, "ModelName": name}
+    if capacity.serverless:
+        serverless = {"MemorySizeInMB": capacity.memory_mb, "MaxConcurrency": capacity.max_concurrency}
+        if capacity.provisioned_concurrency is not None:
+            serverless["ProvisionedConcurrency"] = capacity.provisioned_concurrency
+        variant["ServerlessConfig"] = serverless
+    else:
+        variant |= {
+            "InstanceType": capacity.instance_type,
+            "InitialInstanceCount": capacity.instance_count,
+            "InitialVariantWeight": 1.0,
+            "ContainerStartupHealthCheckTimeoutInSeconds": startup_timeout_s,
+            "ModelDataDownloadTimeoutInSeconds": max(startup_timeout_s, 600),
+        }
+    return {"EndpointConfigName": name, "ProductionVariants": [variant]}
+
+
+def endpoint(name: str, config: str) -> Mapping[str, str]:
+    """Parameters of CreateEndpoint and of UpdateEndpoint."""
+    return {"EndpointName": name, "EndpointConfigName": config}

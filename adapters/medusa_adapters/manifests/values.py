@@ -1,0 +1,92 @@
+"""The forms that Kubernetes accepts of names, quantities and labels. ConfigError names flag and expected form."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from medusa_runtime.errors import ConfigError
+
+_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")  # RFC 1123
+_SERVICE = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # RFC 1035: a Service's name becomes a host name
+_QUANTITY = re.compile(r"(\d+(\.\d+)?|\.\d+)(m|k|Ki|[MGTPE]i?|[eE][+-]?\d+)?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_KEY = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
+_LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?")
+_IMAGE = re.compile(
+    r"[a-zA-Z0-9][a-zA-Z0-9.-]*(:\d+)?(/[a-z0-9]+([._-]+[a-z0-9]+)*)*(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(@sha256:[0-9a-f]{64})?"
+)
+_LONGEST = 63
+_SUFFIXES = {"m": 1e-3, "": 1.0, "k": 1e3} | {
+    letter + binary: (1024.0 if binary else 1000.0) ** power
+    for power, letter in enumerate("KMGTPE", 1)
+    for binary in ("", "i")
+}
+
+
+def name(value: str, flag: str = "NAME") -> str:
+    """A function's name: an RFC 1035 label, which all three platforms accept."""
+    if len(value) > _LONGEST or not _SERVICE.fullmatch(value):
+        raise ConfigError(
+            f"{flag}={value!r} cannot be used: expected a lower-case letter, then letters, digits and '-', "
+            f"at most {_LONGEST} characters"
+        )
+    return value
+
+
+def label(value: str, flag: str) -> str:
+    """The name of a namespace, a secret, a service account: an RFC 1123 label."""
+    if len(value) > _LONGEST or not _LABEL.fullmatch(value):
+        raise ConfigError(
+            f"{flag}={value!r} cannot be used: expected lower-case letters, digits and '-', at most {_LONGEST} of them"
+        )
+    return value
+
+
+def image(value: str | None) -> str:
+    if not value:
+        raise ConfigError("--image is missing: expected the function's image, e.g. --image registry.example/fn:1")
+    if not _IMAGE.fullmatch(value):
+        raise ConfigError(f"--image={value!r} cannot be used: expected [registry/]name[:tag][@sha256:…]")
+    return value
+
+
+def quantity(value: str, flag: str) -> str:
+    """A Kubernetes quantity above zero, e.g. ``500m``, ``2``, ``4Gi``."""
+    if not _QUANTITY.fullmatch(value) or amount(value) <= 0:
+        raise ConfigError(f"{flag}={value!r} cannot be used: expected a quantity above 0 such as 500m, 2 or 4Gi")
+    return value
+
+
+def amount(value: str) -> float:
+    """A quantity as a number: bytes, or CPUs."""
+    match = re.fullmatch(r"([\d.]+(?:[eE][+-]?\d+)?)([A-Za-z]*)", value)
+    assert match is not None, value
+    return float(match[1]) * _SUFFIXES[match[2]]
+
+
+def within(value: int | float, low: float, high: float, flag: str, unit: str = "") -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"{flag}={value:g} cannot be used: expected {low:g} to {high:g}{unit and ' ' + unit}")
+
+
+def pairs(values: Sequence[str], flag: str) -> dict[str, str]:
+    """``KEY=VALUE`` flags for labels and node selectors."""
+    found = {}
+    for text in values:
+        key, sign, value = text.partition("=")
+        if not sign or not _KEY.fullmatch(key) or len(value) > _LONGEST or not _LABEL_VALUE.fullmatch(value):
+            raise ConfigError(f"{flag}={text!r} cannot be used: expected key=value in the form of a Kubernetes label")
+        found[key] = value
+    return found
+
+
+def variables(values: Sequence[str], flag: str = "--env") -> dict[str, str]:
+    """``NAME=VALUE`` flags for the environment. The value stays out of the message: it may be a secret."""
+    found = {}
+    for text in values:
+        variable, sign, value = text.partition("=")
+        if not sign or not _VARIABLE.fullmatch(variable):
+            raise ConfigError(f"{flag} {variable!r} cannot be used: expected NAME=VALUE")
+        found[variable] = value
+    return found

@@ -1,0 +1,315 @@
+"""`medusa deploy knative`: manifests under the real CRD, read strictly, and kubectl as the command that it is."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from medusa_adapters.manifests import features, node_agent, scaling
+from medusa_adapters.manifests.measured import Measured, measure
+from medusa_runtime.errors import ConfigError
+
+MEDUSA = Path(sys.executable).with_name("medusa")
+CRD = Path(__file__).parent / "schemas" / "knative_service_crd.yaml"
+EVERYTHING = [
+    *("--model=s3://bucket/qwen", "--timeout=600", "--concurrency=16", "--cpu=2", "--memory=12Gi", "--gpu=1"),
+    *("--min-scale=1", "--max-scale=9", "--node-selector=nvidia.com/gpu.product=A10", "--runtime-class=nvidia"),
+    *("--toleration=nvidia.com/gpu:NoSchedule", "--toleration=pool=gpu", "--service-account=reader"),
+    *("--secret=aws-keys", "--env=MEDUSA_LOG_LEVEL=warning", "--node-agent", "--namespace=models"),
+]
+
+
+def timeline(folder: Path, *, ready_s: float = 2.0, token_s: float | None = 2.5) -> Path:
+    """A /timeline as an instance answers it, its clock far from zero."""
+    origin = 7_000_000_000_000
+    stages = [{"name": "bind", "process": "supervisor", "start_ns": origin, "end_ns": origin + 1_000_000}]
+    # Something goes on until the token: the request has waited for it.
+    moments = {"ready": ready_s} | ({"first_token": token_s} if token_s is not None else {})
+    stages.append(
+        {
+            "name": "fetch",
+            "process": "prefetcher",
+            "start_ns": origin,
+            "end_ns": origin + int(max(moments.values()) * 1e9),
+        }
+    )
+    for name, at_s in moments.items():
+        at = origin + int(at_s * 1e9)
+        stages.append({"name": name, "process": "engine", "start_ns": at, "end_ns": at, "detail": {}})
+    path = folder / "timeline.json"
+    path.write_text(json.dumps({"clock": "CLOCK_MONOTONIC", "origin_ns": origin, "stages": stages}))
+    return path
+
+
+def deploy(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("MEDUSA_")}
+    command = [MEDUSA, "deploy", "knative", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=clean | environ, timeout=60, check=False)
+
+
+def rendered(*arguments: str) -> tuple[str, list[dict[str, Any]]]:
+    done = deploy(*arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, list(yaml.safe_load_all(done.stdout))
+
+
+def refused(*arguments: str, **environ: str) -> str:
+    done = deploy(*arguments, **environ)
+    assert done.returncode in (1, 2), done
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("medusa: ")
+    assert not done.stdout
+    return line
+
+
+def strict(schema: Any) -> Any:
+    """The CRD's schema with unknown fields refused (a cluster drops them) and Kubernetes' own keywords read."""
+    if isinstance(schema, list):
+        return [strict(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: strict(value) for key, value in schema.items()}
+    open_ended = schema.get("x-kubernetes-preserve-unknown-fields") or "additionalProperties" in schema
+    if isinstance(schema.get("properties"), dict) and not open_ended:
+        found["additionalProperties"] = False
+    if schema.get("x-kubernetes-int-or-string"):
+        found["type"] = ["integer", "string"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def schema() -> Any:
+    (version,) = yaml.safe_load(CRD.read_text())["spec"]["versions"]
+    schema = version["schema"]["openAPIV3Schema"]
+    # The API server itself knows these; the CRD leaves them out.
+    schema["properties"] |= {key: {"type": "string"} for key in ("apiVersion", "kind")}
+    metadata = {"name": {"type": "string"}, "namespace": {"type": "string"}, "labels": {"type": "object"}}
+    schema["properties"]["metadata"] = {"type": "object", "properties": metadata}
+    return strict(schema)
+
+
+@pytest.mark.parametrize("arguments", [[], EVERYTHING])
+def test_service_fits_the_crd(schema: Any, arguments: list[str], tmp_path: Path) -> None:
+    _, documents = rendered(
+        "qwen", "--image=registry.example:5000/a/qwen:1", *arguments, f"--timeline={timeline(tmp_path)}"
+    )
+    jsonschema.validate(documents[-1], schema)
+
+
+def test_the_check_against_the_crd_is_strict(schema: Any) -> None:
+    _, (service,) = rendered("qwen", "--image=qwen:1")
+    for path, key, value in [
+        (("spec", "template", "spec"), "timeoutSecond", 3),
+        (("spec", "template", "spec", "containers", 0), "reedinessProbe", {}),
+        (("spec", "template", "spec", "containers", 0, "readinessProbe", "httpGet"), "paht", "/"),
+        (("spec", "template", "spec"), "timeoutSeconds", "300"),
+        (("spec", "template", "metadata", "annotations"), "autoscaling.knative.dev/min-scale", 3),
+    ]:
+        broken = copy.deepcopy(service)
+        inner: Any = broken
+        for step in path:
+            inner = inner[step]
+        inner[key] = value
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(broken, schema)
+
+
+def test_what_knatives_own_admission_checks() -> None:
+    """Beyond the CRD (serving's fieldmask and probe validation)."""
+    _, (service,) = rendered("qwen", "--image=qwen:1", "--timeout=120")
+    pod = service["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["ports"] == [{"name": "http1", "containerPort": 8080}]
+    # Without a period, failureThreshold and timeoutSeconds must not be there; with it, kubelet's seconds rule.
+    assert container["readinessProbe"] == {"httpGet": {"path": "/readyz", "port": 8080}, "successThreshold": 1}
+    assert pod["responseStartTimeoutSeconds"] <= pod["timeoutSeconds"] == 120
+    env = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert not {"PORT", "K_SERVICE"} & set(env)
+    assert float(env["MEDUSA_DRAIN"]) + 30 < 120
+    assert float(env["MEDUSA_HOLD"]) < 120
+    assert env["MEDUSA_MAX_CONCURRENCY"] == str(pod["containerConcurrency"])
+    assert env["MEDUSA_PLATFORM"] == "knative"
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    assert {"name": "tmp", "mountPath": "/tmp"} in container["volumeMounts"]
+
+
+def test_needed_flags_are_printed_and_are_the_ones_that_the_crd_names() -> None:
+    text, documents = rendered("qwen", "--image=qwen:1", *EVERYTHING)
+    needed = features.required(documents[-1])
+    assert set(needed.values()) == {"nodeSelector", "tolerations", "runtimeClassName", "volumes.hostPath"}
+    crd = CRD.read_text()
+    for flag in needed:
+        assert f"#   {flag}: enabled" in text
+        assert f"behind a feature flag - {flag}\n" in crd
+    plain, (service,) = rendered("qwen", "--image=qwen:1")
+    assert "Needs no feature flag" in plain
+    # Nothing else in the plain one is gated: no key of its pod has a flag in the CRD.
+    assert not set(service["spec"]["template"]["spec"]) & {"nodeSelector", "tolerations", "securityContext", "affinity"}
+
+
+def test_node_agent_is_one_that_kubernetes_knows() -> None:
+    _, documents = rendered("qwen", "--image=qwen:1", "--node-agent", "--toleration=gpu", "--node-selector=pool=gpu")
+    kinds = [document["kind"] for document in documents]
+    assert kinds == ["Namespace", "ServiceAccount", "Role", "RoleBinding", "DaemonSet", "Service"]
+    for document in documents[:-1]:
+        kubernetes_validate.validate(document, "1.30", strict=True)
+    daemon, service = documents[-2]["spec"]["template"]["spec"], documents[-1]["spec"]["template"]["spec"]
+    # Both see one folder at one path; the function may not write, and the agent is not privileged.
+    assert service["volumes"][1]["hostPath"]["path"] == daemon["volumes"][0]["hostPath"]["path"] == node_agent.FOLDER
+    assert service["containers"][0]["volumeMounts"][1]["readOnly"] is True
+    assert {"name": "MEDUSA_NODE_SOCKET", "value": "/run/medusa/node.sock"} in service["containers"][0]["env"]
+    assert {"name": "MEDUSA_NODE_SOCKET", "value": "/run/medusa/node.sock"} in daemon["containers"][0]["env"]
+    assert "privileged" not in daemon["containers"][0]["securityContext"]
+    assert not {"hostIPC", "hostPID", "hostNetwork"} & set(daemon)
+    assert documents[0]["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "privileged"
+
+
+def test_gated_fields_are_checked_by_the_renderer(tmp_path: Path) -> None:
+    _, documents = rendered("qwen", "--image=qwen:1", *EVERYTHING)
+    service = documents[-1]
+    features.check(service)
+    for change in (
+        lambda pod: pod["containers"][0]["volumeMounts"][1].update(readOnly=False),
+        lambda pod: pod["containers"][0]["volumeMounts"][1].update(name="other"),
+        lambda pod: pod["volumes"][1]["hostPath"].update(typo=1),
+        lambda pod: pod["volumes"][1]["hostPath"].update(path="run/medusa"),
+        lambda pod: pod["tolerations"][0].update(key=1),
+        lambda pod: pod["tolerations"][0].update(effect="Never"),
+        lambda pod: pod.update(hostIPC=True),
+    ):
+        broken = copy.deepcopy(service)
+        change(broken["spec"]["template"]["spec"])
+        with pytest.raises(ConfigError):
+            features.check(broken)
+
+
+def test_scaling_follows_the_measured_start(tmp_path: Path) -> None:
+    found = measure(str(timeline(tmp_path, ready_s=12, token_s=12.5)))
+    assert (found.cold_start_s, found.ttft_s) == (12.0, 12.5)
+    slow = scaling.scale(found, concurrency=8, min_scale=0, max_scale=0)
+    fast = scaling.scale(Measured(0.4, 0.5, "x"), concurrency=8, min_scale=0, max_scale=0)
+
+    def seconds(annotations: dict[str, str], key: str) -> int:
+        return int(annotations[f"autoscaling.knative.dev/{key}"].removesuffix("s"))
+
+    for key in ("window", "scale-to-zero-pod-retention-period", "scale-down-delay"):
+        assert seconds(slow, key) > seconds(fast, key)
+    assert seconds(slow, "target-utilization-percentage") < seconds(fast, "target-utilization-percentage")
+    assert seconds(slow, "target-burst-capacity") == -1
+    # What Knative accepts, at both ends.
+    for measured in (Measured(0, None, "x"), Measured(0.4, 0.5, "x"), Measured(590, 599, "x")):
+        some = scaling.scale(measured, concurrency=1, min_scale=0, max_scale=0)
+        assert 6 <= seconds(some, "window") <= 3600
+        assert 0 <= seconds(some, "scale-down-delay") <= 3600
+        assert 1 <= seconds(some, "target-utilization-percentage") <= 100
+        assert int(some["serving.knative.dev/progress-deadline"].removesuffix("s")) >= max(600, measured.cold_start_s)
+    text, (service,) = rendered("qwen", "--image=qwen:1", f"--timeline={timeline(tmp_path, ready_s=12, token_s=12.5)}")
+    assert "ready after 12.00 s, first token 12.50 s" in text
+    assert service["spec"]["template"]["metadata"]["annotations"]["autoscaling.knative.dev/window"] == "120s"
+    env = {entry["name"]: entry["value"] for entry in service["spec"]["template"]["spec"]["containers"][0]["env"]}
+    assert env["MEDUSA_HOLD"] == "125"
+
+
+def test_a_token_long_after_the_start_is_none_of_it(tmp_path: Path) -> None:
+    path = timeline(tmp_path, ready_s=1.0, token_s=None)
+    document = json.loads(path.read_text())
+    at = document["origin_ns"] + 900 * 10**9
+    document["stages"].append({"name": "first_token", "process": "engine", "start_ns": at, "end_ns": at, "detail": {}})
+    path.write_text(json.dumps(document))
+    assert measure(str(path))[:2] == (1.0, None)
+
+
+def test_bad_timelines(tmp_path: Path) -> None:
+    base = ("qwen", "--image=qwen:1")
+    assert "No such file" in refused(*base, f"--timeline={tmp_path / 'none'}")
+    (tmp_path / "page.html").write_text("<html>")
+    assert "expected the JSON of /timeline" in refused(*base, f"--timeline={tmp_path / 'page.html'}")
+    (tmp_path / "list.json").write_text('[{"stages": 1}]')
+    assert '"stages"' in refused(*base, f"--timeline={tmp_path / 'list.json'}")
+    (tmp_path / "early.json").write_text('{"stages": []}')
+    assert "became ready" in refused(*base, f"--timeline={tmp_path / 'early.json'}")
+    assert "cannot be read" in refused(*base, "--timeline=http://127.0.0.1:9/")
+    late = timeline(tmp_path, ready_s=700)
+    assert "no first request could be answered" in refused(*base, f"--timeline={late}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["Qwen_1", "--image=q"], "NAME='Qwen_1'"),
+        (["1qwen", "--image=q"], "NAME='1qwen'"),
+        (["q" * 64, "--image=q"], "63"),
+        (["qwen"], "--image is missing"),
+        (["qwen", "--image=a b"], "--image='a b'"),
+        (["qwen", "--image=q", "--memory=8GB"], "--memory='8GB'"),
+        (["qwen", "--image=q", "--cpu=0"], "--cpu='0'"),
+        (["qwen", "--image=q", "--gpu=-1"], "--gpu=-1"),
+        (["qwen", "--image=q", "--timeout=900"], "60 to 600 seconds"),
+        (["qwen", "--image=q", "--timeout=20"], "60 to 600 seconds"),
+        (["qwen", "--image=q", "--concurrency=0"], "--concurrency=0"),
+        (["qwen", "--image=q", "--concurrency=x"], "--concurrency"),
+        (["qwen", "--image=q", "--min-scale=3", "--max-scale=2"], "above --max-scale"),
+        (["qwen", "--image=q", "--node-selector=pool"], "--node-selector='pool'"),
+        (["qwen", "--image=q", "--toleration=a=b:Never"], "toleration"),
+        (["qwen", "--image=q", "--namespace=My"], "--namespace='My'"),
+        (["qwen", "--image=q", "--env=PORT=80"], "Knative sets it itself"),
+        (["qwen", "--image=q", "--env==secret"], "NAME=VALUE"),
+    ],
+)
+def test_bad_flags_are_named(arguments: list[str], said: str) -> None:
+    assert said in refused(*arguments)
+
+
+def test_a_bad_variable_does_not_show_its_value() -> None:
+    assert "hunter2" not in refused("qwen", "--image=q", "--env=a-b=hunter2")
+
+
+@pytest.fixture
+def kubectl(tmp_path: Path) -> Path:
+    """A kubectl that answers like one of a cluster whose config-features are in a file, and keeps what it was given."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    script = folder / "kubectl"
+    script.write_text(
+        f'#!/bin/sh\necho "$@" >> {folder}/calls\n'
+        f'case "$*" in *config-features*) cat {folder}/features ;; '
+        '"get namespace"*) echo \'{"metadata": {"labels": {}}}\' ;; '
+        f"apply*) cat > {folder}/applied; echo service.serving.knative.dev/qwen configured ;; esac\n"
+    )
+    script.chmod(0o755)
+    (folder / "features").write_text('{"data": {"kubernetes.podspec-nodeselector": "enabled"}}')
+    return folder
+
+
+def test_apply_hands_over_what_would_be_printed(kubectl: Path) -> None:
+    arguments = ("qwen", "--image=qwen:1", "--node-selector=pool=gpu")
+    done = deploy(*arguments, "--apply", PATH=f"{kubectl}:/usr/bin:/bin")
+    assert (done.returncode, done.stdout) == (0, "service.serving.knative.dev/qwen configured\n"), done.stderr
+    assert (kubectl / "applied").read_text() == rendered(*arguments)[0]
+
+
+def test_apply_looks_for_the_flags_first(kubectl: Path) -> None:
+    line = refused("qwen", "--image=qwen:1", "--runtime-class=nvidia", "--apply", PATH=f"{kubectl}:/usr/bin:/bin")
+    assert "runtimeClassName" in line
+    assert "kubectl patch configmap config-features" in line
+    assert not (kubectl / "applied").exists()
+
+
+def test_without_kubectl_and_with_one_that_fails(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "needs kubectl" in refused("qwen", "--image=qwen:1", "--apply", PATH=str(empty))
+    (empty / "kubectl").write_text("#!/bin/sh\necho 'connection refused' >&2\nexit 1\n")
+    (empty / "kubectl").chmod(0o755)
+    line = refused("qwen", "--image=qwen:1", "--apply", PATH=f"{empty}:/bin")
+    assert "connection refused" in line
+    assert line.endswith("[Deploy.Failed]")
