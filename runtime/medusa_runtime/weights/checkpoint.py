@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,10 +12,11 @@ from urllib.parse import urlsplit, urlunsplit
 
 from ..errors import CorruptError, ForbiddenError, ObjectNotFoundError
 from ..storage.base import ObjectInfo, Store, open_store, redacted, scheme_of
+from .archive import SUFFIXES, read_archive
 from .header import PREFIX_BYTES, HeaderEntry, header_bytes, parse_header
 from .index import Shard, WeightIndex
 
-SINGLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
+SINGLE, SHARDED, ARCHIVE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 SMALL_FILES = (
     "config.json",
     "generation_config.json",
@@ -46,7 +48,7 @@ class Checkpoint:
 
 
 def open_checkpoint(url: str) -> Checkpoint:
-    """Index the checkpoint in a folder, or the one safetensors file, that ``url`` names.
+    """Index the checkpoint in a folder, or the one safetensors or PyTorch file, that ``url`` names.
 
     Everything is asked for at the same time, the weights' header first. Raises the store's errors, and CorruptError.
     """
@@ -61,14 +63,15 @@ def open_checkpoint(url: str) -> Checkpoint:
 
 
 def split(url: str) -> tuple[str, str | None]:
-    """The folder, and the file's name where ``url`` is one safetensors file."""
+    """The folder, and the file's name where ``url`` is one file of weights."""
+    suffixes = (".safetensors", *SUFFIXES)
     if not scheme_of(url):
-        if not url.endswith(".safetensors"):
+        if not url.endswith(suffixes) or os.path.isdir(url):
             return url, None
         path = PurePosixPath(url)
         return str(path.parent), path.name
     parts = urlsplit(url)
-    if not parts.path.endswith(".safetensors"):
+    if not parts.path.endswith(suffixes):
         return url, None
     parent, _, name = parts.path.rpartition("/")
     return urlunsplit(parts._replace(path=parent or "/")), name
@@ -80,6 +83,10 @@ class _Reader:
         self._pool = pool
 
     def read(self, name: str | None) -> Checkpoint:
+        if name is not None and name.endswith(SUFFIXES):
+            index = self._archive(name)
+            config = self._small(SMALL_FILES[0])
+            return Checkpoint(self._store, index, {} if config is None else {SMALL_FILES[0]: config}, sharded=False)
         single = self._pool.submit(self._header, name or SINGLE)
         sharded = None if name else self._pool.submit(self._small, SHARDED)
         small = {key: self._pool.submit(self._small, key) for key in SMALL_FILES}
@@ -106,9 +113,13 @@ class _Reader:
                 return self._sharded(names), names
             if sharded is None or isinstance(error, ForbiddenError):
                 raise
-            raise ObjectNotFoundError(
-                f"{redacted(self._store.url)}: expected {SINGLE} or {SHARDED}, found neither ({error})"
-            ) from None
+            try:
+                return self._archive(ARCHIVE), None
+            except ObjectNotFoundError:
+                raise ObjectNotFoundError(
+                    f"{redacted(self._store.url)}: expected {SINGLE}, {SHARDED} or {ARCHIVE}, found none of them "
+                    f"({error})"
+                ) from None
         return WeightIndex.from_headers([shard], [entries]), None
 
     def _sharded(self, text: bytes) -> WeightIndex:
@@ -140,6 +151,16 @@ class _Reader:
         entries = parse_header(name, head[PREFIX_BYTES:data_start], info.size - data_start)
         path = self._store.local_path(name)
         return Shard(name, info.size, data_start, info.version, str(path) if path else None), entries
+
+    def _archive(self, name: str) -> WeightIndex:
+        head, info = self._store.read(name, 0, PREFIX_BYTES + 512)
+
+        def read(start: int, stop: int) -> bytes:
+            return self._store.read(name, start, stop, info.version)[0]
+
+        tensors = read_archive(name, info.size, head, read)
+        path = self._store.local_path(name)
+        return WeightIndex([Shard(name, info.size, 0, info.version, str(path) if path else None)], tensors)
 
     def _small(self, name: str) -> bytes | None:
         """A small file, or None. Some stores forbid instead of saying that there is no such object."""

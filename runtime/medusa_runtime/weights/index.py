@@ -33,13 +33,17 @@ class Shard(NamedTuple):
 
 
 class TensorEntry(NamedTuple):
-    """Bytes [start, stop) of a shard's data section; ``dtype`` is the safetensors name."""
+    """Bytes [start, stop) of a shard's data section; ``dtype`` is the safetensors name.
+
+    ``strides`` (in elements) only where the elements do not lie one behind the other.
+    """
 
     shard: int
     start: int
     stop: int
     dtype: str
     shape: tuple[int, ...]
+    strides: tuple[int, ...] | None = None
 
 
 class WeightIndex:
@@ -102,8 +106,10 @@ class WeightIndex:
                 raise CorruptError(f"expected a weight index of format {_FORMAT}, found {document['format']}")
             shards = [Shard(*raw) for raw in document["shards"]]
             tensors = {
-                name: TensorEntry(shard, start, stop, dtype, tuple(shape))
-                for name, (shard, start, stop, dtype, shape) in document["tensors"].items()
+                name: TensorEntry(*place, tuple(shape), *(strides and tuple(strides) for strides in more))
+                for name, (*place, shape, more) in (
+                    (name, (*raw[:5], raw[5:])) for name, raw in document["tensors"].items()
+                )
             }
         except (ValueError, KeyError, TypeError) as error:
             raise CorruptError(

@@ -42,6 +42,8 @@ class Views:
         data = shard[entry.start : entry.stop]
         if entry.start % dtype.itemsize or data.data_ptr() % dtype.itemsize:
             data = data.clone()
+        if entry.strides is not None:
+            return data.view(dtype).as_strided(entry.shape, entry.strides)
         return data.view(dtype).view(entry.shape)
 
 

@@ -165,7 +165,7 @@ def test_a_weight_map_that_is_none(tmp_path: Path, weight_map: Any) -> None:
 def test_one_file_by_its_name(tmp_path: Path, safetensors_file: Make) -> None:
     shards(tmp_path, safetensors_file, other=["a"])
     assert open_checkpoint(f"file://{tmp_path}/other.safetensors").index.order == ("a",)
-    with pytest.raises(ObjectNotFoundError, match="found neither"):
+    with pytest.raises(ObjectNotFoundError, match="found none of them"):
         open_checkpoint(str(tmp_path))
 
 
