@@ -26,6 +26,7 @@ class Store(Protocol):
     """One checkpoint's folder in an object store. Keys are paths relative to it. All calls are thread-safe."""
 
     url: str
+    refills: bool  # whether read_into can fill a buffer again and again
 
     def stat(self, key: str) -> ObjectInfo:
         """Raises ObjectNotFoundError, ForbiddenError, UnreachableError."""
@@ -34,9 +35,19 @@ class Store(Protocol):
         """At most the bytes [start, stop); fewer only at the object's end. ObjectChangedError if not that version."""
 
     def read_into(
-        self, key: str, start: int, buffer: memoryview, version: str | None = None, advance: Advance | None = None
+        self,
+        key: str,
+        start: int,
+        buffer: memoryview,
+        version: str | None = None,
+        advance: Advance | None = None,
+        length: int | None = None,
     ) -> None:
-        """Fill the whole buffer from ``start``, without intermediate copies; retries and resumes inside."""
+        """Fill the whole buffer from ``start``, without intermediate copies; retries and resumes inside.
+
+        With a ``length`` above the buffer's, where the store ``refills``, the buffer is filled from its start again
+        each time it is full; ``advance`` must be done with the bytes it is told of, and is always told in time.
+        """
 
     def local_path(self, key: str) -> Path | None:
         """The object as a file on this machine that can be mapped, or None."""

@@ -34,6 +34,8 @@ _VERSION_KEYS = (
 class FsspecStore:
     """A folder in one of fsspec's file systems."""
 
+    refills = False
+
     def __init__(self, url: str, retries: RetryPolicy | None = None) -> None:
         self.url = url
         self.retries = retries or RetryPolicy()
@@ -123,7 +125,13 @@ class FsspecStore:
         return data
 
     def read_into(
-        self, key: str, start: int, buffer: memoryview, version: str | None = None, advance: Advance | None = None
+        self,
+        key: str,
+        start: int,
+        buffer: memoryview,
+        version: str | None = None,
+        advance: Advance | None = None,
+        length: int | None = None,
     ) -> None:
         """One copy more than the other stores: fsspec gives bytes of its own. Pieces of 4 MiB bound that memory."""
         piece = 4 << 20

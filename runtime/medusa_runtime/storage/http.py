@@ -39,6 +39,8 @@ class Target(NamedTuple):
 class HttpStore:
     """A folder on a web server. User and password in the URL become basic authentication; a query goes to each key."""
 
+    refills = True
+
     def __init__(self, url: str, retries: RetryPolicy | None = None) -> None:
         self.url = url
         self.retries = retries or RetryPolicy()
@@ -106,20 +108,30 @@ class HttpStore:
         return data
 
     def read_into(
-        self, key: str, start: int, buffer: memoryview, version: str | None = None, advance: Advance | None = None
+        self,
+        key: str,
+        start: int,
+        buffer: memoryview,
+        version: str | None = None,
+        advance: Advance | None = None,
+        length: int | None = None,
     ) -> None:
         patience = Patience(self.retries)
+        stop = start + (len(buffer) if length is None else length)
         filled = 0
-        while filled < len(buffer):
+        while start + filled < stop:
             connection: Connection | None = None
             begun = filled
             try:
-                connection, response = self._ask(key, start + filled, start + len(buffer), version)
-                sent = begun + self._length(key, start + filled, start + len(buffer), version, response)
+                connection, response = self._ask(key, start + filled, stop, version)
+                sent = begun + self._length(key, start + filled, stop, version, response)
                 while filled < sent:
-                    step = min(filled + _STEP_BYTES, sent)
+                    at = filled % len(buffer)  # the buffer is filled again from its start when the range is longer
+                    step = min(filled + min(_STEP_BYTES, len(buffer) - at), sent)
                     while filled < step:
-                        filled += connection.receive(buffer[filled:step])
+                        count = connection.receive(buffer[at : at + step - filled])
+                        filled += count
+                        at += count
                     patience.progressed()
                     if advance:
                         advance(filled)

@@ -13,6 +13,8 @@ from .base import Advance, ObjectInfo, scheme_of
 class LocalStore:
     """A folder, as a plain path or a file:// URL."""
 
+    refills = False
+
     def __init__(self, url: str) -> None:
         self.url = url
         path = unquote(urlsplit(url).path) if scheme_of(url) else url
@@ -51,7 +53,13 @@ class LocalStore:
             os.close(fd)
 
     def read_into(
-        self, key: str, start: int, buffer: memoryview, version: str | None = None, advance: Advance | None = None
+        self,
+        key: str,
+        start: int,
+        buffer: memoryview,
+        version: str | None = None,
+        advance: Advance | None = None,
+        length: int | None = None,
     ) -> None:
         fd = self._open(key)
         try:

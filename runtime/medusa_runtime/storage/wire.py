@@ -7,6 +7,7 @@ very moment when another process on the same cores imports torch.
 from __future__ import annotations
 
 import socket
+import struct
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -54,6 +55,9 @@ class Connection:
         self.endpoint = endpoint
         self._left = memoryview(b"")  # received behind the head, belongs to the body
         self._socket = _connect(endpoint, timeout_s)
+        # One call takes all that is wanted, however it arrives: each return to the interpreter costs its lock. TLS
+        # gives a record at a time.
+        self._flags = 0 if endpoint.tls else socket.MSG_WAITALL
         self._to_read: int | None = 0
         self._chunked = False
         self._keep = True
@@ -119,7 +123,7 @@ class Connection:
             self._left = self._left[count:]
         else:
             try:
-                count = self._socket.recv_into(buffer[:wanted])
+                count = self._socket.recv_into(buffer[:wanted], 0, self._flags)
             except OSError as error:
                 raise WireError(_reason(error)) from None
             if not count:
@@ -194,6 +198,11 @@ def _connect(endpoint: Endpoint, timeout_s: float) -> socket.socket:
         raise WireError(_reason(error), refused=True) from None
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if not endpoint.tls:
+        # The kernel keeps the time from here on; Python's own timeouts cost a poll before each call.
+        connection.settimeout(None)
+        limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         return connection
     import ssl  # 10 ms, only for https
 
@@ -220,7 +229,7 @@ def tls_context() -> ssl.SSLContext:
 
 
 def _reason(error: OSError) -> str:
-    if isinstance(error, TimeoutError):
+    if isinstance(error, (TimeoutError, BlockingIOError)):
         return "nothing came for too long"
     if isinstance(error, socket.gaierror):
         return "its name is not known (DNS)"

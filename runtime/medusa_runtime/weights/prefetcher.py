@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 from ..errors import TooLargeError
 from .checkpoint import Checkpoint, open_checkpoint
-from .pages import prefer_huge
 from .region_layout import State
-from .schedule import Populator, Schedule
+from .schedule import Schedule
 from .streams import Streams, as_medusa
 
 if TYPE_CHECKING:
@@ -69,19 +68,10 @@ def _fill(
             checksums = None
         if index.region_bytes:
             schedule = Schedule(writer)
-            populator = None if writer.populated else Populator(writer, schedule)
             streams = Streams(
                 checkpoint.store, index, writer, schedule, fixed=settings.connections, checksums=checksums
             )
-            if populator:
-                prefer_huge(writer.address() + writer.offset(0), index.region_bytes)
-                populator.start()
-            try:
-                streams.run()
-            finally:
-                schedule.stop()
-                if populator:
-                    populator.join()
+            streams.run()
             detail["connections"] = streams.connections
         else:
             from .local_files import warm

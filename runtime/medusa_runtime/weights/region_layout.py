@@ -61,22 +61,27 @@ def reopen(fd: int, flags: int) -> int:
 
 # struct flock on 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid. The lock is an "open file description" lock:
 # the kernel drops it when its holder ends, however it ends, and it is seen across pid namespaces.
-_FLOCK = "hhxxxxqqixxxx"
+FLOCK = "hhxxxxqqixxxx"
 
 
 def lock_for_writing(fd: int) -> bool:
     """Take the writer's lock on ``fd`` (which must be its own description); False when another writer has it."""
     try:
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0))
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0))
     except (BlockingIOError, PermissionError):
         return False
     return True
 
 
+def unlock(fd: int) -> None:
+    """Give the writer's lock back."""
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack(FLOCK, fcntl.F_UNLCK, os.SEEK_SET, 0, 1, 0))
+
+
 def writer_lives(fd: int) -> bool:
     """Whether some writer holds the lock. ``fd`` is any other description of the region."""
-    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0))
-    return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)
+    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0))
+    return bool(struct.unpack(FLOCK, answer)[0] != fcntl.F_UNLCK)
 
 
 class Waiter:

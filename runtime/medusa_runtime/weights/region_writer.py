@@ -25,6 +25,7 @@ from .region_layout import (
     Word,
     lock_for_writing,
     reopen,
+    unlock,
 )
 
 _F_ADD_SEALS = 1033
@@ -47,12 +48,17 @@ class RegionWriter:
         self._rank = 0  # chunks of the order that are there without a hole; the watermark counts their bytes
         self._kept = 0
         self.chunks: Chunks | None = None
-        self.reserved_bytes = 0  # pages that exist already
+        # Pages that exist already. Unmapping them takes a tenth of a fetch's time, so it is left to this object's end.
+        self.reserved_bytes = 0
+        self._sealed_early = False
 
     @property
-    def populated(self) -> bool:
-        """Whether all pages of the region exist, so that nobody has to make them ahead of the receivers."""
-        return self.reserved_bytes >= self._words[Word.REGION_BYTES] > 0
+    def direct(self) -> bool:
+        """Whether bytes should be received straight into ``buffer``; else they are cheaper through ``write``.
+
+        Where pages do not exist yet, receiving into them costs a fault and a page of zeros each, a write neither.
+        """
+        return self._sealed_early or self.reserved_bytes >= self._words[Word.REGION_BYTES] > 0
 
     @property
     def state(self) -> State:
@@ -87,8 +93,9 @@ class RegionWriter:
         if not self._words[Word.REGION_BYTES] and len(self._map) < size_bytes:
             os.ftruncate(self._fd, size_bytes)
             self._remap(size_bytes)
-            prefer_huge(self.address(), size_bytes)
-            populate_write(self.address(), size_bytes)
+            address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+            prefer_huge(address, size_bytes)
+            populate_write(address, size_bytes)
             self.reserved_bytes = size_bytes
 
     def _begin(self, index: WeightIndex, files: Mapping[str, bytes]) -> None:
@@ -163,15 +170,14 @@ class RegionWriter:
         base = self._words[Word.DATA_OFFSET] + self._index.shards[shard].offset
         return self._memory[base + start : base + stop]
 
-    def address(self) -> int:
-        """Where the mapping starts; valid until ``finish``, ``fail`` or ``close``."""
-        return ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-
-    def offset(self, chunk: int) -> int:
-        """Where a chunk starts in the mapping."""
+    def write(self, chunk: int, offset: int, data: memoryview) -> None:
+        """Copy bytes to ``offset`` bytes behind a chunk's start."""
         assert self.chunks is not None
         shard, start, _ = self.chunks.place(chunk)
-        return self._words[Word.DATA_OFFSET] + self._index.shards[shard].offset + start
+        at = self._words[Word.DATA_OFFSET] + self._index.shards[shard].offset + start + offset
+        while data:
+            count = os.pwrite(self._fd, data, at)
+            data, at = data[count:], at + count
 
     def publish(self, chunk: int) -> None:
         """Let readers have a chunk whose bytes are complete."""
@@ -196,9 +202,10 @@ class RegionWriter:
         For regions that are handed to strangers (a node's agent); no other writer can continue such a region.
         """
         fcntl.fcntl(self._fd, _F_ADD_SEALS, _SEAL_FUTURE_WRITE | _SEAL_SHRINK | _SEAL_GROW)
+        self._sealed_early = True
 
     def finish(self) -> None:
-        """All chunks are published: end as DONE, unmap, and make the region unchangeable for everybody."""
+        """All chunks are published: end as DONE, and make the region unchangeable for everybody."""
         missing = self.pending()
         assert not missing, f"{len(missing)} chunks are missing"
         self._words[Word.ENDED_NS] = time.monotonic_ns()
@@ -206,7 +213,7 @@ class RegionWriter:
         self.seal()
 
     def seal(self) -> None:
-        """Unmap and seal a region that is DONE."""
+        """Give up the region and seal it, when it is DONE."""
         fd, size = os.dup(self._fd), self._words[Word.REGION_BYTES]
         try:
             self.close()
@@ -235,13 +242,15 @@ class RegionWriter:
             self._words[Word.STATE] = State.FAILED
 
     def close(self) -> None:
-        """Unmap and give up the writer's lock. May be called twice."""
+        """Give up the region. May be called twice."""
         if self._fd < 0:
             return
+        unlock(self._fd)  # a mapping that is still there would keep the lock
         self._words.release()
         self._memory.release()
         try:
-            self._map.close()
+            if not self.reserved_bytes:
+                self._map.close()
         except BufferError:
             pass  # a thread that is ending still holds a piece
         os.close(self._fd)

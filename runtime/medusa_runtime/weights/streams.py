@@ -1,4 +1,4 @@
-"""The connections of one fetch: as many as the store rewards, each taking ranges straight into the region."""
+"""The connections of one fetch: as many as the store rewards, each taking ranges into the region."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 import time
 
 from ..errors import CorruptError, MedusaError, StorageError
+from ..limits import cpu_count
 from ..storage.base import Store
 from .checksums import Checksums
 from .index import WeightIndex
@@ -15,12 +16,15 @@ from .schedule import Schedule, Span
 
 logger = logging.getLogger(__name__)
 
-_FIRST, _MOST = 4, 32
+# Connections: the first are as many as this machine's CPUs can feed, then what slow stores reward.
+_FEWEST, _FIRST, _SECOND, _MOST = 2, 4, 16, 32
 _FAST_BYTES_PER_S = 300e6  # a connection as quick as this is limited by CPUs, not by the store
-_LOOK_S = 0.01
-_WINDOW_S = 0.05
-_BUSY = 0.5  # a thread that runs, or waits to run, for more of its time is not held up by its connection
-_GAIN = 1.2  # what doubling the connections must bring to be done again
+_LOOK_S = 0.005
+_WINDOW_S = 0.03
+_BUSY = 0.7  # a thread that runs, or waits to run, for more of its time is not held up by its connection
+_GAIN = 1.2  # what more connections must bring for still more to be opened
+_SOON_S = 1.0  # what is left for less time than this is not worth more than the second step
+_SCRATCH_BYTES = 256 << 10  # stays in a core's cache between the receiving and the writing
 
 
 class Mismatch(Exception):
@@ -53,6 +57,7 @@ class Streams:
         self._threads: list[threading.Thread] = []
         self._received = 0  # a sum of all connections; counted under the lock
         self._lock = threading.Lock()
+        self._local = threading.local()
         self._error: BaseException | None = None
         self._changed = threading.Event()
         self._working = 0
@@ -64,7 +69,7 @@ class Streams:
 
     def run(self) -> None:
         """Until everything is published. Raises the first error of any connection."""
-        self._grow(self._fixed or _FIRST)
+        self._grow(self._fixed or min(max(cpu_count(), _FEWEST), _FIRST))
         try:
             if self._fixed is None:
                 self._adapt()
@@ -90,9 +95,11 @@ class Streams:
             thread.start()
 
     def _adapt(self) -> None:
-        """Double the connections while each is slow, waits for the store, and the last doubling has paid."""
+        """More connections while each is slow, waits for the store, and those before have paid."""
         before = 0.0
-        while self._alive() and not self._schedule.exhausted and self.connections < _MOST:
+        for count in (_SECOND, _MOST):
+            if not self._alive() or self._schedule.exhausted:
+                return
             busy = self._busy_s()
             begin = time.monotonic()
             rate = self._measure()
@@ -100,8 +107,10 @@ class Streams:
                 return
             if (self._busy_s() - busy) / (time.monotonic() - begin) > _BUSY * self.connections:
                 return  # they wait for this machine's CPUs, not for the store
+            if count == _MOST and self._schedule.left_bytes < rate * _SOON_S:
+                return
             before = rate
-            self._grow(min(self.connections * 2, _MOST))
+            self._grow(count)
 
     def _busy_s(self) -> float:
         """Seconds that the connections' threads have run or waited for a CPU."""
@@ -171,6 +180,7 @@ class Streams:
         assert chunks is not None
         place = chunks.place(span.first)
         shard = self._index.shards[place.shard]
+        size = chunks.place(span.first + span.length - 1).stop - place.start
         published = seen = 0
 
         def advance(filled: int) -> None:
@@ -190,8 +200,25 @@ class Streams:
                 self._writer.publish(chunk)
                 published += 1
 
+        def keep(filled: int) -> None:
+            at = seen % _SCRATCH_BYTES
+            self._writer.write(span.first, seen, scratch[at : at + filled - seen])
+            advance(filled)
+
+        start = shard.data_start + place.start
         with self._writer.buffer(span.first, span.length) as buffer:
-            self._store.read_into(shard.name, shard.data_start + place.start, buffer, shard.version, advance)
+            if self._writer.direct or not self._store.refills:
+                self._store.read_into(shard.name, start, buffer, shard.version, advance)
+            else:
+                scratch = self._scratch()
+                self._store.read_into(shard.name, start, scratch[:size], shard.version, keep, size)
+
+    def _scratch(self) -> memoryview:
+        """This thread's."""
+        if not hasattr(self._local, "scratch"):
+            self._local.scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        scratch: memoryview = self._local.scratch
+        return scratch
 
 
 def as_medusa(error: BaseException) -> MedusaError:
