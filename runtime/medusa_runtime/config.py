@@ -14,6 +14,7 @@ from .errors import ConfigError
 ENGINES = ("torch", "vllm", "none")
 PLATFORMS = ("auto", "local", "knative", "openfaas", "sagemaker")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOAD_PRIORITIES = ("interactive", "background")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class Settings:
     kv_cache_mb: int | None = None
     threads: int | None = None
     connections: int | None = None
+    load_priority: str = "interactive"
     memory_limit_mb: int | None = None
     heartbeat_s: float = 10.0
     hold_s: float = 600.0
@@ -131,6 +133,7 @@ OPTIONS = (
     Option("kv_cache_mb", ("MEDUSA_KV_CACHE_MB",), _positive, "size of the KV cache; default: from free memory"),
     Option("threads", ("MEDUSA_THREADS",), _positive, "compute threads; default: the container's CPUs"),
     Option("connections", ("MEDUSA_CONNECTIONS",), _positive, "connections to the store; default: measured"),
+    Option("load_priority", ("MEDUSA_LOAD_PRIORITY",), _one_of(*LOAD_PRIORITIES), "background loads give way to others"),
     Option(
         "memory_limit_mb", ("MEDUSA_MEMORY_LIMIT_MB",), _positive, "memory to stay within; default: the container's"
     ),
