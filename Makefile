@@ -5,11 +5,13 @@ VENV ?= .venv
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu. On a GPU machine: make TORCH=torch ...
 TORCH ?= torch==2.13.0
 
+VARIANTS ?= slim
+
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-slow check format bench clean
+.PHONY: help setup setup-dev demo test test-slow check format bench image audit test-containers clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -55,6 +57,21 @@ bench: setup-dev ## Cold start against transformers, and the fetch against its p
 	$(BIN)/python -m benchmarks.make_checkpoint --shape llama-57m --out out/llama-57m
 	$(BIN)/medusa bench coldstart --model out/llama-57m --vs transformers --runs 5 --json out/coldstart.json --report out/coldstart.html
 	$(BIN)/medusa bench fetch --runs 5 --json out/fetch.json
+
+image: ## Build the base images with podman (VARIANTS="slim cpu"; slim is medusa-runtime)
+	$(PYTHON) images/build.py $(VARIANTS)
+	@for variant in $(VARIANTS); do $(PYTHON) images/layers.py localhost/medusa-runtime:$$variant || exit 1; done
+
+audit: image ## List what the images hold (out/sbom-*.json) and look for known vulnerabilities in it
+	mkdir -p out
+	@for variant in $(VARIANTS); do \
+	  $(PYTHON) images/sbom.py localhost/medusa-runtime:$$variant > out/sbom-$$variant.json && \
+	  $(PYTHON) images/sbom.py localhost/medusa-runtime:$$variant --requirements > out/requirements-$$variant.txt && \
+	  $(PYTHON) -m venv out/audit && out/audit/bin/pip install --quiet --disable-pip-version-check pip-audit && \
+	  out/audit/bin/pip-audit --no-deps --disable-pip -r out/requirements-$$variant.txt || exit 1; done
+
+test-containers: setup-dev ## Build the slim image and a function on it, and run them confined
+	$(BIN)/python -m pytest -m containers tests/containers
 
 clean: ## Remove the environment and everything made by the targets
 	rm -rf $(VENV) out build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,162 @@
+"""What a container adds to a cold start: ``python -m benchmarks.container_start --json FILE``.
+
+The same model and request, in turn: `medusa serve` of this interpreter, and `podman run` of the image. Both are timed
+from before the exec of their command to the first token at a client that polls; ``livez_ms`` counts from the exec of
+medusa itself, in the container too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from medusa_adapters.bench import openai_client
+from medusa_adapters.bench.contestants import Medusa, Question, connect
+from medusa_adapters.bench.process import Process
+from medusa_adapters.bench.result import Result, Target, targets_table
+from medusa_runtime.errors import ConfigError, MedusaError
+
+IMAGE = "localhost/medusa-runtime:slim"
+# In the place of the image's entrypoint: says when it executes medusa. What `podman run` did before is create_ms.
+AT_EXEC = 'date +%s%N; exec medusa "$0" "$@"'
+CONFINED = ("--read-only", "--tmpfs", "/tmp:mode=1777", "--cap-drop", "all", "--user", "1000")
+ADDED_S = 0.5
+LIVEZ_MS = 300.0
+
+
+class Sample(NamedTuple):
+    """One start. ``exec_ns`` is when medusa was executed (CLOCK_MONOTONIC)."""
+
+    started_ns: int
+    exec_ns: int
+    livez_ns: int
+    token_ns: int
+    text: str
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.container_start", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--image", default=IMAGE, help=f"default {IMAGE}")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="checkpoint; default: a new one, llama-57m")
+    parser.add_argument("--runs", type=int, default=7, help="starts of each, after one that warms caches")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    arguments = parser.parse_args(argv)
+    if shutil.which("podman") is None:
+        raise ConfigError("podman is not installed: apt-get install podman runc, then `make image`")
+    with checkpoint(arguments.model) as folder, podman_settings():
+        question = Question(model=str(folder), folder=str(folder), prompt="The quick brown fox", max_tokens=8)
+        samples = take_turns(arguments.image, question, arguments.runs)
+    result = Result()
+    for name, taken in samples.items():
+        result.add(name, "ttft_s", "s", [(sample.token_ns - sample.started_ns) / 1e9 for sample in taken])
+        result.add(name, "livez_ms", "ms", [(sample.livez_ns - sample.exec_ns) / 1e6 for sample in taken])
+        result.add(name, "create_ms", "ms", [(sample.exec_ns - sample.started_ns) / 1e6 for sample in taken])
+    print(result.table(), targets_table(targets(result)), sep="\n\n")
+    if arguments.json:
+        result.write(arguments.json)
+    return 0
+
+
+def take_turns(image: str, question: Question, runs: int) -> dict[str, list[Sample]]:
+    samples: dict[str, list[Sample]] = defaultdict(list)
+    for _ in range(runs + 1):
+        for name, taken in (("outside", outside(question)), ("container", inside(image, question))):
+            samples[name].append(taken)
+    texts = {sample.text for taken in samples.values() for sample in taken}
+    if len(texts) > 1:
+        raise MedusaError(f"the starts gave different answers: {sorted(texts)}")
+    return {name: taken[1:] for name, taken in samples.items()}
+
+
+def targets(result: Result) -> list[Target]:
+    """Differences and times that issue texts promise; Target's number is a time here, not a ratio."""
+    inside_s, outside_s = result.median("container", "ttft_s"), result.median("outside", "ttft_s")
+    found = []
+    if inside_s is not None and outside_s is not None:
+        text = "seconds that a container adds from its start to the first token"
+        found.append(Target(text, inside_s - outside_s, ADDED_S, at_least=False))
+    for name in ("container", "outside"):
+        livez_ms = result.median(name, "livez_ms")
+        if livez_ms is not None:
+            found.append(Target(f"ms from exec to /livez, {name}", livez_ms, LIVEZ_MS, at_least=False))
+    return found
+
+
+def outside(question: Question) -> Sample:
+    port = openai_client.free_port()
+    with Medusa().start(question, port) as process:
+        return ask(process, port, question, process.started_ns)
+
+
+def inside(image: str, question: Question) -> Sample:
+    port, name = openai_client.free_port(), f"medusa-bench-{os.getpid()}"
+    command = ["podman", "run", "--rm", "--name", name, "--network", "host", *CONFINED, "--entrypoint", "sh"]
+    command += ["--volume", f"{question.folder}:/model:ro", "--env", "MEDUSA_LOG_LEVEL=warning", image, "-c", AT_EXEC]
+    command += ["serve", "--model", "/model", "--host", "127.0.0.1", "--port", str(port)]
+    try:
+        with Process(command) as process:
+            offset_ns = time.time_ns() - time.monotonic_ns()
+            return ask(process, port, question, int(process.line()) - offset_ns)
+    finally:
+        subprocess.run(["podman", "rm", "--force", "--time", "5", name], capture_output=True, check=False)
+
+
+def ask(process: Process, port: int, question: Question, exec_ns: int) -> Sample:
+    """Poll /livez, then ask for tokens at once: the request is held until the model is there."""
+    connection = connect(process, port)
+    if openai_client.get(connection, "/livez")[0] != 200:
+        raise process.failure("is listening but not alive")
+    livez_ns = time.monotonic_ns()
+    body = {"prompt": question.prompt, "max_tokens": question.max_tokens, "temperature": 0, "ignore_eos": True}
+    answer = openai_client.stream(connection, body)
+    connection.close()
+    return Sample(process.started_ns, exec_ns, livez_ns, answer.first_token_ns, answer.text)
+
+
+@contextmanager
+def checkpoint(folder: Path | None) -> Iterator[Path]:
+    if folder is not None:
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"--model {folder}: expected a folder with a config.json, found none")
+        yield folder.resolve()
+        return
+    with tempfile.TemporaryDirectory(prefix="medusa-bench-") as scratch:
+        made = Path(scratch) / "llama-57m"
+        command = [sys.executable, "-m", "benchmarks.make_checkpoint", "--shape", "llama-57m", "--out", str(made)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        Path(scratch).chmod(0o755)  # the container runs as another user
+        yield made
+
+
+@contextmanager
+def podman_settings() -> Iterator[None]:
+    """podman's configuration as images/build.py makes it, so that this runs where the image was built."""
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("images_build", Path(__file__).parent.parent / "images/build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with tempfile.TemporaryDirectory(prefix="medusa-podman-") as scratch:
+        os.environ.update(module.environment(Path(scratch)))
+        yield
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except MedusaError as error:
+        sys.exit(f"{error}")

@@ -1,0 +1,122 @@
+"""Splits /opt/medusa into layers by what a cold start reads; runs in the build, after everything is installed.
+
+A real `medusa serve` with the example model is started and asked, under a hook that notes every file that is opened.
+``/layers/hot`` gets these, ``/layers/own`` the runtime, ``/layers/cold`` the rest. A registry that unpacks or fetches
+lazily then finds what a start reads in one layer. The list stays in the image as ``cold-start.txt``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+HOME = Path("/opt/medusa")
+LAYERS = Path("/layers")
+TRACE = Path("/tmp/opened")
+URL = "http://127.0.0.1:8099"
+# The client of a store is imported by the prefetcher where MEDUSA_MODEL is its URL.
+STORE = "import boto3; boto3.client('s3', region_name='us-east-1', aws_access_key_id='x', aws_secret_access_key='x')"
+ALWAYS = ("pyvenv.cfg", "bin/python", "bin/python3", "bin/medusa")
+EPOCH_S = 1_700_000_000
+
+
+def main() -> None:
+    opened = trace(sys.argv[1])
+    hot = {path for path in opened if path.is_file()} | {HOME / name for name in ALWAYS}
+    if len(hot) < 300:
+        sys.exit(f"a cold start read {len(hot)} files of {HOME}; expected some hundreds, so the trace does not work")
+    (HOME / "cold-start.txt").write_text("".join(f"{path.relative_to(HOME)}\n" for path in sorted(hot)))
+    sizes = split(hot)
+    for name in ("cold", "hot", "own"):
+        print(f"layer {name:4} {sizes[name] / 1e6:7.1f} MB", flush=True)
+
+
+def trace(model: str) -> set[Path]:
+    env = {**os.environ, "PYTHONPATH": "/build/trace", "MEDUSA_TRACE": str(TRACE), "PYTHONDONTWRITEBYTECODE": "1"}
+    python = str(HOME / "bin/python")
+    if subprocess.run([python, "-c", "import boto3"], capture_output=True, check=False).returncode == 0:
+        subprocess.run([python, "-c", STORE], env=env, check=True)
+    command = [str(HOME / "bin/medusa"), "serve", "--model", model, "--host", "127.0.0.1", "--port", "8099"]
+    server = subprocess.Popen(command, env=env)
+    try:
+        answer = complete(server)
+        print(f"the example model says: {answer!r}", flush=True)
+        libraries = mapped(server.pid)
+    finally:
+        server.send_signal(signal.SIGTERM)
+        status = server.wait(30)
+    if status != 0:
+        sys.exit(f"medusa serve ended with {status}; expected 0 after SIGTERM")
+    return {Path(os.path.normpath(line)) for line in TRACE.read_text().splitlines()} | libraries
+
+
+def complete(server: subprocess.Popen[bytes]) -> str:
+    body = json.dumps({"prompt": "This function returns", "max_tokens": 8, "temperature": 0}).encode()
+    request = urllib.request.Request(URL + "/v1/completions", body, {"Content-Type": "application/json"})
+    deadline = time.monotonic() + 120
+    while server.poll() is None and time.monotonic() < deadline:
+        try:
+            with urllib.request.urlopen(request, timeout=120) as response:
+                return str(json.load(response)["choices"][0]["text"])
+        except ConnectionError:
+            time.sleep(0.05)
+        except urllib.error.URLError as error:
+            if not isinstance(error.reason, ConnectionError):
+                raise
+            time.sleep(0.05)
+    sys.exit("medusa serve did not answer while the image was built")
+
+
+def mapped(pid: int) -> set[Path]:
+    """Shared libraries in the memory of a process and of what descends from it."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+    family = {pid}
+    while more := {child for child, parent in parents.items() if parent in family} - family:
+        family |= more
+    found = set()
+    for each in family:
+        try:
+            lines = Path(f"/proc/{each}/maps").read_text().splitlines()
+        except OSError:
+            continue
+        found |= {Path(line.split(None, 5)[5]) for line in lines if f" {HOME}/" in line}
+    return found
+
+
+def split(hot: set[Path]) -> dict[str, int]:
+    """Move the files; every path gets the same time, so that equal content makes an equal layer."""
+    sizes = {"cold": 0, "hot": 0, "own": 0}
+    for path in sorted(HOME.rglob("*")):
+        link = path.is_symlink()
+        if path.is_dir() and not link:
+            continue
+        inside = path.relative_to(HOME)
+        own = any(part.startswith("medusa") for part in inside.parts) or inside.name == "cold-start.txt"
+        layer = "own" if own else "hot" if path in hot else "cold"
+        sizes[layer] += path.lstat().st_size
+        target = LAYERS / layer / "opt/medusa" / inside
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not link:
+            path.chmod(0o755 if os.access(path, os.X_OK) and path.stat().st_mode & 0o111 else 0o644)
+        path.rename(target)
+    for path in sorted(LAYERS.rglob("*"), reverse=True):
+        if path.is_dir() and not path.is_symlink():
+            path.chmod(0o755)
+        os.utime(path, (EPOCH_S, EPOCH_S), follow_symlinks=False)
+    return sizes
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Fills /opt/medusa while the image is built: ``packages VARIANT`` with what the runtime needs, ``runtime`` with it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+BUILD = Path(__file__).parent
+HOME = Path("/opt/medusa")
+PYTHON = str(HOME / "bin/python")
+PIP = (PYTHON, "-m", "pip", "--no-cache-dir", "--disable-pip-version-check")
+
+
+def main() -> None:
+    os.environ["PIP_ROOT_USER_ACTION"] = "ignore"
+    if sys.argv[1] == "runtime":
+        install_runtime()
+        return
+    name, variants = sys.argv[2], tomllib.loads((BUILD / "variants.toml").read_text())
+    if name not in variants or name == "common":
+        sys.exit(f"VARIANT={name!r}: expected {', '.join(sorted(set(variants) - {'common'}))}")
+    install_packages(variants[name], variants["common"])
+
+
+def install_packages(variant: dict[str, Any], common: dict[str, Any]) -> None:
+    project = tomllib.loads((BUILD / "pyproject.toml").read_text())["project"]
+    wanted = [each for each in project["dependencies"] if not each.startswith("torch")]
+    for extra in common["extras"]:
+        wanted += project["optional-dependencies"][extra]
+    subprocess.run([sys.executable, "-m", "venv", HOME], check=True)
+    install_torch(variant["torch"], variant["torch_index"])
+    install(variant["torch"], *wanted, *variant.get("packages", []))
+    for distribution in variant.get("remove", []):
+        run(*PIP, "uninstall", "--yes", distribution)
+    freeze = subprocess.run([*PIP, "freeze", "--all"], check=True, capture_output=True, text=True).stdout
+    (HOME / "constraints.txt").write_text(freeze)
+    for pattern in (*common["prune"], *variant.get("prune", [])):
+        prune(pattern)
+    compile_all(site_packages())
+
+
+def install_torch(torch: str, index: str) -> None:
+    """From the registry that the building machine is set up for; where that has none, from PyTorch's own."""
+    try:
+        install(torch)
+    except subprocess.CalledProcessError:
+        install("--extra-index-url", index, torch)
+
+
+def install(*what: str) -> None:
+    run(*PIP, "install", "--no-compile", "--quiet", *what)
+
+
+def install_runtime() -> None:
+    install("--no-deps", "/source")
+    compile_all(*site_packages().glob("medusa_*"))
+    if not list(site_packages().glob("medusa_runtime/kernels/*.so")):
+        sys.exit("the CPU kernels were not compiled; expected gcc in this stage")
+    (HOME / "bin/medusa-install").chmod(0o755)
+
+
+def prune(pattern: str) -> None:
+    root = HOME if pattern.startswith("/") else site_packages()
+    freed = 0
+    for path in sorted(root.glob(pattern.lstrip("/"))):
+        freed += size_bytes(path)
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+    print(f"pruned {freed / 1e6:7.1f} MB  {pattern}", flush=True)
+
+
+def size_bytes(path: Path) -> int:
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(each.lstat().st_size for each in files if each.is_file())
+
+
+def compile_all(*paths: Path) -> None:
+    # Unchecked: no file's time is looked at when it is imported, so copies and layers may change it.
+    mode = ("--invalidation-mode", "unchecked-hash", "-j", str(len(os.sched_getaffinity(0))))
+    # Packages ship files that no Python compiles (templates, other versions' syntax).
+    subprocess.run([PYTHON, "-m", "compileall", "-q", *mode, *map(str, paths)], check=False, stdout=subprocess.DEVNULL)
+
+
+def site_packages() -> Path:
+    (found,) = HOME.glob("lib/python3*/site-packages")
+    return found
+
+
+def run(*command: str) -> None:
+    print("$", *command, flush=True)
+    subprocess.run(command, check=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""Runs inside an image, on stdin of its Python: prints what is installed there, Python and Debian, as JSON."""
+
+import importlib.metadata
+import json
+import platform
+from pathlib import Path
+
+python = [
+    {"name": found.metadata["Name"], "version": found.version, "license": found.metadata.get("License-Expression")}
+    for found in importlib.metadata.distributions()
+]
+debian, fields = [], {}
+for line in [*Path("/var/lib/dpkg/status").read_text().splitlines(), ""]:
+    if not line:
+        if fields.get("Status", "").endswith(" installed"):
+            debian.append({"name": fields["Package"], "version": fields["Version"], "arch": fields["Architecture"]})
+        fields = {}
+    elif line[0] != " ":
+        key, _, value = line.partition(": ")
+        fields[key] = value
+release = platform.freedesktop_os_release()
+print(json.dumps({"python": python, "debian": debian, "release": [release["ID"], release["VERSION_CODENAME"]]}))

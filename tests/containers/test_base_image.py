@@ -1,0 +1,115 @@
+"""What the base image is and holds: labels, modes, bytecode, size, bill of materials."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from .conftest import ROOT, podman
+
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(1200)]  # the first test may build the base
+
+SLIM_LIMIT_GB = "1.2"
+
+
+def inspected(image: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(podman("image", "inspect", image).stdout)[0]
+    return found
+
+
+def python(image: str, code: str, *options: str) -> str:
+    options = ("--rm", "--network", "none", "--read-only", *options, "--entrypoint", "python")
+    return podman("run", *options, image, "-c", code).stdout.strip()
+
+
+def test_configuration(base_image: str) -> None:
+    config = inspected(base_image)["Config"]
+    assert config["Entrypoint"] == ["medusa"]
+    assert config["Cmd"] == ["serve"]
+    assert config["WorkingDir"] == "/function"
+    assert not config.get("User")
+    assert not config.get("OnBuild")
+    labels = config["Labels"]
+    assert labels["com.amazonaws.sagemaker.capabilities.accept-bind-to-port"] == "true"
+    assert labels["org.opencontainers.image.title"] == "medusa-runtime"
+
+
+def test_everything_is_readable_by_all_and_writable_by_root_alone(base_image: str) -> None:
+    code = """
+import os, stat
+bad = []
+for top in ("/opt/medusa", "/function"):
+    for folder, folders, files in os.walk(top):
+        for name in (".", *files):
+            path = os.path.join(folder, name)
+            mode = os.lstat(path).st_mode
+            needed = 0o555 if stat.S_ISDIR(mode) else 0o444
+            if not stat.S_ISLNK(mode) and (mode & needed != needed or mode & 0o022):
+                bad.append((path, oct(mode)))
+print(bad)
+"""
+    assert python(base_image, code) == "[]"
+
+
+def test_modules_come_as_bytecode_that_no_time_invalidates(base_image: str) -> None:
+    code = """
+import importlib.util, os, pathlib
+home = pathlib.Path("/opt/medusa")
+read = [home / line for line in (home / "cold-start.txt").read_text().splitlines()]
+sources = [path for path in read if path.suffix == ".py" and path.name != "version.py"]  # read as text, not imported
+unbuilt = [str(path) for path in sources if pathlib.Path(importlib.util.cache_from_source(path)) not in read]
+print(len(read) > 300, unbuilt)
+(site,) = home.glob("lib/python3*/site-packages")
+bad = []
+for path in [*site.glob("medusa_*/**/*.py"), *site.glob("torch/nn/**/*.py"), *site.glob("flask/*.py")]:
+    if "scripts" in path.parts: continue
+    cached = pathlib.Path(importlib.util.cache_from_source(path))
+    if not cached.exists() or cached.read_bytes()[4:8] != bytes([1, 0, 0, 0]): bad.append(str(path))
+print(bad)
+print(pathlib.Path(importlib.util.cache_from_source(os.__file__)).exists())
+"""
+    assert python(base_image, code).splitlines() == ["True []", "[]", "True"]
+
+
+def test_what_was_pruned_is_not_missed(base_image: str) -> None:
+    code = """
+import torch, torch.testing, torch.utils.data, torch.distributed, torch.export, sympy, boto3, pydantic, cloudevents
+from medusa_runtime import kernels
+module = torch.compile(torch.nn.Linear(4, 2), backend="aot_eager")
+print(tuple(module(torch.ones(3, 4)).shape), torch.__version__.endswith("+cpu"), torch.cuda.is_available())
+boto3.client("s3", region_name="us-east-1")
+"""
+    assert python(base_image, code, "--tmpfs", "/tmp").splitlines()[0] == "(3, 2) True False"
+
+
+def test_nothing_of_the_building_machine_stays(base_image: str) -> None:
+    paths = "/etc/pip.conf /build /source /layers /opt/wheels /run/secrets"
+    assert python(base_image, f"import os; print([p for p in {paths.split()!r} if os.path.exists(p)])") == "[]"
+    environment = "\n".join(inspected(base_image)["Config"]["Env"])
+    assert "index" not in environment.lower()
+
+
+def test_size(base_image: str) -> None:
+    command = [sys.executable, str(ROOT / "images/layers.py"), base_image, "--limit-gb", SLIM_LIMIT_GB]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "libtorch" not in ran.stderr
+    command[-1] = "0.1"
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 1
+
+
+def test_bill_of_materials(base_image: str) -> None:
+    command = [sys.executable, str(ROOT / "images/sbom.py"), base_image]
+    bill = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.5")
+    purls = [component["purl"] for component in bill["components"]]
+    assert len(set(purls)) == len(purls)
+    for beginning in ("pkg:pypi/torch@2.", "pkg:pypi/flask@", "pkg:pypi/medusa-runtime@", "pkg:deb/debian/libc6@"):
+        assert any(purl.startswith(beginning) for purl in purls), beginning
+    pins = subprocess.run([*command, "--requirements"], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert any(pin.startswith("torch==2.") and "+" not in pin for pin in pins)
+    assert not any(pin.startswith("medusa") for pin in pins)
