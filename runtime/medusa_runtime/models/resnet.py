@@ -13,7 +13,7 @@ PLANS: dict[str, tuple[int, ...]] = {  # bottlenecks of each of the four layers
     "resnet101": (3, 4, 23, 3),
     "resnet152": (3, 8, 36, 3),
 }
-_EXPANSION = 4
+EXPANSION = 4
 
 
 class Bottleneck(nn.Module):
@@ -21,7 +21,7 @@ class Bottleneck(nn.Module):
 
     def __init__(self, inputs: int, width: int, stride: int = 1) -> None:
         super().__init__()
-        outputs = width * _EXPANSION
+        outputs = width * EXPANSION
         self.conv1 = nn.Conv2d(inputs, width, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
         self.conv2 = nn.Conv2d(width, width, 3, stride, padding=1, bias=False)
@@ -58,14 +58,8 @@ class ResNet(nn.Module):
         self.layer3 = _layer(width * 8, width * 4, plan[2], 2)
         self.layer4 = _layer(width * 16, width * 8, plan[3], 2)
         self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
-        self.fc = nn.Linear(width * 8 * _EXPANSION, classes)
-        self.reset()
-
-    def reset(self) -> None:
-        """Initial values for training, as torchvision gives them."""
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        self.fc = nn.Linear(width * 8 * EXPANSION, classes)
+        initialise(self)
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.maxpool(self.relu(self.bn1(self.conv1(images))))
@@ -75,7 +69,14 @@ class ResNet(nn.Module):
 
 def _layer(inputs: int, width: int, count: int, stride: int) -> nn.Sequential:
     first = Bottleneck(inputs, width, stride)
-    return nn.Sequential(first, *(Bottleneck(width * _EXPANSION, width) for _ in range(count - 1)))
+    return nn.Sequential(first, *(Bottleneck(width * EXPANSION, width) for _ in range(count - 1)))
+
+
+def initialise(module: nn.Module) -> None:
+    """Initial values for training, as torchvision gives them to the convolutions in ``module``."""
+    for part in module.modules():
+        if isinstance(part, nn.Conv2d):
+            nn.init.kaiming_normal_(part.weight, mode="fan_out", nonlinearity="relu")
 
 
 def resnet(name: str) -> ResNet:

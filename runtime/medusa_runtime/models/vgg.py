@@ -14,7 +14,7 @@ PLANS: dict[str, tuple[int, ...]] = {  # convolutions of each of the five blocks
     "vgg16": (2, 2, 3, 3, 3),
     "vgg19": (2, 2, 4, 4, 4),
 }
-_WIDTHS = (1, 2, 4, 8, 8)  # of each block, in units of the first one's
+WIDTHS = (1, 2, 4, 8, 8)  # of each block, in units of the first one's
 
 
 class VGG(nn.Module):
@@ -29,23 +29,11 @@ class VGG(nn.Module):
         self.features = nn.Sequential(*_features(plan, width))
         self.avgpool = nn.AdaptiveAvgPool2d((7, 7))
         self.classifier = nn.Sequential(
-            nn.Linear(_WIDTHS[-1] * width * 49, hidden), nn.ReLU(True), nn.Dropout(),
+            nn.Linear(WIDTHS[-1] * width * 49, hidden), nn.ReLU(True), nn.Dropout(),
             nn.Linear(hidden, hidden), nn.ReLU(True), nn.Dropout(),
             nn.Linear(hidden, classes),
         )  # fmt: skip
-        self.reset()
-
-    def reset(self) -> None:
-        """Initial values for training, as torchvision gives them."""
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-            elif isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, 0, 0.01)
-            else:
-                continue
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
+        initialise(self)
 
     def forward(self, images: Tensor) -> Tensor:
         return cast(Tensor, self.classifier(torch.flatten(self.avgpool(self.features(images)), 1)))
@@ -53,12 +41,25 @@ class VGG(nn.Module):
 
 def _features(plan: Sequence[int], width: int) -> Iterator[nn.Module]:
     channels = 3
-    for count, factor in zip(plan, _WIDTHS, strict=True):
+    for count, factor in zip(plan, WIDTHS, strict=True):
         for _ in range(count):
             yield nn.Conv2d(channels, factor * width, kernel_size=3, padding=1)
             yield nn.ReLU(True)
             channels = factor * width
         yield nn.MaxPool2d(2, 2)
+
+
+def initialise(module: nn.Module) -> None:
+    """Initial values for training, as torchvision gives them to whatever layers are in ``module``."""
+    for part in module.modules():
+        if isinstance(part, nn.Conv2d):
+            nn.init.kaiming_normal_(part.weight, mode="fan_out", nonlinearity="relu")
+        elif isinstance(part, nn.Linear):
+            nn.init.normal_(part.weight, 0, 0.01)
+        else:
+            continue
+        if part.bias is not None:
+            nn.init.zeros_(part.bias)
 
 
 def vgg(name: str) -> VGG:

@@ -1,0 +1,56 @@
+"""A safetensors file of each workload, of its true shapes and with random weights."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from pathlib import Path
+
+import torch
+from medusa_runtime.weights.skeleton import skeleton
+from torch import Tensor
+
+from benchmarks import make_checkpoint
+from benchmarks.cicada.workload import Workload
+
+_BLOCK_ELEMENTS = 4 << 20
+
+
+def checkpoint(workload: Workload, folder: Path) -> Path:
+    """The workload's folder with model.safetensors in it, written unless it is there; afterwards in the page cache."""
+    path = folder / workload.name / "model.safetensors"
+    if not path.exists():
+        beside = path.parent.with_suffix(f".{os.getpid()}")
+        if workload.shape:
+            make_checkpoint.write(workload.shape, beside, 1 << 40, "bf16", 0)
+        else:
+            _write(workload, beside)
+        beside.rename(path.parent)
+    with path.open("rb") as file:
+        while file.read(8 << 20):
+            pass
+    return path.parent
+
+
+def _write(workload: Workload, folder: Path) -> None:
+    """By safetensors itself, whose files hold tensors by size of element and name, not in execution order."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True)
+    with skeleton():
+        model = workload.factory()
+    block = torch.randn(_BLOCK_ELEMENTS, generator=torch.Generator().manual_seed(0)) * 0.02
+    state = {name: _random(name, tensor, block) for name, tensor in model.state_dict().items()}
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+
+
+def _random(name: str, tensor: Tensor, block: Tensor) -> Tensor:
+    """Norms near ones, variances likewise; else around zero, from a place in the block that depends on the name."""
+    if not tensor.is_floating_point():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    at = zlib.crc32(name.encode()) % len(block)
+    count = -(-(at + tensor.numel()) // len(block))
+    values = block.repeat(count)[at : at + tensor.numel()].clone().view(tensor.shape)
+    if tensor.dim() == 1 and name.endswith(("weight", "running_var")):
+        return values + 1
+    return values

@@ -1,0 +1,129 @@
+"""One cold inference in a process of its own: ``python -m benchmarks.cicada.sample``, told what to do on its stdin.
+
+As in Cicada §4.1 the container is up when the request comes: torch is imported and the process that fetches is forked.
+It prints ``ready``, reads one line of JSON (a Request), and answers with one line of JSON (an Answer).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from medusa_runtime.config import Settings
+from medusa_runtime.timeline import Timeline
+from medusa_runtime.weights.prefetcher import prefetch
+from medusa_runtime.weights.region import Region
+
+
+@dataclass(frozen=True)
+class Request:
+    """``url`` is the checkpoint's folder, or its address at an origin; ``connections`` None: as many as pay."""
+
+    model: str
+    strategy: str
+    url: str
+    connections: int | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """``stages``: (name, process, start_s, end_s, layer) from the request on; ``digest`` is of the output's bytes."""
+
+    seconds: float
+    digest: str
+    stages: list[tuple[str, str, float, float, str]]
+
+
+def main() -> None:
+    region, timeline = Region.create(), Timeline.create("function")
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(writer)
+        _fetch(reader, region, timeline.named("prefetcher"))
+    os.close(reader)
+    from benchmarks.cicada import strategies, workload  # torch, a second or two
+
+    _prepare()
+    print("ready", flush=True)
+    line = sys.stdin.readline()
+    if line:
+        request = Request(**json.loads(line))
+        chosen = workload.workload(request.model)
+        answer = _answer(request, chosen, strategies, (region, timeline, writer))
+        print(json.dumps(asdict(answer)), flush=True)
+        sys.stdin.readline()  # stay until memory was looked at
+    with suppress(OSError):
+        os.close(writer)
+    os.waitpid(child, 0)
+
+
+def _fetch(reader: int, region: Region, timeline: Timeline) -> None:
+    """The prefetcher's process: waits for an address, fetches, and ends."""
+    with os.fdopen(reader) as lines:
+        told = lines.readline()
+    if told:
+        url, connections = json.loads(told)
+        prefetch(region, url, settings=Settings(connections=connections), timeline=timeline)
+    os._exit(0)
+
+
+def _prepare() -> None:
+    """What a container has done before a request comes, for every strategy alike."""
+    import torch
+    from medusa_runtime.models.linear import Linear
+    from torch import nn
+
+    # The runtime's own projections take no initial values; a user's module does, so here they do.
+    Linear.reset_parameters = nn.Linear.reset_parameters  # type: ignore[method-assign]
+    with torch.inference_mode():  # the threads of the intra-op pool
+        torch.randn(256, 256) @ torch.randn(256, 256)
+
+
+def _answer(request: Request, chosen: Any, strategies: Any, parts: tuple[Region, Timeline, int]) -> Answer:
+    import torch
+
+    region, timeline, writer = parts
+    torch.set_default_dtype(chosen.dtype)
+    start = time.monotonic_ns()
+    path = None
+    if request.strategy == "full":
+        os.write(writer, json.dumps([request.url, request.connections]).encode() + b"\n")
+    else:
+        path = _local(request.url, timeline)
+    with torch.inference_mode():
+        output = strategies.STRATEGIES[request.strategy](strategies.Job(chosen, path, timeline, region))
+        end = time.monotonic_ns()
+        digest = hashlib.sha256(output.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    if not output.isfinite().all() or output.float().std() == 0:
+        raise RuntimeError(f"{chosen.name}: the output is not that of a working model")
+    stages = [
+        (s.name, s.process, (s.start_ns - start) / 1e9, (min(s.end_ns, end) - start) / 1e9, s.detail.get("unit", ""))
+        for s in timeline.stages()
+        if start <= s.start_ns <= end
+    ]
+    return Answer((end - start) / 1e9, digest, stages)
+
+
+def _local(url: str, timeline: Timeline) -> str:
+    """The file's path; from an origin it is downloaded first, as a program does that has no loader."""
+    if "://" not in url:
+        return f"{url}/model.safetensors"
+    import tempfile
+    from urllib.request import urlopen
+
+    file = tempfile.NamedTemporaryFile(dir=os.environ["MEDUSA_BENCH_SCRATCH"], delete=False)  # noqa: SIM115
+    with timeline.stage("retrieve"), file, urlopen(f"{url}/model.safetensors") as answer:
+        while piece := answer.read(1 << 20):
+            file.write(piece)
+    return file.name
+
+
+if __name__ == "__main__":
+    main()
