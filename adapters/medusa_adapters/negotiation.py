@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from medusa_handler.contract import HttpError, Response
@@ -26,7 +27,7 @@ def negotiate(accept: str, result: Any) -> Any:
     """
     accepted = _ranges(accept)
     if isinstance(result, tuple) and len(result) > 1 and isinstance(result[1], int):
-        return (negotiate(accept, result[0]), *result[1:]) if result[1] < 400 else result
+        return result if result[1] >= 400 else _again(negotiate(accept, result[0]), result)
     forms = _forms(result)
     if not accepted or not forms:
         return result
@@ -35,6 +36,13 @@ def negotiate(accept: str, result: Any) -> Any:
             if wanted in ("*/*", kind, kind.partition("/")[0] + "/*"):
                 return make()
     raise HttpError(406, f"expected Accept to be one of {', '.join(forms)}, found {accept}")
+
+
+def _again(body: Any, result: tuple[Any, ...]) -> Any:
+    """``result``, which is (body, status[, headers]), with another body."""
+    if not isinstance(body, Response):
+        return (body, *result[1:])
+    return replace(body, status=result[1], headers=dict(result[2]) if len(result) > 2 else {})
 
 
 def _ranges(accept: str) -> list[str]:

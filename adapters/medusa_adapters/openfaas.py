@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MARKS = ("OPENFAAS_NAME", "OPENFAAS_NAMESPACE", "fprocess", "exec_timeout", "max_inflight", "healthcheck_interval")
+_MARKS = (
+    *("OPENFAAS_NAME", "OPENFAAS_NAMESPACE", "fprocess", "exec_timeout", "read_timeout", "write_timeout"),
+    *("max_inflight", "healthcheck_interval", "ready_path", "suppress_lock"),
+)
 _WRITE_TIMEOUT_S = 30.0
 _METRICS_PORT = 8081
 

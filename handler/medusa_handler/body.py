@@ -23,13 +23,19 @@ def read_body() -> bytes:
         data = request.get_data(cache=False)
         request.stream.read(1)
     except (OSError, ParseException, ClientDisconnected) as error:
-        raise ApiError(
-            400, f"the body ended early, came too slowly or is badly chunked: {error}", code="incomplete_body"
-        ) from None
+        raise _incomplete(str(error)) from None
+    # gunicorn says that its input ends by itself, so werkzeug does not compare.
+    if request.content_length is not None and len(data) < request.content_length:
+        raise _incomplete(f"expected {request.content_length} bytes, found {len(data)}")
     whole = request.environ.get(WHOLE)
     if whole is not None:
         whole()
     return data
+
+
+def _incomplete(why: str) -> ApiError:
+    message = f"the body ended early, came too slowly or is badly chunked: {why}"
+    return ApiError(400, message, code="incomplete_body", headers={"Connection": "close"})
 
 
 def json_object() -> dict[str, Any]:

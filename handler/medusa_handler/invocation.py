@@ -27,8 +27,13 @@ def root(service: Service, work: Work) -> Blueprint:
         def infer() -> Response:
             def answer() -> Response:
                 called = _request(service)
-                response = _infer(service, called, work.gone())
-                return response if send is None else send(called, response)
+                gone = work.gone()
+                response = _infer(service, called, gone)
+                if send is None:
+                    return response
+                from .answering import respond
+
+                return respond(service, send(called, response), called, gone)
 
             return work.run("/", answer)
 
