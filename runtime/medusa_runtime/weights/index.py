@@ -105,12 +105,7 @@ class WeightIndex:
             if document["format"] != _FORMAT:
                 raise CorruptError(f"expected a weight index of format {_FORMAT}, found {document['format']}")
             shards = [Shard(*raw) for raw in document["shards"]]
-            tensors = {
-                name: TensorEntry(*place, tuple(shape), *(strides and tuple(strides) for strides in more))
-                for name, (*place, shape, more) in (
-                    (name, (*raw[:5], raw[5:])) for name, raw in document["tensors"].items()
-                )
-            }
+            tensors = {name: _entry(*raw) for name, raw in document["tensors"].items()}
         except (ValueError, KeyError, TypeError) as error:
             raise CorruptError(
                 f"expected a weight index, found something else ({error}); materialize it again"
@@ -121,6 +116,12 @@ class WeightIndex:
         return isinstance(other, WeightIndex) and self.to_json() == other.to_json()
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def _entry(
+    shard: int, start: int, stop: int, dtype: str, shape: list[int], strides: list[int] | None = None
+) -> TensorEntry:
+    return TensorEntry(shard, start, stop, dtype, tuple(shape), None if strides is None else tuple(strides))
 
 
 __all__ = ["Shard", "TensorEntry", "WeightIndex"]

@@ -12,6 +12,7 @@ from .checksums import Checksums
 from .index import Shard, WeightIndex
 from .pages import MADV_POPULATE_READ
 from .region_writer import RegionWriter
+from .schedule import Schedule
 
 
 class _File:
@@ -65,16 +66,18 @@ def warm(writer: RegionWriter, index: WeightIndex, checksums: Checksums | None) 
     assert chunks is not None
     files = {number: _File(shard) for number, shard in enumerate(index.shards) if shard.data_bytes}
     try:
-        for chunk in writer.pending():
-            shard, start, stop = chunks.place(chunk)
-            files[shard].pull(start, stop)
-            if checksums:
-                with files[shard].view(start, stop) as data:
-                    if not checksums.right(chunk, data):
-                        raise CorruptError(
-                            f"{index.shards[shard].path}: the checksum of bytes {start} to {stop} is wrong"
-                        )
-            writer.publish(chunk)
+        schedule = Schedule(writer)
+        while (span := schedule.take(1)) is not None:
+            for chunk in span.chunks:
+                shard, start, stop = chunks.place(chunk)
+                files[shard].pull(start, stop)
+                if checksums:
+                    with files[shard].view(start, stop) as data:
+                        if not checksums.right(chunk, data):
+                            raise CorruptError(
+                                f"{index.shards[shard].path}: the checksum of bytes {start} to {stop} is wrong"
+                            )
+                writer.publish(chunk)
         for file in files.values():
             file.check()
     finally:

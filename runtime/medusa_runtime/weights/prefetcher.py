@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import TooLargeError
 from .checkpoint import Checkpoint, open_checkpoint
+from .load_priority import loading
 from .region_layout import State
 from .schedule import Schedule
 from .streams import Streams, as_medusa
@@ -44,7 +45,8 @@ def prefetch(
             checkpoint = open_checkpoint(url)
             detail |= {"tensors": len(checkpoint.index.tensors), "shards": len(checkpoint.index.shards)}
         try:
-            _fill(writer, checkpoint, settings, timeline, checksums)
+            with loading(settings.load_priority):
+                _fill(writer, checkpoint, settings, timeline, checksums)
         finally:
             checkpoint.store.close()
     except BaseException as error:
@@ -67,17 +69,18 @@ def _fill(
         if checksums and not checksums.fits(writer.chunks.chunk_bytes, writer.chunks.count):
             checksums = None
         if index.region_bytes:
-            schedule = Schedule(writer)
+            schedule = Schedule(writer, background=settings.load_priority == "background")
             streams = Streams(
                 checkpoint.store, index, writer, schedule, fixed=settings.connections, checksums=checksums
             )
             streams.run()
-            detail["connections"] = streams.connections
+            detail |= {"connections": streams.connections, "hedges": streams.hedges}
         else:
             from .local_files import warm
 
             warm(writer, index, checksums)
-        writer.finish()
+        # A function that builds its module itself is the only reader, and may give memory back.
+        writer.finish(seal=settings.engine != "none")
 
 
 def check_memory(total_bytes: int, region_bytes: int, limit_mb: int | None) -> None:

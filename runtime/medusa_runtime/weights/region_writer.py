@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 
 from ..errors import MedusaError, ObjectChangedError, StorageError
+from .asking import asked
 from .chunks import Chunks, chunk_bytes_for
 from .index import PAGE_BYTES, WeightIndex
 from .pages import populate_write, prefer_huge
@@ -78,6 +79,7 @@ class RegionWriter:
         words = self._words
         self._order = self.chunks.order()
         self._kept = sum(self._size(chunk) for chunk in self._order if self.present(chunk))
+        words[Word.TOTAL_BYTES] = sum(map(self._size, self._order))
         words[Word.FETCHED_BYTES] = words[Word.KEPT_BYTES] = self._kept
         words[Word.GENERATION] += 1
         words[Word.ENDED_NS] = 0
@@ -162,6 +164,21 @@ class RegionWriter:
         """The chunks that are not there yet, in the order in which they should be fetched."""
         return [chunk for chunk in self._order if not self.present(chunk)]
 
+    @property
+    def complete(self) -> bool:
+        """Every chunk is there."""
+        return self._rank == len(self._order)
+
+    def asked(self) -> list[range]:
+        """The chunks that readers wait for; also some that have come since."""
+        return list(asked(self._words))
+
+    @property
+    def unreleased_bytes(self) -> int:
+        """Bytes that have come and were not given back, where a reader does that; else 0."""
+        released: int = self._words[Word.RELEASED_BYTES]
+        return self._words[Word.FETCHED_BYTES] - released if released else 0
+
     def buffer(self, chunk: int, count: int = 1) -> memoryview:
         """The memory of ``count`` neighbouring chunks of one shard. Release it before ``finish``."""
         assert self.chunks is not None
@@ -204,13 +221,19 @@ class RegionWriter:
         fcntl.fcntl(self._fd, _F_ADD_SEALS, _SEAL_FUTURE_WRITE | _SEAL_SHRINK | _SEAL_GROW)
         self._sealed_early = True
 
-    def finish(self) -> None:
-        """All chunks are published: end as DONE, and make the region unchangeable for everybody."""
+    def finish(self, *, seal: bool = True) -> None:
+        """All chunks are published: end as DONE, and make the region unchangeable for everybody.
+
+        Without ``seal`` its one reader can give memory back.
+        """
         missing = self.pending()
         assert not missing, f"{len(missing)} chunks are missing"
         self._words[Word.ENDED_NS] = time.monotonic_ns()
         self._words[Word.STATE] = State.DONE
-        self.seal()
+        if seal:
+            self.seal()
+        else:
+            self.close()
 
     def seal(self) -> None:
         """Give up the region and seal it, when it is DONE."""

@@ -3,34 +3,46 @@
 from __future__ import annotations
 
 import threading
-from typing import NamedTuple
+import time
 
+from .flights import Flight, Flights, Span
+from .load_priority import interactive_load
 from .region_writer import RegionWriter
 
 _LARGEST_SPAN_BYTES = 8 << 20
-
-
-class Span(NamedTuple):
-    """Neighbouring chunks of one shard: what one request asks for."""
-
-    first: int
-    length: int
+# Where a reader gives memory back as it copies, a fetch is at most this far in front of it.
+_UNRELEASED_BYTES = 256 << 20
+_YIELD_S = 0.005
 
 
 class Schedule:
-    """Hands out the chunks that are missing, in execution order. Thread-safe."""
+    """Hands out the chunks that are missing: what a forward waits for, then the rest in execution order. Thread-safe.
 
-    def __init__(self, writer: RegionWriter) -> None:
+    A ``background`` load keeps to one range at a time while interactive ones are under way on this machine.
+    """
+
+    def __init__(self, writer: RegionWriter, *, background: bool = False) -> None:
         assert writer.chunks is not None
+        self._writer = writer
         self._chunks = writer.chunks
         self._pending = writer.pending()
+        self._background = background
+        self._taken = bytearray(b"\1" * self._chunks.count)  # also what is there already, or no tensor's
+        for chunk in self._pending:
+            self._taken[chunk] = 0
         self._next = 0
         self._lock = threading.Lock()
         self._stopped = False
+        self.flights = Flights()
 
     @property
     def exhausted(self) -> bool:
         return self._stopped or self._next >= len(self._pending)
+
+    @property
+    def complete(self) -> bool:
+        """Every chunk is there."""
+        return self._writer.complete
 
     @property
     def left_bytes(self) -> int:
@@ -38,23 +50,57 @@ class Schedule:
         return (len(self._pending) - self._next) * self._chunks.chunk_bytes
 
     def take(self, takers: int) -> Span | None:
-        """The next range: up to 8 MiB, and less when few bytes are left for ``takers`` connections."""
-        with self._lock:
-            if self._stopped or self._next >= len(self._pending):
-                return None
-            first = self._pending[self._next]
-            most = max(_LARGEST_SPAN_BYTES // self._chunks.chunk_bytes, 1)
-            most = max(min(most, (len(self._pending) - self._next) // (2 * takers)), 1)
-            shard, count = self._chunks.place(first).shard, 1
-            while (
-                count < most
-                and self._next + count < len(self._pending)
-                and self._pending[self._next + count] == first + count
-                and self._chunks.place(first + count).shard == shard
-            ):
-                count += 1
-            self._next += count
-            return Span(first, count)
+        """The next range: up to 8 MiB, and less when few bytes are left for ``takers`` connections.
+
+        Waits while a load that is more important has the right of way, or memory must be given back first.
+        """
+        while True:
+            with self._lock:
+                if self.exhausted:
+                    return None
+                wanted = self.wanted()
+                if wanted or not self._must_wait():
+                    return self._take(next((chunk for chunk in wanted if not self._taken[chunk]), None), takers)
+            time.sleep(_YIELD_S)
+
+    def _must_wait(self) -> bool:
+        if self._writer.unreleased_bytes > _UNRELEASED_BYTES:
+            return True
+        return self._background and self.flights.count > 0 and interactive_load()
+
+    def _take(self, asked: int | None, takers: int) -> Span:
+        first = self._pending[self._next] if asked is None else asked
+        most = max(_LARGEST_SPAN_BYTES // self._chunks.chunk_bytes, 1)
+        most = max(min(most, (len(self._pending) - self._next) // (2 * takers)), 1)
+        count = 1
+        while count < most and self._follows(first, count, in_order=asked is None):
+            count += 1
+        self._taken[first : first + count] = b"\1" * count
+        while self._next < len(self._pending) and self._taken[self._pending[self._next]]:
+            self._next += 1
+        return Span(first, count)
+
+    def _follows(self, first: int, count: int, *, in_order: bool) -> bool:
+        """Whether a range of ``count`` chunks may have one more."""
+        chunk, position = first + count, self._next + count
+        if chunk >= self._chunks.count or self._taken[chunk]:
+            return False
+        if self._chunks.place(chunk).shard != self._chunks.place(first).shard:
+            return False
+        return not in_order or (position < len(self._pending) and self._pending[position] == chunk)
+
+    def wanted(self) -> list[int]:
+        """The chunks that forwards wait for and that are not there."""
+        asked = dict.fromkeys(chunk for run in self._writer.asked() for chunk in run if chunk < self._chunks.count)
+        return [chunk for chunk in asked if not self._writer.present(chunk)]
+
+    def late(self) -> list[Flight]:
+        """Ranges that are late and awaited: by a forward, or, when nothing else is left to fetch, by everybody."""
+        late = self.flights.late()
+        if not late or self.exhausted:
+            return late
+        wanted = set(self.wanted())
+        return [flight for flight in late if not wanted.isdisjoint(flight.span.chunks)]
 
     def stop(self) -> None:
         """No more ranges; everybody ends after the one in hand."""

@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 
 from ..errors import CorruptError, MedusaError, StorageError
 from ..limits import cpu_count
 from ..storage.base import Store
 from .checksums import Checksums
+from .flights import Flight, OvertakenError, Span
 from .index import WeightIndex
 from .region_writer import RegionWriter
-from .schedule import Schedule, Span
+from .schedule import Schedule
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +27,8 @@ _WINDOW_S = 0.03
 _BUSY = 0.7  # a thread that runs, or waits to run, for more of its time is not held up by its connection
 _GAIN = 1.2  # what more connections must bring for still more to be opened
 _SOON_S = 1.0  # what is left for less time than this is not worth more than the second step
+_HOLD_S = 2.0  # how long other ranges are suspended at most for one that is late; less than any store's patience
+_END_S = 0.2  # for connections to end when everything is there; one that hangs is left behind
 _SCRATCH_BYTES = 256 << 10  # stays in a core's cache between the receiving and the writing
 
 
@@ -61,15 +66,20 @@ class Streams:
         self._error: BaseException | None = None
         self._changed = threading.Event()
         self._working = 0
+        self._late: Flight | None = None  # for which other ranges are suspended
+        self._late_until = 0.0
+        self.hedges = 0
 
     @property
     def connections(self) -> int:
         """How many were opened."""
-        return len(self._threads)
+        return len(self._threads) - self.hedges
 
     def run(self) -> None:
         """Until everything is published. Raises the first error of any connection."""
         self._grow(self._fixed or min(max(cpu_count(), _FEWEST), _FIRST))
+        monitor = threading.Thread(target=self._watch, name="hedge", daemon=True)
+        monitor.start()
         try:
             if self._fixed is None:
                 self._adapt()
@@ -78,21 +88,54 @@ class Streams:
                 self._changed.clear()
         finally:
             self._schedule.stop()
-            for thread in self._threads:
-                thread.join(2.0)  # a stalled one ends with its own timeout, or with the process
-        if self._error is not None:
+            deadline = time.monotonic() + _END_S if self._writer.complete else None
+            for thread in (*self._threads, monitor):
+                # A stalled one ends with its own timeout, or with the process.
+                thread.join(2.0 if deadline is None else max(deadline - time.monotonic(), 0.0))
+        if self._error is not None and not self._writer.complete:
             raise self._error
 
+    def _watch(self) -> None:
+        """Ask a second time for ranges that are late and awaited, and suspend the others meanwhile (Algorithm 1)."""
+        while self._alive():
+            for flight in self._schedule.late():
+                flight.hedged = True
+                self._late, self._late_until = flight, time.monotonic() + _HOLD_S
+                self.hedges += 1
+                self._start(partial(self._hedge, flight.span))
+            time.sleep(_LOOK_S)
+
+    def _hedge(self, span: Span) -> None:
+        missing = [chunk for chunk in span.chunks if not self._writer.present(chunk)]
+        if missing:
+            self._fetch(Span(missing[0], span.first + span.length - missing[0]), hedged=True)
+
+    def _hold(self, flight: Flight) -> None:
+        """Suspend a range while another one, which is awaited, is late."""
+        late = self._late
+        if late is None or flight.hedged:
+            return
+        while self._alive() and time.monotonic() < self._late_until and not self._there(late.span):
+            flight.held = True
+            time.sleep(1e-3)
+        self._late = None
+
+    def _there(self, span: Span) -> bool:
+        return all(self._writer.present(chunk) for chunk in span.chunks)
+
     def _alive(self) -> bool:
-        return self._error is None and self._working > 0
+        return self._error is None and self._working > 0 and not self._schedule.complete
 
     def _grow(self, count: int) -> None:
-        while len(self._threads) < count:
-            thread = threading.Thread(target=self._work, name=f"fetch-{len(self._threads)}", daemon=True)
-            with self._lock:
-                self._working += 1
-            self._threads.append(thread)
-            thread.start()
+        while self.connections < count:
+            self._start(self._take_all)
+
+    def _start(self, work: Callable[[], None]) -> None:
+        thread = threading.Thread(target=self._work, args=(work,), name=f"fetch-{len(self._threads)}", daemon=True)
+        with self._lock:
+            self._working += 1
+        self._threads.append(thread)
+        thread.start()
 
     def _adapt(self) -> None:
         """More connections while each is slow, waits for the store, and those before have paid."""
@@ -141,10 +184,13 @@ class Streams:
         self._changed.clear()
         return self._alive() and not self._schedule.exhausted
 
-    def _work(self) -> None:
+    def _take_all(self) -> None:
+        while (span := self._schedule.take(self.connections)) is not None:
+            self._fetch(span)
+
+    def _work(self, work: Callable[[], None]) -> None:
         try:
-            while (span := self._schedule.take(len(self._threads))) is not None:
-                self._fetch(span)
+            work()
         except BaseException as error:  # noqa: BLE001  raised again in the thread that waits
             with self._lock:
                 self._error = self._error or error
@@ -154,12 +200,28 @@ class Streams:
                 self._working -= 1
             self._changed.set()
 
-    def _fetch(self, span: Span) -> None:
+    def _fetch(self, span: Span, *, hedged: bool = False) -> None:
+        """One range, unless another request for it is faster."""
+        chunks = self._writer.chunks
+        assert chunks is not None
+        size_bytes = chunks.place(span.first + span.length - 1).stop - chunks.place(span.first).start
+        flight = self._schedule.flights.begin(span, size_bytes, hedged=hedged)
+        try:
+            self._fetch_right(span, flight)
+        except OvertakenError:
+            pass
+        except Exception:
+            if not self._there(span):
+                raise
+        finally:
+            self._schedule.flights.end(flight)
+
+    def _fetch_right(self, span: Span, flight: Flight) -> None:
         """One range; a chunk with a wrong checksum is fetched once more, the second time it is an error."""
         again: int | None = None
         while True:
             try:
-                self._fetch_once(span)
+                self._fetch_once(span, flight)
                 return
             except Mismatch as wrong:
                 chunks = self._writer.chunks
@@ -175,7 +237,7 @@ class Streams:
                 again = wrong.chunk
                 span = Span(wrong.chunk, span.first + span.length - wrong.chunk)
 
-    def _fetch_once(self, span: Span) -> None:
+    def _fetch_once(self, span: Span, flight: Flight) -> None:
         chunks = self._writer.chunks
         assert chunks is not None
         place = chunks.place(span.first)
@@ -188,6 +250,10 @@ class Streams:
             with self._lock:
                 self._received += filled - seen
             seen = filled
+            flight.done_bytes = flight.size_bytes - size + filled
+            if flight.hedged and published < span.length and self._there(span):
+                raise OvertakenError
+            self._hold(flight)
             while published < span.length:
                 chunk = span.first + published
                 end = chunks.place(chunk).stop - place.start

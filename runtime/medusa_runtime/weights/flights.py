@@ -1,0 +1,82 @@
+"""The ranges that are being fetched, and which of them are later than their peers (Cicada §3.5, Algorithm 1)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+_SLACK = 2.0  # a range may take this many times what ranges take on average
+_SLACK_S = 0.25
+_WEIGHT = 0.3  # of the newest range in the measured rate
+
+
+class Span(NamedTuple):
+    """Neighbouring chunks of one shard: what one request asks for."""
+
+    first: int
+    length: int
+
+    @property
+    def chunks(self) -> range:
+        return range(self.first, self.first + self.length)
+
+
+class OvertakenError(Exception):
+    """Another request for the same range was faster."""
+
+
+@dataclass(eq=False)
+class Flight:
+    """One range on its way. ``size_bytes`` is all of it, ``done_bytes`` what has come."""
+
+    span: Span
+    size_bytes: int
+    began: float = field(default_factory=time.monotonic)
+    done_bytes: int = 0
+    hedged: bool = False
+    held: bool = False
+
+
+class Flights:
+    """What every connection is doing. The rate of a single connection is measured as ranges come in."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._flying: list[Flight] = []
+        self._bytes_per_s: float | None = None
+
+    def begin(self, span: Span, size_bytes: int, *, hedged: bool = False) -> Flight:
+        flight = Flight(span, size_bytes, hedged=hedged)
+        with self._lock:
+            self._flying.append(flight)
+        return flight
+
+    def end(self, flight: Flight) -> None:
+        with self._lock:
+            self._flying.remove(flight)
+            seconds = time.monotonic() - flight.began
+            if flight.done_bytes == flight.size_bytes and seconds > 0 and not flight.held:
+                rate = flight.size_bytes / seconds
+                old = self._bytes_per_s
+                self._bytes_per_s = rate if old is None else old + _WEIGHT * (rate - old)
+
+    @property
+    def count(self) -> int:
+        return len(self._flying)
+
+    def late(self) -> list[Flight]:
+        """Ranges without a second request that should have been complete by now, from what the others show."""
+        now = time.monotonic()
+        with self._lock:
+            flying, rate = list(self._flying), self._bytes_per_s
+        if rate is None:  # none is complete: the best of those under way
+            rate = max((f.done_bytes / (now - f.began) for f in flying if f.done_bytes and now > f.began), default=None)
+        if rate is None:
+            return []
+        return [
+            flight
+            for flight in flying
+            if not flight.hedged and now - flight.began > _SLACK * flight.size_bytes / rate + _SLACK_S
+        ]

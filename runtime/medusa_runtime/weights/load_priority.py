@@ -1,0 +1,44 @@
+"""Loads that run on one machine at the same time: background ones give way to interactive ones.
+
+An interactive load holds a read lock while it lasts, on a file that all of them have: this one. The kernel drops the
+lock when its holder ends, however it ends, and asking for it changes nothing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from .region_layout import FLOCK
+
+
+@contextmanager
+def loading(priority: str) -> Iterator[None]:
+    """Let others know of an interactive load."""
+    if priority != "interactive":
+        yield
+        return
+    fd = os.open(__file__, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack(FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 1, 0))
+        except OSError:
+            pass  # a file system without locks: everybody has the same priority
+        yield
+    finally:
+        os.close(fd)
+
+
+def interactive_load() -> bool:
+    """Whether one is under way."""
+    fd = os.open(__file__, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0))
+        return bool(struct.unpack(FLOCK, answer)[0] != fcntl.F_UNLCK)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
