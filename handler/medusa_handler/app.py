@@ -54,6 +54,13 @@ def create_app(service: Service) -> Flask:
         stages = service.timeline.stages()
         return jsonify(as_chrome_trace(stages) if request.args.get("format") == "chrome" else as_json(stages))
 
+    @app.get("/openapi.json")
+    def openapi() -> Response:
+        from .front import PROBES
+        from .openapi import describe
+
+        return jsonify(describe(service, PROBES | dict(service.platform.probes)))
+
     if service.engine is not None:
         from .openai.routes import blueprint
 
