@@ -52,6 +52,12 @@ class Weights:
         for loader in list(self._loaders):
             loader.wait()
 
+    def file(self, name: str) -> bytes | None:
+        """A small file of the checkpoint (config.json, tokenizer.json …); None when it has none of this name."""
+        region = self._region()
+        region.wait_index(self._settings.hold_s)
+        return region.file(name)
+
     def progress(self) -> Progress:
         """How far the fetch is."""
         return self._region().progress()

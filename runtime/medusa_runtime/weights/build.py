@@ -42,8 +42,9 @@ def build(
 
     ``prefix`` is cut off the checkpoint's names; tensors without it are not this module's. ``dtype`` casts floating
     point parameters and buffers of the checkpoint, else each gets the module's own type, as with ``load_state_dict``.
-    See ``Building`` for ``strict``, ``copy`` and ``release``. Raises what the factory raises; what is wrong with the
-    checkpoint is raised by the first forward and by ``Loader.wait``.
+    Without ``rename`` the module's own is asked, where it has one. See ``Building`` for ``strict``, ``copy`` and
+    ``release``. Raises what the factory raises; what is wrong with the checkpoint is raised by the first forward and by
+    ``Loader.wait``.
     """
     began = timeline.stage("construct") if timeline is not None else None
     if began is not None:
@@ -54,10 +55,12 @@ def build(
     if device is not None or dtype is not None:
         _convert_computed(module, torch.device(device) if device is not None else None, dtype)
 
+    renamed: Rename | None = rename or getattr(module, "rename", None)
+
     def named(name: str) -> str | None:
         if not name.startswith(prefix):
             return None
-        return rename(name[len(prefix) :]) if rename else name[len(prefix) :]
+        return renamed(name[len(prefix) :]) if renamed else name[len(prefix) :]
 
     loader = Loader(
         region,
