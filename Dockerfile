@@ -8,10 +8,10 @@ ARG BASE_IMAGE=docker.io/library/python:3.11-slim-bookworm
 FROM ${BASE_IMAGE} AS base
 ARG VARIANT=slim
 # The secrets are settings of the building machine (registry, certificates): mounted for one step, never in a layer.
-RUN --mount=type=bind,source=images,target=/build \
-    --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
+COPY images/base.sh images/variants.toml /build/
+RUN --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
     --mount=type=secret,id=apt,target=/etc/apt/sources.list.d/build.sources \
-    sh /build/base.sh "${VARIANT}"
+    sh /build/base.sh "${VARIANT}" && rm -r /build
 
 FROM base AS packages
 ARG VARIANT=slim

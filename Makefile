@@ -68,7 +68,7 @@ audit: image ## List what the images hold (out/sbom-*.json) and look for known v
 	  $(PYTHON) images/sbom.py localhost/medusa-runtime:$$variant > out/sbom-$$variant.json && \
 	  $(PYTHON) images/sbom.py localhost/medusa-runtime:$$variant --requirements > out/requirements-$$variant.txt && \
 	  $(PYTHON) -m venv out/audit && out/audit/bin/pip install --quiet --disable-pip-version-check pip-audit && \
-	  out/audit/bin/pip-audit --no-deps --disable-pip -r out/requirements-$$variant.txt || exit 1; done
+	  out/audit/bin/pip-audit --strict --no-deps --disable-pip -r out/requirements-$$variant.txt || exit 1; done
 
 test-containers: setup-dev ## Build the slim image and a function on it, and run them confined
 	$(BIN)/python -m pytest -m containers tests/containers

@@ -142,10 +142,10 @@ def checkpoint(folder: Path | None) -> Iterator[Path]:
 
 @contextmanager
 def podman_settings() -> Iterator[None]:
-    """podman's configuration as images/build.py makes it, so that this runs where the image was built."""
+    """podman's configuration as images/podman.py makes it, so that this runs where the image was built."""
     import importlib.util
 
-    spec = importlib.util.spec_from_file_location("images_build", Path(__file__).parent.parent / "images/build.py")
+    spec = importlib.util.spec_from_file_location("images_podman", Path(__file__).parent.parent / "images/podman.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -33,6 +33,7 @@ def install_packages(variant: dict[str, Any], common: dict[str, Any]) -> None:
     for extra in common["extras"]:
         wanted += project["optional-dependencies"][extra]
     subprocess.run([sys.executable, "-m", "venv", HOME], check=True)
+    install("--upgrade", "pip")  # the one that comes with Python has known vulnerabilities
     install_torch(variant["torch"], variant["torch_index"])
     install(variant["torch"], *wanted, *variant.get("packages", []))
     for distribution in variant.get("remove", []):

@@ -11,7 +11,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from build import environment
+from podman import environment
 
 # Counts the bytes of each top folder or package, from inside of the image: hot is what a cold start reads.
 COUNT = """

@@ -6,10 +6,11 @@ import platform
 from pathlib import Path
 
 python = [
-    {"name": found.metadata["Name"], "version": found.version, "license": found.metadata.get("License-Expression")}
+    {"name": found.metadata["Name"], "version": found.version, "license": found.metadata.json.get("license_expression")}
     for found in importlib.metadata.distributions()
 ]
-debian, fields = [], {}
+debian: list[dict[str, str]] = []
+fields: dict[str, str] = {}
 for line in [*Path("/var/lib/dpkg/status").read_text().splitlines(), ""]:
     if not line:
         if fields.get("Status", "").endswith(" installed"):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from build import environment
+from podman import environment
 
 PACKAGES = Path(__file__).with_name("packages.py")
 OWN = "medusa-runtime"

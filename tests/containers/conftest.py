@@ -39,8 +39,9 @@ class Handler:
 DOCKERFILE = "FROM {base}\nCOPY handler.py requirements.txt ./\nRUN medusa-install\n"
 
 
-def load_build() -> Any:
-    spec = importlib.util.spec_from_file_location("medusa_images_build", ROOT / "images/build.py")
+def load(name: str) -> Any:
+    """A script of images/, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"medusa_images_{name}", ROOT / f"images/{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -56,20 +57,19 @@ def podman(*arguments: str, check: bool = True, timeout_s: float = 120.0) -> sub
 
 
 @pytest.fixture(scope="session")
-def build(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """images/build.py, in an environment in which podman works."""
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """An environment in which podman works."""
     if shutil.which("podman") is None:
         pytest.skip("podman is not installed")
-    module = load_build()
-    added = module.environment(tmp_path_factory.mktemp("containers"))
+    added = load("podman").environment(tmp_path_factory.mktemp("containers"))
     with pytest.MonkeyPatch.context() as patch:
         for name, value in added.items():
             patch.setenv(name, value)
-        yield module
+        yield
 
 
 @pytest.fixture(scope="session")
-def base_image(build: Any) -> str:
+def base_image(engine: None) -> str:
     """The slim image of the sources as they are; set MEDUSA_TEST_IMAGE to test another."""
     given = os.environ.get("MEDUSA_TEST_IMAGE")
     if given:
@@ -83,8 +83,8 @@ def base_image(build: Any) -> str:
 
 
 @pytest.fixture(scope="session")
-def build_function(build: Any, base_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Build a user's three-line Dockerfile: returns the image's name and the build's output (None and it: failed)."""
+def build_function(engine: None, base_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Build a user's three-line Dockerfile: returns the image's name (None: it failed) and what was said."""
     made = []
 
     def build_it(requirements: str) -> tuple[str | None, str]:
@@ -94,7 +94,7 @@ def build_function(build: Any, base_image: str, tmp_path_factory: pytest.TempPat
         (folder / "Dockerfile").write_text(DOCKERFILE.format(base=base_image))
         name = f"localhost/medusa-test-{uuid.uuid4().hex[:12]}"
         # A user's machine reaches a registry of packages by itself; this one lends its settings to the build.
-        lent = build.user_build_flags(tmp_path_factory.mktemp("settings"))
+        lent = load("host").user_build_flags(tmp_path_factory.mktemp("settings"))
         ran = podman("build", "--network", "host", "--tag", name, *lent, str(folder), check=False, timeout_s=600)
         if ran.returncode:
             return None, ran.stdout + ran.stderr
@@ -182,7 +182,7 @@ class Container:
 
 
 @pytest.fixture
-def start(build: Any) -> Iterator[Callable[..., Container]]:
+def start(engine: None) -> Iterator[Callable[..., Container]]:
     started: list[Container] = []
 
     def start(image: str, *options: str, command: tuple[str, ...] = (), port: int = 8080) -> Container:

@@ -87,8 +87,9 @@ boto3.client("s3", region_name="us-east-1")
 
 
 def test_nothing_of_the_building_machine_stays(base_image: str) -> None:
-    paths = "/etc/pip.conf /build /source /layers /opt/wheels /run/secrets"
+    paths = "/etc/pip.conf /build /source /layers /run/secrets /dev/lent"
     assert python(base_image, f"import os; print([p for p in {paths.split()!r} if os.path.exists(p)])") == "[]"
+    assert python(base_image, "import os; print(os.listdir('/opt'), os.listdir('/mnt'))") == "['medusa'] []"
     environment = "\n".join(inspected(base_image)["Config"]["Env"])
     assert "index" not in environment.lower()
 
