@@ -1,0 +1,54 @@
+"""Cold inferences from an origin with limited bandwidth, and from one that delays single ranges."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+from medusa_adapters.bench.result import Result
+from medusa_runtime.errors import CorruptError
+
+from benchmarks.cicada.origin import serving
+from benchmarks.cicada.runner import Container, Inference
+from benchmarks.cicada.sample import Request
+
+RATE_BYTES_PER_S = 100e6
+# name, every how many large ranges one is late, and by how many seconds
+_ORIGINS = (("limited", 0, 0.0), ("delayed", 8, 0.5))
+
+
+def measure_limited(
+    result: Result, model: str, checkpoints: Path, runs: int, scratch: Path, rate: float = RATE_BYTES_PER_S
+) -> None:
+    """Adds rows ``<model>/limited`` and ``<model>/delayed`` (ours), each also with ``-sequential`` and ``-bound``.
+
+    The first of these downloads, loads, and runs. The bound is what no loader can beat: the bytes over the bandwidth,
+    and then the last layer, whose time is taken from the sample itself.
+    """
+    size_bytes = (checkpoints / model / "model.safetensors").stat().st_size
+    for name, every, delay_s in _ORIGINS:
+        seconds: dict[str, list[float]] = defaultdict(list)
+        digests = set()
+        for strategy in ("full", "sequential") * runs:
+            with serving(checkpoints, rate, every, delay_s) as url, Container(scratch) as container:
+                container.wait_ready()
+                found = container.infer(Request(model, strategy, f"{url}/{model}"))
+            for file in scratch.iterdir():  # what load-then-run has downloaded
+                file.unlink()
+            digests.add((strategy, found.digest))
+            row = f"{model}/{name}" + ("" if strategy == "full" else "-sequential")
+            seconds[row].append(found.seconds)
+            if strategy == "full":
+                seconds[f"{model}/{name}-bound"].append(size_bytes / rate + _last_layer_s(found))
+            print(f"  {row}: {found.seconds:.3f} s", file=sys.stderr, flush=True)
+        if len(digests) > 2:
+            raise CorruptError(f"{model}/{name}: the same inference gave several outputs")
+        for row, samples in seconds.items():
+            result.add(row, "latency_s", "s", samples)
+
+
+def _last_layer_s(found: Inference) -> float:
+    last = max((stage for stage in found.stages if stage.name == "execute"), key=lambda stage: stage.end)
+    waits = [(s.start, s.end) for s in found.stages if s.name == "wait" and s.end > last.start]
+    return last.end - max([last.start, *(end for _, end in waits)])
