@@ -6,6 +6,8 @@ import gc
 import logging
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -46,11 +48,7 @@ def build(
     ``release``. Raises what the factory raises; what is wrong with the checkpoint is raised by the first forward and by
     ``Loader.wait``.
     """
-    began = timeline.stage("construct") if timeline is not None else None
-    if began is not None:
-        with began:
-            module = _construct(factory)
-    else:
+    with timeline.stage("construct") if timeline is not None else nullcontext():
         module = _construct(factory)
     if device is not None or dtype is not None:
         _convert_computed(module, torch.device(device) if device is not None else None, dtype)
@@ -82,10 +80,7 @@ def _construct(factory: Callable[[], M]) -> M:
     except (NotImplementedError, RuntimeError) as error:
         if "meta" not in str(error):
             raise
-        where = next(iter(reversed(traceback.extract_tb(error.__traceback__))), None)
-        user = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
-        where = user[-1] if user else where
-        problem = f"{where.filename}, line {where.lineno}: {where.line}" if where else str(error)
+        problem = _user_line(error)
     if problem is not None:
         # What it computed from a parameter is computed from initial values; so it would be without us.
         logger.warning("the factory reads a parameter's value (%s); constructing with initial values, slower", problem)
@@ -94,6 +89,13 @@ def _construct(factory: Callable[[], M]) -> M:
     if not isinstance(module, nn.Module):
         raise WeightsError(f"the factory returned a {type(module).__name__}; expected a torch.nn.Module")
     return module
+
+
+def _user_line(error: BaseException) -> str:
+    """The last line of code that is neither ours nor PyTorch's."""
+    ours = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
+    return f"{frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line}" if frames else str(error)
 
 
 def _left_on_meta(module: nn.Module) -> str | None:
