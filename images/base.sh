@@ -6,7 +6,7 @@ packages=$(python3 -c 'import sys, tomllib
 print(*tomllib.load(open("/build/variants.toml", "rb"))[sys.argv[1]].get("apt", []))' "$variant")
 if [ -n "$packages" ]; then
     apt-get update -q
-    # shellcheck disable=SC2086 (a list)
+    # shellcheck disable=SC2086
     DEBIAN_FRONTEND=noninteractive apt-get install -qy --no-install-recommends $packages
     apt-get clean
     rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/cache/debconf/* /var/log/apt /var/log/dpkg.log
