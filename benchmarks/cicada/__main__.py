@@ -47,6 +47,11 @@ def main(arguments: list[str] | None = None) -> int:
 
             for model in models:
                 measure_limited(result, model, options.checkpoints, options.runs, Path(scratch))
+        if options.gates:
+            from benchmarks.cicada.gates import measure_gates
+
+            for model in models:
+                measure_gates(result, model, checkpoint(workload(model), options.checkpoints), options.gates)
     print(result.table())
     print("\n" + targets_table(find_targets(result, models)))
     if options.json:
@@ -64,17 +69,17 @@ def measure(
 ) -> None:
     """All rows of one model. CorruptError when a strategy's output is not the one of eager loading."""
 
-    def infer(strategy: str, watch: bool = False, **environment: str) -> Inference:
-        with Container(scratch, **environment) as container:
+    def infer(strategy: str, *, watch: bool = False, strict: bool = False) -> Inference:
+        with Container(scratch, **(_STRICT if strict else {})) as container:
             container.wait_ready()
             found = container.infer(Request(model, strategy, str(folder)), watch=watch)
         _say(f"  {model}/{strategy}: {found.seconds:.3f} s" + (f", {found.peak_mb:,.0f} MB" if watch else ""))
         return found
 
     _say(f"{model}: outputs under each strategy against eager loading")
-    expected = infer("sequential", **_STRICT).digest
+    expected = infer("sequential", strict=True).digest
     for strategy in strategies:
-        if infer(strategy, **_STRICT).digest != expected:
+        if infer(strategy, strict=True).digest != expected:
             raise CorruptError(f"{model}/{strategy}: the output is not that of eager loading, bit for bit")
     timed: dict[str, list[Inference]] = defaultdict(list)
     watched: dict[str, list[Inference]] = defaultdict(list)
@@ -121,6 +126,8 @@ def find_targets(result: Result, models: Sequence[str]) -> list[Target]:
                 gained.append(ratio)
         if (used := result.median(ours, "utilisation")) is not None:
             found.append(Target(f"{model}: pipeline utilisation", used, 0.97))
+        if (cost := result.ratio("warm_s", f"{model}/built", f"{model}/plain")) is not None:
+            found.append(Target(f"{model}: a warm forward, over one without gates", cost, 1.005, False))
         pure, limited = (result.median(f"{model}/{name}", "latency_s") for name in ("limited-bound", "limited"))
         if pure and limited:
             found.append(Target(f"{model}: limited origin, over transfer and last layer", limited / pure, 1.1, False))
@@ -140,6 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--figures", type=Path, metavar="FOLDER", help="draw each model's timeline into this folder")
     parser.add_argument("--trace", type=int, default=0, metavar="N", help="replay N invocations of the trace, too")
     parser.add_argument("--origin", action="store_true", help="measure from origins with limits and delays, too")
+    parser.add_argument("--gates", type=int, default=0, metavar="N", help="time N warm forwards with and without, too")
     parser.add_argument(
         "--checkpoints", type=Path, default=ROOT / "out" / "cicada", metavar="FOLDER", help="kept between runs"
     )

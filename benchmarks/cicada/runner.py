@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
 import time
@@ -86,9 +87,8 @@ class Container:
         return Inference(found["seconds"], found["digest"], stages, peak, peak - before)
 
     def _watch(self, peak: float) -> float:
-        import select
-
         deadline = time.monotonic() + _TIMEOUT_S
+        assert self._process.stdout
         while not select.select([self._process.stdout], [], [], _WATCH_EVERY_S)[0]:
             peak = max(peak, pss_mb(self._process.pid))
             if time.monotonic() > deadline:

@@ -161,7 +161,8 @@ def _decoder(name: str, shape: Shape) -> Workload:
 
     with skeleton():
         frame = kind(config)
-    layer_kind, parts = type(frame.layers[0]), dict(frame.named_children())
+    layer_kind: Any = type(frame.layers[0])
+    parts = dict(frame.named_children())
     count = TOKENS[shape.family]
 
     def inputs() -> Tensor:
