@@ -79,6 +79,12 @@ class WeightIndex:
                 tensors[name] = TensorEntry(number, *entry)
         return cls(placed, tensors)
 
+    def reordered(self, order: Sequence[str]) -> WeightIndex:
+        """The same tensors in a recorded execution order; what it does not name comes last, what it adds is ignored."""
+        first = dict.fromkeys(name for name in order if name in self.tensors)
+        rest = [name for name in self.order if name not in first]
+        return WeightIndex(self.shards, self.tensors, [*first, *rest])
+
     @property
     def total_bytes(self) -> int:
         """Bytes of all tensors."""

@@ -10,10 +10,12 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers?|blocks?|h|blk|encoder|decoder)\.(\d+)\.
 _EMBEDDING = re.compile(
     r"(?:^|[._])(?:embed\w*|\w*embeddings?|wte|wpe|shared|project_in|ln_embed|word_embeddings_layernorm)(?:\.|$)"
 )
-_HEAD = re.compile(r"(?:^|\.)(?:lm_head|output|head|score|classifier|embed_out)(?:\.|$)")
+_HEAD = re.compile(r"(?:^|\.)(?:lm_head|output|head|score|classifier|embed_out|fc|pooler|pre_logits)(?:\.|$)")
+_INNER = re.compile(r"^(?:(?:layers?|blocks?|units?|resnets|downsamplers|upsamplers|convs?)\.)?(\d+)\.")
 _FINAL = re.compile(r"(?:^|\.)(?:(?:final\w*|ln_f|ln_out|norm|norm_f|\w*layer_?norm|project_out)\w*)(?:\.|$)")
 
 _EMBED_RANK, _LAYER_RANK, _FINAL_RANK, _HEAD_RANK = range(4)
+_Rank = tuple[int, int, tuple[str | int, ...], int, int]  # kind, decoder, stage's name, its layer, the layer inside
 
 
 class _Placed(Protocol):
@@ -24,13 +26,13 @@ class _Placed(Protocol):
 
 
 def execution_order(tensors: Mapping[str, _Placed]) -> list[str]:
-    """Embeddings, layers by number, final norm, head.
+    """Embeddings, layers by stage and number, final norm, head. A recorded order (``trace.py``) is better.
 
     Inside a layer the file's order is kept, so that ranges stay long. A name that tells nothing follows what stands in
     front of it in the file.
     """
-    last = (_EMBED_RANK, 0)
-    ranks: list[tuple[tuple[int, int], str]] = []
+    last = _plain(_EMBED_RANK)
+    ranks: list[tuple[_Rank, str]] = []
     for name in sorted(tensors, key=lambda name: (tensors[name].shard, tensors[name].start)):
         last = _rank(name) or last
         ranks.append((last, name))
@@ -38,11 +40,20 @@ def execution_order(tensors: Mapping[str, _Placed]) -> list[str]:
     return [name for _, name in ranks]
 
 
-def _rank(name: str) -> tuple[int, int] | None:
+def _plain(kind: int) -> _Rank:
+    return kind, 0, (), 0, 0
+
+
+def _rank(name: str) -> _Rank | None:
     layer = _LAYER.search(name)
     if layer:
-        return _LAYER_RANK, int(layer[1] or layer[2])
+        stage = name[: layer.start(1) if layer[1] else layer.start(2)]
+        inner = _INNER.match(name[layer.end() :])
+        # ResNet's layer1.0 … layer4.2, a U-Net's down_blocks.0.resnets.1; encoders come before decoders.
+        is_decoder = "decoder" in stage and "model.decoder" not in stage
+        words = tuple(int(word) if word.isdigit() else word for word in re.split(r"(\d+)", stage))
+        return _LAYER_RANK, int(is_decoder), words, int(layer[1] or layer[2]), int(inner[1]) if inner else 0
     for pattern, rank in ((_HEAD, _HEAD_RANK), (_EMBEDDING, _EMBED_RANK), (_FINAL, _FINAL_RANK)):
         if pattern.search(name):
-            return rank, 0
+            return _plain(rank)
     return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..errors import TooLargeError
@@ -30,11 +32,13 @@ def prefetch(
     timeline: Timeline,
     checksums: Checksums | None = None,
     writer: RegionWriter | None = None,
+    order: Sequence[str] | None = None,
 ) -> None:
     """Fetch the checkpoint at ``url`` into ``region`` and seal it. Returns when everything is there.
 
     Continues what a killed prefetcher has begun. Any error is left in the region for its readers, and raised.
     ``writer`` is the region's, when the caller has taken it to reserve memory ahead of time.
+    ``order`` is a recorded execution order (``trace.py``); without it the names tell.
     """
     writer = writer or region.writer()
     try:
@@ -43,6 +47,8 @@ def prefetch(
             return
         with timeline.stage("index") as detail:
             checkpoint = open_checkpoint(url)
+            if order is not None:
+                checkpoint = replace(checkpoint, index=checkpoint.index.reordered(order))
             detail |= {"tensors": len(checkpoint.index.tensors), "shards": len(checkpoint.index.shards)}
         try:
             with loading(settings.load_priority):

@@ -1,0 +1,45 @@
+"""The order in which a module uses its tensors, as one forward shows it (Cicada §3.3)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+
+class _Trace(TorchFunctionMode):
+    """Notes each tensor of a module when a function is first given it, whoever calls that function."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()
+        self._names = names
+        self.order: dict[str, None] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        self._note((*args, *(kwargs or {}).values()))
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, values: tuple[Any, ...] | list[Any]) -> None:
+        for value in values:
+            if isinstance(value, Tensor):
+                name = self._names.get(id(value))
+                if name is not None:
+                    self.order[name] = None
+            elif type(value) in (tuple, list):
+                self._note(value)
+
+
+def record_execution_order(module: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
+    """The state dict's names in the order of their first use in ``module(*args, **kwargs)``; unused ones come last.
+
+    For ``WeightIndex.reordered`` and ``prefetch(order=…)``. Tied tensors have their first name.
+    """
+    names: dict[int, str] = {}
+    persistent = module.state_dict(keep_vars=True)
+    for name, tensor in persistent.items():
+        names.setdefault(id(tensor), name)
+    with torch.no_grad(), _Trace(names) as trace:
+        module(*args, **kwargs)
+    return [*trace.order, *(name for name in persistent if name not in trace.order)]

@@ -1,0 +1,60 @@
+"""The recorded execution order, and what names alone tell of it."""
+
+from __future__ import annotations
+
+import torch
+from medusa_runtime.weights.index import Shard, TensorEntry, WeightIndex
+from medusa_runtime.weights.order import execution_order
+from medusa_runtime.weights.trace import record_execution_order
+from torch import Tensor, nn
+
+
+class Backwards(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 4)
+        self.unused = nn.Linear(1, 1)
+        self.norm = nn.BatchNorm1d(4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+        self.tied = nn.Linear(4, 4, bias=False)
+        self.tied.weight = self.layers[2].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in reversed(self.layers):
+            x = nn.functional.linear(x, layer.weight)
+        return torch.as_tensor(self.last(self.norm(self.tied(x))))
+
+
+ORDER = [
+    *(f"layers.{number}.weight" for number in (2, 1, 0)),
+    *(f"norm.{name}" for name in ("running_mean", "running_var", "weight", "bias")),
+    *("last.weight", "last.bias"),
+]
+
+
+def test_a_forward_shows_the_order() -> None:
+    order = record_execution_order(Backwards().eval(), torch.zeros(2, 4))
+    assert order[:9] == ORDER
+    assert {"unused.weight", "unused.bias", "norm.num_batches_tracked"} < set(order[9:])
+
+
+def test_an_index_takes_a_recorded_order() -> None:
+    names = ["a", "b", "c"]
+    entries = {name: TensorEntry(0, n, n + 1, "U8", (1,)) for n, name in enumerate(names)}
+    index = WeightIndex([Shard("s", 3, 0)], entries)
+    assert index.reordered(["c", "nowhere", "a"]).order == ("c", "a", "b")
+    assert WeightIndex.from_json(index.reordered(["c"]).to_json()).order == ("c", "a", "b")
+
+
+def test_names_of_convolutional_stages() -> None:
+    expected = [
+        *("bn1.weight", "conv1.weight"),
+        *(f"layer1.{n}.conv1.weight" for n in range(11)),
+        *(f"layer2.{n}.conv1.weight" for n in range(2)),
+        "fc.weight",
+    ]
+    stages = ["stages.0.blocks.2.w", "stages.0.blocks.10.w", "stages.1.blocks.0.w", "head.fc.weight"]
+    both = ["shared.weight", "encoder.block.0.w", "encoder.block.1.w", "decoder.block.0.w", "lm_head.weight"]
+    for names in (expected, stages, both):
+        placed = {name: TensorEntry(0, n, n, "U8", (0,)) for n, name in enumerate(sorted(names))}
+        assert execution_order(placed) == names
