@@ -1,0 +1,34 @@
+"""The network that train.py trains and handler.py serves: which language is a text in?"""
+
+import zlib
+
+import torch
+from torch import nn
+
+BUCKETS = 2048
+SIZE = 8
+
+
+def features(text):
+    """A text's letter triples, each as a bucket's number."""
+    padded = f"  {text.lower().strip()} "
+    return torch.tensor([zlib.crc32(padded[i : i + 3].encode()) % BUCKETS for i in range(len(padded) - 2)])
+
+
+class Network(nn.Module):
+    def __init__(self, labels):
+        super().__init__()
+        self.triples = nn.EmbeddingBag(BUCKETS, SIZE, mode="mean")
+        self.out = nn.Linear(SIZE, labels)
+
+    def forward(self, numbers, offsets):
+        """Bucket numbers of all texts and where each text begins → [texts, labels], before softmax."""
+        return self.out(self.triples(numbers, offsets))
+
+
+def batch(texts):
+    found = [features(text) for text in texts]
+    starts = [0]
+    for numbers in found[:-1]:
+        starts.append(starts[-1] + len(numbers))
+    return torch.cat(found), torch.tensor(starts)
