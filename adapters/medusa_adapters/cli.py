@@ -40,6 +40,7 @@ class _Version(argparse.Action):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, 2 for a call that cannot be meant so, 1 for the rest."""
+    _open_standard_streams()
     try:
         arguments = _parse(sys.argv[1:] if argv is None else argv)
         status: int = importlib.import_module(arguments.module).run(arguments)
@@ -56,6 +57,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output has gone (`medusa inspect … | head`); Python would complain again while closing it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _open_standard_streams() -> None:
+    """A closed stdin, stdout or stderr is /dev/null; else a socket of ours would take its number and get its text."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            try:
+                os.fstat(number)
+            except OSError:
+                os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 _MOST_PREFETCHERS = 4  # the first and three that take over from a killed one
 _KILL_AFTER_S = 5.0
+_NOW = -1.0  # as the time at which to stop: without draining
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_LONGEST_SOCKET_PATH = 107  # of a Unix socket, unix(7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +114,7 @@ class Instance:
         self._reports = ReportPipe()
         self._children: dict[int, str] = {}
         self._prefetchers = 0
-        self._folder = Path(tempfile.mkdtemp(prefix="medusa-"))
+        self._folder = _private_folder()
         self._engine_listener: socket.socket | None = None
         self._region: Region | None = None
         self._stop_asked = 0.0
@@ -121,8 +124,9 @@ class Instance:
 
     def __enter__(self) -> Instance:
         signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_stop)
+        for number in _STOP_SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP:  # nohup means it
+                signal.signal(number, self._on_stop)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         return self
 
@@ -143,6 +147,8 @@ class Instance:
                 self._settings, self._timeline.named("function"), engine, self._region, self._reports
             )
             self._fork("function", lambda _: function(self._listener, handle, self._settings))
+        if self._stop_asked:  # before there was a function process to tell
+            self._stop_function()
         if self._observer:
             host, port = self._listener.getsockname()[:2]
             self._observer.bound(f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}")
@@ -193,6 +199,8 @@ class Instance:
                         return 0 if status in (0, -signal.SIGTERM) else 1
                     raise EngineError(f"the function process ended by itself ({_describe(status)})")
                 self._replace(name, status)
+            if self._stop_asked == _NOW:
+                return 1
             if self._stop_asked and time.monotonic() > self._stop_asked + self._settings.drain_s + _KILL_AFTER_S:
                 logger.warning("requests were still running %.0f s after SIGTERM; ending them", self._settings.drain_s)
                 return 1
@@ -234,10 +242,13 @@ class Instance:
     def _on_stop(self, number: int, _frame: FrameType | None) -> None:
         """First signal: drain. A second Ctrl-C: stop now."""
         if self._stop_asked:
-            self._stop_asked = -1e9
+            self._stop_asked = _NOW
             return
         self._stop_asked = time.monotonic()
-        for pid, name in self._children.items():
+        self._stop_function()
+
+    def _stop_function(self) -> None:
+        for pid, name in tuple(self._children.items()):
             if name == "function":
                 os.kill(pid, signal.SIGTERM)
 
@@ -268,7 +279,7 @@ class Instance:
             self._observer.progress(self._region.progress())
 
     def __exit__(self, *_: object) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         for pid in self._children:
             _end_group(pid, signal.SIGTERM)
@@ -289,6 +300,22 @@ class Instance:
             self._region.close()
         self._reports.close()
         self._listener.close()
+
+
+def _private_folder() -> Path:
+    """For the engine's socket. Raises ConfigError when there is none, or one in which no socket can be named."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="medusa-"))
+    except OSError as error:
+        raise ConfigError(f"expected a writable folder for temporary files, found none ({error}); set TMPDIR") from None
+    length = len(os.fsencode(folder / "engine"))
+    if length > _LONGEST_SOCKET_PATH:
+        folder.rmdir()
+        raise ConfigError(
+            f"the path of the engine's socket in TMPDIR={folder.parent} would have {length} bytes, expected at most "
+            f"{_LONGEST_SOCKET_PATH}; set TMPDIR to a shorter path, such as /tmp"
+        )
+    return folder
 
 
 def _end_group(pid: int, number: int) -> None:

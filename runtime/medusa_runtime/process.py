@@ -18,6 +18,7 @@ from .timeline import Timeline
 logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP)
 
 
 class Report(NamedTuple):
@@ -65,15 +66,21 @@ def fork(name: str, body: Callable[[Timeline], int], *, timeline: Timeline, repo
     parent, start_ns = os.getpid(), time.monotonic_ns()
     sys.stdout.flush()
     sys.stderr.flush()
-    pid = os.fork()
-    if not pid:
-        timeline = timeline.named(name)
+    # A signal that came before the child has its own handlers would run the parent's, and be lost.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        pid = os.fork()
+        if not pid:
+            timeline = timeline.named(name)
 
-        def run() -> int:
-            timeline.record("fork", start_ns, time.monotonic_ns())
-            return body(timeline)
+            def run() -> int:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+                timeline.record("fork", start_ns, time.monotonic_ns())
+                return body(timeline)
 
-        _child(name, run, reports, parent)
+            _child(name, run, reports, parent)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return pid
 
 
@@ -83,7 +90,7 @@ def _child(name: str, body: Callable[[], int], reports: ReportPipe, parent: int)
         die_with_parent(parent)
         name_process(name)
         os.setpgid(0, 0)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP):
+        for number in _SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
         status = body()

@@ -48,7 +48,13 @@ class Zygote:
         """Returns when an engine ended by itself; a crashed engine (killed by a signal) is replaced."""
         gc.disable()  # nothing that is imported becomes garbage
         with self._timeline.stage("import", engine=self._settings.engine):
-            engine_class = self._import_engine()
+            try:
+                engine_class = self._import_engine()
+            except ImportError as error:
+                raise EngineError(
+                    f"the {self._settings.engine} engine cannot be imported ({error}); expected its packages to be "
+                    f"installed, and memory for their libraries"
+                ) from error
         gc.freeze()  # the collector of a child would otherwise write to, and so copy, every shared page
         quick_crashes = 0
         while True:

@@ -128,5 +128,21 @@ def test_a_handler_that_does_not_import(start: Start, tmp_path: Path, source: st
     assert "Handler.NotFound" in serving.output()
 
 
+def test_a_temporary_folder_with_too_long_a_path(start: Start, example: Path, tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    refused(start("--model", example, env={"TMPDIR": str(folder)}), "TMPDIR", "107", "Config.Invalid")
+    assert list(folder.iterdir()) == []
+
+
+def test_quantized_weights(start: Start, copy: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = {name: tensor.to(torch.int8) for name, tensor in load_file(copy / "model.safetensors").items()}
+    save_file(tensors, copy / "model.safetensors")
+    refused(start("--model", copy), "quantized", "I8", "Weights.Mismatch")
+
+
 def test_nothing_to_serve(start: Start) -> None:
     refused(start(), "--model", "--handler")

@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 from ..errors import CorruptError, MismatchError
 from ..models import ModelConfig
+from ..weights.index import WeightIndex
 from ..weights.region import Region
+
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensors' name → config.json's
 
 
 def read_config(region: Region) -> ModelConfig:
-    """config.json. Raises MismatchError without one, CorruptError, and what ModelConfig.from_hf raises."""
+    """config.json. Raises MismatchError without one, CorruptError, and what ModelConfig.from_hf raises.
+
+    A config that names no dtype gets that of the weights; float32 would double a bf16 model's memory.
+    """
     raw = _read(region, "config.json")
     if raw is None:
         raise MismatchError("expected a config.json beside the weights, found none")
+    if raw.get("dtype") is None and raw.get("torch_dtype") is None:
+        raw["dtype"] = _weights_dtype(region.wait_index())
     return ModelConfig.from_hf(raw)
+
+
+def _weights_dtype(index: WeightIndex) -> str:
+    """The dtype most of the weights' bytes have; bfloat16 where none can be computed in (fp8)."""
+    sizes: Counter[str] = Counter()
+    for entry in index.tensors.values():
+        if entry.dtype in _DTYPES:
+            sizes[entry.dtype] += entry.stop - entry.start
+    return _DTYPES[sizes.most_common(1)[0][0]] if sizes else "bfloat16"
 
 
 def read_eos_token_ids(region: Region, config: ModelConfig) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from medusa_runtime.weights.index import WeightIndex
 
 Rename = Callable[[str], str | None]
 
+_INTEGERS = frozenset({"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"})  # quantized, or packed
 _NAMED = 8  # names an error lists of each kind
 
 
@@ -62,9 +63,9 @@ class Plan(NamedTuple):
 def plan(index: WeightIndex, module: nn.Module, rename: Rename, *, strict: bool = True) -> Plan:
     """Where each needed tensor of the checkpoint goes.
 
-    MismatchError names all tensors that are missing, not expected (both only if ``strict``), or of another shape. Of
-    tensors that are tied in the module and both in the checkpoint, the one with the place's own name is taken. A lazy
-    module's parameter has the checkpoint's shape.
+    MismatchError names all tensors that are missing, not expected (both only if ``strict``), of another shape, or of
+    whole numbers for a parameter of floats (quantized weights). Of tensors that are tied in the module and both in the
+    checkpoint, the one with the place's own name is taken. A lazy module's parameter has the checkpoint's shape.
     """
     expected = places(module)
     chosen: dict[str, str] = {}  # name of the place → name in the checkpoint
@@ -85,9 +86,19 @@ def plan(index: WeightIndex, module: nn.Module, rename: Rename, *, strict: bool 
         for source, place in sources.items()
         if not is_lazy(place.tensor) and tuple(place.tensor.shape) != tuple(index.tensors[source].shape)
     ]
-    if misshaped or (strict and (missing or unexpected)):
+    quantized = [
+        f"{source} ({index.tensors[source].dtype})"
+        for source, place in sources.items()
+        if not place.is_buffer and place.tensor.is_floating_point() and index.tensors[source].dtype in _INTEGERS
+    ]
+    if misshaped or quantized or (strict and (missing or unexpected)):
         absent = [place.name for place in missing]
-        parts = (("missing", absent), ("not expected", unexpected), ("of another shape", misshaped))
+        parts = (
+            ("missing", absent),
+            ("not expected", unexpected),
+            ("of another shape", misshaped),
+            ("quantized, where floats were expected", quantized),
+        )
         listed = "; ".join(f"{len(names)} {kind}: {_listed(names)}" for kind, names in parts if names)
         raise MismatchError(
             f"the checkpoint's tensors are not those of the model: {listed}. Does its config.json belong to it?"

@@ -174,6 +174,14 @@ def test_names_all_that_does_not_match(filling: Fill) -> None:
     assert "head.weight (expected [10, 4], found [10, 5])" in message
 
 
+def test_names_whole_numbers_where_floats_belong(filling: Fill) -> None:
+    _, state = reference()
+    state["head.weight"] = state["head.weight"].to(torch.int64)
+    with Loader(filling(state).lay_out().region, empty_net(), dtype=torch.float32) as loader:
+        with pytest.raises(MismatchError, match=r"1 quantized, where floats were expected: head\.weight \(I64\)"):
+            loader.wait()
+
+
 def test_rename_maps_and_leaves_out(filling: Fill) -> None:
     net, state = reference()
     stored = {f"model.{name}": tensor for name, tensor in state.items()} | {"model.rotary.inv_freq": torch.zeros(2)}

@@ -1,0 +1,63 @@
+"""Signals that come early, twice, or from a terminal that closes; and streams that are closed from the start."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Start = Callable[..., Any]
+
+# An instance that is told to stop before its function process is there, which then runs until it hears of it.
+_EARLY = """
+import os, signal, time
+from medusa_runtime.config import Settings
+from medusa_runtime.instance import Instance, bind
+from medusa_runtime.timeline import Timeline
+
+settings = Settings(host="127.0.0.1", port=0, drain_s=600.0)
+with Instance(settings, Timeline.create("supervisor"), bind(settings), None) as instance:
+    os.kill(os.getpid(), signal.SIGTERM)
+    instance.start(lambda *_: time.sleep(600))
+    raise SystemExit(instance.supervise())
+"""
+
+
+def test_a_stop_before_the_function_process_is_there_is_not_lost() -> None:
+    assert subprocess.run([sys.executable, "-c", _EARLY], timeout=60, check=False).returncode == 0
+
+
+def test_a_terminal_that_closes_ends_the_instance_cleanly(start: Start, example: Path) -> None:
+    serving = start("--model", example)
+    serving.wait_ready()
+    descendants = serving.children()
+    serving.process.send_signal(signal.SIGHUP)
+    assert serving.wait_gone(descendants) == 0
+
+
+def test_a_second_signal_does_not_wait_for_requests(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "handler.py").write_text(
+        "import time\ndef handle(request):\n    print('got it', flush=True)\n    time.sleep(600)"
+    )
+    serving = start("--handler", f"{tmp_path}/handler.py:handle", "--drain-s", "600")
+    serving.wait_ready()
+    with subprocess.Popen(["curl", "-s", "-m", "60", "-d", "x", f"http://127.0.0.1:{serving.port}/"]) as client:
+        while "got it" not in serving.output():
+            assert client.poll() is None
+        descendants = serving.children()
+        serving.process.send_signal(signal.SIGINT)
+        serving.process.send_signal(signal.SIGINT)
+        serving.process.send_signal(signal.SIGINT)
+        assert serving.wait_gone(descendants) == 1
+        assert "still running" not in serving.output()
+
+
+def test_standard_streams_may_be_closed(start: Start, example: Path) -> None:
+    port = "18437"
+    serving = start("--model", example, "--port", port, wrapper=["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"])
+    ready = ["curl", "-s", "--retry", "60", "--retry-delay", "1", "--retry-all-errors", "-f"]
+    subprocess.run([*ready, f"http://127.0.0.1:{port}/readyz"], check=True, timeout=90, capture_output=True)
+    assert serving.stop() == 0
