@@ -1,0 +1,130 @@
+"""What a forward waits for comes first, what is late is asked for twice, and background loads give way."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from medusa_runtime.config import Settings
+from medusa_runtime.timeline import Timeline
+from medusa_runtime.weights.load_priority import interactive_load, loading
+from medusa_runtime.weights.prefetcher import prefetch
+from medusa_runtime.weights.region import Region
+from medusa_runtime.weights.schedule import Schedule
+
+MIB = 1 << 20
+TENSORS = {f"layers.{number}.w": ("U8", [2 * MIB], os.urandom(2 * MIB)) for number in range(12)}
+LAST = "layers.11.w"
+
+
+@pytest.fixture
+def served(origin: Any, safetensors_file: Callable[..., bytes]) -> Any:
+    origin.put("/m/model.safetensors", safetensors_file(TENSORS))
+    return origin
+
+
+@pytest.fixture
+def region() -> Iterator[Region]:
+    region = Region.create()
+    yield region
+    region.close()
+
+
+def fetching(region: Region, url: str, timeline: Timeline, **options: Any) -> threading.Thread:
+    def run() -> None:
+        prefetch(region, url, settings=Settings(**options), timeline=timeline)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def check(region: Region) -> None:
+    index = region.wait_index()
+    for name, (_, _, data) in TENSORS.items():
+        entry = index.tensors[name]
+        assert region.shard(entry.shard)[entry.start : entry.stop] == data, name
+
+
+def test_what_is_asked_for_is_fetched_first(served: Any, region: Region) -> None:
+    served.bytes_per_s = 10e6
+    thread = fetching(region, served.url + "/m", Timeline.create("test"), connections=1)
+    region.wait_index()
+    region.ask([LAST])
+    region.wait_tensor(LAST, timeout_s=30)
+    assert region.progress().fetched_bytes < 20 * MIB
+    assert not region.has("layers.9.w")
+    served.bytes_per_s = None
+    thread.join(60)
+    check(region)
+
+
+@pytest.mark.parametrize("number", [0, 5])
+def test_a_range_that_stalls_is_asked_for_again(served: Any, region: Region, number: int) -> None:
+    """The origin hangs for good in the middle of some ranges; no retry would help before its timeout of a minute."""
+    timeline = Timeline.create("test")
+    served.faults["/m/model.safetensors"] = [""] * (number + 1) + ["stall"]
+    thread = fetching(region, served.url + "/m", timeline, connections=4)
+    region.wait_index()
+    for name in TENSORS:
+        region.ask([name])
+        region.wait_tensor(name, timeout_s=20)
+    thread.join(20)
+    assert not thread.is_alive()
+    check(region)
+    assert next(stage for stage in timeline.stages() if stage.name == "fetch").detail["hedges"] >= 1
+
+
+def test_a_background_load_gives_way_and_still_ends(served: Any, region: Region) -> None:
+    assert not interactive_load()
+    with loading("interactive"):
+        assert interactive_load()
+        fetching(region, served.url + "/m", Timeline.create("test"), load_priority="background").join(60)
+        with loading("background"):
+            assert interactive_load()
+    assert not interactive_load()
+    check(region)
+
+
+def test_a_background_load_has_one_range_at_a_time_unless_a_forward_waits(filling: Callable[..., Any]) -> None:
+    import torch
+
+    filled = filling({f"{n}": torch.zeros(10) for n in range(6)}).lay_out()
+    schedule = Schedule(filled.writer, background=True)
+    taken: list[Any] = []
+    with loading("interactive"):
+        span = schedule.take(1)
+        assert span is not None
+        schedule.flights.begin(span, 40)
+        thread = threading.Thread(target=lambda: taken.append(schedule.take(1)), daemon=True)
+        thread.start()
+        time.sleep(0.1)
+        assert not taken
+        filled.region.ask(["4"])
+        thread.join(20)
+        assert [span.first for span in taken] == [filled.writer.chunks.of_tensor("4").start]
+
+
+def test_a_fetch_waits_for_memory_to_be_given_back(
+    filling: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr("medusa_runtime.weights.schedule._UNRELEASED_BYTES", 50)
+    filled = filling({f"{n}": torch.zeros(10) for n in range(6)}).lay_out()
+    schedule = Schedule(filled.writer)
+    assert schedule.take(1) is not None
+    filled.arrive("0", "1", "2")
+    filled.region.release("0")  # 80 bytes are left
+    taken: list[Any] = []
+    thread = threading.Thread(target=lambda: taken.append(schedule.take(1)), daemon=True)
+    thread.start()
+    time.sleep(0.1)
+    assert not taken
+    filled.region.release("1")
+    thread.join(20)
+    assert taken
