@@ -102,7 +102,7 @@ def stream(port: int, arguments: argparse.Namespace, start: threading.Barrier, s
             sample.errors.append(repr(error))
             return
         sample.whole_s.append(time.monotonic() - began)
-        if response.status != 200 or events[-1] != b"data: [DONE]\n" or b'"error"' in b"".join(events):
+        if response.status != 200 or events[-1] != b"data: [DONE]\n" or b'{"error"' in b"".join(events):
             sample.errors.append(f"{response.status} {events[-1]!r}")
         elif not arguments.model and len(events) != arguments.items + 1:
             sample.errors.append(f"{len(events)} events")

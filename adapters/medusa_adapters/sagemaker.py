@@ -54,15 +54,18 @@ def platform(settings: Settings, environ: Mapping[str, str]) -> Platform:
     from medusa_handler.platform import READY, Platform
 
     streams = not is_serverless(environ)
+    models = None
+    if is_multi_model(environ):
+        from .multi_model import Models
+
+        models = Models(environ)
 
     def extend(app: Flask, service: Service) -> None:
         _name_requests(app)
         if not streams:
             app.after_request(_whole)
-        if is_multi_model(environ):
-            from .multi_model import add_routes
-
-            add_routes(app, service)
+        if models is not None:
+            models.add_routes(app, service)
 
     return Platform(
         name="sagemaker",
@@ -71,6 +74,7 @@ def platform(settings: Settings, environ: Mapping[str, str]) -> Platform:
         extend=extend,
         receive=_receive_prompt if settings.handler is None else _receive,
         send=lambda request, result: _send(request, result, streams=streams),
+        stop=None if models is None else models.close,
         streams=streams,
         early_heartbeats=False,  # the status that a client of InvokeEndpointWithResponseStream sees is the first one
     )

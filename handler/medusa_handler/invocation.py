@@ -22,6 +22,8 @@ def root(service: Service, work: Work) -> Blueprint:
     platform = service.platform
     routes = Blueprint("function", __name__)
     function, send = service.function, platform.send
+    if function is None and service.engine is None:
+        return routes  # a host of models that come by request
     if function is None:
 
         def infer() -> Response:
