@@ -14,6 +14,7 @@ from .manifests.service_model import check_call
 Tell = Callable[[str], None]
 Calls = list[tuple[str, Mapping[str, Any]]]
 
+_LATE_POLLS = 3
 _MOVING = ("Creating", "Updating", "SystemUpdating", "RollingBack", "Deleting")
 
 
@@ -71,9 +72,18 @@ class EndpointClient:
                     self._quietly("Delete" + kind, **{f"{kind}Name": parameters[f"{kind}Name"]})
             raise
 
-    def wait(self, name: str) -> None:
-        """Until the endpoint is in service. DeployError with SageMaker's reason when it fails."""
+    def wait(self, name: str, config: str) -> None:
+        """Until the endpoint is in service with this configuration. DeployError with SageMaker's reason otherwise."""
         status = self._settled(name)
+        for _ in range(_LATE_POLLS):
+            # Just after UpdateEndpoint it may still be as before.
+            if status is None or status["EndpointStatus"] != "InService" or status["EndpointConfigName"] == config:
+                break
+            time.sleep(self._poll_s)
+            status = self._settled(name)
+        if status is not None and status["EndpointStatus"] == "InService" and status["EndpointConfigName"] != config:
+            reason = status.get("FailureReason", "no reason given")
+            raise DeployError(f"endpoint {name} went back to {status['EndpointConfigName']}: {reason}")
         if status is None or status["EndpointStatus"] != "InService":
             found = "gone" if status is None else status["EndpointStatus"]
             reason = "" if status is None else f": {status.get('FailureReason', 'no reason given')}"

@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     client.create(calls)
     if arguments.no_wait:
         return 0
-    client.wait(name)
+    client.wait(name, calls[-1][1]["EndpointConfigName"])
     if found is not None:
         client.delete_config(found["EndpointConfigName"])
     return 0
@@ -94,7 +94,8 @@ def plan(arguments: argparse.Namespace, name: str) -> Calls:
             "--role is missing: expected the ARN of the execution role, e.g. arn:aws:iam::123456789012:role/fn"
         )
     described = function(arguments, platform="sagemaker", timeout_s=sagemaker.TIMEOUT_S)
-    version = f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    now = datetime.now(UTC)
+    version = f"{name}-{now:%Y%m%d-%H%M%S}-{now.microsecond // 1000:03}"
     startup_s = _LEAST_STARTUP_S * 10
     if described.measured is not None:
         startup_s = min(max(round(_STARTS * described.measured.cold_start_s), _LEAST_STARTUP_S), _MOST_STARTUP_S)

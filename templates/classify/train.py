@@ -31,7 +31,7 @@ def main():
 
 
 def save(network, path):
-    """The safetensors format: a header with each tensor's place, then the bytes; the package of that name does it, too."""
+    """The safetensors format: a header with each tensor's place, then the bytes (as the package of that name does)."""
     header, data = {}, b""
     for name, tensor in network.state_dict().items():
         content = bytes(tensor.detach().contiguous().view(torch.uint8).flatten().tolist())

@@ -20,7 +20,7 @@ TIMEOUT_S = 60  # for /invocations; a streamed answer may take longer, but must 
 _VARIANT = "AllTraffic"
 _S3 = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?")
 _GPU_FAMILIES = re.compile(r"ml\.(p\d|g\d)")
-_MOST_NAME = 63 - len("-20261231-235959")
+_MOST_NAME = 63 - len("-20261231-235959-999")
 
 
 @dataclass(frozen=True)

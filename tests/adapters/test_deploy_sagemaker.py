@@ -1,0 +1,268 @@
+"""`medusa deploy sagemaker`: real boto3 against moto's server, and the limits before anything is called."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+from medusa_adapters.deploy_endpoint import EndpointClient
+from medusa_adapters.manifests import sagemaker
+from medusa_adapters.manifests.service_model import check_call
+from medusa_runtime.errors import ConfigError, DeployError
+from moto.sagemaker.responses import SageMakerResponse
+from moto.server import ThreadedMotoServer
+
+MEDUSA = Path(sys.executable).with_name("medusa")
+ROLE = "arn:aws:iam::123456789012:role/function"
+IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/qwen:1"
+BASE = ("qwen", f"--image={IMAGE}", f"--role={ROLE}", "--poll-s=0.05")
+KEYS = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_DEFAULT_REGION": "us-east-1"}
+
+
+def update_endpoint(self: SageMakerResponse) -> str:
+    """What moto lacks: the endpoint gets another configuration, as AWS' UpdateEndpoint does."""
+    config = self._get_param("EndpointConfigName")
+    self.sagemaker_backend.describe_endpoint_config(config)
+    endpoint = self.sagemaker_backend.endpoints[self._get_param("EndpointName")]
+    endpoint.endpoint_config_name = config
+    return json.dumps({"EndpointArn": endpoint.arn})
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    SageMakerResponse.update_endpoint = update_endpoint
+    moto = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    moto.start()
+    yield "http://{}:{}".format(*moto.get_host_and_port())
+    moto.stop()
+
+
+@pytest.fixture
+def aws(server: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """SageMaker's control plane, empty; the same for this process and for the command."""
+    for name, value in {**KEYS, "AWS_ENDPOINT_URL": server}.items():
+        monkeypatch.setenv(name, value)
+    import urllib.request
+
+    urllib.request.urlopen(urllib.request.Request(f"{server}/moto-api/reset", method="POST"), timeout=10).close()
+    return boto3.client("sagemaker")
+
+
+def deploy(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("MEDUSA_")}
+    command = [MEDUSA, "deploy", "sagemaker", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=clean | environ, timeout=90, check=False)
+
+
+def refused(*arguments: str, **environ: str) -> str:
+    done = deploy(*arguments, **environ)
+    assert done.returncode in (1, 2), done
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("medusa: ")
+    return line
+
+
+def dry(*arguments: str) -> dict[str, Any]:
+    """The planned calls by name. The endpoint cannot be reached: a dry run calls nothing."""
+    done = deploy(*BASE, "--dry-run", *arguments, AWS_ENDPOINT_URL="http://127.0.0.1:9")
+    assert done.returncode == 0, done.stderr
+    return {call["operation"]: call["parameters"] for call in json.loads(done.stdout)}
+
+
+def test_serverless_endpoint_is_made_updated_and_deleted(aws: Any) -> None:
+    made = deploy(*BASE, "--memory-mb=2048", "--max-concurrency=20", "--provisioned-concurrency=3", "--model=s3://b/q")
+    assert made.returncode == 0, made.stderr
+    assert "CreateModel qwen-" in made.stdout
+    assert "qwen: InService" in made.stdout
+    endpoint = aws.describe_endpoint(EndpointName="qwen")
+    (variant,) = aws.describe_endpoint_config(EndpointConfigName=endpoint["EndpointConfigName"])["ProductionVariants"]
+    serverless = {"MemorySizeInMB": 2048, "MaxConcurrency": 20, "ProvisionedConcurrency": 3}
+    assert variant["ServerlessConfig"] == serverless
+    container = aws.describe_model(ModelName=variant["ModelName"])["PrimaryContainer"]
+    assert container["Image"] == IMAGE
+    assert container["Environment"]["MEDUSA_MODEL"] == "s3://b/q"
+    assert container["Environment"]["MEDUSA_PLATFORM"] == "sagemaker"
+
+    assert "add --update" in refused(*BASE)
+    updated = deploy(*BASE, "--update", "--memory-mb=4096")
+    assert updated.returncode == 0, updated.stderr
+    second = aws.describe_endpoint(EndpointName="qwen")["EndpointConfigName"]
+    assert second != endpoint["EndpointConfigName"]
+    # The version before is gone, its model as well.
+    assert [c["EndpointConfigName"] for c in aws.list_endpoint_configs()["EndpointConfigs"]] == [second]
+    assert [model["ModelName"] for model in aws.list_models()["Models"]] == [second]
+
+    assert deploy("qwen", "--delete", "--poll-s=0.05").returncode == 0
+    assert not aws.list_endpoints()["Endpoints"]
+    assert not aws.list_endpoint_configs()["EndpointConfigs"]
+    assert not aws.list_models()["Models"]
+    assert "no endpoint of this name" in refused("qwen", "--delete")
+    assert "no endpoint of this name to update" in refused(*BASE, "--update")
+
+
+def test_what_was_made_is_deleted_when_a_later_call_fails(aws: Any) -> None:
+    client = EndpointClient("us-east-1", lambda _: None)
+    calls = [
+        ("CreateModel", {"ModelName": "m", "PrimaryContainer": {"Image": IMAGE}, "ExecutionRoleArn": ROLE}),
+        ("CreateEndpoint", {"EndpointName": "e", "EndpointConfigName": "none-such"}),
+    ]
+    with pytest.raises(DeployError, match="refused CreateEndpoint"):
+        client.create(calls)
+    assert not aws.list_models()["Models"]
+
+
+def test_an_endpoint_that_fails_tells_sagemakers_reason(monkeypatch: pytest.MonkeyPatch, aws: Any) -> None:
+    told: list[str] = []
+    client = EndpointClient("us-east-1", told.append, poll_s=0)
+    states = iter(
+        [{"EndpointStatus": "Creating"}] * 2 + [{"EndpointStatus": "Failed", "FailureReason": "ping did not answer"}]
+    )
+    monkeypatch.setattr(client, "describe", lambda name: next(states))
+    with pytest.raises(DeployError, match="qwen is Failed: ping did not answer"):
+        client.wait("qwen", "qwen-2")
+    assert [line.split(": ")[1] for line in told] == ["Creating", "Failed"]
+
+
+def test_an_update_that_is_rolled_back_is_no_success(monkeypatch: pytest.MonkeyPatch, aws: Any) -> None:
+    client = EndpointClient("us-east-1", lambda _: None, poll_s=0)
+    before = {"EndpointStatus": "InService", "EndpointConfigName": "qwen-1"}
+    rolled_back = before | {"FailureReason": "ping did not answer"}
+    states = [before, before | {"EndpointStatus": "Updating"}, *[rolled_back] * 3]
+    monkeypatch.setattr(client, "describe", lambda name: states.pop(0))
+    with pytest.raises(DeployError, match="went back to qwen-1: ping did not answer"):
+        client.wait("qwen", "qwen-2")
+    states = [before, before | {"EndpointStatus": "Updating"}, before | {"EndpointConfigName": "qwen-2"}]
+    client.wait("qwen", "qwen-2")
+    assert not states
+
+
+def test_real_time_endpoint_with_weights_from_s3() -> None:
+    calls = dry("--instance-type=ml.g5.xlarge", "--instance-count=2", "--gpu", "--model-data=s3://bucket/qwen")
+    container = calls["CreateModel"]["PrimaryContainer"]
+    source = {"S3Uri": "s3://bucket/qwen/", "S3DataType": "S3Prefix", "CompressionType": "None"}
+    assert container["ModelDataSource"] == {"S3DataSource": source}
+    assert "ModelDataUrl" not in container
+    assert container["Environment"]["MEDUSA_MODEL"] == "/opt/ml/model"
+    (variant,) = calls["CreateEndpointConfig"]["ProductionVariants"]
+    assert (variant["InstanceType"], variant["InitialInstanceCount"]) == ("ml.g5.xlarge", 2)
+    assert "ServerlessConfig" not in variant
+    archive = dry("--instance-type=ml.m5.large", "--model-data=s3://bucket/qwen/model.tar.gz")["CreateModel"]
+    assert archive["PrimaryContainer"]["ModelDataUrl"] == "s3://bucket/qwen/model.tar.gz"
+    assert "ModelDataSource" not in archive["PrimaryContainer"]
+
+
+def test_limits_are_the_services_own() -> None:
+    """The constants here against botocore's model, so that they follow AWS."""
+    import botocore.session
+
+    shape = botocore.session.get_session().get_service_model("sagemaker").shape_for("ProductionVariantServerlessConfig")
+    memory, most = shape.members["MemorySizeInMB"].metadata, shape.members["MaxConcurrency"].metadata
+    assert (memory["min"], memory["max"]) == (sagemaker.MEMORY_MB[0], sagemaker.MEMORY_MB[-1])
+    assert most["max"] == sagemaker.MOST_CONCURRENCY
+
+
+def test_the_models_check_is_strict() -> None:
+    good = dry("--memory-mb=1024")
+    for operation, parameters in good.items():
+        check_call("sagemaker", operation, parameters)
+    variant = good["CreateEndpointConfig"]["ProductionVariants"][0]
+    for change, said in (
+        ({"ServerlessConfig": {"MemorySizeInMB": 1024, "MaxConcurrency": 500}}, "MaxConcurrency=500"),
+        ({"ServerlessConfig": {"MemorySizeInMB": "1024", "MaxConcurrency": 5}}, "expected a number"),
+        ({"ServerlessConfig": {"MaxConcurrency": 5}}, "MemorySizeInMB is missing"),
+        ({"InstanceType": "ml.g99.huge"}, "InstanceType='ml.g99.huge'"),
+        ({"Typo": 1}, "Typo is unknown"),
+        ({"VariantName": "a_b"}, "expected the form"),
+    ):
+        config = good["CreateEndpointConfig"] | {"ProductionVariants": [variant | change]}
+        with pytest.raises(ConfigError, match=said):
+            check_call("sagemaker", "CreateEndpointConfig", config)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--memory-mb=1500"], "--memory-mb=1500"),
+        (["--memory-mb=7168"], "--memory-mb=7168"),
+        (["--max-concurrency=201"], "--max-concurrency=201"),
+        (["--max-concurrency=0"], "--max-concurrency=0"),
+        (["--provisioned-concurrency=11"], "--provisioned-concurrency=11"),
+        (["--gpu"], "no GPUs"),
+        (["--gpu", "--instance-type=ml.m5.large"], "ml.m5.large has none"),
+        (["--instance-type=ml.x1.fast"], "InstanceType='ml.x1.fast'"),
+        (["--instance-type=ml.m5.large", "--instance-count=0"], "--instance-count=0"),
+        (["--model-data=s3://bucket/prefix/"], "takes no uncompressed"),
+        (["--model-data=/local/model"], "--model-data='/local/model'"),
+        (["--role=admin"], "ExecutionRoleArn"),
+        (["--image="], "--image is missing"),
+        (["--update", "--delete"], "one of them"),
+    ],
+)
+def test_bad_flags_are_named_before_anything_is_called(arguments: list[str], said: str) -> None:
+    assert said in refused(*BASE, *arguments, AWS_ENDPOINT_URL="http://127.0.0.1:9", **KEYS)
+
+
+def test_bad_names_and_no_role() -> None:
+    assert "at most 43" in refused("q" * 50, f"--image={IMAGE}", f"--role={ROLE}")
+    assert "--role is missing" in refused("qwen", f"--image={IMAGE}")
+
+
+def test_image_size() -> None:
+    sagemaker.check_image_size(3 * 10**9, IMAGE)
+    with pytest.raises(ConfigError, match="slim"):
+        sagemaker.check_image_size(11 * 1024**3, IMAGE)
+
+
+def test_image_size_is_asked_of_ecr(aws: Any) -> None:
+    ecr = boto3.client("ecr")
+    ecr.create_repository(repositoryName="qwen")
+    manifest = {"schemaVersion": 2, "mediaType": "application/vnd.docker.distribution.manifest.v2+json"}
+    manifest |= {"config": {"size": 10, "digest": "sha256:" + "0" * 64}, "layers": [{"size": 1, "digest": "sha256:1"}]}
+    ecr.put_image(repositoryName="qwen", imageTag="1", imageManifest=json.dumps(manifest))
+    told: list[str] = []
+    client = EndpointClient("us-east-1", told.append)
+    expected = ecr.describe_images(repositoryName="qwen", imageIds=[{"imageTag": "1"}])["imageDetails"][0]
+    assert client.image_bytes(IMAGE) == expected.get("imageSizeInBytes", 0)
+    assert not told
+    assert client.image_bytes("docker.io/qwen:1") is None
+    assert client.image_bytes(IMAGE.replace("qwen:1", "other:1")) is None
+    assert "size is unknown" in told[0]
+
+
+def test_a_control_plane_that_cannot_be_reached_is_one_line() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+        line = refused(
+            *BASE,
+            AWS_ENDPOINT_URL=f"http://127.0.0.1:{port}",
+            AWS_MAX_ATTEMPTS="1",
+            AWS_EC2_METADATA_DISABLED="true",
+            **KEYS,
+        )
+    assert "DescribeEndpoint" in line
+    assert line.endswith("[Deploy.Failed]")
+
+
+@pytest.mark.parametrize(
+    ("platform", "package"), [("sagemaker", "boto3"), ("sagemaker", "botocore"), ("knative", "yaml")]
+)
+def test_missing_packages_name_the_command(platform: str, package: str) -> None:
+    script = (
+        f"import sys; sys.modules[{package!r}] = None\n"
+        "from medusa_adapters.cli import main\n"
+        f"sys.exit(main(['deploy', {platform!r}, 'qwen', '--image=q:1']"
+        f" + (['--role={ROLE}'] if {platform!r} == 'sagemaker' else [])))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2, done
+    assert 'pip install "medusa-runtime[deploy]"' in done.stderr
+    assert len(done.stderr.splitlines()) == 1
