@@ -70,9 +70,12 @@ def _receive(request: Request) -> Request:
     """An event in binary mode, whatever mode it came in. Raises HttpError 400, 415 for a batch."""
     if not _is_event(request):
         return request
-    from cloudevents.core.bindings.http import HTTPMessage, from_http_event, to_binary_event
     from medusa_handler.contract import Headers, HttpError
 
+    try:
+        from cloudevents.core.bindings.http import HTTPMessage, from_http_event, to_binary_event  # 50 ms
+    except ImportError:
+        raise HttpError(501, "to take CloudEvents: pip install 'medusa-runtime[cloudevents]' (2.0 or newer)") from None
     if _mimetype(request).startswith(_STRUCTURED + "-batch"):
         raise HttpError(415, "expected one event, binary or structured, found a batch")
     headers = {name.lower(): value for name, value in request.headers.items()}
