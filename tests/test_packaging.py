@@ -75,11 +75,26 @@ def test_wheel_has_every_source_file(wheel: Path) -> None:
     assert not [name for name in packed if name.startswith(("tests/", "benchmarks/", "examples/"))]
 
 
-@pytest.mark.skipif(not (ROOT / "templates").is_dir(), reason="there are no templates yet")
 def test_wheel_has_the_templates(wheel: Path) -> None:
-    packed = {Path(name).parts[-2:] for name in zipfile.ZipFile(wheel).namelist()}
-    missing = [path for path in (ROOT / "templates").rglob("*") if path.is_file() and path.parts[-2:] not in packed]
-    assert not missing
+    archive = zipfile.ZipFile(wheel)
+    top = "medusa_adapters/templates/"
+    packed = {name.removeprefix(top): archive.read(name) for name in archive.namelist() if name.startswith(top)}
+    there = [path for path in (ROOT / "templates").rglob("*") if path.is_file() and "cache" not in str(path)]
+    assert packed == {str(path.relative_to(ROOT / "templates")): path.read_bytes() for path in there}
+
+
+def test_installed_package_makes_projects(installed: Path, tmp_path: Path) -> None:
+    code = f"""
+from pathlib import Path
+from medusa_adapters import new, template_folder
+assert new.__file__.startswith(sys.path[0])
+assert str(template_folder.template_folder("chat")).startswith(sys.path[0])
+for name in new.TEMPLATES:
+    new.create(name, name, Path({str(tmp_path)!r}))
+"""
+    run_installed(installed, code)
+    assert (tmp_path / "classify" / "model" / "model.safetensors").stat().st_size > 60_000
+    assert (tmp_path / "embed" / ".dockerignore").exists()
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
