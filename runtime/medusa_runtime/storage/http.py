@@ -47,6 +47,7 @@ class HttpStore:
         self._idle: dict[Endpoint, list[Connection]] = {}
         self._moved: dict[str, Target] = {}  # where redirects led, so that a range costs one round trip
         self._lock = threading.Lock()
+        self._closed = False
         self._home, self._query, self._authorization = _home(url)
 
     def name(self, key: str) -> str:
@@ -235,10 +236,10 @@ class HttpStore:
             ) from None
 
     def _give_back(self, connection: Connection) -> None:
-        if not connection.reusable:
-            connection.close()
-            return
         with self._lock:
+            if self._closed or not connection.reusable:  # a request that nobody needs any more may outlive the store
+                connection.close()
+                return
             idle = self._idle.setdefault(connection.endpoint, [])
             if connection not in idle:
                 idle.append(connection)
@@ -272,6 +273,7 @@ class HttpStore:
 
     def close(self) -> None:
         with self._lock:
+            self._closed = True
             for idle in self._idle.values():
                 for connection in idle:
                     connection.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,6 +51,8 @@ class Patience:
 
     def again(self, cause: Transient) -> None:
         """Full jitter (a random part of a doubling pause), so that many readers do not come back at once."""
+        import random  # 10 ms, and most fetches never fail
+
         self._failed += 1
         unreachable = isinstance(cause.error, UnreachableError)
         most = self._policy.unreachable_attempts if unreachable else self._policy.attempts

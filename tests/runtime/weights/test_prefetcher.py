@@ -176,10 +176,10 @@ def test_only_one_writer(region: Region) -> None:
 
 
 def test_a_dead_prefetcher_is_noticed(served: Any, region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medusa_runtime.weights.region._GRACE_S", 0.1)
     served.bytes_per_s = 1e6
     pid = start(region, served.url + "/m")
     region.wait_index()
+    monkeypatch.setattr("medusa_runtime.weights.region._GRACE_S", 0.1)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     with pytest.raises(StorageError, match="the prefetcher ended before the checkpoint was complete"):
