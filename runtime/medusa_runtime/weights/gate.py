@@ -64,7 +64,7 @@ class Gate:
             if self.ask is not None:
                 self.ask(self)
             self._opened.wait()
-            if self._timeline is not None:
+            if self._timeline is not None and self.begin_ns:  # else it guards nothing, and only the index was late
                 self._timeline.record("wait", start, time.monotonic_ns(), unit=self.name)
         if self.error is not None:
             raise self.error
@@ -99,13 +99,23 @@ def owner_gates(module: nn.Module, timeline: Timeline | None) -> list[Gate]:
     """Gates for every module that has tensors of its own: for modules of which nothing else is known.
 
     One with children and nothing but parameters has no hook: its forward goes on until it uses one (``Awaited``). Where
-    there are buffers the call waits, since a buffer has a value already.
+    there are buffers the call waits, since a buffer has a value already. Attention of PyTorch's own computes in another
+    way, and to other last bits, when a weight of a part is no plain parameter: it waits for its parts.
     """
     found: list[Gate] = []
     for name, owner in module.named_modules():
         lists = [child for child in owner.children() if isinstance(child, _PARAMETER_LISTS)]
-        owns = [part for part in (owner, *lists) if part._parameters or part._buffers]
+        owns = [part for part in (owner, *lists, *_read_by(owner)) if part._parameters or part._buffers]
         if owns and not isinstance(owner, _PARAMETER_LISTS):
-            hooked = bool(owner._buffers) or len(lists) == len(list(owner.children()))
-            found.append(Gate(name, owner, owns, timeline, hooked=hooked))
+            parts = len(owns) > 1 + len(lists) or len(lists) == len(list(owner.children()))
+            found.append(Gate(name, owner, owns, timeline, hooked=bool(owner._buffers) or parts))
     return found
+
+
+def _read_by(owner: nn.Module) -> list[nn.Module]:
+    """The modules inside whose weights decide how this one's forward computes."""
+    if isinstance(owner, nn.MultiheadAttention | nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+        return list(owner.modules())[1:]
+    if isinstance(owner, nn.TransformerEncoder) and len(owner.layers):
+        return list(owner.layers[0].modules())
+    return []
