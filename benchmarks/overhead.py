@@ -1,0 +1,116 @@
+"""What the adapters cost: a small JSON function behind each, against a bare Flask route under the same gunicorn.
+
+    python -m benchmarks.overhead --json out/overhead.json
+
+One client, one connection; the contestants answer in turn, request by request, so that a busy machine is busy for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from medusa_adapters.bench.result import Result
+
+_HANDLER = 'def handle(request):\n    return {"hello": request.json["name"]}\n'
+_BARE = """
+from flask import Flask, request
+app = Flask("bare")
+
+@app.post("/")
+def handle():
+    return {"hello": request.get_json()["name"]}
+"""
+_BODY = b'{"name": "you"}'
+_PLATFORMS: dict[str, tuple[str, dict[str, str]]] = {
+    "local": ("/", {}),
+    "knative": ("/", {"K_SERVICE": "f"}),
+    "openfaas": ("/", {"suppress_lock": "true", "metrics_port": "0"}),
+    "sagemaker": ("/invocations", {}),
+}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+@contextlib.contextmanager
+def running(command: list[str], folder: str, env: dict[str, str], port: int) -> Iterator[http.client.HTTPConnection]:
+    """A server that answers, and a connection to it."""
+    process = subprocess.Popen(command, cwd=folder, env=os.environ | env, stdout=subprocess.DEVNULL)
+    try:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        for _ in range(600):
+            try:
+                connection.connect()
+                break
+            except OSError:
+                time.sleep(0.05)
+        yield connection
+        connection.close()
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+
+
+def call(connection: http.client.HTTPConnection, path: str) -> float:
+    """Milliseconds of one request."""
+    began = time.perf_counter()
+    connection.request("POST", path, _BODY, {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    body = response.read()
+    elapsed_ms = (time.perf_counter() - began) * 1e3
+    if response.status != 200 or b"you" not in body:
+        raise SystemExit(f"{path}: {response.status} {body!r}")
+    return elapsed_ms
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=2000, help="of each contestant")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    result = Result()
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="m"))
+        Path(folder, "handler.py").write_text(_HANDLER)
+        Path(folder, "bare.py").write_text(_BARE)
+        port = free_port()
+        bare = [sys.executable, "-m", "gunicorn", "-k", "gthread", "--threads", "32", "-b", f"127.0.0.1:{port}"]
+        bare += ["--keep-alive", "75", "--log-level", "warning", "bare:app"]
+        contestants = {"bare flask": (stack.enter_context(running(bare, folder, {}, port)), "/")}
+        for name, (path, env) in _PLATFORMS.items():
+            port = free_port()
+            serve = [sys.executable, "-m", "medusa_adapters.cli", "serve", "--host", "127.0.0.1", "--port", str(port)]
+            serve += ["--handler", "handler.py:handle", "--platform", name]
+            contestants[name] = (stack.enter_context(running(serve, folder, env | {"TMPDIR": folder}, port)), path)
+        times: dict[str, list[float]] = {name: [] for name in contestants}
+        for connection, path in contestants.values():
+            for _ in range(50):
+                call(connection, path)
+        for _ in range(arguments.requests):
+            for name, (connection, path) in contestants.items():
+                times[name].append(call(connection, path))
+    for name, samples in times.items():
+        result.add(name, "request", "ms", samples)
+    print(result.table())
+    for name in _PLATFORMS:
+        print(f"{name}: {result.ratio('request', name, 'bare flask'):.2f} times bare Flask at p50")
+    if arguments.json is not None:
+        result.write(arguments.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
