@@ -18,6 +18,8 @@ LIMIT_GB = "2.6"
 SERVER = ("-m", "vllm.entrypoints.openai.api_server", "--model", "/model", "--served-model-name", "m")
 SERVER += ("--enforce-eager", "--host", "0.0.0.0", "--port", "8080", "--max-model-len", "256")
 CONFINED = ("--read-only", "--tmpfs", "/tmp:mode=1777", "--cap-drop", "all", "--user", "1000")
+# On a CPU vLLM always takes its executor of many processes, which wants 160 MB of shared memory; the default is 64.
+CONFINED += ("--shm-size", "256m")
 OFFLINE = ("--env", "HF_HUB_OFFLINE=1", "--env", "VLLM_CPU_KVCACHE_SPACE=1", "--env", "VLLM_NO_USAGE_STATS=1")
 
 
