@@ -75,6 +75,7 @@ class Container:
         """MedusaError with what the process said, when it failed. Watching memory slows it down."""
         assert self._process.stdin
         before = pss_mb(self._process.pid) if watch else 0.0
+        resident = status_mb(self._process.pid, "VmRSS") if watch else 0.0
         self._process.stdin.write(json.dumps(asdict(request)) + "\n")
         self._process.stdin.flush()
         peak = self._watch(before) if watch else 0.0
@@ -84,7 +85,8 @@ class Container:
         except ValueError:
             raise self._failure(f"{request.model}/{request.strategy} failed") from None
         stages = [Stage(*stage) for stage in found["stages"]]
-        return Inference(found["seconds"], found["digest"], stages, peak, peak - before)
+        added = status_mb(self._process.pid, "VmHWM") - resident if watch else 0.0
+        return Inference(found["seconds"], found["digest"], stages, peak, added)
 
     def _watch(self, peak: float) -> float:
         deadline = time.monotonic() + _TIMEOUT_S
@@ -115,6 +117,12 @@ def pss_mb(process: int) -> float:
                 if line.startswith("Pss:"):
                     total_kb += int(line.split()[1])
     return total_kb * 1024 / 1e6
+
+
+def status_mb(process: int, key: str) -> float:
+    """A size from a process's status, in MB (10^6 bytes)."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:")) * 1024 / 1e6
 
 
 def _children(process: int) -> list[int]:
