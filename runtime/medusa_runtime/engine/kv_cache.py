@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import kernels
 from ..models import ModelConfig
 from .block_pool import BlockPool
 
@@ -48,9 +49,7 @@ class KvCache:
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """k and v [tokens, kv_heads, head_dim] into ``slots`` [tokens] (block x 16 + place in the block)."""
-        keys, values = self._slots[layer]
-        keys.index_copy_(0, slots, k)
-        values.index_copy_(0, slots, v)
+        kernels.write_kv(*self._slots[layer], slots, k, v)
 
     def read_out(self, blocks: Items[int], tokens: int) -> Tensor:
         """A copy of one sequence's keys and values, [layers, 2, tokens, kv_heads, head_dim]."""

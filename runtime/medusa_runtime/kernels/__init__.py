@@ -8,7 +8,7 @@ slow on x86 CPUs without 16-bit dot products; there a compiled kernel does it, o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from medusa_runtime.kernels import cpu, native, paged, upcast
+from medusa_runtime.kernels.compiled import compiled
+from medusa_runtime.kernels.pointwise import rms_norm, rotate, silu_gate, write_kv
 
-__all__ = ["describe", "linear", "paged_attention"]
+__all__ = ["describe", "linear", "linears", "paged_attention", "rms_norm", "rotate", "silu_gate", "write_kv"]
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -25,22 +27,45 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 class _Path(NamedTuple):
     product: Product | None  # None: F.linear
     reason: str  # for describe()
+    compiled: native.NativeKernels | None = None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+_TORCH = _Path(None, "torch")
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
     """x [..., depth] @ weight [cols, depth]^T + bias [cols] → [..., cols], accumulated in fp32 and rounded once.
 
-    The same as F.linear, and that itself where it is the fastest: other dtypes, other devices, gradients.
+    The same as F.linear, and that itself where it is the fastest: other dtypes, other devices, gradients. ``residual``
+    [..., cols] is added to the rounded product, and the sum rounded again.
     """
-    dtype = weight.dtype
-    if dtype is not torch.bfloat16 and dtype is not torch.float16:
-        return F.linear(x, weight, bias)
-    product = _path(dtype).product
-    if product is None or not _plain(x, weight) or (bias is not None and not _plain_bias(bias, weight)):
-        return F.linear(x, weight, bias)
+    path = _path_of(x, weight, bias)
+    if path.compiled is not None:
+        if residual is None or _like_result(residual, x, weight):
+            rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+            addend = residual if residual is None or residual.dim() == 2 else residual.view(-1, residual.shape[-1])
+            out = path.compiled.products(rows, (weight,), (bias,), addend)
+            return out if rows is x else out.view(*x.shape[:-1], weight.shape[0])
+        return residual + linear(x, weight, bias)
+    if path.product is None:
+        out = F.linear(x, weight, bias)
+    else:
+        out = path.product(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], weight.shape[0])
+    return out if residual is None else residual + out
+
+
+def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    """``linear`` of x [rows, depth] with each weight and bias, in one call where that can be; views of one result."""
     if x.dim() == 2:
-        return product(x, weight, bias)
-    return product(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], weight.shape[0])
+        path = _TORCH
+        for weight, bias in zip(weights, biases, strict=True):
+            path = _path_of(x, weight, bias)
+            if path.compiled is None:
+                break
+        if path.compiled is not None:
+            products = path.compiled.products(x, weights, biases)
+            return torch.split_with_sizes(products, [weight.shape[0] for weight in weights], 1)
+    return [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
 def paged_attention(
@@ -62,7 +87,7 @@ def paged_attention(
     tokens of its sequence a token sees, itself included (position + 1); window, how many of those it sees at most.
     Gives [tokens, heads, head_dim]. Blocks that no token sees are not read.
     """
-    kernels = _kernels()
+    kernels = compiled()
     indices = (block_tables, sequences, contexts)
     if (
         isinstance(kernels, native.NativeKernels)
@@ -82,9 +107,19 @@ def paged_attention(
 
 def describe() -> dict[str, str]:
     """For each 16-bit dtype: which way its products take on this machine, and why; and the way of attention."""
-    kernels = _kernels()
+    kernels = compiled()
     attention = f"torch: {kernels}" if isinstance(kernels, str) else "native"
     return {name: _path(getattr(torch, name)).reason for name in cpu.FAST_IN_TORCH} | {"attention": attention}
+
+
+def _path_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> _Path:
+    dtype = weight.dtype
+    if dtype is not torch.bfloat16 and dtype is not torch.float16:
+        return _TORCH
+    path = _path(dtype)
+    if path.product is None or not _plain(x, weight) or (bias is not None and not _plain_bias(bias, weight)):
+        return _TORCH
+    return path
 
 
 def _plain(x: Tensor, weight: Tensor) -> bool:
@@ -108,27 +143,27 @@ def _plain_bias(bias: Tensor, weight: Tensor) -> bool:
     return bias.is_cpu and bias.dtype is weight.dtype and bias.is_contiguous() and bias.shape == weight.shape[:1]
 
 
+def _like_result(residual: Tensor, x: Tensor, weight: Tensor) -> bool:
+    shape = residual.shape
+    return (
+        residual.dtype is x.dtype
+        and residual.is_cpu
+        and shape[:-1] == x.shape[:-1]
+        and shape[-1] == weight.shape[0]
+        and residual.stride()[-1] == 1
+        and (residual.dim() == 2 or residual.is_contiguous())
+    )
+
+
 @functools.cache
 def _path(dtype: torch.dtype) -> _Path:
     features = cpu.features()
     fast = features & cpu.FAST_IN_TORCH[str(dtype).removeprefix("torch.")]
     if fast:
         return _Path(None, f"torch: the CPU multiplies it itself ({', '.join(sorted(fast))})")
-    kernels = _kernels()
+    kernels = compiled()
     if isinstance(kernels, native.NativeKernels):
-        return _Path(kernels.linear, f"native: {kernels.instruction_set} bits wide")
+        return _Path(kernels.linear, f"native: {kernels.instruction_set} bits wide", kernels)
     if not features >= cpu.NEEDED:
         return _Path(None, f"torch: {kernels}")
     return _Path(upcast.linear, f"upcast: {kernels}")
-
-
-@functools.cache
-def _kernels() -> native.NativeKernels | str:
-    """The compiled kernels, loaded at the first use, or why there are none."""
-    features = cpu.features()
-    if not features >= cpu.NEEDED:
-        return f"the kernels need {', '.join(sorted(cpu.NEEDED))}, which this CPU does not name"
-    try:
-        return native.NativeKernels(512 if "avx512f" in features else 256)
-    except native.UnavailableError as error:
-        return f"no compiled kernel ({error})"

@@ -21,6 +21,7 @@ OBJECTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("linear", "linear.c", ()),
     ("linear_avx2", "linear_tile.c", AVX2),
     ("linear_avx512", "linear_tile.c", AVX512),
+    ("pointwise", "pointwise.c", AVX2),
     ("attention", "attention.c", ()),
     ("attention_avx2", "attention_tile.c", AVX2),
     ("attention_avx512", "attention_tile.c", AVX512),

@@ -1,6 +1,7 @@
 /* linear: x @ weight^T + bias for 16-bit weights with fp32 accumulation, on CPUs without fast 16-bit products of their own. */
 #include "linear.h"
 
+#include <stdatomic.h>
 #include <stdlib.h>
 
 #include "parallel.h"
@@ -9,10 +10,13 @@
 #define SERIAL_WORK (1L << 18)     /* multiply-adds below which waking threads costs more than it brings */
 #define SERIAL_WIDEN (1L << 16)    /* the same for widening x, in elements */
 
-
 struct run {
-    struct linear_job job;
     const struct linear_variant *variant;
+    const struct linear_part *parts;
+    long count;
+    struct linear_job job; /* of the first part */
+    float *sums;           /* per thread: [rows][block_cols] */
+    atomic_long next_task;
 };
 
 static void widen_tiles(void *argument, int thread)
@@ -20,26 +24,43 @@ static void widen_tiles(void *argument, int thread)
     (void)thread;
     struct run *run = argument;
     const long count = run->variant->tiles(run->job.rows);
-    for (long tile; (tile = atomic_fetch_add(&run->job.next_task, 1)) < count;)
+    for (long tile; (tile = atomic_fetch_add(&run->next_task, 1)) < count;)
         run->variant->widen(&run->job, tile);
 }
+
+static long at_most(long value, long limit) { return value < limit ? value : limit; }
+
+static long blocks_of(const struct linear_part *part, long block_cols) { return (part->cols + block_cols - 1) / block_cols; }
 
 static void multiply_blocks(void *argument, int thread)
 {
     struct run *run = argument;
-    struct linear_job *job = &run->job;
-    float *sums = job->sums + thread * job->rows * job->block_cols;
-    for (long col; (col = atomic_fetch_add(&job->next_task, 1) * job->block_cols) < job->cols;)
-        run->variant->block(job, sums, col, job->cols - col < job->block_cols ? job->cols - col : job->block_cols);
+    struct linear_job job = run->job;
+    const struct linear_part *part = run->parts, *end = part + run->count;
+    float *sums = run->sums + thread * job.rows * job.block_cols;
+    long begin = 0; /* the first task of the part */
+    for (;;) {
+        const long task = atomic_fetch_add(&run->next_task, 1);
+        while (task - begin >= blocks_of(part, job.block_cols)) {
+            begin += blocks_of(part, job.block_cols);
+            job.out += part->cols;
+            if (++part == end)
+                return;
+        }
+        job.weight = part->weight;
+        job.bias = part->bias;
+        job.cols = part->cols;
+        job.weight_stride = part->weight_stride;
+        const long col = (task - begin) * job.block_cols;
+        run->variant->block(&job, sums, col, at_most(job.cols - col, job.block_cols));
+    }
 }
 
 static void spread(work_fn work, struct run *run, int threads)
 {
-    run->job.next_task = 0;
+    run->next_task = 0;
     medusa_spread(work, run, threads);
 }
-
-static long at_most(long value, long limit) { return value < limit ? value : limit; }
 
 /* Scratch memory is kept between calls, as fresh pages would cost a fault each; a second caller at a time gets its own. */
 static atomic_flag scratch_taken = ATOMIC_FLAG_INIT;
@@ -67,12 +88,16 @@ static void give_scratch(float *memory, int shared)
         free(memory);
 }
 
-/* 0 on success, 1 when there is no memory for the scratch space. */
-int medusa_linear(uint16_t *out, const uint16_t *x, const uint16_t *weight, const uint16_t *bias, long rows, long cols,
-                  long depth, long x_stride, long weight_stride, int dtype, int threads)
+/* x times each part's weight, the results side by side in out [rows, cols of all parts]; a residual goes with a single part.
+ * 0 on success, 1 when there is no memory for the scratch space. */
+int medusa_products(uint16_t *out, const uint16_t *x, const struct linear_part *parts, long count, const uint16_t *residual,
+                    long rows, long depth, long x_stride, long residual_stride, int dtype, int threads)
 {
     const struct linear_variant *variant = &(medusa_instruction_set == 512 ? linear_avx512 : linear_avx2)[dtype];
     const long padded = (depth + variant->step - 1) / variant->step * variant->step;
+    long cols = 0;
+    for (long i = 0; i < count; i++)
+        cols += parts[i].cols;
     const int wanted = rows * cols * depth > SERIAL_WORK ? threads : 1;
     long block = at_most(96, cols / (wanted * 4) + 1); /* several tasks a thread: a neighbour may hold one up */
     block = (block + variant->tile_cols - 1) / variant->tile_cols * variant->tile_cols;
@@ -85,13 +110,13 @@ int medusa_linear(uint16_t *out, const uint16_t *x, const uint16_t *weight, cons
         return 1;
     }
     for (long row = 0; row < rows; row += ROW_BLOCK) {
-        const long count = at_most(rows - row, ROW_BLOCK);
-        struct run run = {.variant = variant,
-                          .job = {.x = x + row * x_stride, .weight = weight, .bias = bias, .out = out + row * cols,
-                                  .x_stride = x_stride, .weight_stride = weight_stride, .out_stride = cols, .rows = count,
-                                  .cols = cols, .depth = depth, .padded_depth = padded, .block_cols = block,
-                                  .wide = memory, .sums = memory + block_rows * padded}};
-        spread(widen_tiles, &run, count * depth > SERIAL_WIDEN ? wanted : 1);
+        const long height = at_most(rows - row, ROW_BLOCK);
+        struct run run = {.variant = variant, .parts = parts, .count = count, .sums = memory + block_rows * padded,
+                          .job = {.x = x + row * x_stride, .residual = residual ? residual + row * residual_stride : NULL,
+                                  .out = out + row * cols, .x_stride = x_stride, .residual_stride = residual_stride,
+                                  .out_stride = cols, .rows = height, .depth = depth, .padded_depth = padded,
+                                  .block_cols = block, .wide = memory}};
+        spread(widen_tiles, &run, height * depth > SERIAL_WIDEN ? wanted : 1);
         spread(multiply_blocks, &run, wanted);
     }
     give_scratch(memory, shared);

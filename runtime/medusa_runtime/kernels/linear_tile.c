@@ -47,9 +47,10 @@ INLINE void step(vf acc[MAX_ROWS][TILE_COLS], const float *x, const uint16_t *w,
     }
 }
 
-/* sums[rows][cols] += x tile @ weight rows^T over `depth` elements. */
+/* sums[rows][cols] += x tile @ weight rows^T over `depth` elements. `fetch`: these weights come from memory, so the next rows are
+ * asked for meanwhile (the hardware does not know where they begin). */
 INLINE void tile(const float *x, const uint16_t *w, long stride, long depth, float *sums, long sums_stride, const int dtype,
-                 const int rows, const int cols)
+                 const int fetch, const int rows, const int cols)
 {
     vf acc[MAX_ROWS][TILE_COLS];
 #pragma GCC unroll 8
@@ -58,8 +59,12 @@ INLINE void tile(const float *x, const uint16_t *w, long stride, long depth, flo
         for (int c = 0; c < cols; c++)
             acc[r][c] = ZERO();
     long k = 0;
-    for (; k + STEP <= depth; k += STEP)
+    for (; k + STEP <= depth; k += STEP) {
+#pragma GCC unroll 8
+        for (int c = 0; fetch && c < cols; c++)
+            _mm_prefetch((const char *)(w + (c + cols) * stride + k), _MM_HINT_T0);
         step(acc, x + k * rows, w + k, stride, dtype, rows, cols);
+    }
     if (k < depth) { /* never read behind a row: its end may be the end of the mapping */
         uint16_t tail[TILE_COLS][STEP] = {{0}};
         for (int c = 0; c < cols; c++)
@@ -76,14 +81,14 @@ INLINE void tile(const float *x, const uint16_t *w, long stride, long depth, flo
 #define CASE(rows)                                                                                                             \
     case rows:                                                                                                                 \
         if (cols == TILE_COLS)                                                                                                 \
-            tile(x, w, stride, depth, sums, sums_stride, dtype, rows, TILE_COLS);                                              \
+            tile(x, w, stride, depth, sums, sums_stride, dtype, fetch, rows, TILE_COLS);                                       \
         else                                                                                                                   \
             for (long c = 0; c < cols; c++)                                                                                    \
-                tile(x, w + c * stride, stride, depth, sums + c, sums_stride, dtype, rows, 1);                                 \
+                tile(x, w + c * stride, stride, depth, sums + c, sums_stride, dtype, fetch, rows, 1);                          \
         break;
 
 INLINE void any_tile(const float *x, const uint16_t *w, long stride, long depth, float *sums, long sums_stride,
-                     const int dtype, long rows, long cols)
+                     const int dtype, const int fetch, long rows, long cols)
 {
     switch (rows) {
         CASE(1)
@@ -102,7 +107,7 @@ static long tiles(long rows) { return (rows + MAX_ROWS - 1) / MAX_ROWS; }
 /* The first row of a tile: rows are spread evenly, so that nine are 3+3+3 and not 4+4+1. */
 static inline long tile_start(long rows, long number) { return rows * number / tiles(rows); }
 
-INLINE void widen(struct linear_job *job, long number, const int dtype)
+INLINE void widen(const struct linear_job *job, long number, const int dtype)
 {
     const long start = tile_start(job->rows, number), rows = tile_start(job->rows, number + 1) - start;
     float *wide = job->wide + start * job->padded_depth;
@@ -120,7 +125,7 @@ INLINE void widen(struct linear_job *job, long number, const int dtype)
 }
 
 /* All rows of x times the weight rows [col, col + cols). */
-INLINE void block(struct linear_job *job, float *sums, long col, long cols, const int dtype)
+INLINE void block(const struct linear_job *job, float *sums, long col, long cols, const int dtype)
 {
     const long count = tiles(job->rows), stride = job->weight_stride, sums_stride = job->block_cols;
     memset(sums, 0, (size_t)(job->rows * sums_stride) * sizeof(float));
@@ -130,21 +135,33 @@ INLINE void block(struct linear_job *job, float *sums, long col, long cols, cons
         for (long number = 0; number < count; number++) {
             const long start = tile_start(job->rows, number), rows = tile_start(job->rows, number + 1) - start;
             const float *x = job->wide + start * job->padded_depth + k * rows;
-            for (long c = 0; c < cols; c += TILE_COLS)
-                any_tile(x, job->weight + (col + c) * stride + k, stride, depth, sums + start * sums_stride + c, sums_stride,
-                         dtype, rows, cols - c < TILE_COLS ? cols - c : TILE_COLS);
+            for (long c = 0; c < cols; c += TILE_COLS) {
+                const uint16_t *w = job->weight + (col + c) * stride + k;
+                float *to = sums + start * sums_stride + c;
+                const long width = cols - c < TILE_COLS ? cols - c : TILE_COLS;
+                if (number == 0)
+                    any_tile(x, w, stride, depth, to, sums_stride, dtype, 1, rows, width);
+                else
+                    any_tile(x, w, stride, depth, to, sums_stride, dtype, 0, rows, width);
+            }
         }
     }
     for (long r = 0; r < job->rows; r++)
         for (long c = 0; c < cols; c++) {
             const float bias = job->bias ? widened(job->bias[col + c], dtype) : 0.0f;
-            job->out[r * job->out_stride + col + c] = narrow(sums[r * sums_stride + c] + bias, dtype);
+            uint16_t value = narrow(sums[r * sums_stride + c] + bias, dtype);
+            if (job->residual)
+                value = narrow(widened(job->residual[r * job->residual_stride + col + c], dtype) + widened(value, dtype), dtype);
+            job->out[r * job->out_stride + col + c] = value;
         }
 }
 
 #define DEFINE(name, dtype)                                                                                                    \
-    static void widen_##name(struct linear_job *job, long number) { widen(job, number, dtype); }                              \
-    static void block_##name(struct linear_job *job, float *sums, long col, long cols) { block(job, sums, col, cols, dtype); }
+    static void widen_##name(const struct linear_job *job, long number) { widen(job, number, dtype); }                        \
+    static void block_##name(const struct linear_job *job, float *sums, long col, long cols)                                  \
+    {                                                                                                                          \
+        block(job, sums, col, cols, dtype);                                                                                    \
+    }
 DEFINE(bf16, DTYPE_BF16)
 DEFINE(fp16, DTYPE_FP16)
 

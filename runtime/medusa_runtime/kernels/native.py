@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,6 +19,12 @@ _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
 
 class UnavailableError(Exception):
     """There is no compiled kernel here; the message says why."""
+
+
+class _Part(ctypes.Structure):
+    """struct linear_part in linear.h."""
+
+    _fields_: ClassVar = [("weight", _POINTER), ("bias", _POINTER), ("cols", _LONG), ("weight_stride", _LONG)]
 
 
 class _Pool(ctypes.Structure):
@@ -57,35 +64,125 @@ class NativeKernels:
         path = path or Path(__file__).with_name(LIBRARY_NAME)
         try:
             library = ctypes.CDLL(str(path))
-            self._linear: Any = library.medusa_linear
+            # These take microseconds: giving the interpreter's lock away for them and asking for it back takes longer.
+            short = ctypes.PyDLL(str(path))
+            self._products: Any = library.medusa_products
             self._attention: Any = library.medusa_attention
+            self._norm: Any = short.medusa_norm
+            self._rope: Any = short.medusa_rope
+            self._gate: Any = short.medusa_gate
+            self._write_kv: Any = short.medusa_write_kv
         except (OSError, AttributeError) as error:
             raise UnavailableError(f"{error}; `python -m medusa_runtime.kernels.build` makes it") from error
         self.instruction_set = instruction_set
         library.medusa_configure(instruction_set)
-        self._linear.argtypes = [_POINTER] * 4 + [_LONG] * 5 + [_INT] * 2
+        self._products.argtypes = [_POINTER, _POINTER, _POINTER, _LONG, _POINTER, *[_LONG] * 4, _INT, _INT]
+        self._norm.argtypes = [_POINTER] * 3 + [_LONG] * 3 + [ctypes.c_float] + [_INT] * 2
+        self._rope.argtypes = [_POINTER] * 4 + [_LONG] * 7 + [_INT] * 2
+        self._gate.argtypes = [_POINTER] * 3 + [_LONG] * 4 + [_INT] * 2
+        self._write_kv.argtypes = [_POINTER] * 5 + [_LONG] * 4
+        for function in (self._norm, self._rope, self._gate, self._write_kv):
+            function.restype = None
         self._attention.argtypes = [ctypes.POINTER(_Attention), _INT, _INT]
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x [rows, depth] @ weight [cols, depth]^T → [rows, cols]; of one 16-bit dtype, rows contiguous."""
+    def products(
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], residual: Tensor | None = None
+    ) -> Tensor:
+        """x [rows, depth] @ each weight [cols, depth]^T + its bias, side by side → [rows, all cols].
+
+        All of one 16-bit dtype, rows contiguous. ``residual`` [rows, cols] of a single weight is added to the rounded
+        product.
+        """
         rows, depth = x.shape
-        cols = weight.shape[0]
+        parts = (_Part * len(weights))()
+        cols = 0
+        for part, weight, bias in zip(parts, weights, biases, strict=True):
+            part.weight, part.cols, part.weight_stride = weight.data_ptr(), weight.shape[0], weight.stride(0)
+            if bias is not None:
+                part.bias = bias.data_ptr()
+            cols += part.cols
         out = x.new_empty(rows, cols)
-        if self._linear(
+        if self._products(
             out.data_ptr(),
             x.data_ptr(),
-            weight.data_ptr(),
-            None if bias is None else bias.data_ptr(),
+            parts,
+            len(parts),
+            None if residual is None else residual.data_ptr(),
             rows,
-            cols,
             depth,
             x.stride(0),
-            weight.stride(0),
+            0 if residual is None else residual.stride(0),
             DTYPES[x.dtype],
             torch.get_num_threads(),
         ):
             raise MemoryError(f"no memory for the scratch space of a product of {rows} rows and depth {depth}")
         return out
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """x [rows, depth] @ weight [cols, depth]^T → [rows, cols]; of one 16-bit dtype, rows contiguous."""
+        return self.products(x, (weight,), (bias,))
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [rows, size], rows contiguous, size a multiple of 8."""
+        rows, size = x.shape
+        out = x.new_empty(rows, size)
+        stride = x.stride(0) * x.element_size()
+        threads = torch.get_num_threads()
+        self._norm(out.data_ptr(), x.data_ptr(), weight.data_ptr(), rows, size, stride, eps, DTYPES[x.dtype], threads)
+        return out
+
+    def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """In place; heads contiguous, cos and sin [tokens, 1, size] with a size that is a multiple of 16."""
+        tokens, heads, head_dim = q.shape
+        item = q.element_size()
+        self._rope(
+            q.data_ptr(),
+            k.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            tokens,
+            heads,
+            k.shape[1],
+            head_dim,
+            cos.shape[2],
+            q.stride(0) * item,
+            k.stride(0) * item,
+            DTYPES[q.dtype],
+            torch.get_num_threads(),
+        )
+
+    def gate(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) * up, [rows, size], rows contiguous, size a multiple of 8."""
+        rows, size = gate.shape
+        out = gate.new_empty(rows, size)
+        item = gate.element_size()
+        self._gate(
+            out.data_ptr(),
+            gate.data_ptr(),
+            up.data_ptr(),
+            rows,
+            size,
+            gate.stride(0) * item,
+            up.stride(0) * item,
+            DTYPES[gate.dtype],
+            torch.get_num_threads(),
+        )
+        return out
+
+    def write_kv(self, keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """k and v [tokens, kv_heads, head_dim] into the slots of contiguous pools [slots, kv_heads, head_dim]."""
+        item = k.element_size()
+        self._write_kv(
+            keys.data_ptr(),
+            values.data_ptr(),
+            slots.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            k.shape[0],
+            k.shape[1] * k.shape[2] * item,
+            k.stride(0) * item,
+            v.stride(0) * item,
+        )
 
     def attention(
         self,

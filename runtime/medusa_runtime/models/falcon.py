@@ -69,7 +69,8 @@ class FalconAttention(nn.Module):
     def forward(self, hidden: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
         fused = self.query_key_value(hidden).view(self.shape)
         q, k, v = (part.flatten(1, 2) for part in fused.split(self.split, dim=2))
-        out = attention.attend(self.index, rotation(q), rotation(k), v, scale=self.scale, window=self.window)
+        q, k = rotation(q, k)
+        out = attention.attend(self.index, q, k, v, scale=self.scale, window=self.window)
         return cast(Tensor, self.dense(out.reshape(hidden.shape[0], -1)))
 
 

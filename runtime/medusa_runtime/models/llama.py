@@ -7,10 +7,11 @@ from typing import Self, cast
 
 from torch import Tensor, nn
 
+from medusa_runtime.kernels import silu_gate
 from medusa_runtime.models.activation import ACTIVATIONS
 from medusa_runtime.models.base import Attention, DecoderModel, ModelConfig
 from medusa_runtime.models.fields import Fields
-from medusa_runtime.models.linear import Linear
+from medusa_runtime.models.linear import Linear, project
 from medusa_runtime.models.norm import RMSNorm
 from medusa_runtime.models.rope import Rope, RopeConfig, Rotation
 
@@ -85,14 +86,15 @@ class SelfAttention(nn.Module):
             self.q_norm = RMSNorm(size, config.norm_eps)
             self.k_norm = RMSNorm(size, config.norm_eps)
 
-    def forward(self, hidden: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
-        q = self.q_proj(hidden).view(self.q_shape)
-        k = self.k_proj(hidden).view(self.kv_shape)
-        v = self.v_proj(hidden).view(self.kv_shape)
+    def forward(self, normed: Tensor, hidden: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
+        """``normed`` is attended to; the result is ``hidden`` and what that gave."""
+        q, k, v = project(normed, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = q.view(self.q_shape), k.view(self.kv_shape), v.view(self.kv_shape)
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        out = attention.attend(self.index, rotation(q), rotation(k), v, scale=self.scale, window=self.window)
-        return cast(Tensor, self.o_proj(out.reshape(hidden.shape[0], -1)))
+        q, k = rotation(q, k)
+        out = attention.attend(self.index, q, k, v, scale=self.scale, window=self.window)
+        return cast(Tensor, self.o_proj(out.reshape(hidden.shape[0], -1), hidden))
 
 
 class GatedMLP(nn.Module):
@@ -104,9 +106,13 @@ class GatedMLP(nn.Module):
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
         self.activation = ACTIVATIONS[config.activation]
+        self.silu = self.activation is ACTIVATIONS["silu"]
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return cast(Tensor, self.down_proj(self.activation(self.gate_proj(hidden)) * self.up_proj(hidden)))
+    def forward(self, normed: Tensor, hidden: Tensor) -> Tensor:
+        """``hidden`` and what the network makes of ``normed``."""
+        gate, up = project(normed, self.gate_proj, self.up_proj)
+        gated = silu_gate(gate, up) if self.silu else self.activation(gate) * up
+        return cast(Tensor, self.down_proj(gated, hidden))
 
 
 class LlamaLayer(nn.Module):
@@ -118,8 +124,8 @@ class LlamaLayer(nn.Module):
         self.mlp = GatedMLP(config)
 
     def forward(self, hidden: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, attention)
-        return hidden + cast(Tensor, self.mlp(self.post_attention_layernorm(hidden)))
+        hidden = self.self_attn(self.input_layernorm(hidden), hidden, rotation, attention)
+        return cast(Tensor, self.mlp(self.post_attention_layernorm(hidden), hidden))
 
 
 class Llama(DecoderModel):

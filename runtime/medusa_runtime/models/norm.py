@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from medusa_runtime.kernels import rms_norm
+
 
 class RMSNorm(nn.Module):
     """[..., size] → [..., size]."""
@@ -15,7 +17,4 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        # Not torch.rms_norm: on a CPU it takes eight times as long for a 16-bit prefill, and rounds once less.
-        wide = x.float()
-        scale = wide.square().mean(-1, True).add_(self.eps).rsqrt_()
-        return (wide * scale).to(x.dtype).mul_(self.weight)
+        return rms_norm(x, self.weight, self.eps)

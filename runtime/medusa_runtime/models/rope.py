@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from medusa_runtime.errors import ModelError
+from medusa_runtime.kernels import rotate
 from medusa_runtime.models.fields import Fields
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -25,13 +26,9 @@ class Rotation(NamedTuple):
     cos: Tensor
     sin: Tensor
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [tokens, heads, head_dim] with its first ``rotated`` dimensions turned."""
-        cos, sin = self
-        size = cos.shape[-1]
-        turned = x if size == x.shape[-1] else x[..., :size]
-        result = torch.addcmul(turned * cos, turned.roll(size // 2, -1), sin)
-        return result if turned is x else torch.cat((result, x[..., size:]), -1)
+    def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k [tokens, heads, head_dim] with their first ``rotated`` dimensions turned; may overwrite both."""
+        return rotate(q, k, self.cos, self.sin)
 
 
 @dataclass(frozen=True, kw_only=True)

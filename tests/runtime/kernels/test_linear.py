@@ -197,11 +197,40 @@ def test_as_many_threads_as_torch_is_set_to(compiled: native.NativeKernels) -> N
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 5, 300])
+def test_several_weights_at_once_are_each_alone(compiled: native.NativeKernels, rows: int, dtype: torch.dtype) -> None:
+    x, weight, bias = sample(rows, 333, 90, dtype)
+    parts = [slice(0, 200), slice(200, 201), slice(201, 333)]
+    weights, biases = [weight[part] for part in parts], [bias[parts[0]], None, bias[parts[2]]]
+    found = compiled.products(x, weights, biases)
+    expected = [compiled.linear(x, *each) for each in zip(weights, biases, strict=True)]
+    assert torch.equal(found, torch.cat(expected, 1))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
+def test_a_residual_is_added_to_the_rounded_product(dtype: torch.dtype) -> None:
+    x, weight, bias = sample(300, 50, 70, dtype)
+    wider = torch.randn(300, 80).to(dtype)
+    for residual in (wider[:, :50].contiguous(), wider[:, 20:70]):
+        with torch.inference_mode():
+            found = kernels.linear(x, weight, bias, residual)
+            assert torch.equal(found, residual + kernels.linear(x, weight, bias))
+
+
+def test_several_weights_of_any_kind() -> None:
+    x, weight, bias = sample(3, 20, 16, torch.float32)
+    with torch.inference_mode():
+        first, second = kernels.linears(x, [weight, weight[:7]], [bias, None])
+    torch.testing.assert_close(first, F.linear(x, weight, bias))
+    torch.testing.assert_close(second, F.linear(x, weight[:7]))
+
+
 def test_describe_names_the_way_and_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def described(*features: str) -> str:
         monkeypatch.setattr(cpu, "features", lambda: frozenset(features))
         kernels._path.cache_clear()
-        kernels._kernels.cache_clear()
+        kernels.compiled.cache_clear()
         return kernels.describe()["bfloat16"]
 
     try:
@@ -217,7 +246,7 @@ def test_describe_names_the_way_and_the_reason(monkeypatch: pytest.MonkeyPatch, 
     finally:
         monkeypatch.undo()
         kernels._path.cache_clear()
-        kernels._kernels.cache_clear()
+        kernels.compiled.cache_clear()
 
 
 def test_a_compiler_that_is_missing_or_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -26,9 +26,7 @@ MASK = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0, 0]])
 
 
 def reference(family: str, folder: Path, **more: Any) -> Any:
-    config = getattr(transformers, f"{family}Config")(
-        **SIZES, pad_token_id=1, attn_implementation="eager", **more
-    )
+    config = getattr(transformers, f"{family}Config")(**SIZES, pad_token_id=1, attn_implementation="eager", **more)
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}Model")(config).eval()
     for name, parameter in model.named_parameters():

@@ -1,0 +1,34 @@
+"""The compiled kernels of this process, if there are any."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from medusa_runtime.kernels import cpu, native
+
+
+@functools.cache
+def compiled() -> native.NativeKernels | str:
+    """Loaded at the first use, or why there are none."""
+    features = cpu.features()
+    if not features >= cpu.NEEDED:
+        return f"the kernels need {', '.join(sorted(cpu.NEEDED))}, which this CPU does not name"
+    try:
+        return native.NativeKernels(512 if "avx512f" in features else 256)
+    except native.UnavailableError as error:
+        return f"no compiled kernel ({error})"
+
+
+def compiled_for(*tensors: Tensor) -> native.NativeKernels | None:
+    """Those that may take these tensors: on the CPU, of one dtype that the kernels know, without gradients."""
+    kernels = compiled()
+    dtype = tensors[0].dtype
+    if isinstance(kernels, str) or dtype not in native.DTYPES or torch.is_grad_enabled():
+        return None
+    for tensor in tensors:
+        if tensor.dtype is not dtype or not tensor.is_cpu:
+            return None
+    return kernels

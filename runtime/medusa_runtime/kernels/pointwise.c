@@ -1,0 +1,206 @@
+/* What lies between the products of a decoder layer: norm, rope, gated activation, writes to the KV cache. Each rounds where
+ * torch's operations would: after every one of them. For AVX2, which is as fast as memory here. */
+#include <math.h>
+#include <stdatomic.h>
+
+#include "parallel.h"
+#include "simd.h"
+
+enum { TICKET = 1 << 15 }; /* elements: some 10 µs of work, below which waking threads costs more than it brings */
+
+struct run {
+    void (*rows)(const void *job, long first, long stop);
+    const void *job;
+    long count, step;
+    atomic_long next;
+};
+
+static void take_rows(void *argument, int thread)
+{
+    (void)thread;
+    struct run *run = argument;
+    for (long row; (row = atomic_fetch_add(&run->next, run->step)) < run->count;)
+        run->rows(run->job, row, row + run->step < run->count ? row + run->step : run->count);
+}
+
+static void spread_rows(void (*rows)(const void *, long, long), const void *job, long count, long size, int threads)
+{
+    struct run run = {.rows = rows, .job = job, .count = count, .step = TICKET / size + 1};
+    medusa_spread(take_rows, &run, count > run.step ? threads : 1);
+}
+
+static inline long size_of(const int dtype) { return dtype == DTYPE_FP32 ? 4 : 2; }
+
+INLINE vf load(const char *p, const int dtype)
+{
+    if (dtype == DTYPE_FP32)
+        return LOAD((const float *)p);
+    if (dtype == DTYPE_FP16)
+        return WIDEN_HALF(p);
+    return AS_FLOAT(SHIFT_LEFT_16(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p))));
+}
+
+/* v as bf16, still in 32 bits each. */
+INLINE vi bf16_bits(vf v)
+{
+    const vi bits = _mm256_castps_si256(v), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), SPLAT_INT(1));
+    const vi rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, SPLAT_INT(0x7fff))), 16);
+    const vi nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+    return _mm256_blendv_epi8(rounded, SPLAT_INT(0x7fc0), nan);
+}
+
+INLINE void store(char *p, vf v, const int dtype)
+{
+    if (dtype == DTYPE_FP32) {
+        STORE((float *)p, v);
+        return;
+    }
+    if (dtype == DTYPE_FP16) {
+        _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+        return;
+    }
+    const vi bits = bf16_bits(v);
+    _mm_storeu_si128((__m128i *)p, _mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1)));
+}
+
+/* As if it had been stored and loaded again. */
+INLINE vf rounded(vf v, const int dtype)
+{
+    if (dtype == DTYPE_FP32)
+        return v;
+    if (dtype == DTYPE_FP16)
+        return _mm256_cvtph_ps(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+    return AS_FLOAT(SHIFT_LEFT_16(bf16_bits(v)));
+}
+
+/* Sizes are multiples of LANES: native.py sees to it. */
+#define EACH(i, size) for (long i = 0; i < (size); i += LANES)
+#define AT(p, i) ((p) + (i) * size_of(dtype))
+
+#define DEFINE(name)                                                                                                           \
+    static void name##_bf16(const void *job, long first, long stop) { name(job, first, stop, DTYPE_BF16); }                   \
+    static void name##_fp16(const void *job, long first, long stop) { name(job, first, stop, DTYPE_FP16); }                   \
+    static void name##_fp32(const void *job, long first, long stop) { name(job, first, stop, DTYPE_FP32); }                   \
+    static void (*const name##s[3])(const void *, long, long) = {name##_bf16, name##_fp16, name##_fp32};
+
+/* Strides are in bytes from row to row. */
+struct norm {
+    char *out;
+    const char *x, *weight;
+    long size, stride;
+    float eps;
+};
+
+INLINE void norm(const void *job, long row, long stop, const int dtype)
+{
+    const struct norm *n = job;
+    for (; row < stop; row++) {
+        const char *x = n->x + row * n->stride;
+        char *out = AT(n->out, row * n->size);
+        vf sums[2] = {ZERO(), ZERO()};
+        EACH(i, n->size)
+        {
+            const vf v = load(AT(x, i), dtype);
+            sums[i / LANES % 2] = FMA(v, v, sums[i / LANES % 2]);
+        }
+        const vf scale = SPLAT(1.0f / sqrtf(SUM(sums[0] + sums[1]) / (float)n->size + n->eps));
+        EACH(i, n->size)
+        store(AT(out, i), rounded(load(AT(x, i), dtype) * scale, dtype) * load(AT(n->weight, i), dtype), dtype);
+    }
+}
+DEFINE(norm)
+
+void medusa_norm(char *out, const char *x, const char *weight, long rows, long size, long stride, float eps, int dtype, int threads)
+{
+    const struct norm job = {out, x, weight, size, stride, eps};
+    spread_rows(norms[dtype], &job, rows, size, threads);
+}
+
+struct rope {
+    char *x[2]; /* q and k [tokens][heads][head_dim] */
+    const char *cos, *sin;
+    long heads[2], stride[2];
+    long head_dim, size; /* the first `size` of a head's dimensions turn */
+};
+
+INLINE void turn(char *x, const char *cos, const char *sin, long half, const int dtype)
+{
+    EACH(i, half)
+    {
+        const vf low = load(AT(x, i), dtype), high = load(AT(x, half + i), dtype);
+        const vf turned_low = rounded(low * load(AT(cos, i), dtype), dtype) + high * load(AT(sin, i), dtype);
+        const vf turned_high = rounded(high * load(AT(cos, half + i), dtype), dtype) + low * load(AT(sin, half + i), dtype);
+        store(AT(x, i), turned_low, dtype);
+        store(AT(x, half + i), turned_high, dtype);
+    }
+}
+
+INLINE void rope(const void *job, long token, long stop, const int dtype)
+{
+    const struct rope *r = job;
+    for (; token < stop; token++)
+        for (int which = 0; which < 2; which++)
+            for (long head = 0; head < r->heads[which]; head++)
+                turn(AT(r->x[which] + token * r->stride[which], head * r->head_dim), AT(r->cos, token * r->size),
+                     AT(r->sin, token * r->size), r->size / 2, dtype);
+}
+DEFINE(rope)
+
+void medusa_rope(char *q, char *k, const char *cos, const char *sin, long tokens, long q_heads, long k_heads, long head_dim,
+                 long size, long q_stride, long k_stride, int dtype, int threads)
+{
+    const struct rope job = {{q, k}, cos, sin, {q_heads, k_heads}, {q_stride, k_stride}, head_dim, size};
+    spread_rows(ropes[dtype], &job, tokens, (q_heads + k_heads) * size, threads);
+}
+
+struct gate {
+    char *out;
+    const char *gate, *up;
+    long size, gate_stride, up_stride;
+};
+
+/* exp(x), as in Cephes: 2^n times a polynomial. */
+INLINE vf exponential(vf x)
+{
+    x = _mm256_min_ps(_mm256_max_ps(x, SPLAT(-87.0f)), SPLAT(88.0f));
+    const vf n = _mm256_round_ps(x * SPLAT(1.44269504f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const vf r = (x - n * SPLAT(0.693359375f)) + n * SPLAT(2.12194440e-4f);
+    vf p = SPLAT(1.9875691500e-4f);
+    p = FMA(p, r, SPLAT(1.3981999507e-3f));
+    p = FMA(p, r, SPLAT(8.3334519073e-3f));
+    p = FMA(p, r, SPLAT(4.1665795894e-2f));
+    p = FMA(p, r, SPLAT(1.6666665459e-1f));
+    p = FMA(p, r, SPLAT(5.0000001201e-1f));
+    p = FMA(p * r, r, r) + SPLAT(1.0f);
+    return p * AS_FLOAT(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), SPLAT_INT(127)), 23));
+}
+
+INLINE void gate(const void *job, long row, long stop, const int dtype)
+{
+    const struct gate *g = job;
+    for (; row < stop; row++)
+        EACH(i, g->size)
+        {
+            const vf x = load(AT(g->gate + row * g->gate_stride, i), dtype);
+            const vf silu = rounded(x / (SPLAT(1.0f) + exponential(ZERO() - x)), dtype);
+            store(AT(g->out, row * g->size + i), silu * load(AT(g->up + row * g->up_stride, i), dtype), dtype);
+        }
+}
+DEFINE(gate)
+
+void medusa_gate(char *out, const char *gate, const char *up, long rows, long size, long gate_stride, long up_stride, int dtype,
+                 int threads)
+{
+    const struct gate job = {out, gate, up, size, gate_stride, up_stride};
+    spread_rows(gates[dtype], &job, rows, size, threads);
+}
+
+/* Row i of k and v to slot slots[i] of the pools; sizes and strides in bytes. */
+void medusa_write_kv(char *keys, char *values, const int64_t *slots, const char *k, const char *v, long tokens, long size,
+                     long k_stride, long v_stride)
+{
+    for (long token = 0; token < tokens; token++) {
+        memcpy(keys + slots[token] * size, k + token * k_stride, (size_t)size);
+        memcpy(values + slots[token] * size, v + token * v_stride, (size_t)size);
+    }
+}

@@ -1,0 +1,84 @@
+"""What lies between the products of a decoder layer: one compiled call each, or torch's operations.
+
+Both round alike, after every operation. Besides the time of its many operations torch's way has another cost on a busy
+machine: each of them that uses OpenMP's threads waits until the system lets all of them run.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from medusa_runtime.kernels.compiled import compiled_for
+
+_LANES = 8  # of the compiled kernels: sizes are multiples of it
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., size] over the root of its mean square (in fp32), rounded, times weight [size] → [..., size]."""
+    size = x.shape[-1]
+    if size % _LANES == 0 and x.stride()[-1] == 1 and weight.is_contiguous():
+        kernels = compiled_for(x, weight)
+        if kernels is not None:
+            return kernels.norm(x, weight, eps) if x.dim() == 2 else _norm_rows(x, weight, eps)
+    # Not torch.rms_norm: on a CPU it takes eight times as long for a 16-bit prefill, and rounds once less.
+    wide = x.float()
+    scale = wide.square().mean(-1, True).add_(eps).rsqrt_()
+    return (wide * scale).to(x.dtype).mul_(weight)
+
+
+def _norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return rms_norm(x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)
+
+
+def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k [tokens, heads, head_dim], the first ``rotated`` dimensions of each head turned; may overwrite both.
+
+    cos and sin [tokens, 1, rotated]; the first half of the sines is negated.
+    """
+    heads = (q.shape[2], 1)
+    if (
+        cos.shape[2] % (2 * _LANES) == 0
+        and q.stride()[1:] == heads == k.stride()[1:]
+        and cos.is_contiguous()
+        and sin.is_contiguous()
+    ):
+        kernels = compiled_for(q, k, cos, sin)
+        if kernels is not None:
+            kernels.rotate(q, k, cos, sin)
+            return q, k
+    return _turned(q, cos, sin), _turned(k, cos, sin)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    size = cos.shape[-1]
+    turned = x if size == x.shape[-1] else x[..., :size]
+    result = torch.addcmul(turned * cos, turned.roll(size // 2, -1), sin)
+    return result if turned is x else torch.cat((result, x[..., size:]), -1)
+
+
+def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, each [rows, size] (SwiGLU; Shazeer, 2020)."""
+    if gate.dim() == 2 and gate.shape[1] % _LANES == 0 and gate.stride(1) == 1 == up.stride(1):
+        kernels = compiled_for(gate, up)
+        if kernels is not None:
+            return kernels.gate(gate, up)
+    return F.silu(gate) * up
+
+
+def write_kv(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    """k and v [tokens, kv_heads, head_dim] into ``slots`` (int64 [tokens]) of [all slots, kv_heads, head_dim]."""
+    heads = (k.shape[2], 1)
+    if (
+        k.shape == v.shape
+        and k.stride()[1:] == heads == v.stride()[1:]
+        and keys.is_contiguous()
+        and values.is_contiguous()
+    ):
+        kernels = compiled_for(k, v, keys, values)
+        if kernels is not None:
+            kernels.write_kv(keys, values, slots, k, v)
+            return
+    keys.index_copy_(0, slots, k)
+    values.index_copy_(0, slots, v)
