@@ -84,7 +84,7 @@ class Response:
 
 @dataclass(frozen=True)
 class Context:
-    """What ``load`` is given: the model behind the function (None when no engine runs one), the instance's settings, and
+    """What ``load`` is given: the model behind the function (None when no engine runs one), the settings, and
     ``weights``, which fill a module of the function's own (``weights.build``)."""
 
     model: Any

@@ -41,6 +41,7 @@ def serve(
         from .arbiter import FunctionServer
 
         application = FunctionServer(listener, settings, lambda: _boot(instance, settings, platform or Platform()))
+    _keep_sigterm_over_forks()
     try:
         application.run()
     except SystemExit as end:
@@ -130,8 +131,20 @@ def options(listener: socket.socket, settings: Settings) -> dict[str, Any]:
     }
 
 
+def _keep_sigterm_over_forks() -> None:
+    """Until a child has its own handlers it would run its parent's, which is gunicorn's and loses the signal."""
+
+    def default() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+    os.register_at_fork(
+        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}),
+        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM}),
+        after_in_child=default,
+    )
+
+
 def _in_worker(arbiter: Any, _worker: Any) -> None:
-    # Until gunicorn has set up the worker's own handlers, the arbiter's would swallow a SIGTERM.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     die_with_parent(arbiter.pid)
     name_process("worker")

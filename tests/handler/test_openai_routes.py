@@ -170,6 +170,7 @@ def test_a_streamed_chat(client: openai.OpenAI) -> None:
         ({"stream_options": 1}, "stream_options"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"suffix": "x"}, "suffix"),
+        ({"seed": 1 << 64}, "seed"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ],
 )
@@ -189,6 +190,7 @@ def test_a_bad_value_is_named(served: Any, body: dict[str, Any], param: str) -> 
         ({"messages": [{"content": "x"}]}, "role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text only"),
         ({"messages": [{"role": "user", "content": "x"}], "tools": 3}, "tools"),
+        ({"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ 1 }}"}, "chat_template"),
         ({"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}, "tool_choice"),
         ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, "logprobs"),
     ],

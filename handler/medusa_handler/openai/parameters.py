@@ -27,6 +27,7 @@ _REFUSED = {
     "guided_choice": "constrained decoding is not supported by this engine",
     "guided_grammar": "constrained decoding is not supported by this engine",
     "structured_outputs": "constrained decoding is not supported by this engine",
+    "chat_template": "the checkpoint's own template is used",
     "prompt_embeds": "send the prompt as text or token ids",
 }
 
@@ -62,7 +63,7 @@ def integer(
         return default
     good = isinstance(value, int) and not isinstance(value, bool) and abs(value) < _LONGEST_INT
     if not good or (least is not None and value < least) or (most is not None and value > most):
-        low = "" if least is None else f" of at least {least}"
+        low = " of at most 64 bits" if least is None else f" of at least {least}"
         raise invalid(name, f"a whole number{low}{'' if most is None else f' up to {most}'}", value)
     return int(value)
 

@@ -10,10 +10,11 @@ from typing import Any
 
 from ..errors import MedusaError, OverloadedError, RequestError
 from . import frames
-from .base import Delta, Engine
+from .base import Delta, Engine, GenerateRequest
 
 logger = logging.getLogger(__name__)
 
+_LONG_CHARACTERS = 1 << 16  # tokenizing as much takes tens of milliseconds, which nobody else shall wait for
 _METHODS = ("stats", "tokenize", "detokenize")
 
 
@@ -94,7 +95,9 @@ class _Connection:
         except Exception:
             logger.exception("engine connection dropped: its client sent something unreadable")
         finally:
-            for request_id in tuple(self._running):
+            running = tuple(self._running)
+            self._running.clear()
+            for request_id in running:
                 self._engine.cancel(request_id)
             self.close()
             self._on_close(self)
@@ -105,8 +108,12 @@ class _Connection:
             if kind == "generate":
                 request = frames.request_from_frame(frame)
                 self._running.add(request.id)
-                self._engine.add(request, self._sink)
+                if isinstance(request.prompt, str) and len(request.prompt) > _LONG_CHARACTERS:
+                    threading.Thread(target=self._add_long, args=(request,), name="engine-add", daemon=True).start()
+                else:
+                    self._engine.add(request, self._sink)
             elif kind == "cancel":
+                self._running.discard(frame["id"])
                 self._engine.cancel(frame["id"])
             elif kind == "call" and frame["method"] in _METHODS:
                 value = getattr(self._engine, frame["method"])(**frame["arguments"])
@@ -117,6 +124,18 @@ class _Connection:
             self._refuse(request_id, error)
         except (KeyError, TypeError, ValueError) as error:
             self._refuse(request_id, RequestError(f"a {kind!r} frame could not be read: {error}"))
+
+    def _add_long(self, request: GenerateRequest) -> None:
+        try:
+            self._engine.add(request, self._sink)
+        except MedusaError as error:
+            self._refuse(request.id, error)
+        except Exception as error:
+            logger.exception("a request could not be added")
+            self._refuse(request.id, RequestError(f"the request could not be read: {error}"))
+        else:
+            if request.id not in self._running:  # cancelled before the engine knew it
+                self._engine.cancel(request.id)
 
     def _refuse(self, request_id: Any, error: MedusaError) -> None:
         self._running.discard(request_id)

@@ -8,6 +8,7 @@ from typing import Any
 from ..errors import CorruptError, MedusaError, RequestError
 from ..timeline import Timeline
 
+_LONG_CHARACTERS = 1 << 16  # below, a text is tokenized before its length could be judged
 _HINT = "give the prompt as token ids, or put a tokenizer.json beside the weights"
 
 
@@ -19,6 +20,7 @@ class Tokenizer:
         self._data = data
         self._timeline = timeline
         self._tokenizer: Any = None
+        self._longest_piece: int | None = None
         self._error: MedusaError | None = None
         self._thread = threading.Thread(target=self._load, name="tokenizer", daemon=True)
         if self.present:
@@ -28,6 +30,18 @@ class Tokenizer:
         """Raises CorruptError when tokenizer.json cannot be read."""
         if self.present:
             self._loaded()
+
+    def check_length(self, text: str, most_tokens: int) -> None:
+        """Raises RequestError for a text that cannot be as few tokens, without the minutes and memory to count them."""
+        if not self.present or len(text) < _LONG_CHARACTERS:
+            return
+        if self._longest_piece is None:
+            self._longest_piece = max(map(len, self._loaded().get_vocab()), default=1)
+        if len(text) > most_tokens * self._longest_piece:
+            raise RequestError(
+                f"prompt: expected at most {most_tokens} tokens, "
+                f"found {len(text)} characters, which are more; shorten it"
+            )
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Raises RequestError without a tokenizer.json."""

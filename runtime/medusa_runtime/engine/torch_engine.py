@@ -88,6 +88,7 @@ class TorchEngine:
     def add(self, request: GenerateRequest, sink: Sink) -> None:
         self._check_room()
         if isinstance(request.prompt, str):
+            self._tokenizer.check_length(request.prompt, self.info.max_model_len)
             prompt = self._tokenizer.encode(request.prompt, request.add_special_tokens)
         else:
             prompt = list(request.prompt)

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,10 @@ class SpellingEngine:
             raise RequestError("prompt: expected anything but 'refuse'")
         if request.prompt == "busy":
             raise OverloadedError("256 requests are waiting", retry_after_s=7.5)
+        if request.prompt.startswith("slow"):  # to tokenize
+            while request.id not in self.cancelled:
+                time.sleep(0.01)
+            return  # and is known from now on: a cancel must come again
         if request.prompt == "stall":
             sink(Delta(request.id, "s"))
             return
@@ -140,6 +145,17 @@ def test_get_returns_none_while_nothing_came_and_close_cancels(engine: list[int]
     assert stream.get(0.01) is None
     stream.close()
     assert client.stats() == {"cancelled": ["slow"]}
+
+
+def test_a_long_prompt_holds_up_nobody_and_can_be_cancelled(engine: list[int], client: EngineClient) -> None:
+    long = client.generate(request("slow" * 20_000, "long"))
+    assert "".join(delta.text for delta in client.generate(request("short", "r2"))) == "short"
+    long.close()
+    for _ in range(500):
+        if client.stats() == {"cancelled": ["long", "long"]}:
+            return
+        time.sleep(0.01)
+    pytest.fail("it was not cancelled once the engine knew it")
 
 
 def test_requests_sent_before_the_engine_is_up_are_answered(listener: socket.socket, client: EngineClient) -> None:

@@ -131,6 +131,15 @@ def test_a_bad_parameter_is_named_with_what_is_accepted(serve: Any, params: dict
         serve().ask(PROMPT, **params)
 
 
+def test_a_text_that_cannot_fit_is_refused_without_counting_its_tokens(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve()
+    monkeypatch.setattr(served.engine._tokenizer, "encode", lambda *_: pytest.fail("it was tokenized"))
+    with pytest.raises(RequestError, match="expected at most 512 tokens, found 4000000 characters"):
+        served.ask("word" * 1_000_000)
+
+
 def test_bad_prompts_are_refused(serve: Any) -> None:
     served = serve(max_model_len=32)
     with pytest.raises(RequestError, match="found an empty prompt"):
