@@ -117,7 +117,12 @@ def _one_of(*accepted: str) -> Callable[[str], str]:
 OPTIONS = (
     Option("model", ("MEDUSA_MODEL",), _text, "checkpoint: a folder, file, http(s)://, s3:// or any fsspec URL"),
     Option("handler", ("MEDUSA_HANDLER",), _text, "user code as file.py:name or module:name"),
-    Option("engine", ("MEDUSA_ENGINE",), _one_of(*ENGINES), "torch (fast start), vllm (throughput) or none (the handler's own module)"),
+    Option(
+        "engine",
+        ("MEDUSA_ENGINE",),
+        _one_of(*ENGINES),
+        "torch (fast start), vllm (throughput) or none (the handler's own module)",
+    ),
     Option("platform", ("MEDUSA_PLATFORM",), _one_of(*PLATFORMS), "whose protocol to speak"),
     Option("state", ("MEDUSA_STATE",), _text, "where the state bundle lies (default: beside the weights)"),
     Option("served_model_name", ("MEDUSA_SERVED_MODEL_NAME",), _text, "the model's name in the OpenAI routes"),
@@ -133,7 +138,9 @@ OPTIONS = (
     Option("kv_cache_mb", ("MEDUSA_KV_CACHE_MB",), _positive, "size of the KV cache; default: from free memory"),
     Option("threads", ("MEDUSA_THREADS",), _positive, "compute threads; default: the container's CPUs"),
     Option("connections", ("MEDUSA_CONNECTIONS",), _positive, "connections to the store; default: measured"),
-    Option("load_priority", ("MEDUSA_LOAD_PRIORITY",), _one_of(*LOAD_PRIORITIES), "background loads give way to others"),
+    Option(
+        "load_priority", ("MEDUSA_LOAD_PRIORITY",), _one_of(*LOAD_PRIORITIES), "background loads give way to others"
+    ),
     Option(
         "memory_limit_mb", ("MEDUSA_MEMORY_LIMIT_MB",), _positive, "memory to stay within; default: the container's"
     ),

@@ -177,9 +177,12 @@ def test_names_all_that_does_not_match(filling: Fill) -> None:
 def test_names_whole_numbers_where_floats_belong(filling: Fill) -> None:
     _, state = reference()
     state["head.weight"] = state["head.weight"].to(torch.int64)
-    with Loader(filling(state).lay_out().region, empty_net(), dtype=torch.float32) as loader:
-        with pytest.raises(MismatchError, match=r"1 quantized, where floats were expected: head\.weight \(I64\)"):
-            loader.wait()
+    refusal = r"1 quantized, where floats were expected: head\.weight \(I64\)"
+    with (
+        Loader(filling(state).lay_out().region, empty_net(), dtype=torch.float32) as loader,
+        pytest.raises(MismatchError, match=refusal),
+    ):
+        loader.wait()
 
 
 def test_rename_maps_and_leaves_out(filling: Fill) -> None:
