@@ -1,0 +1,43 @@
+"""What the README shows is what happens."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_function_of_the_readme_answers_as_shown(start: Callable[..., Any], tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text()
+    handler, session = re.findall(r"```(?:python)?\n(.*?)```", text, re.DOTALL)[:2]
+    (tmp_path / "handler.py").write_text(handler)
+    serve, curl, answer = session.strip().splitlines()
+    arguments = [
+        {"examples/pydoc-lm": str(ROOT / "examples/pydoc-lm"), "handler.py": str(tmp_path / "handler.py")}.get(
+            word, word
+        )
+        for word in shlex.split(serve.removeprefix("$ medusa serve"))
+    ]
+    serving = start(*arguments)
+    body = shlex.split(curl.removeprefix("$ "))[-1]
+    status, result, _ = serving.request("POST", "/", json.loads(body))
+    assert (status, result) == (200, json.loads(answer))
+    assert serving.stop() == 0
+
+
+def test_the_targets_of_the_readme_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^make (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+            if "://" not in link:
+                assert (page.parent / link).exists(), f"{page.name}: {link}"
