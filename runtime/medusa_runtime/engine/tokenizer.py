@@ -40,7 +40,7 @@ class Tokenizer:
         if len(text) > most_tokens * self._longest_piece:
             raise RequestError(
                 f"prompt: expected at most {most_tokens} tokens, "
-                f"found {len(text)} characters; shorten it"
+                f"found {len(text)} characters, which are more; shorten it"
             )
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:

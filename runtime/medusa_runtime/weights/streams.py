@@ -30,7 +30,7 @@ _GAIN = 1.2  # what more connections must bring for still more to be opened
 _SOON_S = 1.0  # what is left for less time than this is not worth more than the second step
 _HOLD_S = 2.0  # how long other ranges are suspended at most for one that is late; less than any store's patience
 _END_S = 0.2  # for connections to end when everything is there; one that hangs is left behind
-_NICE = 3  # imports that run beside a fetch go first: they need one core, and the first token waits for them as well
+_NICE = 10  # imports that run beside a fetch go first: they need one core, and the first token waits for them as well
 _SCRATCH_BYTES = 256 << 10  # stays in a core's cache between the receiving and the writing
 
 

@@ -77,7 +77,7 @@ def test_progress_is_told_as_it_arrives(store: HttpStore, origin: Any) -> None:
     with memoryview(bytearray(len(BODY))) as view:
         store.read_into("w", 0, view, None, seen.append)
     assert seen == sorted(seen)
-    assert len(seen) > len(BODY) >> 20
+    assert len(seen) > 5
     assert seen[-1] == len(BODY)
 
 
