@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import shlex
-import subprocess
 import tempfile
 from pathlib import Path
 
@@ -54,6 +53,8 @@ def build(target: Path = SOURCE_DIR / LIBRARY_NAME) -> Path:
 
 
 def _run(command: list[str]) -> None:
+    import subprocess  # a start imports this module for the library's name alone
+
     try:
         subprocess.run(command, check=True, capture_output=True, text=True)
     except FileNotFoundError as error:
