@@ -14,6 +14,7 @@ from .errors import ConfigError
 ENGINES = ("torch", "vllm", "none")
 PLATFORMS = ("auto", "local", "knative", "openfaas", "sagemaker")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
 LOAD_PRIORITIES = ("interactive", "background")
 
 
@@ -29,6 +30,7 @@ class Settings:
     served_model_name: str | None = None
     host: str = "0.0.0.0"
     port: int = 8080
+    device: str = "auto"
     dtype: str = "auto"
     max_model_len: int | None = None
     max_concurrency: int = 64
@@ -128,6 +130,7 @@ OPTIONS = (
     Option("served_model_name", ("MEDUSA_SERVED_MODEL_NAME",), _text, "the model's name in the OpenAI routes"),
     Option("host", ("MEDUSA_HOST",), _text, "address to bind"),
     Option("port", ("PORT",), _port, "port to bind; 0 takes a free one"),
+    Option("device", ("MEDUSA_DEVICE",), _one_of(*DEVICES), "where to compute; auto is a GPU if there is one"),
     Option("dtype", ("MEDUSA_DTYPE",), _one_of(*DTYPES), "type to compute in; auto is the checkpoint's own"),
     Option("max_model_len", ("MEDUSA_MAX_MODEL_LEN",), _positive, "longest prompt plus completion, in tokens"),
     Option("max_concurrency", ("MEDUSA_MAX_CONCURRENCY",), _positive, "requests served at the same time"),

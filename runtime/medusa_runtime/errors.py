@@ -16,6 +16,7 @@ MedusaError
 ├── EngineError                 Engine.Failed            the engine process failed
 │   ├── RequestError            Engine.BadRequest        a request the engine cannot serve, with the reason
 │   └── OverloadedError         Engine.Overloaded        the waiting queue is full; retry_after_s says when to try again
+├── DeviceError                 Device.Failed            a GPU that was asked for cannot be used
 ├── DeployError                 Deploy.Failed            a platform, or the client it is reached by, refused
 └── HandlerError                Handler.Failed           user code failed
     └── HandlerLoadError        Handler.NotFound         user code could not be imported or has no such name
@@ -92,6 +93,10 @@ class OverloadedError(EngineError):
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class DeviceError(MedusaError):
+    code = "Device.Failed"
 
 
 class DeployError(MedusaError):

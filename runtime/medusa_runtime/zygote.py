@@ -1,6 +1,9 @@
 """The process that does an engine's heavy imports once, and from which engines are forked.
 
 It only imports: after torch has used OpenMP, or anything has touched CUDA, a fork hangs or breaks the child.
+
+On a GPU the first engine is forked before the imports: it makes the device's context and imports at the same time
+(ParaServe §5), which a zygote may not. The zygote imports when that engine is ready, for the one that replaces it.
 """
 
 from __future__ import annotations
@@ -14,10 +17,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from .config import Settings
+from .device.choice import choose
+from .device.context import DeviceContext
 from .engine.base import Engine
 from .engine.server import EngineServer
 from .errors import EngineError, MedusaError
@@ -26,6 +32,8 @@ from .timeline import Timeline
 from .weights.region import Region
 
 logger = logging.getLogger(__name__)
+
+EngineClass = Callable[[Region, Settings, Timeline], Any]
 
 _ENGINES = {"torch": "medusa_runtime.engine.torch_engine:TorchEngine"}
 _MOST_QUICK_CRASHES = 3
@@ -47,19 +55,17 @@ class Zygote:
     def run(self) -> int:
         """Returns when an engine ended by itself; a crashed engine (killed by a signal) is replaced."""
         gc.disable()  # nothing that is imported becomes garbage
-        with self._timeline.stage("import", engine=self._settings.engine):
-            try:
-                engine_class = self._import_engine()
-            except ImportError as error:
-                raise EngineError(
-                    f"the {self._settings.engine} engine cannot be imported ({error}); expected its packages to be "
-                    f"installed, and memory for their libraries"
-                ) from error
+        self._settings = replace(self._settings, device=choose(self._settings.device, os.environ))
+        first = self._fork_ahead() if self._on_gpu else None
+        engine_class = self._import_engine(self._timeline)
         gc.freeze()  # the collector of a child would otherwise write to, and so copy, every shared page
         quick_crashes = 0
         while True:
             started = time.monotonic()
-            pid = fork("engine", partial(self._serve, engine_class), timeline=self._timeline, reports=self._reports)
+            pid, first = first, None
+            if pid is None:
+                body = partial(self._serve, lambda _: engine_class)
+                pid = fork("engine", body, timeline=self._timeline, reports=self._reports)
             status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             if status >= 0:
                 return status
@@ -72,26 +78,63 @@ class Zygote:
                 )
             logger.error("the engine process was killed by %s; forking a new one", name)
 
-    def _import_engine(self) -> Callable[[Region, Settings, Timeline], Any]:
-        if self._settings.engine == "torch":
-            from .lean_torch import import_torch
+    @property
+    def _on_gpu(self) -> bool:
+        return self._settings.device == "cuda" and self._settings.engine == "torch"
 
-            import_torch(numpy=False)  # nothing in the engine process uses it
+    def _fork_ahead(self) -> int:
+        """Fork the first engine from a process that has imported nothing; returns when it is ready or has ended."""
+        ready, tell = os.pipe2(os.O_CLOEXEC)
+
+        def body(timeline: Timeline) -> int:
+            os.close(ready)
+            return self._serve(self._import_engine, timeline, lambda: os.close(tell))
+
+        pid = fork("engine", body, timeline=self._timeline, reports=self._reports)
+        os.close(tell)
+        os.read(ready, 1)  # nothing is ever written: the end of the pipe is the news
+        os.close(ready)
+        return pid
+
+    def _import_engine(self, timeline: Timeline) -> EngineClass:
+        with timeline.stage("import", engine=self._settings.engine):
+            try:
+                return self._engine_class()
+            except ImportError as error:
+                raise EngineError(
+                    f"the {self._settings.engine} engine cannot be imported ({error}); expected its packages to be "
+                    f"installed, and memory for their libraries"
+                ) from error
+
+    def _engine_class(self) -> EngineClass:
+        if self._settings.engine == "torch":
+            if not self._on_gpu:  # the lean import was tested without CUDA
+                from .lean_torch import import_torch
+
+                import_torch(numpy=False)  # nothing in the engine process uses it
             from .models.registry import import_families
 
             import_families()
         module, _, name = _ENGINES[self._settings.engine].partition(":")
-        engine_class: Callable[[Region, Settings, Timeline], Any] = getattr(importlib.import_module(module), name)
+        engine_class: EngineClass = getattr(importlib.import_module(module), name)
         return engine_class
 
-    def _serve(self, engine_class: Callable[[Region, Settings, Timeline], Any], timeline: Timeline) -> int:
+    def _serve(
+        self, load: Callable[[Timeline], EngineClass], timeline: Timeline, on_ready: Callable[[], None] | None = None
+    ) -> int:
+        """The engine process, from its first moment."""
+        context = DeviceContext(timeline=timeline) if self._on_gpu else None
+        engine_class = load(timeline)
         gc.enable()
+        if context is not None:
+            context.wait()  # a GPU that cannot be used is told as such, and not as what torch makes of it
         stop = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: stop.set())
         engine: Engine = engine_class(self._region, self._settings, timeline)
         server = EngineServer(self._listener, engine)
         server.start()
-        threading.Thread(target=self._announce, args=(engine, server, timeline, stop), daemon=True).start()
+        announce = partial(self._announce, engine, server, timeline, stop, on_ready)
+        threading.Thread(target=announce, daemon=True).start()
         try:
             engine.run(stop)
         finally:
@@ -99,7 +142,14 @@ class Zygote:
             engine.close()
         return 0
 
-    def _announce(self, engine: Engine, server: EngineServer, timeline: Timeline, stop: threading.Event) -> None:
+    def _announce(
+        self,
+        engine: Engine,
+        server: EngineServer,
+        timeline: Timeline,
+        stop: threading.Event,
+        on_ready: Callable[[], None] | None,
+    ) -> None:
         try:
             engine.wait_ready()
         except MedusaError as error:
@@ -108,3 +158,5 @@ class Zygote:
             return
         timeline.mark("ready")
         server.announce_ready()
+        if on_ready is not None:
+            on_ready()

@@ -1,0 +1,111 @@
+"""The device's context, made while Python imports (ParaServe §5: CUDA context initialization is prioritized).
+
+Creating a context takes a quarter of a second and more, and most of it needs no CPU. torch works in the device's
+*primary* context, so whoever retains that one first has done the work for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from ..errors import DeviceError
+from ..timeline import Timeline
+from .driver import LIBRARY, Driver
+
+_MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+
+
+class DeviceInfo(NamedTuple):
+    """``capability`` as 90 for 9.0; ``driver`` as cuDriverGetVersion gives it, 13000 for CUDA 13.0."""
+
+    name: str
+    capability: int
+    total_bytes: int
+    driver: int
+    context: int  # the CUcontext
+
+
+class DeviceContext:
+    """Retains the primary context of one device in a thread, from construction on.
+
+    Never construct it in a process that forks afterwards: a context does not survive a fork.
+    """
+
+    def __init__(self, ordinal: int = 0, *, library: str = LIBRARY, timeline: Timeline | None = None) -> None:
+        self._ordinal = ordinal
+        self._library = library
+        self._timeline = timeline
+        self._driver: Driver | None = None
+        self._info: DeviceInfo | None = None
+        self._device = ctypes.c_int()
+        self._error: DeviceError | None = None
+        self._thread = threading.Thread(target=self._run, name="device-context", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> DeviceInfo:
+        """Until the context is there. Raises DeviceError with what the driver says."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        assert self._info is not None
+        return self._info
+
+    def close(self) -> None:
+        """Give the context back; it goes with its last user. May be called twice."""
+        self._thread.join()
+        if self._info is not None and self._driver is not None:
+            self._driver.call("cuDevicePrimaryCtxRelease_v2", self._device)
+            self._info = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        try:
+            if self._timeline is None:
+                self._info = self._retain()
+                return
+            with self._timeline.stage("context") as detail:
+                self._info = self._retain()
+                detail["device"] = self._info.name
+        except DeviceError as error:
+            self._error = error
+
+    def _retain(self) -> DeviceInfo:
+        driver = self._driver = Driver(self._library)
+        driver.call("cuInit", 0)
+        count = ctypes.c_int()
+        driver.call("cuDeviceGetCount", ctypes.byref(count))
+        if self._ordinal >= count.value:
+            raise DeviceError(
+                f"expected a GPU number {self._ordinal}, found {count.value} of them; see CUDA_VISIBLE_DEVICES"
+            )
+        driver.call("cuDeviceGet", ctypes.byref(self._device), self._ordinal)
+        context = ctypes.c_void_p()
+        driver.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self._device)
+        return DeviceInfo(self._name(driver), self._capability(driver), *self._sizes(driver), context.value or 0)
+
+    def _name(self, driver: Driver) -> str:
+        name = ctypes.create_string_buffer(256)
+        driver.call("cuDeviceGetName", name, len(name), self._device)
+        return name.value.decode()
+
+    def _capability(self, driver: Driver) -> int:
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        driver.call("cuDeviceGetAttribute", ctypes.byref(major), _MAJOR, self._device)
+        driver.call("cuDeviceGetAttribute", ctypes.byref(minor), _MINOR, self._device)
+        return major.value * 10 + minor.value
+
+    def _sizes(self, driver: Driver) -> tuple[int, int]:
+        total, version = ctypes.c_size_t(), ctypes.c_int()
+        driver.call("cuDeviceTotalMem_v2", ctypes.byref(total), self._device)
+        driver.call("cuDriverGetVersion", ctypes.byref(version))
+        return total.value, version.value

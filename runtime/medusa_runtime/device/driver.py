@@ -1,0 +1,42 @@
+"""The CUDA driver by ctypes, for what must not wait until torch is imported."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from ..errors import DeviceError
+
+LIBRARY = "libcuda.so.1"
+
+
+class Driver:
+    """One loaded driver library. Calls release the interpreter's lock, so they overlap with imports."""
+
+    def __init__(self, library: str = LIBRARY) -> None:
+        """Load it; nothing is initialised. DeviceError where there is no driver."""
+        self.library = library
+        try:
+            self._functions = ctypes.CDLL(library)
+        except OSError as error:
+            raise DeviceError(
+                f"the CUDA driver cannot be loaded ({error}); expected {library}, which the NVIDIA container toolkit "
+                "puts into a container. Give the container a GPU, or use --device cpu"
+            ) from None
+
+    def call(self, function: str, *arguments: Any) -> None:
+        """Call a function that returns a CUresult. DeviceError names the function and the driver's own reason."""
+        try:
+            result = getattr(self._functions, function)(*arguments)
+        except AttributeError:
+            raise DeviceError(f"{self.library} has no {function}; expected a driver of CUDA 11 or newer") from None
+        if result:
+            raise DeviceError(f"{function} failed: {self._reason(result)}; `nvidia-smi` shows the state of the GPU")
+
+    def _reason(self, result: int) -> str:
+        text = ctypes.c_char_p()
+        try:
+            self._functions.cuGetErrorString(result, ctypes.byref(text))
+        except AttributeError:
+            pass
+        return f"{text.value.decode()} ({result})" if text.value else f"error {result}"

@@ -1,0 +1,57 @@
+"""CPU or GPU, by what lies in a tree of files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from medusa_runtime.device.choice import choose
+from medusa_runtime.errors import DeviceError
+
+
+def machine(root: Path, *, node: str | None = "nvidiactl", cuda: str | None = "'13.0'") -> dict[str, Path]:
+    (root / "dev").mkdir()
+    (root / "torch").mkdir()
+    if node:
+        (root / "dev" / node).touch()
+    if cuda:
+        (root / "torch/version.py").write_text(f"__version__ = '2'\ncuda: Optional[str] = {cuda}\nhip = None\n")
+    return {"root": root, "torch": root / "torch"}
+
+
+@pytest.mark.parametrize("node", ["nvidiactl", "dxg"])
+def test_auto_takes_a_gpu_that_torch_can_use(tmp_path: Path, node: str) -> None:
+    there = machine(tmp_path, node=node)
+    assert choose("auto", {}, **there) == "cuda"
+    assert choose("cuda", {"CUDA_VISIBLE_DEVICES": "0"}, **there) == "cuda"
+    assert choose("cpu", {}, **there) == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("parts", "environ", "reason"),
+    [
+        ({"node": None}, {}, "expected a GPU's device files"),
+        ({"cuda": "None"}, {}, "expected a torch built for CUDA"),
+        ({"cuda": None}, {}, "expected a torch built for CUDA"),
+        ({}, {"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES='' hides all GPUs"),
+        ({}, {"CUDA_VISIBLE_DEVICES": "-1"}, "CUDA_VISIBLE_DEVICES='-1' hides all GPUs"),
+    ],
+)
+def test_what_stands_against_it(
+    tmp_path: Path, parts: dict[str, str | None], environ: dict[str, str], reason: str
+) -> None:
+    there = machine(tmp_path, **parts)
+    assert choose("auto", environ, **there) == "cpu"
+    with pytest.raises(DeviceError, match=reason):
+        choose("cuda", environ, **there)
+
+
+def test_this_machine_decides_without_importing_torch() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import os, sys; from medusa_runtime.device.choice import choose; "
+        "choose('auto', os.environ); sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
