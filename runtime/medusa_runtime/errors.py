@@ -3,6 +3,7 @@
 MedusaError
 ├── ConfigError                 Config.Invalid           a flag, variable or file has a bad value
 │   └── MissingPackageError     Config.MissingPackage    an optional package is needed; the message installs it
+├── LimitError                  Limit.Reached            too few open files, processes or bytes for this process
 ├── StorageError                Storage.Failed           an object store did not answer as it should
 │   ├── UnreachableError        Storage.Unreachable
 │   ├── ForbiddenError          Storage.Forbidden
@@ -12,6 +13,7 @@ MedusaError
 │   ├── CorruptError            Weights.Corrupt          header, length or checksum is wrong
 │   ├── MismatchError           Weights.Mismatch         missing, unexpected or misshaped tensors
 │   └── TooLargeError           Weights.TooLarge         does not fit into the memory there is
+├── StateError                  State.Invalid            a state bundle, or a part of it, cannot be used
 ├── ModelError                  Model.Unsupported        no engine here knows this architecture
 ├── EngineError                 Engine.Failed            the engine process failed
 │   ├── RequestError            Engine.BadRequest        a request the engine cannot serve, with the reason
@@ -37,6 +39,10 @@ class ConfigError(MedusaError):
 
 class MissingPackageError(ConfigError):
     code = "Config.MissingPackage"
+
+
+class LimitError(MedusaError):
+    code = "Limit.Reached"
 
 
 class StorageError(MedusaError):
@@ -73,6 +79,10 @@ class MismatchError(WeightsError):
 
 class TooLargeError(WeightsError):
     code = "Weights.TooLarge"
+
+
+class StateError(MedusaError):
+    code = "State.Invalid"
 
 
 class ModelError(MedusaError):
