@@ -1,87 +1,18 @@
-"""The command `medusa`.
-
-``medusa serve`` runs this file on its way to the first token, so it imports one command's module and nothing heavy.
-"""
+"""The command `medusa`. It imports its parts where an interrupt (Ctrl-C) is awaited already, and ends quietly."""
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import os
 import sys
-from collections.abc import Sequence
-
-from medusa_runtime.errors import ConfigError, MedusaError
-
-# Name, module with ``add_arguments(parser)`` and ``run(arguments) -> int``, and a line of help.
-_COMMANDS = (
-    ("serve", "medusa_adapters.serving", "serve a model or a function, and show where its start's time went"),
-    ("fetch", "medusa_adapters.fetching", "fetch a checkpoint into a folder or, for timing, into memory"),
-    ("new", "medusa_adapters.new", "make a small complete project: handler, test, Dockerfile"),
-    ("deploy", "medusa_adapters.deploy", "bring a function to Knative, OpenFaaS or SageMaker"),
-    ("inspect", "medusa_adapters.inspecting", "show what a checkpoint contains"),
-    ("bench", "medusa_adapters.bench.command", "measure cold starts and fetches against others"),
-    ("doctor", "medusa_adapters.doctor", "check this machine, and say what to do"),
-)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise ConfigError(f"{message}; see {self.prog} --help")
-
-
-class _Version(argparse.Action):
-    def __call__(self, *_: object, **__: object) -> None:
-        from importlib.metadata import version  # 30 ms
-
-        print(f"medusa-runtime {version('medusa-runtime')}")
-        raise SystemExit(0)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, 2 for a call that cannot be meant so, 1 for the rest."""
-    _open_standard_streams()
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0, 2 for a call that cannot be meant so, 130, or 1 for the rest."""
     try:
-        arguments = _parse(sys.argv[1:] if argv is None else argv)
-        status: int = importlib.import_module(arguments.module).run(arguments)
-        sys.stdout.flush()
-        return status
-    except MedusaError as error:
-        if os.environ.get("MEDUSA_LOG_LEVEL") == "debug":
-            raise
-        print(f"medusa: {error} [{error.code}]", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        from .command_line import run
+
+        return run(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        # The reader of our output has gone (`medusa inspect … | head`); Python would complain again while closing it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-
-
-def _open_standard_streams() -> None:
-    """A closed stdin, stdout or stderr is /dev/null; else a socket of ours would take its number and get its text."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:
-            try:
-                os.fstat(number)
-            except OSError:
-                os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
-            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(
-        prog="medusa", description="Serverless model functions that answer as soon as weights can be read."
-    )
-    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
-    commands = parser.add_subparsers(metavar="command", required=True)
-    for name, module, text in _COMMANDS:
-        command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        command.set_defaults(module=module)
-        if name in argv[:1]:
-            importlib.import_module(module).add_arguments(command)
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,16 @@ import selectors
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gunicorn.app.base import BaseApplication
 from gunicorn.http import errors
 from gunicorn.workers.gthread import ThreadWorker
+from medusa_runtime.shortage import shortage
 
 from .faults import ApiError, compact
 from .server import STOP_GRACE_S, options
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_SHORTAGE_S = 0.05  # until the next look for a free descriptor
 _STATUSES = (
     (errors.LimitRequestLine, 414),
     (errors.LimitRequestHeaders, 431),
@@ -37,6 +41,10 @@ _STATUSES = (
     (errors.ParseException, 400),
     (OSError, 400),  # a chunk that is none
 )
+
+
+def _closed(graceful: bool = False) -> None:
+    """In the place of a connection's close() once that has been done."""
 
 
 def _timeval(seconds: float) -> bytes:
@@ -75,10 +83,34 @@ class FunctionServer(BaseApplication):  # type: ignore[misc]
         return handle
 
 
+class _Pool(ThreadPoolExecutor):
+    """Where no further thread can be made (ulimit -u, a container's pids), those that are there do the work."""
+
+    def _adjust_thread_count(self) -> None:
+        try:
+            super()._adjust_thread_count()
+        except RuntimeError as error:
+            if not self._threads or shortage(error) is None:
+                raise
+            logger.warning("%s", shortage(error))
+
+
 class Worker(ThreadWorker):  # type: ignore[misc]
     """On SIGTERM goes on accepting (a platform's probes must see 503, not a refused connection) until drained."""
 
     _stopping = False
+
+    def get_thread_pool(self) -> ThreadPoolExecutor:
+        return _Pool(self.cfg.threads)
+
+    def accept(self, listener: socket.socket) -> None:
+        try:
+            super().accept(listener)
+        except OSError as error:  # gunicorn's worker would end, and with it every stream
+            if (known := shortage(error)) is None:
+                raise
+            logger.warning("a client must wait: %s", known)
+            time.sleep(_SHORTAGE_S)
 
     def enqueue_req(self, conn: Any) -> None:
         """A connection takes a thread when it has sent something, so that idle ones keep no probe waiting.
@@ -100,9 +132,14 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         conn.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(self.app.write_timeout_s))
         self.app.slow_clients.begin(conn.sock)
         try:
-            return super().handle(conn)
+            kept = super().handle(conn)
         finally:
             self.app.slow_clients.end(conn.sock)
+        if not kept:
+            # Up to two seconds for the client's end; gunicorn waits in its loop, and everybody else with it.
+            conn.close(graceful=True)
+            conn.close = _closed
+        return kept
 
     def handle_request(self, req: Any, conn: Any) -> Any:
         try:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from medusa_runtime.process import die_with_parent, name_process
+from medusa_runtime.shortage import LEAST_FILES, most_files
 
 from .platform import Platform
 
@@ -115,7 +116,8 @@ def options(listener: socket.socket, settings: Settings) -> dict[str, Any]:
         "workers": 1,
         "worker_class": "medusa_handler.arbiter.Worker",
         "threads": threads(settings),
-        "worker_connections": threads(settings) + _IDLE_CONNECTIONS,
+        # One more would end gunicorn's worker when the process may open no further file.
+        "worker_connections": min(threads(settings) + _IDLE_CONNECTIONS, most_files() - LEAST_FILES // 2),
         "worker_tmp_dir": worker_folder() or "/dev/shm",
         "timeout": 0,
         "graceful_timeout": math.ceil(settings.drain_s) + 2 * STOP_GRACE_S,

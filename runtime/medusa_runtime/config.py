@@ -72,6 +72,13 @@ def _positive(value: str) -> int:
     return number
 
 
+def _model_len(value: str) -> int:
+    number = int(value)
+    if number < 2:
+        raise ValueError("a whole number, 2 or more: a token of prompt and one of completion")
+    return number
+
+
 def _count(value: str) -> int:
     number = int(value)
     if number < 0:
@@ -132,7 +139,7 @@ OPTIONS = (
     Option("port", ("PORT",), _port, "port to bind; 0 takes a free one"),
     Option("device", ("MEDUSA_DEVICE",), _one_of(*DEVICES), "where to compute; auto is a GPU if there is one"),
     Option("dtype", ("MEDUSA_DTYPE",), _one_of(*DTYPES), "type to compute in; auto is the checkpoint's own"),
-    Option("max_model_len", ("MEDUSA_MAX_MODEL_LEN",), _positive, "longest prompt plus completion, in tokens"),
+    Option("max_model_len", ("MEDUSA_MAX_MODEL_LEN",), _model_len, "longest prompt plus completion, in tokens"),
     Option("max_concurrency", ("MEDUSA_MAX_CONCURRENCY",), _positive, "requests served at the same time"),
     Option("max_waiting", ("MEDUSA_MAX_WAITING",), _count, "requests that may wait; more get 429"),
     Option(

@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
@@ -27,6 +26,7 @@ from .config import Settings
 from .engine.client import EngineClient
 from .errors import ConfigError, EngineError, MedusaError, from_code
 from .process import ReportPipe, fork
+from .shortage import make_room_for_files, shortage
 from .timeline import Stage, Timeline, process_start_ns
 from .weights.region import Progress, Region
 
@@ -36,7 +36,6 @@ _MOST_PREFETCHERS = 4  # the first and three that take over from a killed one
 _KILL_AFTER_S = 5.0
 _NOW = -1.0  # as the time at which to stop: without draining
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_LONGEST_SOCKET_PATH = 107  # of a Unix socket, unix(7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +91,7 @@ def serve(settings: Settings, function: Function, observer: Observer | None = No
     """Serve until SIGTERM or SIGINT; returns the exit status. Raises the MedusaError that ended the instance."""
     if settings.engine == "none" and settings.handler is None:
         raise ConfigError("with --engine none nothing runs the model: expected --handler, whose code builds it")
+    make_room_for_files()
     timeline = Timeline.create("supervisor")
     timeline.record("exec", process_start_ns(), time.monotonic_ns())
     with timeline.stage("bind"):
@@ -114,7 +114,6 @@ class Instance:
         self._reports = ReportPipe()
         self._children: dict[int, str] = {}
         self._prefetchers = 0
-        self._folder = _private_folder()
         self._engine_listener: socket.socket | None = None
         self._region: Region | None = None
         self._stop_asked = 0.0
@@ -138,10 +137,8 @@ class Instance:
                 self._region = Region.create()
                 self._fork_prefetcher()
             if self._settings.model is not None and self._settings.engine != "none":
-                engine = EngineClient(str(self._folder / "engine"))
-                self._engine_listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-                self._engine_listener.bind(engine.path)
-                self._engine_listener.listen(64)
+                self._engine_listener, path = _private_listener()
+                engine = EngineClient(path)
                 self._fork("zygote", self._run_zygote)
             handle = InstanceHandle(
                 self._settings, self._timeline.named("function"), engine, self._region, self._reports
@@ -293,7 +290,6 @@ class Instance:
             os.waitpid(pid, 0)
         self._children.clear()
         signal.set_wakeup_fd(-1)
-        shutil.rmtree(self._folder, ignore_errors=True)
         if self._engine_listener is not None:
             self._engine_listener.close()
         if self._region is not None:
@@ -302,20 +298,29 @@ class Instance:
         self._listener.close()
 
 
-def _private_folder() -> Path:
-    """For the engine's socket. Raises ConfigError when there is none, or one in which no socket can be named."""
+def _private_listener() -> tuple[socket.socket, str]:
+    """The engine's socket, and the path by which this process and those forked from it connect to it.
+
+    Its name is removed at once: nobody else can connect, and a killed instance leaves nothing behind. Descriptors
+    lead to it through /proc, as they do past the 107 bytes that the path of a Unix socket may have.
+    Raises ConfigError when no folder is writable.
+    """
     try:
-        folder = Path(tempfile.mkdtemp(prefix="medusa-"))
+        folder = tempfile.mkdtemp(prefix="medusa-")
+        try:
+            inside = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            listener.bind(f"/proc/self/fd/{inside}/engine")
+            listener.listen(64)
+            named = os.open("engine", os.O_PATH | os.O_CLOEXEC, dir_fd=inside)
+            os.close(inside)
+        finally:
+            shutil.rmtree(folder)
     except OSError as error:
         raise ConfigError(f"expected a writable folder for temporary files, found none ({error}); set TMPDIR") from None
-    length = len(os.fsencode(folder / "engine"))
-    if length > _LONGEST_SOCKET_PATH:
-        folder.rmdir()
-        raise ConfigError(
-            f"the path of the engine's socket in TMPDIR={folder.parent} would have {length} bytes, expected at most "
-            f"{_LONGEST_SOCKET_PATH}; set TMPDIR to a shorter path, such as /tmp"
-        )
-    return folder
+        if shortage(error):
+            raise
+    return listener, f"/proc/self/fd/{named}"
 
 
 def _end_group(pid: int, number: int) -> None:

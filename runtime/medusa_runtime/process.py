@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
 from .errors import MedusaError
+from .shortage import shortage
 from .timeline import Timeline
 
 logger = logging.getLogger(__name__)
@@ -100,8 +101,10 @@ def _child(name: str, body: Callable[[], int], reports: ReportPipe, parent: int)
     except SystemExit as request:
         status = request.code if isinstance(request.code, int) else 1
     except BaseException as error:
-        logger.exception("%s failed", name)
-        reports.send(name, MedusaError(f"{name} failed: {type(error).__name__}: {error}"))
+        known = shortage(error)
+        if known is None:
+            logger.exception("%s failed", name)
+        reports.send(name, known or MedusaError(f"{name} failed: {type(error).__name__}: {error}"))
     finally:
         try:
             sys.stdout.flush()

@@ -58,7 +58,7 @@ def test_version() -> None:
 
 def test_the_way_to_serve_imports_nothing_heavy() -> None:
     script = (
-        "import sys\nfrom medusa_adapters.cli import _parse\n"
+        "import sys\nfrom medusa_adapters.command_line import _parse\n"
         "_parse(['serve', '--model', 'x'])\nimport medusa_runtime.instance\n"
         "heavy = {'torch', 'flask', 'gunicorn', 'tokenizers', 'numpy', 'boto3', 'medusa_adapters.doctor', "
         "'medusa_adapters.report', 'importlib.metadata'}\n"

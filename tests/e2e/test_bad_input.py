@@ -128,11 +128,14 @@ def test_a_handler_that_does_not_import(start: Start, tmp_path: Path, source: st
     assert "Handler.NotFound" in serving.output()
 
 
-def test_a_temporary_folder_with_too_long_a_path(start: Start, example: Path, tmp_path: Path) -> None:
-    folder = tmp_path / ("x" * 100)
-    folder.mkdir()
-    refused(start("--model", example, env={"TMPDIR": str(folder)}), "TMPDIR", "107", "Config.Invalid")
-    assert list(folder.iterdir()) == []
+@pytest.mark.parametrize("limit", ["-n 16", "-n 40"])
+def test_too_few_open_files(start: Start, example: Path, limit: str) -> None:
+    wrapper = ["sh", "-c", f'ulimit {limit}; exec "$@"', "sh"]
+    refused(start("--model", example, wrapper=wrapper), "ulimit -n", limit.split()[1], "Limit.Reached")
+
+
+def test_a_length_without_room_for_an_answer(start: Start, example: Path) -> None:
+    refused(start("--model", example, "--max-model-len", "1"), "--max-model-len", "2 or more", "Config.Invalid")
 
 
 def test_quantized_weights(start: Start, copy: Path) -> None:

@@ -56,6 +56,24 @@ def test_a_second_signal_does_not_wait_for_requests(start: Start, tmp_path: Path
         assert "still running" not in serving.output()
 
 
+def test_nothing_is_left_of_a_killed_instance(start: Start, example: Path) -> None:
+    serving = start("--model", example)
+    serving.wait_ready()
+    descendants = serving.children()
+    serving.process.kill()
+    assert serving.wait_gone(descendants) == -signal.SIGKILL
+
+
+def test_temporary_files_may_lie_deep(start: Start, example: Path, tmp_path: Path) -> None:
+    """The path of a Unix socket may have 107 bytes; the engine's lies under TMPDIR."""
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    serving = start("--model", example, env={"TMPDIR": str(folder)})
+    assert serving.complete()["choices"][0]["text"]
+    assert serving.stop() == 0
+    assert list(folder.iterdir()) == []
+
+
 def test_standard_streams_may_be_closed(start: Start, example: Path) -> None:
     port = "18437"
     serving = start("--model", example, "--port", port, wrapper=["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"])

@@ -47,6 +47,16 @@ def test_probes_before_and_after_the_model_is_there(serve: Serve) -> None:
     assert served.request("GET", "/startupz")[1]["status"] == "ready"
 
 
+def test_clients_that_close_late_keep_nobody_waiting(serve: Serve) -> None:
+    """gunicorn waits two seconds for each in its loop: were that so here, the last answer would take minutes."""
+    served = serve()
+    with ExitStack() as stack:
+        for _ in range(60):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", served.port)))
+            client.sendall(b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert served.request("GET", "/livez")[0] == 200  # or the client gives up, after 30 s
+
+
 def test_early_requests_are_held_and_answered_in_bounds(serve: Serve) -> None:
     served = serve(ready=False, max_waiting=3)
     with ThreadPoolExecutor(3) as pool:
