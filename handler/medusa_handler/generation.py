@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from medusa_runtime.engine.base import Delta, GenerateRequest
 
-from .faults import ClientGoneError, not_ready, stopping
+from .faults import ClientGoneError
 from .merge import Item, Merge
 
 if TYPE_CHECKING:
@@ -60,7 +60,8 @@ class Generation:
                 last = now
                 yield item
                 continue
-            self._check_hold(now)
+            if not self._first:
+                self._service.check_hold(self._began)
             if heartbeat_s is not None and now - last >= heartbeat_s:
                 last = now
                 yield None
@@ -78,17 +79,6 @@ class Generation:
                 yield delta
                 if delta.finish_reason is not None:
                     return
-
-    def _check_hold(self, now: float) -> None:
-        service = self._service
-        if self._first or service.engine is None or service.engine.ready:
-            return
-        if service.draining.is_set():
-            raise stopping()
-        if now - self._began > service.settings.hold_s:
-            raise not_ready(
-                f"the model was not loaded within {service.settings.hold_s:g} s of the request", service.eta_s()
-            )
 
     def _note(self, item: Item[Delta], now: float) -> None:
         delta = item.value

@@ -81,7 +81,7 @@ def _request(service: Service) -> Request:
 
 
 def _infer(service: Service, called: Request, gone: Callable[[], bool]) -> Response:
-    """A JSON body as in the OpenAI routes (``messages`` make it a chat); any other body is the prompt."""
+    """A JSON body as in the OpenAI routes (``messages``: a chat, ``input``: embeddings); any other body is the prompt."""
     if _mimetype(called) == "application/json":
         return _ask(service, as_json_object(called.body), gone)
     prompt = called.body.decode(errors="replace")
@@ -96,9 +96,10 @@ def _mimetype(called: Request) -> str:
 
 
 def _ask(service: Service, body: dict[str, object], gone: Callable[[], bool]) -> Response:
-    from .openai.routes import complete, converse
+    from .openai.routes import complete, converse, embed_texts
 
-    return (converse if "messages" in body else complete)(service, body, gone)
+    answer = converse if "messages" in body else embed_texts if "input" in body else complete
+    return answer(service, body, gone)
 
 
 def _object(text: str) -> dict[str, object]:

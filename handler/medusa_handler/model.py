@@ -61,6 +61,14 @@ class Model:
             template.render(messages, {"add_generation_prompt": True}), params, add_special_tokens=False
         )
 
+    def embed(self, texts: Sequence[str | Sequence[int]], dimensions: int | None = None) -> list[list[float]]:
+        """A vector for each text, of an encoder; texts beyond its length are cut. Raises RequestError, EngineError."""
+        from .openai.embeddings import embeddings, floats
+
+        given = [text if isinstance(text, str) else tuple(text) for text in texts]
+        found = embeddings(self._service, given, _gone(), dimensions=dimensions, truncate=-1)
+        return [floats(vector.data) for vector in found]
+
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         assert self._service.engine is not None
         return self._service.engine.tokenize(text, add_special_tokens)

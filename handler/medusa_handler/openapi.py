@@ -38,6 +38,20 @@ _CHAT = {
     "properties": {"messages": {"type": "array", "minItems": 1, "items": _MESSAGE}, **_SAMPLING},
 }
 
+_TOKENS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+_INPUT = {"type": "string", "minLength": 1}
+_EMBEDDINGS = {
+    "type": "object",
+    "required": ["input"],
+    "properties": {
+        "input": {"anyOf": [_INPUT, _TOKENS, {"type": "array", "minItems": 1, "items": {"anyOf": [_INPUT, _TOKENS]}}]},
+        "model": {"type": "string"},
+        "encoding_format": {"enum": ["float", "base64"]},
+        "dimensions": _COUNT,
+        "truncate_prompt_tokens": {"type": "integer", "minimum": -1},
+    },
+}
+
 
 def describe(service: Service, probes: Mapping[str, str]) -> dict[str, Any]:
     """The document; ``probes`` are paths and what each tells."""
@@ -72,6 +86,7 @@ def _model_paths() -> dict[str, Any]:
         "/v1/models": {"get": _operation("The served model", {"200": _answer("application/json")})},
         "/v1/completions": {"post": _call("A completion", _COMPLETION, "application/json", "text/event-stream")},
         "/v1/chat/completions": {"post": _call("A chat", _CHAT, "application/json", "text/event-stream")},
+        "/v1/embeddings": {"post": _call("Vectors of texts, by an encoder", _EMBEDDINGS, "application/json")},
         "/tokenize": {"post": _call("Text to token ids", _object("prompt", {"type": "string"}), "application/json")},
         "/detokenize": {
             "post": _call(
@@ -90,7 +105,8 @@ def _object(name: str, schema: dict[str, Any]) -> dict[str, Any]:
 def _function_call(service: Service) -> dict[str, Any]:
     """The function's own types are its own; a model without one takes a prompt."""
     if service.function is None and service.engine is not None:
-        call = _call("A completion or a chat", {"anyOf": [_COMPLETION, _CHAT]}, "application/json", "text/event-stream")
+        bodies = {"anyOf": [_COMPLETION, _CHAT, _EMBEDDINGS]}
+        call = _call("A completion, a chat or embeddings", bodies, "application/json", "text/event-stream")
         call["requestBody"]["content"]["text/plain"] = {"schema": {"type": "string"}}
         return call
     answers = {"default": {"description": "What the function answers", "content": {"*/*": {"schema": _ANY}}}}

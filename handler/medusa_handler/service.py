@@ -80,6 +80,16 @@ class Service:
             if time.monotonic() > deadline:
                 raise not_ready(f"the model's files were not there within {self.settings.hold_s:g} s of the request")
 
+    def check_hold(self, began: float) -> None:
+        """For a request that came at ``began``: 503 when it has waited ``hold_s`` for the model, or will in vain."""
+        if self.engine is None or self.engine.ready:
+            return
+        if self.draining.is_set():
+            raise stopping()
+        if time.monotonic() - began > self.settings.hold_s:
+            text = f"the model was not loaded within {self.settings.hold_s:g} s of the request"
+            raise not_ready(text, self.eta_s())
+
     def first_answer(self) -> bool:
         """True once, for the request that is answered first."""
         return self._answered.acquire(blocking=False)

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 EngineClass = Callable[[Region, Settings, Timeline], Any]
 
-_ENGINES = {"torch": "medusa_runtime.engine.torch_engine:TorchEngine"}
+_ENGINES = {"torch": "medusa_runtime.engine.kinds:open_engine"}
 _MOST_QUICK_CRASHES = 3
 _QUICK_S = 10.0
 

@@ -12,7 +12,7 @@ from medusa_runtime.engine.base import GenerateRequest, SamplingParams
 
 from ..body import json_object
 from ..faults import ApiError
-from . import chat, completion, parameters
+from . import chat, completion, embeddings, parameters
 from .answer import Envelope
 from .parameters import Body
 from .responding import Plan, respond
@@ -44,6 +44,10 @@ def blueprint(service: Service, work: Work) -> Blueprint:
     @routes.post("/v1/chat/completions")
     def chat_completions() -> Response:
         return work.run("/v1/chat/completions", lambda: converse(service, json_object(), work.gone()))
+
+    @routes.post("/v1/embeddings")
+    def embed() -> Response:
+        return work.run("/v1/embeddings", lambda: embed_texts(service, json_object(), work.gone()))
 
     @routes.post("/tokenize")
     def tokenize() -> Response:
@@ -101,6 +105,11 @@ def converse(service: Service, body: Body, gone: Callable[[], bool]) -> Response
     envelope = Envelope(name, model, chat.ChatShape(logprobs))
     stream = parameters.flag(body, "stream")
     return respond(service, Plan(requests, envelope, count, count, stream, _include_usage(body)), gone)
+
+
+def embed_texts(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
+    """Answer a request for embeddings."""
+    return embeddings.embed(service, body, check_model(service, body), gone)
 
 
 def check_model(service: Service, body: Body) -> str:

@@ -76,8 +76,18 @@ class EngineInfo(NamedTuple):
     kv_tokens: int  # how many tokens fit into the KV cache
 
 
+class Embedding(NamedTuple):
+    """A text's number of tokens, and its vector as float32, little-endian."""
+
+    tokens: int
+    data: bytes
+
+
 class Engine(Protocol):
-    """Continuous batching over one model. ``run`` belongs to one thread; ``add``, ``cancel``, ``stats`` to any."""
+    """Continuous batching over one model. ``run`` belongs to one thread; ``add``, ``cancel``, ``stats`` to any.
+
+    An encoder's also has ``embed`` (encoder_engine.py).
+    """
 
     info: EngineInfo
 

@@ -19,15 +19,15 @@ def read_config(region: Region) -> ModelConfig:
 
     A config that names no dtype gets that of the weights; float32 would double a bf16 model's memory.
     """
-    raw = _read(region, "config.json")
+    raw = read_json(region, "config.json")
     if raw is None:
         raise MismatchError("expected a config.json beside the weights, found none")
     if raw.get("dtype") is None and raw.get("torch_dtype") is None:
-        raw["dtype"] = _weights_dtype(region.wait_index())
+        raw["dtype"] = weights_dtype(region.wait_index())
     return ModelConfig.from_hf(raw)
 
 
-def _weights_dtype(index: WeightIndex) -> str:
+def weights_dtype(index: WeightIndex) -> str:
     """The dtype most of the weights' bytes have; bfloat16 where none can be computed in (fp8)."""
     sizes: Counter[str] = Counter()
     for entry in index.tensors.values():
@@ -38,14 +38,15 @@ def _weights_dtype(index: WeightIndex) -> str:
 
 def read_eos_token_ids(region: Region, config: ModelConfig) -> tuple[int, ...]:
     """The ids in config.json and generation_config.json together: often only one of them has the turn's end."""
-    raw = (_read(region, "generation_config.json") or {}).get("eos_token_id")
+    raw = (read_json(region, "generation_config.json") or {}).get("eos_token_id")
     found = raw if isinstance(raw, list) else [] if raw is None else [raw]
     if not all(isinstance(token, int) for token in found):
         raise CorruptError(f"generation_config.json: expected eos_token_id to be a token id or a list, found {raw!r}")
     return tuple(sorted({*config.eos_token_ids, *found}))
 
 
-def _read(region: Region, name: str) -> dict[str, Any] | None:
+def read_json(region: Region, name: str) -> dict[str, Any] | None:
+    """A small file that is a JSON object; None when there is none. Raises CorruptError for another one."""
     data = region.file(name)
     if data is None:
         return None

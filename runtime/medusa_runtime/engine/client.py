@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 import logging
 import os
@@ -9,15 +10,16 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..errors import EngineError, MedusaError, OverloadedError, from_code
 from . import frames
-from .base import Delta, EngineInfo, GenerateRequest
+from .base import Delta, Embedding, EngineInfo, GenerateRequest
 
 logger = logging.getLogger(__name__)
 
+_LOOK_S, _LONG_S = 0.25, 3600.0
 _MOST_ATTEMPTS = 2  # a request that may itself have killed an engine is not given to a third one
 
 
@@ -146,6 +148,22 @@ class EngineClient:
     def detokenize(self, token_ids: list[int]) -> str:
         return str(self._call("detokenize", token_ids=token_ids))
 
+    def embed(
+        self,
+        inputs: Sequence[str | Sequence[int]],
+        dimensions: int | None = None,
+        truncate: int | None = None,
+        *,
+        look: Callable[[], None] | None = None,
+    ) -> list[Embedding]:
+        """A vector for each text (EncoderEngine.embed), also before the weights are there.
+
+        ``look`` is called a few times a second meanwhile; what it raises ends the wait. RequestError, EngineError.
+        """
+        arguments = {"inputs": inputs, "dimensions": dimensions, "truncate": truncate}
+        found = self._call("embed", timeout_s=None, look=look, **arguments)
+        return [Embedding(tokens, base64.b64decode(data)) for tokens, data in found]
+
     def fail(self, error: MedusaError) -> None:
         """No engine will ever come: every waiting and future request gets this error."""
         with self._state:
@@ -163,12 +181,16 @@ class EngineClient:
         if connection is not None:
             _hang_up(connection)
 
-    def _call(self, method: str, timeout_s: float = 30.0, **arguments: Any) -> Any:
+    def _call(
+        self, method: str, timeout_s: float | None = 30.0, look: Callable[[], None] | None = None, **arguments: Any
+    ) -> Any:
         self.start()
         call_id = f"call-{next(self._numbers)}"
         answer: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        wait = _Wait(timeout_s, look)
         with self._state:
-            self._state.wait_for(lambda: self._socket is not None or self._failure or self._closed, timeout_s)
+            while not (self._socket or self._failure or self._closed) and (left_s := wait.next_s()) is not None:
+                self._state.wait(left_s)
             if self._failure:
                 raise self._failure
             connection = self._socket
@@ -177,9 +199,14 @@ class EngineClient:
             self._calls[call_id] = answer
         try:
             self._send(connection, {"type": "call", "id": call_id, "method": method, "arguments": arguments})
-            value = answer.get(timeout=timeout_s)
-        except queue.Empty:
-            raise EngineError(f"the engine did not answer {method!r} within {timeout_s} s") from None
+            value = None
+            while value is None and (left_s := wait.next_s()) is not None:
+                try:
+                    value = answer.get(timeout=left_s)
+                except queue.Empty:
+                    continue
+            if value is None:
+                raise EngineError(f"the engine did not answer {method!r} within {timeout_s} s")
         finally:
             with self._state:
                 self._calls.pop(call_id, None)
@@ -283,6 +310,23 @@ class EngineClient:
                 connection.sendall(frames.pack(frame))
         except OSError:
             pass  # the reader notices and tells every waiting stream
+
+
+class _Wait:
+    """Slices of a wait, between which ``look`` is called."""
+
+    def __init__(self, timeout_s: float | None, look: Callable[[], None] | None) -> None:
+        self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._look = look
+
+    def next_s(self) -> float | None:
+        """How long to wait before the next call of this; None at the end."""
+        if self._look is not None:
+            self._look()
+        left_s = _LONG_S if self._deadline is None else self._deadline - time.monotonic()
+        if left_s <= 0:
+            return None
+        return left_s if self._look is None else min(_LOOK_S, left_s)
 
 
 def _hang_up(connection: socket.socket) -> None:

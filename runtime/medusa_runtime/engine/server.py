@@ -15,7 +15,8 @@ from .base import Delta, Engine, GenerateRequest
 logger = logging.getLogger(__name__)
 
 _LONG_CHARACTERS = 1 << 16  # tokenizing as much takes tens of milliseconds, which nobody else shall wait for
-_METHODS = ("stats", "tokenize", "detokenize")
+_METHODS = ("stats", "tokenize", "detokenize", "embed")
+_SLOW = ("embed",)  # what waits for forwards; other frames of its connection do not wait for it
 
 
 class EngineServer:
@@ -115,15 +116,28 @@ class _Connection:
             elif kind == "cancel":
                 self._running.discard(frame["id"])
                 self._engine.cancel(frame["id"])
+            elif kind == "call" and frame["method"] in _SLOW:
+                threading.Thread(target=self._call, args=(frame,), name="engine-call", daemon=True).start()
             elif kind == "call" and frame["method"] in _METHODS:
-                value = getattr(self._engine, frame["method"])(**frame["arguments"])
-                self.send({"type": "result", "id": request_id, "value": value})
+                self._call(frame)
             else:
                 raise RequestError(f"the engine knows no frame {kind!r}")
         except MedusaError as error:
             self._refuse(request_id, error)
         except (KeyError, TypeError, ValueError) as error:
             self._refuse(request_id, RequestError(f"a {kind!r} frame could not be read: {error}"))
+
+    def _call(self, frame: frames.Frame) -> None:
+        method, request_id = frame["method"], frame["id"]
+        try:
+            if not hasattr(self._engine, method):
+                raise RequestError("this model continues text; for embeddings expected an encoder such as BERT")
+            value = getattr(self._engine, method)(**frame["arguments"])
+            self.send({"type": "result", "id": request_id, "value": value})
+        except MedusaError as error:
+            self._refuse(request_id, error)
+        except (KeyError, TypeError, ValueError) as error:
+            self._refuse(request_id, RequestError(f"a call of {method} could not be read: {error}"))
 
     def _add_long(self, request: GenerateRequest) -> None:
         try:

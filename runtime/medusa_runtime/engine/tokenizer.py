@@ -31,7 +31,7 @@ class Tokenizer:
         if self.present:
             self._loaded()
 
-    def check_length(self, text: str, most_tokens: int) -> None:
+    def check_length(self, text: str, most_tokens: int, *, name: str = "prompt") -> None:
         """Raises RequestError for a text that cannot be as few tokens, without the minutes and memory to count them."""
         if not self.present or len(text) < _LONG_CHARACTERS:
             return
@@ -39,7 +39,7 @@ class Tokenizer:
             self._longest_piece = max(map(len, self._loaded().get_vocab()), default=1)
         if len(text) > most_tokens * self._longest_piece:
             raise RequestError(
-                f"prompt: expected at most {most_tokens} tokens, "
+                f"{name}: expected at most {most_tokens} tokens, "
                 f"found {len(text)} characters, which are more; shorten it"
             )
 

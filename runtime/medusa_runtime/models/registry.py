@@ -23,6 +23,16 @@ ARCHITECTURES: dict[str, str] = {
     "RWForCausalLM": "falcon:Falcon",
 }
 
+# model_type of encoders, which make vectors and no text; models/bert.py runs them.
+ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert")
+
+
+def is_encoder(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json is an encoder's; one whose architecture is a decoder here is a decoder."""
+    named = raw.get("architectures")
+    known = isinstance(named, list) and any(name in ARCHITECTURES for name in named if isinstance(name, str))
+    return raw.get("model_type") in ENCODERS and not known
+
 
 def family(architecture: str) -> type[DecoderModel]:
     """The model class of an architecture. Raises ModelError, which lists those there are."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -14,9 +14,11 @@ from ..errors import CorruptError, ForbiddenError, ObjectNotFoundError
 from ..storage.base import ObjectInfo, Store, open_store, redacted, scheme_of
 from .archive import SUFFIXES, read_archive
 from .header import PREFIX_BYTES, HeaderEntry, header_bytes, parse_header
-from .index import Shard, WeightIndex
+from .index import Shard, TensorEntry, WeightIndex
 
-SINGLE, SHARDED, ARCHIVE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
+SINGLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
+ARCHIVE, ARCHIVES = "pytorch_model.bin", "pytorch_model.bin.index.json"
+MODULES, SENTENCES = "modules.json", "sentence_bert_config.json"  # of sentence-transformers
 SMALL_FILES = (
     "config.json",
     "generation_config.json",
@@ -31,6 +33,7 @@ SMALL_FILES = (
     "tokenizer.model",
     "preprocessor_config.json",
     "processor_config.json",
+    MODULES,
 )
 _GUESS_BYTES = 256 << 10  # holds the header of most checkpoints
 _MOST_SMALL_BYTES = 64 << 20
@@ -77,6 +80,9 @@ def split(url: str) -> tuple[str, str | None]:
     return urlunsplit(parts._replace(path=parent or "/")), name
 
 
+_Entries = Mapping[str, HeaderEntry] | Mapping[str, TensorEntry]
+
+
 class _Reader:
     def __init__(self, store: Store, pool: ThreadPoolExecutor) -> None:
         self._store = store
@@ -84,7 +90,8 @@ class _Reader:
 
     def read(self, name: str | None) -> Checkpoint:
         if name is not None and name.endswith(SUFFIXES):
-            index = self._archive(name)
+            shard, entries = self._archive(name)
+            index = WeightIndex.from_headers([shard], [entries])
             config = self._small(SMALL_FILES[0])
             return Checkpoint(self._store, index, {} if config is None else {SMALL_FILES[0]: config}, sharded=False)
         single = self._pool.submit(self._header, name or SINGLE)
@@ -97,50 +104,63 @@ class _Reader:
                 future.cancel()
             raise
         files = {key: body for key, future in small.items() if (body := future.result()) is not None}
-        if names is not None:
-            files[SHARDED] = names
-        return Checkpoint(self._store, index, files, names is not None)
+        return Checkpoint(self._store, index, files | self._of_modules(files.get(MODULES)) | names, bool(names))
 
     def _index(
-        self, single: Future[tuple[Shard, dict[str, HeaderEntry]]], sharded: Future[bytes | None] | None
-    ) -> tuple[WeightIndex, bytes | None]:
-        """From the single file if there is one, as transformers does it, else from the shards."""
+        self, single: Future[tuple[Shard, _Entries]], sharded: Future[bytes | None] | None
+    ) -> tuple[WeightIndex, dict[str, bytes]]:
+        """From the single file if there is one, as transformers does it, else from the shards; what names these."""
         try:
             shard, entries = single.result()
         except (ObjectNotFoundError, ForbiddenError) as error:
             names = sharded.result() if sharded else None
             if names is not None:
-                return self._sharded(names), names
+                return self._sharded(SHARDED, names), {SHARDED: names}
             if sharded is None or isinstance(error, ForbiddenError):
                 raise
-            try:
-                return self._archive(ARCHIVE), None
-            except ObjectNotFoundError:
-                raise ObjectNotFoundError(
-                    f"{redacted(self._store.url)}: expected {SINGLE}, {SHARDED} or {ARCHIVE}, found none of them "
-                    f"({error})"
-                ) from None
-        return WeightIndex.from_headers([shard], [entries]), None
+            return self._archives(error)
+        return WeightIndex.from_headers([shard], [entries]), {}
 
-    def _sharded(self, text: bytes) -> WeightIndex:
-        wanted = weight_map(text)
+    def _archives(self, missing: Exception) -> tuple[WeightIndex, dict[str, bytes]]:
+        try:
+            shard, entries = self._archive(ARCHIVE)
+        except ObjectNotFoundError:
+            names = self._small(ARCHIVES)
+            if names is None:
+                raise ObjectNotFoundError(
+                    f"{redacted(self._store.url)}: expected {SINGLE}, {SHARDED}, {ARCHIVE} or {ARCHIVES}, found none "
+                    f"of them ({missing})"
+                ) from None
+            return self._sharded(ARCHIVES, names), {ARCHIVES: names}
+        return WeightIndex.from_headers([shard], [entries]), {}
+
+    def _sharded(self, what: str, text: bytes) -> WeightIndex:
+        wanted = weight_map(what, text)
         names = sorted(set(wanted.values()))
-        futures = [self._pool.submit(self._header, name) for name in names]
+        futures = [self._pool.submit(self._header if what == SHARDED else self._archive, name) for name in names]
         read = []
         for name, future in zip(names, futures, strict=True):
             try:
                 read.append(future.result())
             except ObjectNotFoundError as error:
-                raise ObjectNotFoundError(f"{SHARDED} names the shard {name}, which is missing: {error}") from None
+                raise ObjectNotFoundError(f"{what} names the shard {name}, which is missing: {error}") from None
         index = WeightIndex.from_headers([shard for shard, _ in read], [entries for _, entries in read])
         for tensor, name in wanted.items():
             entry = index.tensors.get(tensor)
             if entry is None or index.shards[entry.shard].name != name:
                 found = "in none" if entry is None else f"in {index.shards[entry.shard].name}"
-                raise CorruptError(f"{SHARDED} says that tensor {tensor!r} is in {name}, found it {found}")
+                raise CorruptError(f"{what} says that tensor {tensor!r} is in {name}, found it {found}")
         return index
 
-    def _header(self, name: str) -> tuple[Shard, dict[str, HeaderEntry]]:
+    def _of_modules(self, text: bytes | None) -> dict[str, bytes]:
+        """What modules.json names; only checkpoints of sentence-transformers have one."""
+        if text is None:
+            return {}
+        names = [SENTENCES, *modules_configs(text)]
+        bodies = self._pool.map(self._small, names)
+        return {name: body for name, body in zip(names, bodies, strict=True) if body is not None}
+
+    def _header(self, name: str) -> tuple[Shard, _Entries]:
         head, info = self._store.read(name, 0, _GUESS_BYTES)
         data_start = header_bytes(name, head, info.size)
         if data_start > len(head):
@@ -152,7 +172,7 @@ class _Reader:
         path = self._store.local_path(name)
         return Shard(name, info.size, data_start, info.version, str(path) if path else None), entries
 
-    def _archive(self, name: str) -> WeightIndex:
+    def _archive(self, name: str) -> tuple[Shard, _Entries]:
         head, info = self._store.read(name, 0, PREFIX_BYTES + 512)
 
         def read(start: int, stop: int) -> bytes:
@@ -160,7 +180,7 @@ class _Reader:
 
         tensors = read_archive(name, info.size, head, read)
         path = self._store.local_path(name)
-        return WeightIndex([Shard(name, info.size, 0, info.version, str(path) if path else None)], tensors)
+        return Shard(name, info.size, 0, info.version, str(path) if path else None), tensors
 
     def _small(self, name: str) -> bytes | None:
         """A small file, or None. Some stores forbid instead of saying that there is no such object."""
@@ -182,19 +202,39 @@ def read_whole(read: Callable[[str, int, int, str | None], tuple[bytes, ObjectIn
     return data
 
 
-def weight_map(text: bytes) -> dict[str, str]:
-    """Tensor → shard of a model.safetensors.index.json. CorruptError when a name leaves the folder."""
+def weight_map(what: str, text: bytes) -> dict[str, str]:
+    """Tensor → shard of ``what``, an index.json. CorruptError when a name leaves the folder."""
     try:
         wanted = json.loads(text)["weight_map"]
         items = list(wanted.items())
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise CorruptError(f"{SHARDED}: expected JSON with a weight_map, found {text[:80]!r}") from None
+        raise CorruptError(f"{what}: expected JSON with a weight_map, found {text[:80]!r}") from None
+    suffix = ".safetensors" if what == SHARDED else ".bin"
     for tensor, name in items:
-        if not isinstance(name, str) or not name.endswith(".safetensors"):
-            raise CorruptError(f"{SHARDED}: tensor {tensor!r}: expected a .safetensors file, found {name!r}")
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or "://" in name:
-            raise CorruptError(f"{SHARDED}: {name!r} leads out of the checkpoint's folder; expected a name inside it")
+        if not isinstance(name, str) or not name.endswith(suffix):
+            raise CorruptError(f"{what}: tensor {tensor!r}: expected a {suffix} file, found {name!r}")
+        _check_inside(what, name)
     if not items:
-        raise CorruptError(f"{SHARDED}: the weight_map is empty")
+        raise CorruptError(f"{what}: the weight_map is empty")
     return dict(items)
+
+
+def modules_configs(text: bytes) -> list[str]:
+    """The files that a modules.json refers to."""
+    try:
+        paths = [module["path"] for module in json.loads(text)]
+        return [module_config(path) for path in paths if path]
+    except (ValueError, KeyError, TypeError):
+        return []  # whoever makes sentences of it says what is wrong
+
+
+def module_config(path: str) -> str:
+    """The name of a module's file. CorruptError when it leaves the folder."""
+    _check_inside(MODULES, path)
+    return f"{path}/config.json"
+
+
+def _check_inside(what: str, name: str) -> None:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or "://" in name:
+        raise CorruptError(f"{what}: {name!r} leads out of the checkpoint's folder; expected a name inside it")

@@ -59,7 +59,9 @@ class WeightIndex:
             raise CorruptError("the weight index's order does not name each of its tensors once; materialize it again")
 
     @classmethod
-    def from_headers(cls, shards: Sequence[Shard], headers: Sequence[Mapping[str, HeaderEntry]]) -> WeightIndex:
+    def from_headers(
+        cls, shards: Sequence[Shard], headers: Sequence[Mapping[str, HeaderEntry] | Mapping[str, TensorEntry]]
+    ) -> WeightIndex:
         """The index of these shards; they are placed in the region one behind the other, each on a page.
 
         CorruptError when two shards hold a tensor of the same name.
@@ -76,7 +78,9 @@ class WeightIndex:
                 if name in tensors:
                     other = placed[tensors[name].shard].name
                     raise CorruptError(f"tensor {name!r} is in {other} and in {shard.name}, expected in one of them")
-                tensors[name] = TensorEntry(number, *entry)
+                tensors[name] = (
+                    entry._replace(shard=number) if isinstance(entry, TensorEntry) else TensorEntry(number, *entry)
+                )
         return cls(placed, tensors)
 
     def reordered(self, order: Sequence[str]) -> WeightIndex:

@@ -1,0 +1,70 @@
+"""How a checkpoint makes one vector of a text: what sentence-transformers writes beside its weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+from medusa_runtime.errors import CorruptError, ModelError
+from medusa_runtime.weights.checkpoint import MODULES, SENTENCES, module_config
+
+_POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
+_KINDS = ("Transformer", "Pooling", "Normalize")
+
+File = Callable[[str], bytes | None]
+
+
+@dataclass(frozen=True)
+class Sentences:
+    """``pooling`` is a name of POOLINGS, ``unit`` whether vectors get length 1, ``max_tokens`` what it was trained for.
+
+    The defaults are those of an encoder that says nothing of it.
+    """
+
+    pooling: str = "mean"
+    unit: bool = True
+    max_tokens: int | None = None
+
+    @classmethod
+    def read(cls, file: File) -> Self:
+        """Of modules.json and the files it names. ModelError for what is not done here, CorruptError for no JSON."""
+        modules = _json(file, MODULES)
+        if modules is None:
+            return cls()
+        if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+            raise CorruptError(f"{MODULES}: expected a list of modules, found {str(modules)[:80]}")
+        kinds = {str(module.get("type")).rpartition(".")[2]: module for module in modules}
+        unknown = [kind for kind in kinds if kind not in _KINDS]
+        if unknown:
+            raise ModelError(f"{MODULES}: expected {', '.join(_KINDS)}; found also {', '.join(unknown)}")
+        pooling = "mean"
+        if "Pooling" in kinds:
+            name = module_config(str(kinds["Pooling"].get("path", "")))
+            pooling = _pooling(name, _json(file, name))
+        limit = (_json(file, SENTENCES) or {}).get("max_seq_length")
+        if limit is not None and (not isinstance(limit, int) or limit < 1):
+            raise CorruptError(f"{SENTENCES}: expected max_seq_length to be 1 or more, found {limit!r}")
+        return cls(pooling, "Normalize" in kinds, limit)
+
+
+def _pooling(name: str, config: Any) -> str:
+    if not isinstance(config, dict):
+        raise CorruptError(f"{name}: expected the pooling's JSON object, found {config!r}")
+    mode = config.get("pooling_mode")
+    found = [mode] if isinstance(mode, str) else [key for key, on in config.items() if on is True and "_mode_" in key]
+    known = [_POOLINGS.get(one, one) for one in found]
+    if len(known) != 1 or known[0] not in _POOLINGS.values():
+        raise ModelError(f"{name}: expected one pooling, mean or cls; found {', '.join(map(str, known)) or 'none'}")
+    return str(known[0])
+
+
+def _json(file: File, name: str) -> Any:
+    data = file(name)
+    if data is None:
+        return None
+    try:
+        return json.loads(data)
+    except ValueError as error:
+        raise CorruptError(f"{name}: expected JSON, found: {error}") from None

