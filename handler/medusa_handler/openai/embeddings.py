@@ -1,0 +1,102 @@
+"""/v1/embeddings: the body's inputs, and the shape of the answer."""
+
+from __future__ import annotations
+
+import base64
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from flask import Response, jsonify
+from medusa_runtime.engine.base import Embedding
+
+from ..faults import ClientGoneError
+from . import parameters
+from .parameters import Body, invalid, token_ids
+
+if TYPE_CHECKING:
+    from ..service import Service
+
+Input = str | tuple[int, ...]
+
+_MOST_INPUTS = 2048
+_TOGETHER = 64  # inputs given to the engine at once; between them a client that left is noticed
+_FORMS = ("float", "base64")
+_EXPECTED = "text, a list of token ids, or a list of either, none of them empty"
+
+
+def embed(service: Service, body: Body, model: str, gone: Callable[[], bool]) -> Response:
+    """Answer a request for embeddings. Raises ApiError, RequestError, EngineError, ClientGoneError."""
+    found = inputs(body)
+    form = body.get("encoding_format")
+    if form is not None and form not in _FORMS:
+        raise invalid("encoding_format", " or ".join(_FORMS), form)
+    dimensions = parameters.integer(body, "dimensions", None, 1)
+    truncate = parameters.integer(body, "truncate_prompt_tokens", None, -1)
+    if truncate == 0:
+        raise invalid("truncate_prompt_tokens", "-1 (the model's limit) or 1 and more", truncate)
+    vectors = embeddings(service, found, gone, dimensions=dimensions, truncate=truncate)
+    tokens = sum(vector.tokens for vector in vectors)
+    data = [
+        {"object": "embedding", "index": index, "embedding": _shown(vector.data, form)}
+        for index, vector in enumerate(vectors)
+    ]
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return jsonify({"object": "list", "data": data, "model": model, "usage": usage})
+
+
+def inputs(body: Body) -> list[Input]:
+    """The inputs of a body. Raises ApiError 400."""
+    value = body.get("input")
+    if isinstance(value, list) and value and not isinstance(value[0], str | list):
+        return [token_ids(value, "input")]
+    items = value if isinstance(value, list) else [value]
+    if not items:
+        raise invalid("input", _EXPECTED, value)
+    if len(items) > _MOST_INPUTS:
+        raise invalid("input", f"at most {_MOST_INPUTS} of them", len(items))
+    found: list[Input] = []
+    for item in items:
+        if isinstance(item, str) and item:
+            found.append(item)
+        elif isinstance(item, list) and item:
+            found.append(token_ids(item, "input"))
+        else:
+            raise invalid("input", _EXPECTED, item)
+    return found
+
+
+def embeddings(
+    service: Service,
+    inputs: Sequence[Input],
+    gone: Callable[[], bool],
+    *,
+    dimensions: int | None = None,
+    truncate: int | None = None,
+) -> list[Embedding]:
+    """A vector for each input, in order; held while the model loads. Raises what ``embed`` raises."""
+    assert service.engine is not None
+    began = time.monotonic()
+
+    def look() -> None:
+        if gone():
+            raise ClientGoneError
+        service.check_hold(began)
+
+    found: dict[int, Embedding] = {}
+    # Those of similar length together, so that there is little padding.
+    order = sorted(range(len(inputs)), key=lambda number: len(inputs[number]))
+    for start in range(0, len(order), _TOGETHER):
+        numbers = order[start : start + _TOGETHER]
+        asked = [inputs[number] for number in numbers]
+        found |= zip(numbers, service.engine.embed(asked, dimensions, truncate, look=look), strict=True)
+    return [found[number] for number in range(len(inputs))]
+
+
+def floats(data: bytes) -> list[float]:
+    return array("f", data).tolist()
+
+
+def _shown(data: bytes, form: Any) -> str | list[float]:
+    return base64.b64encode(data).decode() if form == "base64" else floats(data)
