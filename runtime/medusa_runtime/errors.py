@@ -19,6 +19,8 @@ MedusaError
 │   ├── RequestError            Engine.BadRequest        a request the engine cannot serve, with the reason
 │   └── OverloadedError         Engine.Overloaded        the waiting queue is full; retry_after_s says when to try again
 ├── DeviceError                 Device.Failed            a GPU that was asked for cannot be used
+├── NodeError                   Node.Failed              the node agent cannot be used; a function starts without it
+│   └── NodeRefusedError        Node.Refused             the node agent may not or will not give what was asked
 ├── DeployError                 Deploy.Failed            a platform, or the client it is reached by, refused
 └── HandlerError                Handler.Failed           user code failed
     └── HandlerLoadError        Handler.NotFound         user code could not be imported or has no such name
@@ -107,6 +109,14 @@ class OverloadedError(EngineError):
 
 class DeviceError(MedusaError):
     code = "Device.Failed"
+
+
+class NodeError(MedusaError):
+    code = "Node.Failed"
+
+
+class NodeRefusedError(NodeError):
+    code = "Node.Refused"
 
 
 class DeployError(MedusaError):

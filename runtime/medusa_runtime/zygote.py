@@ -99,25 +99,12 @@ class Zygote:
     def _import_engine(self, timeline: Timeline) -> EngineClass:
         with timeline.stage("import", engine=self._settings.engine):
             try:
-                return self._engine_class()
+                return load_engine_class(self._settings)
             except ImportError as error:
                 raise EngineError(
                     f"the {self._settings.engine} engine cannot be imported ({error}); expected its packages to be "
                     f"installed, and memory for their libraries"
                 ) from error
-
-    def _engine_class(self) -> EngineClass:
-        if self._settings.engine == "torch":
-            if not self._on_gpu:  # the lean import was tested without CUDA
-                from .lean_torch import import_torch
-
-                import_torch(numpy=False)  # nothing in the engine process uses it
-            from .models.registry import import_families
-
-            import_families()
-        module, _, name = _ENGINES[self._settings.engine].partition(":")
-        engine_class: EngineClass = getattr(importlib.import_module(module), name)
-        return engine_class
 
     def _serve(
         self, load: Callable[[Timeline], EngineClass], timeline: Timeline, on_ready: Callable[[], None] | None = None
@@ -128,35 +115,61 @@ class Zygote:
         gc.enable()
         if context is not None:
             context.wait()  # a GPU that cannot be used is told as such, and not as what torch makes of it
-        stop = threading.Event()
-        signal.signal(signal.SIGTERM, lambda *_: stop.set())
-        engine: Engine = engine_class(self._region, self._settings, timeline)
-        server = EngineServer(self._listener, engine)
-        server.start()
-        announce = partial(self._announce, engine, server, timeline, stop, on_ready)
-        threading.Thread(target=announce, daemon=True).start()
-        try:
-            engine.run(stop)
-        finally:
-            server.close()
-            engine.close()
-        return 0
+        return run_engine(
+            lambda: engine_class(self._region, self._settings, timeline),
+            self._listener,
+            timeline=timeline,
+            reports=self._reports,
+            on_ready=on_ready,
+        )
 
-    def _announce(
-        self,
-        engine: Engine,
-        server: EngineServer,
-        timeline: Timeline,
-        stop: threading.Event,
-        on_ready: Callable[[], None] | None,
-    ) -> None:
+
+def load_engine_class(settings: Settings) -> EngineClass:
+    """Import what this engine needs; never touches CUDA."""
+    if settings.engine == "torch":
+        if settings.device != "cuda":  # the lean import was tested without CUDA
+            from .lean_torch import import_torch
+
+            import_torch(numpy=False)  # nothing in the engine process uses it
+        from .models.registry import import_families
+
+        import_families()
+    module, _, name = _ENGINES[settings.engine].partition(":")
+    engine_class: EngineClass = getattr(importlib.import_module(module), name)
+    return engine_class
+
+
+def run_engine(
+    make: Callable[[], Engine],
+    listener: socket.socket,
+    *,
+    timeline: Timeline,
+    reports: ReportPipe,
+    on_ready: Callable[[], None] | None = None,
+) -> int:
+    """Serve on ``listener`` with the engine that ``make`` makes, until SIGTERM; what breaks it is reported."""
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    engine = make()
+    server = EngineServer(listener, engine)
+    server.start()
+
+    def announce() -> None:
         try:
             engine.wait_ready()
         except MedusaError as error:
-            self._reports.send("engine", error)
+            reports.send("engine", error)
             stop.set()
             return
         timeline.mark("ready")
         server.announce_ready()
         if on_ready is not None:
             on_ready()
+
+    threading.Thread(target=announce, daemon=True).start()
+    try:
+        engine.run(stop)
+    finally:
+        server.close()
+        engine.close()
+    return 0

@@ -1,16 +1,18 @@
 """What readers tell the prefetcher through a region's header: fetch this first, a forward waits for it.
 
 A ring of words, one request each: whoever waits overwrites one, and asks again while it waits, so a lost request costs
-milliseconds. A reader maps the region read-only; it writes its word with one aligned ``pwrite``.
+milliseconds. A reader maps the region read-only; it writes its word with one aligned ``pwrite``. Readers of a
+region that is sealed against them (a node agent's) have a ring in a memfd of its own.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
 from collections.abc import Iterable, Iterator
 
-from .region_layout import RING_OFFSET, RING_WORDS
+from .region_layout import F_ADD_SEALS, HEADER_BYTES, RING_OFFSET, RING_WORDS, SEAL_GROW, SEAL_SHRINK
 
 _FIRST_BITS = 32
 _MOST = RING_WORDS // 2  # what one asker may have in the ring
@@ -25,6 +27,14 @@ def runs(chunks: Iterable[int]) -> list[range]:
         else:
             found.append(range(chunk, chunk + 1))
     return found
+
+
+def asking_memory() -> int:
+    """A memfd with a ring alone, for readers who may write nothing of the region; nobody can make it shorter."""
+    fd = os.memfd_create("medusa-asking", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, HEADER_BYTES)
+    fcntl.fcntl(fd, F_ADD_SEALS, SEAL_SHRINK | SEAL_GROW)
+    return fd
 
 
 def ask(fd: int, chunks: Iterable[int]) -> None:

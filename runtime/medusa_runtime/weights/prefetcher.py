@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ..errors import TooLargeError
 from .checkpoint import Checkpoint, open_checkpoint
@@ -22,6 +22,18 @@ if TYPE_CHECKING:
 
 # What the prefetcher itself needs beside the region: connections, headers, the interpreter.
 _SPARE_BYTES = 64 << 20
+# Imports that run beside a fetch go first: they need one core, and the first token waits for them as well.
+BESIDE_IMPORTS = 10
+
+
+class Keeper(Protocol):
+    """Whoever owns regions that are shared by strangers: the node agent."""
+
+    def admit(self, region_bytes: int) -> None:
+        """Before memory is taken. Raises TooLargeError when there is no room for so much."""
+
+    def laid_out(self, writer: RegionWriter) -> None:
+        """Readers may come from here on."""
 
 
 def prefetch(
@@ -33,12 +45,16 @@ def prefetch(
     checksums: Checksums | None = None,
     writer: RegionWriter | None = None,
     order: Sequence[str] | None = None,
+    nice: int = 0,
+    keeper: Keeper | None = None,
 ) -> None:
     """Fetch the checkpoint at ``url`` into ``region`` and seal it. Returns when everything is there.
 
     Continues what a killed prefetcher has begun. Any error is left in the region for its readers, and raised.
     ``writer`` is the region's, when the caller has taken it to reserve memory ahead of time.
     ``order`` is a recorded execution order (``trace.py``); without it the names tell.
+    ``nice`` is BESIDE_IMPORTS where this machine does something else that the first token waits for.
+    ``keeper`` is asked for the memory, and told when the region can be read.
     """
     writer = writer or region.writer()
     try:
@@ -52,7 +68,7 @@ def prefetch(
             detail |= {"tensors": len(checkpoint.index.tensors), "shards": len(checkpoint.index.shards)}
         try:
             with loading(settings.load_priority):
-                _fill(writer, checkpoint, settings, timeline, checksums)
+                _fill(writer, checkpoint, settings, timeline, checksums, nice, keeper)
         finally:
             checkpoint.store.close()
     except BaseException as error:
@@ -63,21 +79,31 @@ def prefetch(
 
 
 def _fill(
-    writer: RegionWriter, checkpoint: Checkpoint, settings: Settings, timeline: Timeline, checksums: Checksums | None
+    writer: RegionWriter,
+    checkpoint: Checkpoint,
+    settings: Settings,
+    timeline: Timeline,
+    checksums: Checksums | None,
+    nice: int,
+    keeper: Keeper | None,
 ) -> None:
     index = checkpoint.index
+    if keeper is not None:
+        keeper.admit(index.region_bytes)
     if writer.state == State.EMPTY:
         more_bytes = max(index.region_bytes - writer.reserved_bytes, 0)
         check_memory(index.total_bytes, more_bytes, settings.memory_limit_mb)
     with timeline.stage("fetch", bytes=index.total_bytes) as detail:
         writer.lay_out(index, checkpoint.files)
+        if keeper is not None:
+            keeper.laid_out(writer)
         assert writer.chunks is not None
         if checksums and not checksums.fits(writer.chunks.chunk_bytes, writer.chunks.count):
             checksums = None
         if index.region_bytes:
             schedule = Schedule(writer, background=settings.load_priority == "background")
             streams = Streams(
-                checkpoint.store, index, writer, schedule, fixed=settings.connections, checksums=checksums
+                checkpoint.store, index, writer, schedule, fixed=settings.connections, checksums=checksums, nice=nice
             )
             streams.run()
             detail |= {"connections": streams.connections, "hedges": streams.hedges}

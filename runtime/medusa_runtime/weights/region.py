@@ -45,9 +45,10 @@ class Region:
     ``private``: mapped writable for this reader alone; pages it writes to are copied (for modules of unknown code).
     """
 
-    def __init__(self, fd: int, *, private: bool = False) -> None:
-        """Take over ``fd``, a region's memfd."""
+    def __init__(self, fd: int, *, private: bool = False, asking_fd: int = -1) -> None:
+        """Take over ``fd``, a region's memfd, and ``asking_fd``: where to ask, if the region itself is read-only."""
         self.fd = fd
+        self.asking_fd = asking_fd
         self._flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
         self._protection = mmap.PROT_READ | (mmap.PROT_WRITE if private else 0)
         self._release: Release | None = None
@@ -206,7 +207,10 @@ class Region:
         if names and self._attach():
             assert self._chunks is not None
             missing = [chunk for name in names for chunk in self._chunks.of_tensor(name)]
-            ask(self.fd, [chunk for chunk in missing if not self._present(range(chunk, chunk + 1))])
+            ask(
+                self.fd if self.asking_fd < 0 else self.asking_fd,
+                [chunk for chunk in missing if not self._present(range(chunk, chunk + 1))],
+            )
 
     def release(self, name: str) -> None:
         """Drop the memory of a tensor that nobody will read again, here or in another process."""
@@ -215,6 +219,12 @@ class Region:
 
             self._release = Release(self)
         self._release.tensor(name)
+
+    @property
+    def released_elsewhere(self) -> bool:
+        """Whether another process released bytes of the region itself, which nobody can read any more."""
+        held = any(shard.path is None for shard in self.wait_index().shards)
+        return held and self._release is None and bool(self._words()[Word.RELEASED_BYTES])
 
     def origin(self, shard: int) -> tuple[int, int]:
         """Where a shard's data section starts in its file (the memfd's or its own), and that file's address here."""
@@ -286,6 +296,9 @@ class Region:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+        if self.asking_fd >= 0:
+            os.close(self.asking_fd)
+            self.asking_fd = -1
 
 
 __all__ = ["Progress", "Region", "State"]

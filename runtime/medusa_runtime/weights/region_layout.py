@@ -59,6 +59,9 @@ def reopen(fd: int, flags: int) -> int:
     return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
 
 
+F_ADD_SEALS, F_GET_SEALS = 1033, 1034  # fcntl(2)
+SEAL_SHRINK, SEAL_GROW, SEAL_WRITE, SEAL_FUTURE_WRITE = 0x2, 0x4, 0x8, 0x10
+
 # struct flock on 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid. The lock is an "open file description" lock:
 # the kernel drops it when its holder ends, however it ends, and it is seen across pid namespaces.
 FLOCK = "hhxxxxqqixxxx"

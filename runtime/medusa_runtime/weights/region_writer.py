@@ -20,7 +20,12 @@ from .region_layout import (
     DATA_ALIGN_BYTES,
     ERROR_BYTES,
     ERROR_OFFSET,
+    F_ADD_SEALS,
     HEADER_BYTES,
+    SEAL_FUTURE_WRITE,
+    SEAL_GROW,
+    SEAL_SHRINK,
+    SEAL_WRITE,
     TABLE_OFFSET,
     State,
     Word,
@@ -28,9 +33,6 @@ from .region_layout import (
     reopen,
     unlock,
 )
-
-_F_ADD_SEALS = 1033
-_SEAL_SHRINK, _SEAL_GROW, _SEAL_WRITE, _SEAL_FUTURE_WRITE = 0x2, 0x4, 0x8, 0x10
 
 
 class RegionWriter:
@@ -52,6 +54,7 @@ class RegionWriter:
         # Pages that exist already. Unmapping them takes a tenth of a fetch's time, so it is left to this object's end.
         self.reserved_bytes = 0
         self._sealed_early = False
+        self._strangers: memoryview | None = None
 
     @property
     def direct(self) -> bool:
@@ -171,7 +174,13 @@ class RegionWriter:
 
     def asked(self) -> list[range]:
         """The chunks that readers wait for; also some that have come since."""
-        return list(asked(self._words))
+        assert self.chunks is not None
+        runs = [*asked(self._words), *(asked(self._strangers) if self._strangers else ())]
+        return [range(max(run.start, 0), min(run.stop, self.chunks.count)) for run in runs]
+
+    def listen(self, asking_fd: int) -> None:
+        """Also heed what readers ask for that may not write to the region; see ``asking.asking_memory``."""
+        self._strangers = memoryview(mmap.mmap(asking_fd, HEADER_BYTES, prot=mmap.PROT_READ)).cast("Q")
 
     @property
     def unreleased_bytes(self) -> int:
@@ -218,7 +227,7 @@ class RegionWriter:
 
         For regions that are handed to strangers (a node's agent); no other writer can continue such a region.
         """
-        fcntl.fcntl(self._fd, _F_ADD_SEALS, _SEAL_FUTURE_WRITE | _SEAL_SHRINK | _SEAL_GROW)
+        fcntl.fcntl(self._fd, F_ADD_SEALS, SEAL_FUTURE_WRITE | SEAL_SHRINK | SEAL_GROW)
         self._sealed_early = True
 
     def finish(self, *, seal: bool = True) -> None:
@@ -242,9 +251,9 @@ class RegionWriter:
             self.close()
             if os.fstat(fd).st_size > size:
                 os.ftruncate(fd, size)  # more was reserved than the checkpoint takes
-            for seals in (_SEAL_WRITE | _SEAL_SHRINK | _SEAL_GROW, _SEAL_FUTURE_WRITE | _SEAL_SHRINK | _SEAL_GROW):
+            for seals in (SEAL_WRITE | SEAL_SHRINK | SEAL_GROW, SEAL_FUTURE_WRITE | SEAL_SHRINK | SEAL_GROW):
                 try:
-                    fcntl.fcntl(fd, _F_ADD_SEALS, seals)
+                    fcntl.fcntl(fd, F_ADD_SEALS, seals)
                     break
                 except OSError:
                     continue  # somebody maps it for writing, or it is sealed already
