@@ -47,11 +47,21 @@ class TensorEntry(NamedTuple):
 
 
 class WeightIndex:
-    """All tensors of a checkpoint; ``order`` is their execution order (ParaServe §5.1, Cicada §3)."""
+    """All tensors of a checkpoint; ``order`` is their execution order (ParaServe §5.1, Cicada §3).
+
+    ``recorded``: a forward has shown that order. Else names were read, and a reader that has constructed the module
+    knows better.
+    """
 
     def __init__(
-        self, shards: Sequence[Shard], tensors: Mapping[str, TensorEntry], order: Sequence[str] | None = None
+        self,
+        shards: Sequence[Shard],
+        tensors: Mapping[str, TensorEntry],
+        order: Sequence[str] | None = None,
+        *,
+        recorded: bool = False,
     ) -> None:
+        self.recorded = recorded
         self.shards = tuple(shards)
         self.tensors = dict(tensors)
         self.order = tuple(execution_order(self.tensors) if order is None else order)
@@ -87,7 +97,7 @@ class WeightIndex:
         """The same tensors in a recorded execution order; what it does not name comes last, what it adds is ignored."""
         first = dict.fromkeys(name for name in order if name in self.tensors)
         rest = [name for name in self.order if name not in first]
-        return WeightIndex(self.shards, self.tensors, [*first, *rest])
+        return WeightIndex(self.shards, self.tensors, [*first, *rest], recorded=True)
 
     @property
     def total_bytes(self) -> int:
@@ -102,6 +112,7 @@ class WeightIndex:
     def to_json(self) -> bytes:
         document = {
             "format": _FORMAT,
+            "recorded": self.recorded,
             "shards": self.shards,
             "tensors": {name: self.tensors[name] for name in self.order},
         }
@@ -120,7 +131,7 @@ class WeightIndex:
             raise CorruptError(
                 f"expected a weight index, found something else ({error}); materialize it again"
             ) from None
-        return cls(shards, tensors, tuple(tensors))
+        return cls(shards, tensors, tuple(tensors), recorded=bool(document.get("recorded")))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, WeightIndex) and self.to_json() == other.to_json()

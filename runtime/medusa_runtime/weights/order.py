@@ -23,6 +23,8 @@ class _Placed(Protocol):
     def shard(self) -> int: ...
     @property
     def start(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
 
 
 def execution_order(tensors: Mapping[str, _Placed]) -> list[str]:
@@ -31,11 +33,13 @@ def execution_order(tensors: Mapping[str, _Placed]) -> list[str]:
     Inside a layer the file's order is kept, so that ranges stay long. A name that tells nothing follows what stands in
     front of it in the file.
     """
-    last = _plain(_EMBED_RANK)
+    # A file sorted by the size of its elements begins anew with each type.
+    last: dict[str, _Rank] = {}
     ranks: list[tuple[_Rank, str]] = []
     for name in sorted(tensors, key=lambda name: (tensors[name].shard, tensors[name].start)):
-        last = _rank(name) or last
-        ranks.append((last, name))
+        dtype = tensors[name].dtype
+        last[dtype] = _rank(name) or last.get(dtype, _plain(_EMBED_RANK))
+        ranks.append((last[dtype], name))
     ranks.sort(key=lambda item: item[0])
     return [name for _, name in ranks]
 
@@ -48,6 +52,8 @@ def _rank(name: str) -> _Rank | None:
     layer = _LAYER.search(name)
     if layer:
         stage = name[: layer.start(1) if layer[1] else layer.start(2)]
+        if _HEAD.search(stage):  # a head of several layers: VGG's classifier.0 … classifier.6
+            return _HEAD_RANK, 0, (), int(layer[1] or layer[2]), 0
         inner = _INNER.match(name[layer.end() :])
         # ResNet's layer1.0 … layer4.2, a U-Net's down_blocks.0.resnets.1; encoders come before decoders.
         is_decoder = "decoder" in stage and "model.decoder" not in stage
