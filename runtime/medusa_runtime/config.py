@@ -15,6 +15,7 @@ ENGINES = ("torch", "vllm", "none")
 PLATFORMS = ("auto", "local", "knative", "openfaas", "sagemaker")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
+HOST_WEIGHTS = ("keep", "release")
 LOAD_PRIORITIES = ("interactive", "background")
 
 
@@ -40,6 +41,7 @@ class Settings:
     threads: int | None = None
     connections: int | None = None
     load_priority: str = "interactive"
+    host_weights: str = "keep"
     memory_limit_mb: int | None = None
     heartbeat_s: float = 10.0
     hold_s: float = 600.0
@@ -151,6 +153,7 @@ OPTIONS = (
     Option(
         "load_priority", ("MEDUSA_LOAD_PRIORITY",), _one_of(*LOAD_PRIORITIES), "background loads give way to others"
     ),
+    Option("host_weights", ("MEDUSA_HOST_WEIGHTS",), _one_of(*HOST_WEIGHTS), "the host's copy, when a GPU has its own"),
     Option(
         "memory_limit_mb", ("MEDUSA_MEMORY_LIMIT_MB",), _positive, "memory to stay within; default: the container's"
     ),

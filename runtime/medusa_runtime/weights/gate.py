@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -13,6 +14,19 @@ from medusa_runtime.timeline import Timeline
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _PARAMETER_LISTS = (nn.ParameterList, nn.ParameterDict)
+
+
+_thread = threading.local()
+
+
+@contextmanager
+def passing() -> Iterator[None]:
+    """In this thread calls pass closed gates: to capture a graph, addresses are needed and values are not."""
+    _thread.passing = True
+    try:
+        yield
+    finally:
+        _thread.passing = False
 
 
 class Gate:
@@ -70,6 +84,8 @@ class Gate:
             raise self.error
 
     def _check(self, module: nn.Module, args: Any) -> None:
+        if getattr(_thread, "passing", False):
+            return
         self.wait()
         self.remove()
 

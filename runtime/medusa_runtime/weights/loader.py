@@ -1,7 +1,8 @@
 """From the region to the layers: each tensor is applied when its bytes are there, whatever the others do.
 
 Cicada's Weight Decoupler and its out-of-order application (§3.3, §3.4), and ParaServe's parameter manager (§5.2): the
-first forward starts at once and waits unit by unit.
+first forward starts at once and waits unit by unit. On a CPU to apply a tensor is to make a view of the region; on a
+device its place is there first, and it is applied when its copy is done (``upload.py``).
 """
 
 from __future__ import annotations
@@ -17,16 +18,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from medusa_runtime.errors import WeightsError
 from medusa_runtime.timeline import Timeline
 from medusa_runtime.weights.awaited import Awaited, await_value
 from medusa_runtime.weights.gate import Gate, gates, owner_gates
 from medusa_runtime.weights.index import WeightIndex
 from medusa_runtime.weights.plan import Place, Rename, places, plan
 from medusa_runtime.weights.region import Region
+from medusa_runtime.weights.upload import Layout, Link, Uploads, lay_out
+from medusa_runtime.weights.upload import views as slab_views
 from medusa_runtime.weights.views import Views
 
 _LOOK_S = 0.01  # how long to wait for the next tensor before looking whether others have come
+_LOOK_UPLOADING_S = 0.0005  # the same while copies run, whose end is also waited for
 _LOOKAHEAD = 32  # how many tensors behind the next one are looked at; a fetch is seldom further out of order
+
+
+Waiting = dict[nn.Module, list[Gate]]
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,9 @@ class Loader:
     a segmentation fault**; assign a new one. Those of another dtype than ``dtype`` are copies, and so are buffers.
     ``rename`` maps a tensor's name in the checkpoint to the module's, or to None to leave it out; without it the
     module's own ``rename`` is asked, else the names are equal. ``dtype`` None keeps the checkpoint's.
+
+    With a ``link`` the tensors go to its device, all into one ``slab`` (for models of ours, not with ``building``);
+    ``release`` drops the region's bytes of each that is there, so that nobody can load them a second time.
     """
 
     def __init__(
@@ -64,6 +75,8 @@ class Loader:
         rename: Rename | None = None,
         device: torch.device | None = None,
         building: Building | None = None,
+        link: Link | None = None,
+        release: bool = False,
     ) -> None:
         self._region = region
         self._module = module
@@ -72,6 +85,12 @@ class Loader:
         self._timeline = timeline
         self._rename: Rename = rename or getattr(module, "rename", None) or (lambda name: name)
         self._building = building
+        assert link is None or building is None
+        self._link = link
+        self._release = release or (building is not None and building.release)
+        self.slab: Tensor | None = None
+        self.layout: Layout | None = None
+        self._placed = threading.Event()
         self._gates = (gates if building is None else owner_gates)(module, timeline)
         self._pending: dict[str, Place] = {}
         self._urgent: list[Gate] = []  # whose tensors are applied before all others; a forward waits for them
@@ -91,10 +110,18 @@ class Loader:
         if self._error is not None:
             raise self._error
 
+    def wait_placed(self) -> None:
+        """Until every parameter has its address on the device, whatever is there. Raises as ``wait`` does."""
+        self._placed.wait()
+        if self._error is not None:
+            raise self._error
+
     def close(self) -> None:
         """Stop applying; a forward that still waits raises. What is applied stays. May be called twice."""
         self._closing = True
         self._thread.join()
+        if self._link is not None:
+            self._link.close()
 
     def __enter__(self) -> Self:
         return self
@@ -110,6 +137,7 @@ class Loader:
         except BaseException as error:  # noqa: BLE001  whatever it is, it must reach those who wait
             self._error = error
         finally:
+            self._placed.set()
             for gate in self._gates:
                 if not gate.is_open:
                     gate.open(self._error)
@@ -147,25 +175,57 @@ class Loader:
         waiting = self._assign_gates(pending, missing)
         if missing:
             self._apply_initial(missing, waiting)
-        views = Views(self._region)
-        order, behind = list(pending), 0
-        while pending:
+        if self._region.released_elsewhere:
+            raise WeightsError(
+                "the weights were released by a process that has ended (--host-weights release); start the instance "
+                "again, or keep the host's copy"
+            )
+        if self._link is None:
+            self._apply_views(index, waiting)
+        else:
+            self._upload(index, waiting, self._link)
+
+    def _apply_views(self, index: WeightIndex, waiting: Waiting) -> None:
+        views, arrivals = Views(self._region), _Arrivals(self, _LOOK_S)
+        while self._pending:
             self._check_closing()
-            while order[behind] not in pending:
-                behind += 1
-            looked = [*self._awaited(), *order[behind : behind + _LOOKAHEAD]]
-            ready = [name for name in dict.fromkeys(looked) if name in pending and self._region.has(name)]
-            if not ready:
-                try:
-                    self._region.wait_tensor(next(name for name in looked if name in pending), _LOOK_S)
-                except TimeoutError:
-                    pass
-                continue
-            for name in ready:
-                copied = self._apply(pending[name], views.tensor(name, index.tensors[name]), waiting)
-                del pending[name]
-                if copied and building is not None and building.release:
+            for name in arrivals.ready():
+                copied = self._apply(self._pending.pop(name), views.tensor(name, index.tensors[name]), waiting)
+                if copied and self._release:
                     self._region.release(name)
+
+    def _upload(self, index: WeightIndex, waiting: Waiting, link: Link) -> None:
+        """Like ``_apply_views`` over a link: begin what has come, and apply what has arrived there."""
+        views, arrivals, uploads = Views(self._region), _Arrivals(self, _LOOK_UPLOADING_S), Uploads(link)
+        places, sources, begun_ns = dict(self._pending), dict[str, Tensor](), dict[str, int]()
+        targets = self._place(link)
+        while self._pending or uploads:
+            self._check_closing()
+            must_wait = not self._pending or not uploads.has_room
+            for name in uploads.pause(self._check_closing) if must_wait else uploads.finished():
+                self._count(places[name], begun_ns[name], waiting)
+                source = sources.pop(name)
+                if self._release:
+                    link.forget(source)
+                    del source
+                    self._region.release(name)
+            for name in arrivals.ready() if self._pending else ():
+                del self._pending[name]
+                begun_ns[name] = time.monotonic_ns()
+                sources[name] = views.tensor(name, index.tensors[name])
+                uploads.begin(name, targets[name], sources[name], urgent=name in arrivals.urgent)
+                if not uploads.has_room:
+                    break
+
+    def _place(self, link: Link) -> dict[str, Tensor]:
+        """Where on the device each tensor goes; the parameters are there from now on."""
+        layout = self.layout = lay_out(self._pending, self._module, self._dtype)
+        slab = self.slab = link.memory("weights", layout.size_bytes)
+        targets = slab_views(slab, layout, self._pending)
+        for name, place in self._pending.items():
+            self._assign(place, _as_parameter(place, targets[name]))
+        self._placed.set()
+        return targets
 
     def _awaited(self) -> list[str]:
         """The tensors that a forward waits for; they are asked for again, should the request have been lost."""
@@ -175,9 +235,9 @@ class Loader:
             self._region.ask(names)
         return names
 
-    def _assign_gates(self, todo: dict[str, Place], missing: list[Place]) -> dict[nn.Module, list[Gate]]:
+    def _assign_gates(self, todo: dict[str, Place], missing: list[Place]) -> Waiting:
         """Which gates wait for a module's own tensors; gates that wait for nothing are opened."""
-        waiting: dict[nn.Module, list[Gate]] = {}
+        waiting: Waiting = {}
         for gate in self._gates:
             for owner in gate.owners:
                 waiting.setdefault(owner, []).append(gate)
@@ -195,7 +255,7 @@ class Loader:
                 gate.open()
         return waiting
 
-    def _apply_initial(self, missing: list[Place], waiting: dict[nn.Module, list[Gate]]) -> None:
+    def _apply_initial(self, missing: list[Place], waiting: Waiting) -> None:
         """What the checkpoint lacks has the value it is made with, as after ``load_state_dict(strict=False)``."""
         assert self._building is not None
         fresh = places(self._building.initial())
@@ -203,27 +263,33 @@ class Loader:
             tensor = fresh[place.name].tensor
             self._apply(place, tensor if is_lazy(tensor) else tensor.detach(), waiting)
 
-    def _apply(self, place: Place, tensor: Tensor, waiting: dict[nn.Module, list[Gate]]) -> bool:
+    def _apply(self, place: Place, tensor: Tensor, waiting: Waiting) -> bool:
         """Whether the module has a copy, and no view."""
         start = time.monotonic_ns()
         value: Tensor = self._converted(place, tensor)
-        if place.is_buffer:
-            # A buffer may be written to by the forward, so it is never a view.
-            value = value.clone() if value is tensor else value
-        elif not is_lazy(value):
-            value = nn.Parameter(value, requires_grad=False)
+        if place.is_buffer and value is tensor:
+            value = value.clone()  # it may be written to by the forward, so it is never a view
+        value = _as_parameter(place, value)
+        self._assign(place, value)
+        self._count(place, start, waiting)
+        return is_lazy(value) or value.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
+
+    @staticmethod
+    def _assign(place: Place, value: Tensor) -> None:
         if isinstance(place.tensor, Awaited) and isinstance(value, nn.Parameter):
             place.tensor.arrived = value
         for owner, attribute in place.owners:
             setattr(owner, attribute, value)
+
+    def _count(self, place: Place, start_ns: int, waiting: Waiting) -> None:
+        """One tensor less for its gates to wait for."""
         for gate in _gates_of(place, waiting):
-            gate.begin_ns = gate.begin_ns or start
+            gate.begin_ns = gate.begin_ns or start_ns
             gate.remaining -= 1
             if not gate.remaining:
                 gate.open()
                 if self._timeline is not None:
                     self._timeline.record("apply", gate.begin_ns, time.monotonic_ns(), unit=gate.name)
-        return is_lazy(value) or value.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
 
     def _converted(self, place: Place, tensor: Tensor) -> Tensor:
         building = self._building
@@ -244,6 +310,37 @@ class Loader:
             raise RuntimeError("the loader was closed before all weights were applied")
 
 
-def _gates_of(place: Place, waiting: dict[nn.Module, list[Gate]]) -> list[Gate]:
+class _Arrivals:
+    """Which of a loader's pending tensors are there: those that a forward waits for first, then in order."""
+
+    def __init__(self, loader: Loader, look_s: float) -> None:
+        self._loader = loader
+        self._look_s = look_s
+        self._order = list(loader._pending)
+        self._behind = 0
+        self.urgent: list[str] = []
+
+    def ready(self) -> list[str]:
+        """Waits a moment when none is."""
+        pending, region = self._loader._pending, self._loader._region
+        while self._order[self._behind] not in pending:
+            self._behind += 1
+        self.urgent = self._loader._awaited()
+        ahead = self._order[self._behind : self._behind + _LOOKAHEAD]
+        looked = [name for name in dict.fromkeys([*self.urgent, *ahead]) if name in pending]
+        found = [name for name in looked if region.has(name)]
+        if not found:
+            try:
+                region.wait_tensor(looked[0], self._look_s)
+            except TimeoutError:
+                pass
+        return found
+
+
+def _as_parameter(place: Place, value: Tensor) -> Tensor:
+    return value if place.is_buffer or is_lazy(value) else nn.Parameter(value, requires_grad=False)
+
+
+def _gates_of(place: Place, waiting: Waiting) -> list[Gate]:
     """Each once, also when tied parameters have several owners in one unit."""
     return list(dict.fromkeys(gate for owner, _ in place.owners for gate in waiting.get(owner, ())))
