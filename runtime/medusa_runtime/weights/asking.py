@@ -10,11 +10,12 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from .region_layout import F_ADD_SEALS, HEADER_BYTES, RING_OFFSET, RING_WORDS, SEAL_GROW, SEAL_SHRINK
 
 _FIRST_BITS = 32
+_WISH = 1 << 63
 _MOST = RING_WORDS // 2  # what one asker may have in the ring
 
 
@@ -39,9 +40,17 @@ def asking_memory() -> int:
 
 def ask(fd: int, chunks: Iterable[int]) -> None:
     """Ask for these chunks. Nothing happens where the region cannot be written to: complete, or a stranger's."""
-    slot = os.getpid() * 7 + threading.get_native_id()
-    for number, run in enumerate(runs(chunks)[:_MOST]):
-        word = (len(run) << _FIRST_BITS) | (run.start + 1)
+    _tell(fd, [(len(run) << _FIRST_BITS) | (run.start + 1) for run in runs(chunks)], 0)
+
+
+def wish(fd: int, chunks: Sequence[int]) -> None:
+    """Say which chunks would be needed next, in this order, by a reader whose forward does not wait yet."""
+    _tell(fd, [_WISH | (place << _FIRST_BITS) | (chunk + 1) for place, chunk in enumerate(chunks)], _MOST)
+
+
+def _tell(fd: int, words: Sequence[int], behind: int) -> None:
+    slot = os.getpid() * 7 + threading.get_native_id() + behind
+    for number, word in enumerate(words[:_MOST]):
         try:
             os.pwrite(fd, word.to_bytes(8, "little"), RING_OFFSET + (slot + number) % RING_WORDS * 8)
         except OSError:
@@ -50,8 +59,18 @@ def ask(fd: int, chunks: Iterable[int]) -> None:
 
 def asked(words: memoryview) -> Iterator[range]:
     """What is in the ring; ``words`` is the header's."""
-    first = RING_OFFSET // 8
-    for word in words[first : first + RING_WORDS].tolist():
-        if word:
+    for word in _ring(words):
+        if word and not word & _WISH:
             start = (word & ((1 << _FIRST_BITS) - 1)) - 1
             yield range(start, start + (word >> _FIRST_BITS))
+
+
+def wished(words: memoryview) -> list[int]:
+    """The chunks that readers would like next, each reader's in its order."""
+    wishes = sorted(word & ~_WISH for word in _ring(words) if word & _WISH)
+    return [(word & ((1 << _FIRST_BITS) - 1)) - 1 for word in wishes]
+
+
+def _ring(words: memoryview) -> list[int]:
+    first = RING_OFFSET // 8
+    return words[first : first + RING_WORDS].tolist()

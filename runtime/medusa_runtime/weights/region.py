@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import MedusaError, ObjectChangedError, StorageError, WeightsError, from_code
 from ..storage.local import file_version
-from .asking import ask
+from .asking import ask, wish
 from .chunks import Chunks
 from .index import Shard, WeightIndex
 from .pages import address_of
@@ -211,6 +211,14 @@ class Region:
                 self.fd if self.asking_fd < 0 else self.asking_fd,
                 [chunk for chunk in missing if not self._present(range(chunk, chunk + 1))],
             )
+
+    def wish(self, names: Sequence[str]) -> None:
+        """Have these tensors fetched next, in this order, when no forward waits for others; does not wait."""
+        if self._attach():
+            assert self._chunks is not None
+            wanted = dict.fromkeys(chunk for name in names for chunk in self._chunks.of_tensor(name))
+            missing = [chunk for chunk in wanted if not self._present(range(chunk, chunk + 1))]
+            wish(self.fd if self.asking_fd < 0 else self.asking_fd, missing)
 
     def release(self, name: str) -> None:
         """Drop the memory of a tensor that nobody will read again, here or in another process."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 
 from ..errors import MedusaError, ObjectChangedError, StorageError
-from .asking import asked
+from .asking import asked, wished
 from .chunks import Chunks, chunk_bytes_for
 from .index import PAGE_BYTES, WeightIndex
 from .pages import populate_write, prefer_huge
@@ -181,6 +181,12 @@ class RegionWriter:
     def listen(self, asking_fd: int) -> None:
         """Also heed what readers ask for that may not write to the region; see ``asking.asking_memory``."""
         self._strangers = memoryview(mmap.mmap(asking_fd, HEADER_BYTES, prot=mmap.PROT_READ)).cast("Q")
+
+    def wished(self) -> list[int]:
+        """The chunks that readers would like next."""
+        assert self.chunks is not None
+        found = [*wished(self._words), *(wished(self._strangers) if self._strangers else ())]
+        return [chunk for chunk in found if chunk < self.chunks.count]
 
     @property
     def unreleased_bytes(self) -> int:

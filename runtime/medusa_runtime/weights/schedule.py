@@ -16,8 +16,10 @@ _YIELD_S = 0.005
 
 
 class Schedule:
-    """Hands out the chunks that are missing: what a forward waits for, then the rest in execution order. Thread-safe.
+    """Hands out the chunks that are missing. Thread-safe.
 
+    What a forward waits for comes first, then what readers would like next (a module's construction order, where no
+    execution order was recorded), then the rest in the index's order.
     A ``background`` load keeps to one range at a time while interactive ones are under way on this machine.
     """
 
@@ -60,7 +62,8 @@ class Schedule:
                     return None
                 wanted = self.wanted()
                 if wanted or not self._must_wait():
-                    return self._take(next((chunk for chunk in wanted if not self._taken[chunk]), None), takers)
+                    first = (*wanted, *self._writer.wished())
+                    return self._take(next((chunk for chunk in first if not self._taken[chunk]), None), takers)
             time.sleep(_YIELD_S)
 
     def _must_wait(self) -> bool:
