@@ -1,18 +1,27 @@
-"""This machine's settings for packages, lent to a build: certificates, pip's configuration, folders it names."""
+"""This machine's settings for packages, lent to a build: certificates, apt's mirrors, pip's configuration."""
 
 from __future__ import annotations
 
 import configparser
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
 PLACES = ("find-links", "index-url", "extra-index-url")
+# The release that all variants stand on, and where its public base finds packages by itself.
+RELEASE = "bookworm"
+DEBIAN_KEYS = "/usr/share/keyrings/debian-archive-keyring.gpg"
+PUBLIC_APT = ("deb.debian.org", "security.debian.org")
 # In a build /dev is in memory: a folder that is mounted there leaves no empty one in the layer.
 LENT = "/dev/lent"
-INSIDE = {"ca": "/etc/ssl/certs/ca-certificates.crt", "pip": "/etc/pip.conf"}
+INSIDE = {
+    "ca": "/etc/ssl/certs/ca-certificates.crt",
+    "apt": "/etc/apt/sources.list.d/build.sources",
+    "pip": "/etc/pip.conf",
+}
 
 
 def build_flags(scratch: Path) -> list[str]:
@@ -39,6 +48,9 @@ def lend(scratch: Path) -> tuple[dict[str, Path], dict[str, str]]:
     certificates = Path(os.environ.get("SSL_CERT_FILE") or INSIDE["ca"])
     if certificates.is_file():
         files["ca"] = certificates
+    if mirrors := apt_mirrors():
+        files["apt"] = scratch / "build.sources"
+        files["apt"].write_text("\n\n".join(mirrors) + "\n")
     settings = pip_settings()
     for key in PLACES:
         for place in settings.get(key, "").split():
@@ -57,6 +69,23 @@ def lend(scratch: Path) -> tuple[dict[str, Path], dict[str, str]]:
         with files["pip"].open("w") as file:
             parser.write(file)
     return files, folders
+
+
+def apt_mirrors(root: Path = Path("/etc/apt")) -> list[str]:
+    """This machine's apt sources (deb822 stanzas) of the base's release, beyond the public ones.
+
+    Only those that name Debian's own keys, or none: others' are files that the base does not have.
+    """
+    found = []
+    for path in sorted(root.glob("sources.list.d/*.sources")):
+        for stanza in re.split(r"\n\s*\n", path.read_text()):
+            lines = [line for line in stanza.splitlines() if line.strip() and not line.startswith("#")]
+            fields = dict(re.findall(r"(?m)^([\w-]+):[ \t]*(.*)$", "\n".join(lines)))
+            hosts = {urlsplit(uri).hostname for uri in fields.get("URIs", "").split()}
+            keys = fields.get("Signed-By", DEBIAN_KEYS)
+            if RELEASE in fields.get("Suites", "") and hosts - set(PUBLIC_APT) and keys == DEBIAN_KEYS:
+                found.append("\n".join(lines))
+    return found
 
 
 def pip_settings() -> dict[str, str]:

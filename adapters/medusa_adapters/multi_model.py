@@ -20,16 +20,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from medusa_runtime.config import to_env
+
 if TYPE_CHECKING:
     from flask import Flask, Response
     from medusa_handler.service import Service
+    from medusa_runtime.config import Settings
 
 _NAME = re.compile(r"[\w.-]{1,256}")
 _CHILD = (
     "import sys; from medusa_runtime.process import die_with_parent; die_with_parent(int(sys.argv.pop(1)));"
     "from medusa_adapters.cli import main; sys.exit(main())"
 )
-_NOT_THEIRS = ("SAGEMAKER_MULTI_MODEL", "SAGEMAKER_BIND_TO_PORT", "MEDUSA_MODEL", "MEDUSA_HANDLER", "MEDUSA_TOKEN")
+_NOT_THEIRS = (
+    *("SAGEMAKER_MULTI_MODEL", "SAGEMAKER_BIND_TO_PORT", "MEDUSA_MODEL", "MEDUSA_HANDLER", "MEDUSA_TOKEN"),
+    *("MEDUSA_HOST", "PORT"),
+)
 _HOP_BY_HOP = ("connection", "transfer-encoding", "content-length", "server", "date", "host", "keep-alive")
 _POLL_S = 0.1
 _END_S = 30.0
@@ -46,8 +52,10 @@ class Loaded:
 
 
 class Models:
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self._environ = {name: value for name, value in environ.items() if name not in _NOT_THEIRS}
+    def __init__(self, settings: Settings, environ: Mapping[str, str]) -> None:
+        """``settings`` are each model's, too: what the host was told by flags reaches them as variables."""
+        told = {**environ, **to_env(settings)}
+        self._environ = {name: value for name, value in told.items() if name not in _NOT_THEIRS}
         self._lock = threading.Lock()
         self._loaded: dict[str, Loaded] = {}
         # A child is killed when the thread that started it ends, so one thread starts them all.

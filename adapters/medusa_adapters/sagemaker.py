@@ -58,7 +58,7 @@ def platform(settings: Settings, environ: Mapping[str, str]) -> Platform:
     if is_multi_model(environ):
         from .multi_model import Models
 
-        models = Models(environ)
+        models = Models(settings, environ)
 
     def extend(app: Flask, service: Service) -> None:
         _name_requests(app)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from flask import Blueprint, Response, g, request
 
@@ -12,6 +12,7 @@ from .contract import Headers, Request
 from .faults import ApiError
 
 if TYPE_CHECKING:
+    from .function import UserFunction
     from .service import Service
     from .work import Work
 
@@ -51,6 +52,8 @@ def root(service: Service, work: Work) -> Blueprint:
 
             gone = work.gone()
             called = _request(service)
+            if not service.ready and platform.streams and platform.early_heartbeats and _takes_only_events(called):
+                return _held(service, function, called, gone)
             service.admission.start(gone, service.settings.hold_s, service.draining)
             try:
                 result = function.call(called, gone)
@@ -64,6 +67,37 @@ def root(service: Service, work: Work) -> Blueprint:
         return work.run("/", answer)
 
     return routes
+
+
+def _takes_only_events(called: Request) -> bool:
+    kinds = {each.partition(";")[0].strip().lower() for each in called.headers.get("accept", "").split(",")}
+    return kinds == {"text/event-stream"}
+
+
+def _held(service: Service, function: UserFunction, called: Request, gone: Callable[[], bool]) -> Response:
+    """An event stream that begins before the function is loaded: heartbeats, then the result's events or itself as one.
+
+    Its status is 200 already, so an error is an event, too.
+    """
+    from .answering import Events, respond
+
+    def events() -> Iterator[Any]:
+        service.admission.start(gone, service.settings.hold_s, service.draining)
+        try:
+            result, send = function.call(called, gone), service.platform.send
+            if isinstance(result := result if send is None else send(called, result), Iterator):
+                yield from result
+                return
+            response = respond(service, result, called, gone)
+            text = response.get_data(as_text=True).removesuffix("\n")
+            if response.status_code >= 400:
+                raise ApiError(response.status_code, text)
+            if text:
+                yield text
+        finally:
+            service.admission.finish()
+
+    return Events(service, events(), called, gone).response(200)
 
 
 def _request(service: Service) -> Request:

@@ -197,3 +197,13 @@ def from_env(environ: Mapping[str, str], **flags: Any) -> Settings:
                 settings = replace(settings, **{option.field: parse_option(option, environ[variable], variable)})
                 break
     return settings
+
+
+def to_env(settings: Settings) -> dict[str, str]:
+    """The variables from which ``from_env`` reads these settings, for an instance that another one starts."""
+    default = Settings()
+    return {
+        option.variables[0]: f"{value:g}" if isinstance(value, float) else str(value)
+        for option in OPTIONS
+        if (value := getattr(settings, option.field)) is not None and value != getattr(default, option.field)
+    }

@@ -18,7 +18,7 @@ BODY = {"prompt": "This function returns", "max_tokens": 4, "temperature": 0}
 
 @pytest.fixture
 def host(launch: Launch) -> Any:
-    return launch(SAGEMAKER_MULTI_MODEL="true", MEDUSA_THREADS="1")
+    return launch("--served-model-name", "told", SAGEMAKER_MULTI_MODEL="true", MEDUSA_THREADS="1")
 
 
 def children(pid: int) -> list[int]:
@@ -48,7 +48,9 @@ def test_models_come_and_go(host: Any, tmp_path: Path) -> None:
     assert host.request("POST", "/models", {"model_name": "code", "url": str(tmp_path / "function")}).status == 200
     assert [model["modelName"] for model in host.request("GET", "/models").json["models"]] == ["words", "code"]
 
-    assert host.request("POST", "/models/words/invoke", BODY).json["choices"][0]["text"]
+    answer = host.request("POST", "/models/words/invoke", BODY).json
+    assert answer["choices"][0]["text"]
+    assert answer["model"] == "told"  # by a flag of the host
     stream = host.request("POST", "/models/words/invoke", BODY | {"stream": True})
     assert stream.body.endswith(b"data: [DONE]\n\n")
     assert host.request("POST", "/models/code/invoke", b"x", Content_Type="text/plain").json == {"got": "x"}

@@ -256,6 +256,20 @@ def test_a_function_loads_in_the_background(serve: Serve) -> None:
     served.wait_ready()
 
 
+def test_a_client_of_events_hears_of_a_function_that_loads(serve: Serve) -> None:
+    served = serve(handler="slow_load/handler.py:Handler", heartbeat_s=0.05)
+    with ExitStack() as stack:
+        connection = served.connect()
+        stack.callback(connection.close)
+        connection.request("POST", "/", b"", {"Accept": "text/event-stream"})
+        response = connection.getresponse()
+        assert response.status == 200
+        assert [response.readline() for _ in range(4)] == [b": waiting\n", b"\n"] * 2
+        (served.log.parent / "go").touch()
+        events = [line for line in response.read().splitlines() if line.startswith(b"data: ")]
+    assert events == [b"data: loaded", b"data: [DONE]"]
+
+
 def test_nothing_heavy_is_imported_for_probes() -> None:
 
     code = (

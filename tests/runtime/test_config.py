@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 
 import pytest
-from medusa_runtime.config import OPTIONS, Settings, from_env
+from medusa_runtime.config import OPTIONS, Settings, from_env, to_env
 from medusa_runtime.errors import ConfigError
 
 ENVIRONMENT = Path(__file__).parents[2] / "docs" / "environment.md"
@@ -55,6 +55,12 @@ def test_a_bad_value_names_variable_value_and_form(variable: str, value: str, ac
 def test_a_bad_flag_is_named_as_the_flag() -> None:
     with pytest.raises(ConfigError, match="--max-model-len='many'"):
         from_env({"MEDUSA_MAX_MODEL_LEN": "5"}, max_model_len="many")
+
+
+def test_settings_come_back_from_their_variables() -> None:
+    settings = Settings(model="s3://a/b", threads=3, heartbeat_s=0.25, token="x", platform="sagemaker")
+    assert from_env(to_env(settings)) == settings
+    assert to_env(Settings()) == {}
 
 
 def test_settings_cannot_be_changed() -> None:
