@@ -31,6 +31,7 @@ from medusa_runtime.weights.views import Views
 
 _LOOK_S = 0.01  # how long to wait for the next tensor before looking whether others have come
 _LOOK_UPLOADING_S = 0.0005  # the same while copies run, whose end is also waited for
+_WISH_S, _WISHED = 0.01, 256  # how often, and of how many tensors, the prefetcher is told which are next
 _LOOKAHEAD = 32  # how many tensors behind the next one are looked at; a fetch is seldom further out of order
 
 
@@ -95,6 +96,7 @@ class Loader:
         self._pending: dict[str, Place] = {}
         self._urgent: list[Gate] = []  # whose tensors are applied before all others; a forward waits for them
         self._needs: dict[Gate, list[str]] = {}
+        self._wishes = False  # whether the order of the pending is told to the prefetcher
         if building is not None:
             self._await_values()
         for gate in self._gates:
@@ -171,8 +173,12 @@ class Loader:
     def _apply_all(self, index: WeightIndex) -> None:
         building = self._building
         self._pending, missing = plan(index, self._module, self._rename, strict=building is None or building.strict)
-        pending = self._pending
-        waiting = self._assign_gates(pending, missing)
+        if building is not None and not index.recorded:
+            # Nobody knows in which order a forward goes; it was constructed in one that is seldom another.
+            rank = {name: number for number, name in enumerate(places(self._module))}
+            self._pending = dict(sorted(self._pending.items(), key=lambda item: rank[item[1].name]))
+            self._wishes = True
+        waiting = self._assign_gates(self._pending, missing)
         if missing:
             self._apply_initial(missing, waiting)
         if self._region.released_elsewhere:
@@ -318,6 +324,7 @@ class _Arrivals:
         self._look_s = look_s
         self._order = list(loader._pending)
         self._behind = 0
+        self._wish_at = 0.0
         self.urgent: list[str] = []
 
     def ready(self) -> list[str]:
@@ -326,6 +333,9 @@ class _Arrivals:
         while self._order[self._behind] not in pending:
             self._behind += 1
         self.urgent = self._loader._awaited()
+        if self._loader._wishes and (now := time.monotonic()) >= self._wish_at:
+            self._wish_at = now + _WISH_S
+            region.wish(self._order[self._behind : self._behind + _WISHED])
         ahead = self._order[self._behind : self._behind + _LOOKAHEAD]
         looked = [name for name in dict.fromkeys([*self.urgent, *ahead]) if name in pending]
         found = [name for name in looked if region.has(name)]
