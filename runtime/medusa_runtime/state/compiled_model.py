@@ -1,0 +1,122 @@
+"""vLLM's compiled model, taken out of one process and put into another, without vLLM's own cache.
+
+vLLM keeps what it compiled under a hash of, among others, the checkpoint's path; and where it compiles with plain
+Inductor, as on a CPU, it cannot load what it kept: it calls ``finalize_loading`` on a function that has none, and
+compiles again. But a decorated module runs whatever its ``aot_compiled_fn`` is, so a worker may put it there itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..errors import StateError
+from .compiled_kernels import CompiledKernels
+
+INDEX = "index.json"
+_KERNELS = "kernels"
+
+
+class CompiledModel:
+    """A folder with a model's compiled functions and their kernels.
+
+    ``recording`` surrounds the first forward, which compiles; ``save`` then keeps what it made. ``attach`` gives a
+    model of another process the same functions, before its first forward: nothing is traced and nothing compiled.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.kernels = CompiledKernels(folder / _KERNELS)
+
+    def save(self, model: Any, config: Any) -> int:
+        """Serialize the compiled functions of ``model`` (a vLLM module, after its first forward); how many there were.
+
+        Raises StateError when there are none.
+        """
+        names = []
+        for number, (name, module) in enumerate(_compiled_modules(model)):
+            module.aot_compiled_fn.save_compiled_function(str(self.folder / f"{number}.aot"))
+            names.append(name)
+        if not names:
+            raise StateError(
+                "nothing was compiled: expected a model that vLLM compiles (no --enforce-eager, no LoRA, a supported "
+                "architecture), found no compiled function in it"
+            )
+        index = {"modules": names, "config": config_key(config)}
+        (self.folder / INDEX).write_text(json.dumps(index))
+        return len(names)
+
+    def attach(self, model: Any, config: Any) -> int:
+        """Load the functions and hand them to the modules they were made from; how many they were.
+
+        Raises StateError when they were made for another configuration, source or machine, or cannot be read. The
+        model is then as it was, and compiles at its first forward.
+        """
+        try:
+            index = json.loads((self.folder / INDEX).read_bytes())
+            names, key = list(index["modules"]), index["config"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StateError(f"{self.folder / INDEX}: expected the index of a compile cache, found {error}") from error
+        if (found := config_key(config)) != key:
+            raise StateError(f"the compile cache was made for the configuration {key[:12]}, this is {found[:12]}")
+        modules = dict(model.named_modules())
+        if missing := [name for name in names if name not in modules]:
+            raise StateError(f"the compile cache holds functions of {missing}, which this model does not have")
+        try:
+            with self.kernels.serving():
+                functions = [
+                    _load(modules[name], config, self.folder / f"{number}.aot") for number, name in enumerate(names)
+                ]
+        except StateError:
+            raise
+        except Exception as error:  # unpickling and torch's checks raise anything
+            raise StateError(f"the compile cache cannot be loaded ({type(error).__name__}: {error})") from error
+        for name, function in zip(names, functions, strict=True):
+            modules[name].aot_compiled_fn = function
+            modules[name].was_aot_compile_fn_loaded_from_disk = True
+        return len(functions)
+
+
+def config_key(config: Any) -> str:
+    """vLLM's own hash of what shapes a graph (versions, configuration, environment), without where the model lies."""
+    from vllm.compilation.caching import aot_compile_hash_factors
+
+    placeless = copy.copy(config)
+    placeless.model_config = copy.copy(config.model_config)
+    for field in ("model", "model_weights"):
+        setattr(placeless.model_config, field, "")
+    for field in ("hf_config", "hf_text_config", "hf_image_processor_config"):
+        if (value := getattr(config.model_config, field, None)) is not None:
+            nameless = copy.copy(value)
+            for name in ("_name_or_path", "name_or_path"):
+                if hasattr(nameless, name):
+                    setattr(nameless, name, "")
+            setattr(placeless.model_config, field, nameless)
+    return hashlib.sha256(str(aot_compile_hash_factors(placeless)).encode()).hexdigest()
+
+
+def _compiled_modules(model: Any) -> Iterator[tuple[str, Any]]:
+    for name, module in model.named_modules():
+        if getattr(module, "aot_compiled_fn", None) is not None:
+            yield name, module
+
+
+def _load(module: Any, config: Any, path: Path) -> Any:
+    """As vLLM loads its own: the function, a check that the traced source is the same, and no guards."""
+    import torch
+    from vllm.compilation.decorators import _verify_source_unchanged
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(config), path.open("rb") as file:
+        function: Any = torch.compiler.load_compiled_function(file, f_globals=module.forward.__globals__)
+    _verify_source_unchanged(function.source_info(), config)
+    if not config.compilation_config.dynamic_shapes_config.evaluate_guards:
+        function.disable_guard_check()
+    finish = getattr(function._artifacts.compiled_fn, "finalize_loading", None)
+    if finish is not None:  # vLLM's own backend (on a GPU) has a second step, Inductor's function has none
+        finish(config)
+    return function
