@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from medusa_adapters.bench.result import Result
+from medusa_adapters.bench.result import Result, Target, targets_table
 
 _FUNCTION = """
 import time
@@ -39,6 +39,7 @@ def handle(request):
         yield {"item": number}
 """
 _BETWEEN_PROBES_S = 0.02
+_READYZ_P99_MS = 100.0
 
 
 @dataclass
@@ -144,6 +145,16 @@ def percentile(values: list[float], percent: int) -> float:
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
+def targets(result: Result, name: str) -> list[Target]:
+    """Times and counts that issue texts promise; Target's number is one of these here, not a ratio."""
+    found = [
+        ("ms of /readyz at p99 meanwhile, median of the runs", "readyz p99", _READYZ_P99_MS),
+        ("streams and probes that failed, median of the runs", "errors", 0.0),
+    ]
+    medians = [(text, result.median(name, metric), bound) for text, metric, bound in found]
+    return [Target(text, value, bound, at_least=False) for text, value, bound in medians if value is not None]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=128)
@@ -161,7 +172,7 @@ def main() -> int:
     for percent in (50, 99):
         result.add(name, f"readyz p{percent}", "ms", [percentile(s.probe_s, percent) * 1e3 for s in samples])
     result.add(name, "errors", "count", [float(len(sample.errors)) for sample in samples])
-    print(result.table())
+    print(result.table(), targets_table(targets(result, name)), sep="\n\n")
     for sample in samples:
         failed += len(sample.errors)
         for error in sample.errors[:5]:

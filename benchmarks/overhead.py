@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from medusa_adapters.bench.result import Result
+from medusa_adapters.bench.result import Result, Target, targets_table
 
 _HANDLER = 'def handle(request):\n    return {"hello": request.json["name"]}\n'
 _BARE = """
@@ -31,6 +31,7 @@ app = Flask("bare")
 def handle():
     return {"hello": request.get_json()["name"]}
 """
+_MOST_TIMES = 1.5
 _BODY = b'{"name": "you"}'
 _PLATFORMS: dict[str, tuple[str, dict[str, str]]] = {
     "local": ("/", {}),
@@ -104,9 +105,13 @@ def main() -> int:
                 times[name].append(call(connection, path))
     for name, samples in times.items():
         result.add(name, "request", "ms", samples)
-    print(result.table())
-    for name in _PLATFORMS:
-        print(f"{name}: {result.ratio('request', name, 'bare flask'):.2f} times bare Flask at p50")
+    ratios = {name: result.ratio("request", name, "bare flask") for name in _PLATFORMS}
+    targets = [
+        Target(f"times a bare Flask route at p50, {name}", ratio, _MOST_TIMES, at_least=False)
+        for name, ratio in ratios.items()
+        if ratio is not None
+    ]
+    print(result.table(), targets_table(targets), sep="\n\n")
     if arguments.json is not None:
         result.write(arguments.json)
     return 0
