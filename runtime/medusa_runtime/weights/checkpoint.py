@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import PurePosixPath
+from typing import Protocol
 from urllib.parse import urlsplit, urlunsplit
 
 from ..errors import CorruptError, ForbiddenError, ObjectNotFoundError
@@ -35,6 +36,8 @@ SMALL_FILES = (
     "processor_config.json",
     MODULES,
 )
+# Asked for at the same time as the header. The others are rare: where it is known which of them there are, only those.
+_FIRST_FILES = SMALL_FILES[:5]
 _GUESS_BYTES = 256 << 10  # holds the header of most checkpoints
 _MOST_SMALL_BYTES = 64 << 20
 _THREADS = 8
@@ -50,16 +53,32 @@ class Checkpoint:
     sharded: bool
 
 
-def open_checkpoint(url: str) -> Checkpoint:
+class Known(Protocol):
+    """What somebody has recorded of a checkpoint (a state bundle)."""
+
+    def begin(self, store: Store) -> None:
+        """Start reading it; ``store`` is the checkpoint's."""
+
+    def files(self) -> Collection[str] | None:
+        """The small files that the checkpoint had, once that is read; None when nothing is known."""
+
+    def confirms(self, index: WeightIndex, files: Mapping[str, bytes]) -> bool:
+        """Whether this is the checkpoint of which it was recorded."""
+
+
+def open_checkpoint(url: str, known: Known | None = None) -> Checkpoint:
     """Index the checkpoint in a folder, or the one safetensors or PyTorch file, that ``url`` names.
 
-    Everything is asked for at the same time, the weights' header first. Raises the store's errors, and CorruptError.
+    Everything is asked for at the same time, the weights' header first; small files that the checkpoint is ``known``
+    not to have are left out. Raises the store's errors, and CorruptError.
     """
     folder, name = split(url)
     store = open_store(folder)
     try:
+        if known is not None:
+            known.begin(store)
         with ThreadPoolExecutor(_THREADS, "index") as pool:
-            return _Reader(store, pool).read(name)
+            return _Reader(store, pool, known).read(name)
     except BaseException:
         store.close()
         raise
@@ -84,9 +103,10 @@ _Entries = Mapping[str, HeaderEntry] | Mapping[str, TensorEntry]
 
 
 class _Reader:
-    def __init__(self, store: Store, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, store: Store, pool: ThreadPoolExecutor, known: Known | None) -> None:
         self._store = store
         self._pool = pool
+        self._known = known
 
     def read(self, name: str | None) -> Checkpoint:
         if name is not None and name.endswith(SUFFIXES):
@@ -96,7 +116,10 @@ class _Reader:
             return Checkpoint(self._store, index, {} if config is None else {SMALL_FILES[0]: config}, sharded=False)
         single = self._pool.submit(self._header, name or SINGLE)
         sharded = None if name else self._pool.submit(self._small, SHARDED)
-        small = {key: self._pool.submit(self._small, key) for key in SMALL_FILES}
+        small = {key: self._pool.submit(self._small, key) for key in _FIRST_FILES}
+        listed = self._known.files() if self._known else None
+        left_out = [key for key in SMALL_FILES if listed is not None and key not in small and key not in listed]
+        small |= {key: self._pool.submit(self._small, key) for key in SMALL_FILES if key not in (*small, *left_out)}
         try:
             index, names = self._index(single, sharded)
         except BaseException:
@@ -104,6 +127,8 @@ class _Reader:
                 future.cancel()
             raise
         files = {key: body for key, future in small.items() if (body := future.result()) is not None}
+        if left_out and self._known and not self._known.confirms(index, files):
+            files |= {key: body for key in left_out if (body := self._small(key)) is not None}
         return Checkpoint(self._store, index, files | self._of_modules(files.get(MODULES)) | names, bool(names))
 
     def _index(

@@ -18,6 +18,7 @@ _IMPLEMENTATIONS: dict[str, tuple[tuple[str, str], ...]] = {
     "crc32c": (("awscrt.checksums", "crc32c"), ("crc32c", "crc32c"), ("google_crc32c", "value")),
     "crc32": (("zlib", "crc32"),),  # 4 GB/s, but always there
 }
+ALGORITHMS = tuple(_IMPLEMENTATIONS)
 
 
 def checksum_function(algorithm: str) -> Checksum | None:
@@ -34,9 +35,14 @@ def checksum_function(algorithm: str) -> Checksum | None:
 
 
 class Checksums:
-    """One value for each chunk of ``chunk_bytes``, numbered as ``Chunks`` does."""
+    """One value for each chunk of ``chunk_bytes``, numbered as ``Chunks`` does.
 
-    def __init__(self, algorithm: str, chunk_bytes: int, values: Sequence[int]) -> None:
+    ``pinned``: they were computed from the very version that the store serves, so a wrong one means damage. Else the
+    same wrong one twice means that they belong to other weights.
+    """
+
+    def __init__(self, algorithm: str, chunk_bytes: int, values: Sequence[int], *, pinned: bool = True) -> None:
+        self.pinned = pinned
         self.algorithm = algorithm
         self.chunk_bytes = chunk_bytes
         self.values = values

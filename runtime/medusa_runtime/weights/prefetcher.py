@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from ..errors import TooLargeError
-from .checkpoint import Checkpoint, open_checkpoint
+from .checkpoint import Checkpoint, Known, open_checkpoint
 from .load_priority import loading
 from .region_layout import State
 from .schedule import Schedule
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ..config import Settings
     from ..timeline import Timeline
     from .checksums import Checksums
+    from .index import WeightIndex
     from .region import Region
     from .region_writer import RegionWriter
 
@@ -36,6 +37,32 @@ class Keeper(Protocol):
         """Readers may come from here on."""
 
 
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What is known of a checkpoint besides its own files: the index in its recorded order, the chunks' checksums,
+    files for the engine, and the sizes of those that come later."""
+
+    index: WeightIndex
+    checksums: Checksums | None
+    files: Mapping[str, bytes]
+    late: Mapping[str, int]
+
+
+class Restoring(Known, Protocol):
+    """A state bundle in use: ``state.restore.Restoration``."""
+
+    def restore(self, checkpoint: Checkpoint) -> Restored:
+        """What of it is valid here. Never raises for what is wrong with the bundle."""
+
+    def start(self, writer: RegionWriter) -> None:
+        """Begin to fill in the late files of a laid-out region; does not wait."""
+
+    def finish(self) -> None:
+        """Wait for them, or until it is known that they will not come."""
+
+    def close(self) -> None: ...
+
+
 def prefetch(
     region: Region,
     url: str,
@@ -47,6 +74,7 @@ def prefetch(
     order: Sequence[str] | None = None,
     nice: int = 0,
     keeper: Keeper | None = None,
+    restoring: Restoring | None = None,
 ) -> None:
     """Fetch the checkpoint at ``url`` into ``region`` and seal it. Returns when everything is there.
 
@@ -55,6 +83,7 @@ def prefetch(
     ``order`` is a recorded execution order (``trace.py``); without it the names tell.
     ``nice`` is BESIDE_IMPORTS where this machine does something else that the first token waits for.
     ``keeper`` is asked for the memory, and told when the region can be read.
+    ``restoring`` brings what a state bundle knows of the checkpoint.
     """
     writer = writer or region.writer()
     try:
@@ -62,14 +91,19 @@ def prefetch(
             writer.seal()
             return
         with timeline.stage("index") as detail:
-            checkpoint = open_checkpoint(url)
+            checkpoint = open_checkpoint(url, restoring)
             if order is not None:
                 checkpoint = replace(checkpoint, index=checkpoint.index.reordered(order))
             detail |= {"tensors": len(checkpoint.index.tensors), "shards": len(checkpoint.index.shards)}
         try:
+            restored = Restored(checkpoint.index, checksums, {}, {})
+            if restoring is not None:
+                restored = restoring.restore(checkpoint)
             with loading(settings.load_priority):
-                _fill(writer, checkpoint, settings, timeline, checksums, nice, keeper)
+                _fill(writer, checkpoint, restored, settings, timeline, nice, keeper, restoring)
         finally:
+            if restoring is not None:
+                restoring.close()
             checkpoint.store.close()
     except BaseException as error:
         writer.fail(as_medusa(error))
@@ -81,22 +115,25 @@ def prefetch(
 def _fill(
     writer: RegionWriter,
     checkpoint: Checkpoint,
+    restored: Restored,
     settings: Settings,
     timeline: Timeline,
-    checksums: Checksums | None,
     nice: int,
     keeper: Keeper | None,
+    restoring: Restoring | None,
 ) -> None:
-    index = checkpoint.index
+    index, checksums = restored.index, restored.checksums
     if keeper is not None:
         keeper.admit(index.region_bytes)
     if writer.state == State.EMPTY:
-        more_bytes = max(index.region_bytes - writer.reserved_bytes, 0)
+        more_bytes = max(index.region_bytes + sum(restored.late.values()) - writer.reserved_bytes, 0)
         check_memory(index.total_bytes, more_bytes, settings.memory_limit_mb)
     with timeline.stage("fetch", bytes=index.total_bytes) as detail:
-        writer.lay_out(index, checkpoint.files)
+        index = writer.lay_out(index, {**checkpoint.files, **restored.files}, restored.late)
         if keeper is not None:
             keeper.laid_out(writer)
+        if restoring is not None:
+            restoring.start(writer)
         assert writer.chunks is not None
         if checksums and not checksums.fits(writer.chunks.chunk_bytes, writer.chunks.count):
             checksums = None
@@ -111,6 +148,8 @@ def _fill(
             from .local_files import warm
 
             warm(writer, index, checksums)
+        if restoring is not None:
+            restoring.finish()
         # A function that builds its module itself is the only reader, and may give memory back.
         writer.finish(seal=settings.engine != "none")
 

@@ -18,7 +18,7 @@ from .asking import ask, wish
 from .chunks import Chunks
 from .index import Shard, WeightIndex
 from .pages import address_of
-from .region_layout import ERROR_OFFSET, HEADER_BYTES, TABLE_OFFSET, State, Waiter, Word, reopen, writer_lives
+from .region_layout import ERROR_OFFSET, HEADER_BYTES, TABLE_OFFSET, Late, State, Waiter, Word, reopen, writer_lives
 
 if TYPE_CHECKING:
     from .region_writer import RegionWriter
@@ -57,7 +57,7 @@ class Region:
         self._maps: list[mmap.mmap] = []
         self._index: WeightIndex | None = None
         self._chunks: Chunks | None = None
-        self._files: dict[str, tuple[int, int]] = {}
+        self._files: dict[str, tuple[int, ...]] = {}
         self._shards: dict[int, memoryview] = {}
         self._lonely_since: float | None = None
 
@@ -103,8 +103,8 @@ class Region:
         self._memory = memory = self._map(words[Word.REGION_BYTES])
         files, start = words[Word.FILES_OFFSET], words[Word.INDEX_OFFSET]
         self._files = {
-            name: (offset, size)
-            for name, (offset, size) in json.loads(bytes(memory[files : files + words[Word.FILES_BYTES]])).items()
+            name: tuple(place)
+            for name, place in json.loads(bytes(memory[files : files + words[Word.FILES_BYTES]])).items()
         }
         index = WeightIndex.from_json(bytes(memory[start : start + words[Word.INDEX_BYTES]]))
         self._chunks = Chunks(index, words[Word.CHUNK_BYTES])
@@ -122,12 +122,25 @@ class Region:
             self._check_writer(waiter)
             waiter.pause()
 
-    def file(self, name: str) -> bytes | None:
-        """A small file of the checkpoint, such as config.json; None when it has none of this name."""
-        self.wait_index()
+    def file(self, name: str, timeout_s: float | None = None) -> bytes | None:
+        """A file beside the weights, such as config.json; None when there is none of this name.
+
+        Waits for one that comes later than the index (a restored artifact); TimeoutError after ``timeout_s``.
+        """
+        self.wait_index(timeout_s)
         assert self._memory is not None
         place = self._files.get(name)
-        return None if place is None else bytes(self._memory[place[0] : sum(place)])
+        if place is None:
+            return None
+        if len(place) == 3:
+            waiter = Waiter(timeout_s)
+            while self._memory[place[2]] == Late.PENDING:
+                self._raise_failure()
+                self._check_writer(waiter)
+                waiter.pause()
+            if self._memory[place[2]] == Late.WITHHELD:
+                return None
+        return bytes(self._memory[place[0] : place[0] + place[1]])
 
     def shard(self, number: int) -> memoryview:
         """Read-only bytes of a shard's data section; what is behind them is true only after a wait.

@@ -27,6 +27,14 @@ class State(IntEnum):
     FAILED = 3
 
 
+class Late(IntEnum):
+    """Of a file that comes after the index: whether it is there, or never will be."""
+
+    PENDING = 0
+    PRESENT = 1
+    WITHHELD = 2
+
+
 class Word(IntEnum):
     """The header's words. The watermark comes first: contiguous bytes in fetch order (ParaServe §5.1)."""
 

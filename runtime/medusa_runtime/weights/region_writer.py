@@ -27,6 +27,7 @@ from .region_layout import (
     SEAL_SHRINK,
     SEAL_WRITE,
     TABLE_OFFSET,
+    Late,
     State,
     Word,
     lock_for_writing,
@@ -68,8 +69,12 @@ class RegionWriter:
     def state(self) -> State:
         return State(self._words[Word.STATE])
 
-    def lay_out(self, index: WeightIndex, files: Mapping[str, bytes]) -> None:
-        """Make the region's parts and let readers in.
+    def lay_out(
+        self, index: WeightIndex, files: Mapping[str, bytes], late: Mapping[str, int] | None = None
+    ) -> WeightIndex:
+        """Make the region's parts and let readers in; returns the index they have.
+
+        ``late``: files that come later, with their sizes in bytes.
 
         A region that an ended writer has laid out for the same versions is continued: what it published stays.
         ObjectChangedError when the versions differ, for readers may have used the old ones already.
@@ -77,7 +82,7 @@ class RegionWriter:
         if self._words[Word.REGION_BYTES]:
             self._continue(index)
         else:
-            self._begin(index, files)
+            self._begin(index, files, late or {})
         assert self.chunks is not None
         words = self._words
         self._order = self.chunks.order()
@@ -89,6 +94,7 @@ class RegionWriter:
         words[Word.STARTED_NS] = time.monotonic_ns()
         self._raise_watermark()
         words[Word.STATE] = State.INDEXED
+        return self._index
 
     def reserve(self, size_bytes: int) -> None:
         """Before ``lay_out``: map memory for a checkpoint of about this size and make its pages, ahead of time.
@@ -103,15 +109,18 @@ class RegionWriter:
             populate_write(address, size_bytes)
             self.reserved_bytes = size_bytes
 
-    def _begin(self, index: WeightIndex, files: Mapping[str, bytes]) -> None:
+    def _begin(self, index: WeightIndex, files: Mapping[str, bytes], late: Mapping[str, int]) -> None:
         self.chunks = Chunks(index, chunk_bytes_for(index))
         text = index.to_json()
         index_offset = _align(TABLE_OFFSET + self.chunks.count, PAGE_BYTES)
         bodies = index_offset + len(text)
-        places: dict[str, tuple[int, int]] = {}
+        places: dict[str, tuple[int, ...]] = {}
         for name, body in files.items():
             places[name] = (bodies, len(body))
             bodies += len(body)
+        for name, length in late.items():
+            places[name] = (bodies + 1, length, bodies)  # the byte in front of it is its state
+            bodies += 1 + length
         directory = json.dumps(places).encode()
         data_offset = bodies + len(directory)
         size = _align(data_offset, PAGE_BYTES)
@@ -123,8 +132,8 @@ class RegionWriter:
             self._remap(size)
         memory, words = self._memory, self._words
         memory[index_offset : index_offset + len(text)] = text
-        for name, (offset, length) in places.items():
-            memory[offset : offset + length] = files[name]
+        for name, body in files.items():
+            memory[places[name][0] : sum(places[name])] = body
         memory[bodies : bodies + len(directory)] = directory
         words[Word.INDEX_OFFSET], words[Word.INDEX_BYTES] = index_offset, len(text)
         words[Word.FILES_OFFSET], words[Word.FILES_BYTES] = bodies, len(directory)
@@ -138,14 +147,31 @@ class RegionWriter:
         self._remap(self._words[Word.REGION_BYTES])
         start = self._words[Word.INDEX_OFFSET]
         found = WeightIndex.from_json(bytes(self._memory[start : start + self._words[Word.INDEX_BYTES]]))
-        if found != index:
+        if found.shards != index.shards or found.tensors != index.tensors:  # the order may be a recorded one or not
             changed = [old.name for old, new in zip(found.shards, index.shards, strict=False) if old != new]
             raise ObjectChangedError(
                 f"the checkpoint changed while it was read: expected the version that was begun, "
                 f"found another one of {', '.join(changed) or 'its files'}; start again"
             )
-        self._index = index
-        self.chunks = Chunks(index, self._words[Word.CHUNK_BYTES])
+        self._index = found
+        self.chunks = Chunks(found, self._words[Word.CHUNK_BYTES])
+
+    def late(self) -> dict[str, memoryview]:
+        """The memory of the late files that are neither there nor withheld."""
+        start = self._words[Word.FILES_OFFSET]
+        places = json.loads(bytes(self._memory[start : start + self._words[Word.FILES_BYTES]]))
+        return {
+            name: self._memory[place[0] : place[0] + place[1]]
+            for name, place in places.items()
+            if len(place) == 3 and self._memory[place[2]] == Late.PENDING
+        }
+
+    def settle(self, name: str, state: Late) -> None:
+        """Let readers have a late file whose bytes are in its memory, or tell them that it will not come."""
+        start = self._words[Word.FILES_OFFSET]
+        places = json.loads(bytes(self._memory[start : start + self._words[Word.FILES_BYTES]]))
+        with self._lock:  # a barrier, as in publish
+            self._memory[places[name][2]] = state
 
     def _remap(self, size: int) -> None:
         self._words.release()

@@ -30,7 +30,6 @@ _GAIN = 1.2  # what more connections must bring for still more to be opened
 _SOON_S = 1.0  # what is left for less time than this is not worth more than the second step
 _HOLD_S = 2.0  # how long other ranges are suspended at most for one that is late; less than any store's patience
 _END_S = 0.2  # for connections to end when everything is there; one that hangs is left behind
-_NICE = 10  # imports that run beside a fetch go first: they need one core, and the first token waits for them as well
 _SCRATCH_BYTES = 256 << 10  # stays in a core's cache between the receiving and the writing
 
 
@@ -43,7 +42,10 @@ class Mismatch(Exception):
 
 
 class Streams:
-    """Fetches all of a schedule. ``fixed`` is a number of connections; None measures and adapts."""
+    """Fetches all of a schedule. ``fixed`` is a number of connections; None measures and adapts.
+
+    ``nice`` is added to the threads' niceness.
+    """
 
     def __init__(
         self,
@@ -54,6 +56,7 @@ class Streams:
         *,
         fixed: int | None = None,
         checksums: Checksums | None = None,
+        nice: int = 0,
     ) -> None:
         self._store = store
         self._index = index
@@ -61,6 +64,7 @@ class Streams:
         self._schedule = schedule
         self._fixed = fixed
         self._checksums = checksums
+        self._nice = nice
         self._threads: list[threading.Thread] = []
         self._received = 0  # a sum of all connections; counted under the lock
         self._lock = threading.Lock()
@@ -191,7 +195,7 @@ class Streams:
             self._fetch(span)
 
     def _work(self, work: Callable[[], None]) -> None:
-        os.nice(_NICE)  # on Linux this is the thread's alone
+        os.nice(self._nice)  # on Linux this is the thread's alone
         try:
             work()
         except BaseException as error:  # noqa: BLE001  raised again in the thread that waits
@@ -231,12 +235,16 @@ class Streams:
                 assert chunks is not None
                 place = chunks.place(wrong.chunk)
                 where = f"{self._index.shards[place.shard].name}, bytes {place.start} to {place.stop} of its data"
-                if wrong.chunk == again:
+                if wrong.chunk == again and self._checksums and not self._checksums.pinned:
+                    logger.warning("the recorded checksums belong to other weights; not verifying by them any more")
+                    self._checksums = None
+                elif wrong.chunk == again:
                     raise CorruptError(
                         f"{where}: the checksum is wrong, also when fetched again; upload the checkpoint again, "
                         "or materialize its state again"
                     ) from None
-                logger.warning("%s: the checksum is wrong; fetching it again", where)
+                else:
+                    logger.warning("%s: the checksum is wrong; fetching it again", where)
                 again = wrong.chunk
                 span = Span(wrong.chunk, span.first + span.length - wrong.chunk)
 
@@ -262,9 +270,8 @@ class Streams:
                 end = chunks.place(chunk).stop - place.start
                 if filled < end:
                     return
-                if self._checksums and not self._checksums.right(
-                    chunk, buffer[chunks.place(chunk).start - place.start : end]
-                ):
+                checksums = self._checksums
+                if checksums and not checksums.right(chunk, buffer[chunks.place(chunk).start - place.start : end]):
                     raise Mismatch(chunk)
                 self._writer.publish(chunk)
                 published += 1

@@ -1,0 +1,88 @@
+"""A state bundle in any store: its manifest and its blobs, each read whole and verified.
+
+Whatever is wrong is a StateError that says so; nobody but the caller decides that a start goes on without.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from ..errors import CorruptError, ForbiddenError, ObjectNotFoundError, StateError, StorageError
+from ..storage.base import Store
+from ..weights.checkpoint import read_whole
+from .manifest import Artifact, Manifest
+
+FOLDER, MANIFEST, BLOBS = ".medusa", "manifest.json", "blobs"
+_PIECE_BYTES = 8 << 20
+_THREADS = 4
+_LARGEST_BYTES = 64 << 30
+
+
+class Bundle:
+    """``prefix`` is where the bundle lies in its store, empty or ending in a slash. Thread-safe."""
+
+    def __init__(self, store: Store, prefix: str = "") -> None:
+        self._store = store
+        self._prefix = prefix
+
+    def manifest(self) -> Manifest | None:
+        """None when there is no bundle; stores forbid instead of saying so. Raises StateError and StorageError."""
+        try:
+            text = read_whole(self._store.read, f"{self._prefix}{MANIFEST}")
+        except (ObjectNotFoundError, ForbiddenError):
+            return None
+        except CorruptError as error:
+            raise StateError(str(error)) from None
+        return Manifest.parse(text)
+
+    def read(self, artifact: Artifact) -> bytes:
+        """A blob, from the manifest or the store. Raises StateError when it is not there, or not what was written."""
+        if artifact.inline is not None:
+            return bytes(verified(artifact, artifact.inline))
+        buffer = bytearray(checked_size(artifact))
+        self.read_into(artifact, memoryview(buffer))
+        return bytes(buffer)
+
+    def read_into(self, artifact: Artifact, buffer: memoryview) -> None:
+        """A blob into a buffer of its size, in pieces at the same time; the buffer's content is void after an error."""
+        name = f"{self._prefix}{BLOBS}/{artifact.sha256}"
+        try:
+            info = self._store.stat(name)
+            if info.size != artifact.size:
+                raise StateError(
+                    f"its blob has {info.size:,} bytes, expected {artifact.size:,}; upload the bundle again"
+                )
+
+            def piece(start: int) -> None:
+                self._store.read_into(name, start, buffer[start : start + _PIECE_BYTES], info.version)
+
+            starts = range(0, artifact.size, _PIECE_BYTES)
+            if len(starts) == 1:
+                piece(0)
+            elif starts:
+                with ThreadPoolExecutor(_THREADS, "state") as pool:
+                    list(pool.map(piece, starts))
+        except StorageError as error:
+            raise StateError(f"its blob cannot be read: {error}") from None
+        verified(artifact, buffer)
+
+
+def checked_size(artifact: Artifact, room_bytes: Callable[[], int] = lambda: _LARGEST_BYTES) -> int:
+    """The blob's size. StateError when there is no room for it."""
+    if artifact.size > (room := room_bytes()):
+        raise StateError(f"its blob is said to have {artifact.size:,} bytes, expected at most {room:,}")
+    return artifact.size
+
+
+def verified(artifact: Artifact, data: bytes | memoryview) -> bytes | memoryview:
+    """The same data, when it has the artifact's size and digest. Raises StateError."""
+    if len(data) != artifact.size:
+        raise StateError(f"its blob has {len(data):,} bytes, expected {artifact.size:,}; materialize again")
+    if hashlib.sha256(data).hexdigest() != artifact.sha256:
+        raise StateError("its blob's sha256 is wrong, so it was damaged or replaced; upload or materialize it again")
+    return data
+
+
+__all__ = ["BLOBS", "FOLDER", "MANIFEST", "Bundle"]

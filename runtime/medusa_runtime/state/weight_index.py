@@ -1,0 +1,96 @@
+"""The weight index of a state bundle: tensors in the order a forward used them, and a checksum for each chunk.
+
+A zlib-compressed JSON object: ``{"index": …, "chunk_bytes": n, "checksums": {algorithm: base64 of little-endian
+64-bit words, one a chunk}}``. Several algorithms are recorded, and a reader takes the fastest that it has.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+import zlib
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..errors import CorruptError, StateError
+from ..weights.checksums import ALGORITHMS, Checksums, checksum_function
+from ..weights.chunks import Chunks, chunk_bytes_for
+from ..weights.index import WeightIndex
+from ..weights.region import Region
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedIndex:
+    """``versions``: what the store called each shard when the checksums were computed."""
+
+    index: WeightIndex
+    chunk_bytes: int
+    checksums: dict[str, array[int]]
+
+    @property
+    def versions(self) -> list[str | None]:
+        return [shard.version for shard in self.index.shards]
+
+    def verifier(self, index: WeightIndex) -> Checksums | None:
+        """What verifies a fetch of ``index``, which has the same layout; None when nothing was recorded."""
+        algorithm = next(
+            (name for name in ALGORITHMS if name in self.checksums and checksum_function(name) is not None), None
+        )
+        if algorithm is None:
+            return None
+        same = [shard.version for shard in index.shards] == self.versions
+        return Checksums(algorithm, self.chunk_bytes, self.checksums[algorithm], pinned=same)
+
+    def to_bytes(self) -> bytes:
+        document = {
+            "index": json.loads(_portable(self.index).to_json()),
+            "chunk_bytes": self.chunk_bytes,
+            "checksums": {name: base64.b64encode(_little(values)).decode() for name, values in self.checksums.items()},
+        }
+        return zlib.compress(json.dumps(document, separators=(",", ":")).encode(), 9)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> RecordedIndex:
+        """Raises StateError when it is none."""
+        try:
+            document = json.loads(zlib.decompress(data))
+            checksums = {}
+            for name, text in document["checksums"].items():
+                checksums[name] = array("Q", base64.b64decode(text))
+                if sys.byteorder == "big":
+                    checksums[name].byteswap()
+            return cls(WeightIndex.from_json(json.dumps(document["index"])), int(document["chunk_bytes"]), checksums)
+        except (ValueError, KeyError, TypeError, AttributeError, zlib.error, CorruptError) as error:
+            raise StateError(f"expected a weight index, found something else ({error}); materialize again") from None
+
+
+def record(region: Region, order: Iterable[str]) -> RecordedIndex:
+    """The index of a filled region, in this order, with its chunks' checksums by all algorithms there are here."""
+    index = region.wait_index().reordered(list(order))
+    chunks = Chunks(index, chunk_bytes_for(index))
+    functions = {name: function for name in ALGORITHMS if (function := checksum_function(name)) is not None}
+    checksums = {name: array("Q", bytes(8 * chunks.count)) for name in functions}
+    for chunk in range(chunks.count):
+        shard, start, stop = chunks.place(chunk)
+        region.wait(start, stop, shard)
+        with region.shard(shard)[start:stop] as data:
+            for name, function in functions.items():
+                checksums[name][chunk] = function(data)
+    return RecordedIndex(index, chunks.chunk_bytes, checksums)
+
+
+def _portable(index: WeightIndex) -> WeightIndex:
+    """Without the paths of this machine."""
+    return WeightIndex([shard._replace(path=None) for shard in index.shards], index.tensors, index.order)
+
+
+def _little(values: array[int]) -> bytes:
+    if sys.byteorder == "big":
+        values = array("Q", values)
+        values.byteswap()
+    return values.tobytes()
+
+
+__all__ = ["RecordedIndex", "record"]
