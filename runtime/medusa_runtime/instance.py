@@ -162,11 +162,16 @@ class Instance:
     def _run_prefetcher(self, timeline: Timeline) -> int:
         self._listener.close()
         with timeline.stage("import"):
-            from .weights.prefetcher import prefetch
+            from .state.restore import Restoration
+            from .weights.prefetcher import BESIDE_IMPORTS, prefetch
 
         assert self._region is not None
         assert self._settings.model is not None
-        prefetch(self._region, self._settings.model, settings=self._settings, timeline=timeline)
+        model, settings = self._settings.model, self._settings
+        restoring = Restoration(settings, timeline)
+        prefetch(
+            self._region, model, settings=settings, timeline=timeline, nice=BESIDE_IMPORTS, restoring=restoring
+        )
         return 0
 
     def _run_zygote(self, timeline: Timeline) -> int:
