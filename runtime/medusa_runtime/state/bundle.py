@@ -9,12 +9,11 @@ import hashlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from ..errors import CorruptError, ForbiddenError, ObjectNotFoundError, StateError, StorageError
+from ..errors import StateError, StorageError
 from ..storage.base import Store
-from ..weights.checkpoint import read_whole
+from .locate import BLOBS, read_manifest
 from .manifest import Artifact, Manifest
 
-FOLDER, MANIFEST, BLOBS = ".medusa", "manifest.json", "blobs"
 _PIECE_BYTES = 8 << 20
 _THREADS = 4
 _LARGEST_BYTES = 64 << 30
@@ -28,14 +27,9 @@ class Bundle:
         self._prefix = prefix
 
     def manifest(self) -> Manifest | None:
-        """None when there is no bundle; stores forbid instead of saying so. Raises StateError and StorageError."""
-        try:
-            text = read_whole(self._store.read, f"{self._prefix}{MANIFEST}")
-        except (ObjectNotFoundError, ForbiddenError):
-            return None
-        except CorruptError as error:
-            raise StateError(str(error)) from None
-        return Manifest.parse(text)
+        """None when there is no bundle. Raises StateError and StorageError."""
+        text = read_manifest(self._store, self._prefix)
+        return None if text is None else Manifest.parse(text)
 
     def read(self, artifact: Artifact) -> bytes:
         """A blob, from the manifest or the store. Raises StateError when it is not there, or not what was written."""
@@ -85,4 +79,4 @@ def verified(artifact: Artifact, data: bytes | memoryview) -> bytes | memoryview
     return data
 
 
-__all__ = ["BLOBS", "FOLDER", "MANIFEST", "Bundle"]
+__all__ = ["Bundle", "checked_size", "verified"]

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from ..errors import ConfigError, StateError
-from .bundle import BLOBS, MANIFEST
+from .locate import BLOBS, MANIFEST
 from .manifest import Artifact, Manifest
 
 # Together they stay a fraction of what a store sends in a round trip's time.

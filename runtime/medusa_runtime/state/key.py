@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -119,7 +118,7 @@ def isa(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
                 break
     except OSError:
         pass
-    return " ".join([platform.machine(), *sorted(flags)])
+    return " ".join([os.uname().machine, *sorted(flags)])
 
 
 @cache

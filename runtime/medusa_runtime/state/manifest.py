@@ -32,7 +32,7 @@ class Artifact(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """``files``: the small files that the checkpoint had; None when unknown. ``rejected``: malformed ones, with reasons."""
+    """``files``: the small files that the checkpoint had, if known. ``rejected``: malformed entries, and why."""
 
     artifacts: tuple[Artifact, ...]
     files: tuple[str, ...] | None = None

@@ -1,0 +1,22 @@
+"""Where a state bundle lies. Apart from what reads one: most checkpoints have none, and their start imports no more."""
+
+from __future__ import annotations
+
+from ..errors import CorruptError, ForbiddenError, ObjectNotFoundError, StateError
+from ..storage.base import Store
+from ..weights.checkpoint import read_whole
+
+FOLDER, MANIFEST, BLOBS = ".medusa", "manifest.json", "blobs"
+
+
+def read_manifest(store: Store, prefix: str) -> bytes | None:
+    """The manifest's text; None when there is none (some stores forbid instead of saying so).
+
+    ``prefix`` is the bundle's folder in the store, empty or ending in a slash. Raises StateError and StorageError.
+    """
+    try:
+        return read_whole(store.read, f"{prefix}{MANIFEST}")
+    except (ObjectNotFoundError, ForbiddenError):
+        return None
+    except CorruptError as error:
+        raise StateError(str(error)) from None
