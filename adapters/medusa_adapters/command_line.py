@@ -22,6 +22,7 @@ _COMMANDS = (
     ("deploy", "medusa_adapters.deploy", "bring a function to Knative, OpenFaaS or SageMaker"),
     ("inspect", "medusa_adapters.inspecting", "show what a checkpoint contains"),
     ("bench", "medusa_adapters.bench.command", "measure cold starts and fetches against others"),
+    ("node", "medusa_adapters.node_command", "keep models and warm engine processes for all functions of this node"),
     ("doctor", "medusa_adapters.doctor", "check this machine, and say what to do"),
 )
 

@@ -16,6 +16,9 @@ PLATFORMS = ("auto", "local", "knative", "openfaas", "sagemaker")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 HOST_WEIGHTS = ("keep", "release")
+COMPILE = ("auto", "always", "never")
+ENGINE_STARTS = ("now", "request")
+NODE_SOCKET = "/run/medusa/node.sock"
 LOAD_PRIORITIES = ("interactive", "background")
 
 
@@ -38,9 +41,14 @@ class Settings:
     max_waiting: int = 256
     max_batched_tokens: int = 2048
     kv_cache_mb: int | None = None
+    compile: str = "auto"
+    tensor_parallel: int = 1
     threads: int | None = None
     connections: int | None = None
     load_priority: str = "interactive"
+    node_socket: str | None = None
+    node_user: int | None = None
+    engine_start: str = "now"
     host_weights: str = "keep"
     memory_limit_mb: int | None = None
     heartbeat_s: float = 10.0
@@ -148,12 +156,22 @@ OPTIONS = (
         "max_batched_tokens", ("MEDUSA_MAX_BATCHED_TOKENS",), _positive, "tokens of one forward pass (prefill chunk)"
     ),
     Option("kv_cache_mb", ("MEDUSA_KV_CACHE_MB",), _positive, "size of the KV cache; default: from free memory"),
+    Option(
+        "compile",
+        ("MEDUSA_COMPILE",),
+        _one_of(*COMPILE),
+        "vllm: compile the model; auto does if a bundle saves the time",
+    ),
+    Option("tensor_parallel", ("MEDUSA_TENSOR_PARALLEL",), _positive, "vllm: processes that share one model's layers"),
     Option("threads", ("MEDUSA_THREADS",), _positive, "compute threads; default: the container's CPUs"),
     Option("connections", ("MEDUSA_CONNECTIONS",), _positive, "connections to the store; default: measured"),
     Option(
         "load_priority", ("MEDUSA_LOAD_PRIORITY",), _one_of(*LOAD_PRIORITIES), "background loads give way to others"
     ),
     Option("host_weights", ("MEDUSA_HOST_WEIGHTS",), _one_of(*HOST_WEIGHTS), "the host's copy, when a GPU has its own"),
+    Option("node_socket", ("MEDUSA_NODE_SOCKET",), _text, "the node agent's socket, or none; default: if there is one"),
+    Option("node_user", ("MEDUSA_NODE_USER",), _count, "user id of the node agent, if not root or our own"),
+    Option("engine_start", ("MEDUSA_ENGINE_START",), _one_of(*ENGINE_STARTS), "now, or with the first request"),
     Option(
         "memory_limit_mb", ("MEDUSA_MEMORY_LIMIT_MB",), _positive, "memory to stay within; default: the container's"
     ),

@@ -4,6 +4,7 @@
                ─fork▶ zygote       import torch ─fork▶ engine: region ─load▶ layers ─run▶ tokens
                ─fork▶ function     gunicorn, user code ◀─ requests
 
+On a node with an agent the region and the engine process are taken from it; only the function is forked.
 Everything the three share exists before they are forked, so that none waits for another to appear.
 """
 
@@ -20,15 +21,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from .config import Settings
+from .config import NODE_SOCKET, Settings
 from .engine.client import EngineClient
 from .errors import ConfigError, EngineError, MedusaError, from_code
 from .process import ReportPipe, fork
 from .shortage import make_room_for_files, shortage
 from .timeline import Stage, Timeline, process_start_ns
 from .weights.region import Progress, Region
+
+if TYPE_CHECKING:
+    from .node.attachment import Attachment
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +120,8 @@ class Instance:
         self._prefetchers = 0
         self._engine_listener: socket.socket | None = None
         self._region: Region | None = None
+        self._node: Attachment | None = None
+        self._engine_started = False
         self._stop_asked = 0.0
         self._wakeup = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._seen: set[str] = set()
@@ -134,12 +140,12 @@ class Instance:
         engine: EngineClient | None = None
         with self._timeline.stage("fork"):
             if self._settings.model is not None:
-                self._region = Region.create()
-                self._fork_prefetcher()
+                self._take_or_make_region()
             if self._settings.model is not None and self._settings.engine != "none":
                 self._engine_listener, path = _private_listener()
                 engine = EngineClient(path)
-                self._fork("zygote", self._run_zygote)
+                if self._settings.engine_start == "now":
+                    self._take_or_fork_engine()
             handle = InstanceHandle(
                 self._settings, self._timeline.named("function"), engine, self._region, self._reports
             )
@@ -154,6 +160,47 @@ class Instance:
 
     def _fork(self, name: str, body: Callable[[Timeline], int]) -> None:
         self._children[fork(name, body, timeline=self._timeline, reports=self._reports)] = name
+
+    def _take_or_make_region(self) -> None:
+        if has_agent(self._settings):
+            from .node.attachment import Attachment
+
+            self._node = Attachment.attach(self._settings, self._timeline)
+        if self._node is not None:
+            self._region = self._node.region
+        else:
+            self._region = Region.create()
+            self._fork_prefetcher()
+
+    def _take_or_fork_engine(self) -> None:
+        assert self._engine_listener is not None
+        self._engine_started = True
+        if self._node is None or not self._node.take_engine(self._engine_listener, self._timeline, self._reports):
+            self._fork("zygote", self._run_zygote)
+
+    def _look_at_node(self, readable: set[int]) -> None:
+        """The agent's part may end at any time; then it goes on with processes of its own."""
+        assert self._node is not None
+        for loss in self._node.look(readable):
+            if self._stop_asked:
+                continue
+            if loss is loss.ENGINE:
+                logger.error("the node's engine process ended; starting one of our own")
+                self._fork("zygote", self._run_zygote)
+            else:
+                self._replace_region()
+
+    def _replace_region(self) -> None:
+        """The agent's will never be complete. The function keeps it: small files and index are all it reads."""
+        assert self._node is not None
+        self._node.forget_region()
+        self._region = Region.create()
+        self._fork_prefetcher()
+        if self._node.let_go_of_engine():
+            self._fork("zygote", self._run_zygote)
+        for pid, name in tuple(self._children.items()):
+            if name == "zygote":
+                _end_group(pid, signal.SIGKILL)  # and `_replace` starts another
 
     def _fork_prefetcher(self) -> None:
         self._prefetchers += 1
@@ -189,8 +236,15 @@ class Instance:
         poll.register(self._wakeup[0], select.POLLIN)
         poll.register(self._reports.read_fd, select.POLLIN)
         while True:
-            poll.poll(self._tick_ms())
+            extra = self._also_watched()
+            for fd in extra:
+                poll.register(fd, select.POLLIN)
+            readable = {fd for fd, _ in poll.poll(self._tick_ms())}
+            for fd in extra:
+                poll.unregister(fd)
             self._drain_wakeup()
+            if self._engine_listener is not None and self._engine_listener.fileno() in readable & extra:
+                self._take_or_fork_engine()
             for report in self._reports.read():
                 logger.debug("%s reported %s", report.process, report.code)
                 raise from_code(report.code, report.message)
@@ -201,12 +255,20 @@ class Instance:
                         return 0 if status in (0, -signal.SIGTERM) else 1
                     raise EngineError(f"the function process ended by itself ({_describe(status)})")
                 self._replace(name, status)
+            if self._node is not None:
+                self._look_at_node(readable)
             if self._stop_asked == _NOW:
                 return 1
             if self._stop_asked and time.monotonic() > self._stop_asked + self._settings.drain_s + _KILL_AFTER_S:
                 logger.warning("requests were still running %.0f s after SIGTERM; ending them", self._settings.drain_s)
                 return 1
             self._observe()
+
+    def _also_watched(self) -> set[int]:
+        watched = set() if self._node is None else set(self._node.descriptors)
+        if self._engine_listener is not None and not self._engine_started:
+            watched.add(self._engine_listener.fileno())  # the first request connects to it
+        return watched
 
     def _replace(self, name: str, status: int) -> None:
         """A child other than the function process has ended."""
@@ -283,6 +345,8 @@ class Instance:
     def __exit__(self, *_: object) -> None:
         for number in _STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
+        if self._node is not None:
+            self._node.close()
         for pid in self._children:
             _end_group(pid, signal.SIGTERM)
         deadline = time.monotonic() + 2.0
@@ -322,10 +386,17 @@ def _private_listener() -> tuple[socket.socket, str]:
         finally:
             shutil.rmtree(folder)
     except OSError as error:
-        raise ConfigError(f"expected a writable folder for temporary files, found none ({error}); set TMPDIR") from None
         if shortage(error):
             raise
+        raise ConfigError(f"expected a writable folder for temporary files, found none ({error}); set TMPDIR") from None
     return listener, f"/proc/self/fd/{named}"
+
+
+def has_agent(settings: Settings) -> bool:
+    """Whether to ask a node agent: one was named, or is where it is by default. Costs one system call without."""
+    if settings.node_socket is not None:
+        return settings.node_socket != "none"
+    return os.path.exists(NODE_SOCKET)
 
 
 def _end_group(pid: int, number: int) -> None:

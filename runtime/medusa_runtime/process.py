@@ -36,6 +36,13 @@ class ReportPipe:
     def __init__(self) -> None:
         self.read_fd, self.write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
 
+    @classmethod
+    def of(cls, write_fd: int) -> ReportPipe:
+        """The writing end alone, as it was passed from another process."""
+        pipe = cls.__new__(cls)
+        pipe.read_fd, pipe.write_fd = -1, write_fd
+        return pipe
+
     def send(self, process: str, error: MedusaError) -> None:
         line = json.dumps([process, error.code, str(error)])[:3500]
         try:

@@ -1,0 +1,223 @@
+"""The node agent: hands out regions and pre-warmed engine processes over its socket.
+
+One thread and one loop, because it forks. Nothing in it waits: what takes time is a child's work.
+
+    function ─region▶ agent ─fork▶ prefetcher     storage ─fetch▶ region, handed out read-only to any number
+             ─engine▶ agent ─fork▶ zygote ─fork▶ idle engine ◀─ the function's socket, region, settings
+
+A lease is a connection: the kernel closes it when the function dies, in whatever way.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+
+from ..config import Settings
+from ..errors import MedusaError, NodeError, StorageError, from_code
+from ..process import ReportPipe
+from ..storage.base import redacted
+from ..timeline import Timeline
+from ..weights.region import Region
+from .clients import Client, Clients
+from .engine_pool import EnginePool
+from .fetching import end_fetch, start_fetch
+from .held_region import HeldRegion
+from .messages import receive, send
+from .model_key import model_key
+from .policy import Policy
+from .records import Records
+from .region_pool import RegionPool
+from .settings import NodeSettings
+from .socket_file import SocketFile
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.5
+
+
+class Agent:
+    """Owns everything; ``run`` serves until SIGTERM or SIGINT."""
+
+    def __init__(self, settings: NodeSettings) -> None:
+        """Listen. Raises ConfigError when another agent serves this socket, or it cannot be had."""
+        self.settings = settings
+        self.policy = Policy(settings.allow, settings.quota)
+        self.socket_file = SocketFile(settings.socket)
+        self.regions = RegionPool(settings.budget_bytes(), self.policy, self._dropped)
+        self._records = Records(settings.socket + ".regions")
+        self._timeline = Timeline.create("node")
+        self._reports = ReportPipe()
+        self._selector = selectors.DefaultSelector()
+        self._stop = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._stopping = False
+        self.engines = EnginePool(
+            settings.prewarm, timeline=self._timeline, reports=self._reports, watch=self.watch, unwatch=self.unwatch
+        )
+        self._clients = Clients(self)
+        self.started_at = time.monotonic()
+
+    def run(self) -> int:
+        signal.set_wakeup_fd(self._stop[1], warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._on_stop)
+        try:
+            self.watch(self.socket_file.socket, self._clients.accept)
+            self._selector.register(self._stop[0], selectors.EVENT_READ, self._drain)
+            self._selector.register(self._reports.read_fd, selectors.EVENT_READ, self._read_reports)
+            for url in self.settings.pin:
+                self._pin(url)
+            while not self._stopping:
+                self.engines.tick()
+                self._clients.tick()
+                for key, _ in self._selector.select(_TICK_S):
+                    if key.fd in self._selector.get_map():  # an earlier one may have ended it
+                        try:
+                            key.data()
+                        except BlockingIOError:
+                            pass  # its number was another's when select returned
+            return 0
+        finally:
+            self.close()
+
+    def watch(self, channel: socket.socket, on_readable: Callable[[], None]) -> None:
+        self._selector.register(channel, selectors.EVENT_READ, on_readable)
+
+    def unwatch(self, channel: socket.socket) -> None:
+        self._selector.unregister(channel)
+
+    def want(self, key: str, *, fresh: bool = False) -> HeldRegion:
+        """The region of a checkpoint, which is fetched if it is not there, or (``fresh``, changed files) not any more.
+
+        Never waits: it may take a while before it is sealed. NodeError while functions use what shall be replaced.
+        """
+        held = self.regions.get(key)
+        if held is not None and (fresh or not held.is_current()):
+            logger.info("%s is fetched again: %s", redacted(key), "as asked" if fresh else "its files have changed")
+            self.regions.drop(held)
+            held = None
+        if held is None:
+            held = HeldRegion(key)
+            self.regions.add(held)
+            settings = Settings(model=key, connections=self.settings.connections)
+            held.fetch = start_fetch(held, settings, timeline=self._timeline, reports=self._reports)
+            self.watch(held.fetch.channel, partial(self._on_fetch, held))
+            logger.info("fetching %s", redacted(key))
+        return held
+
+    def keep(self, key: str, descriptor: int) -> HeldRegion:
+        """Take back a region that an agent before this one made. NodeError for one that was not."""
+        held = self.regions.get(key)
+        if held is not None:
+            return held
+        self._records.check(key, descriptor)
+        held = HeldRegion(key, Region(os.dup(descriptor)))
+        if not held.complete or not held.is_current():
+            held.close()
+            raise NodeError(f"the region of {redacted(key)} is not complete, or its files have changed")
+        self.regions.add(held)
+        try:
+            self.regions.admit(held, held.region.wait_index().region_bytes)
+        except MedusaError:
+            self.regions.drop(held)
+            raise
+        held.sealed = True
+        self._record()
+        logger.info("took back %s", redacted(key))
+        return held
+
+    def _on_fetch(self, held: HeldRegion) -> None:
+        assert held.fetch is not None
+        message = receive(held.fetch.channel)
+        if message is None:
+            self._ended(held)
+        elif message.kind == "room":
+            try:
+                self.regions.admit(held, int(message.body["bytes"]))
+            except MedusaError as error:
+                logger.warning("%s", error)
+                send(held.fetch.channel, "error", {"code": error.code, "message": str(error)})
+            else:
+                send(held.fetch.channel, "room")
+        elif message.kind == "sealed":
+            held.sealed = True
+            self._record()
+            self._tell(held, None)
+
+    def _ended(self, held: HeldRegion) -> None:
+        """The prefetcher is done, in whatever way."""
+        assert held.fetch is not None
+        self._end_fetch(held)
+        progress = held.region.progress()
+        if progress.state == "done":
+            logger.info("%s is complete", redacted(held.key))
+            self._record()
+            return
+        error: MedusaError = StorageError("its prefetcher ended early")
+        if progress.error is not None:
+            code, _, message = progress.error.partition(": ")
+            error = from_code(code, message)
+        logger.warning("%s could not be fetched: %s", redacted(held.key), error)
+        self._tell(held, error)
+        self._clients.lost(held, error)
+        self.regions.drop(held)
+
+    def _tell(self, held: HeldRegion, error: MedusaError | None) -> None:
+        waiting, held.waiting = held.waiting, []
+        for tell in waiting:
+            tell(error)
+
+    def _dropped(self, held: HeldRegion) -> None:
+        if held.fetch is not None:
+            self._end_fetch(held)
+            self._tell(held, NodeError("the node agent needs the memory for others"))
+        held.close()
+        self._record()
+
+    def _end_fetch(self, held: HeldRegion) -> None:
+        assert held.fetch is not None
+        self.unwatch(held.fetch.channel)
+        end_fetch(held.fetch)
+        held.fetch = None
+
+    def _pin(self, url: str) -> None:
+        try:
+            self.want(model_key(url)).pinned = True
+        except MedusaError as error:
+            logger.warning("--pin: %s", error)
+
+    def _record(self) -> None:
+        self._records.write({held.key: held.region.fd for held in self.regions if held.sealed})
+
+    def _read_reports(self) -> None:
+        for report in self._reports.read():
+            logger.warning("%s: %s [%s]", report.process, report.message, report.code)
+
+    def _drain(self) -> None:
+        try:
+            os.read(self._stop[0], 4096)
+        except BlockingIOError:
+            pass
+
+    def _on_stop(self, *_: object) -> None:
+        self._stopping = True
+
+    def close(self) -> None:
+        """Functions that run go on; what is fetched or idle ends."""
+        signal.set_wakeup_fd(-1)
+        self.socket_file.close()
+        self._clients.close()
+        self.engines.close()
+        self._records.freeze()  # those who hold a region may bring it to the next agent
+        self.regions.close()
+        self._selector.close()
+        self._reports.close()
+
+
+__all__ = ["Agent", "Client"]

@@ -1,0 +1,157 @@
+"""What an instance has of its node's agent: a region, an engine process, and how it learns that it lost either."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from enum import Enum
+
+from ..config import NODE_SOCKET, Settings
+from ..errors import MedusaError, NodeError
+from ..process import ReportPipe
+from ..timeline import Timeline
+from ..weights.region import Region
+from .client import NodeClient
+from .handover import settings_to_body
+from .messages import pair
+
+logger = logging.getLogger(__name__)
+
+_AGAIN_AFTER_S = 2.0
+
+
+class Loss(Enum):
+    REGION = "region"  # it will not be completed
+    ENGINE = "engine"
+
+
+class Attachment:
+    """One instance's, in its supervisor. Every failure is told once, and then the instance does without."""
+
+    def __init__(self, client: NodeClient, path: str, settings: Settings, timeline: Timeline) -> None:
+        self._client: NodeClient | None = client
+        self._path = path
+        self._settings = settings
+        self._timeline = timeline
+        self._lease: socket.socket | None = None
+        self._again_at = 0.0
+        self._told = False
+        self.region: Region | None = None
+
+    @classmethod
+    def attach(cls, settings: Settings, timeline: Timeline) -> Attachment | None:
+        """With a region whose index and small files can be read; None when there is no agent, or it refuses."""
+        path = settings.node_socket or NODE_SOCKET
+        assert settings.model is not None
+        try:
+            with timeline.stage("node") as detail:
+                attachment = cls(NodeClient(path, settings.node_user), path, settings, timeline)
+                assert attachment._client is not None
+                try:
+                    attachment.region = attachment._client.region(settings.model)
+                except BaseException:
+                    attachment._client.close()
+                    raise
+                detail["region"] = attachment.region.progress().state
+        except (MedusaError, OSError) as error:
+            _tell(timeline, error)
+            return None
+        return attachment
+
+    def take_engine(self, listener: socket.socket, timeline: Timeline, reports: ReportPipe) -> bool:
+        """Have a pre-warmed process serve on ``listener``; False when the instance must start one of its own."""
+        if self._client is None:
+            return False
+        mine, theirs = pair()
+        try:
+            descriptors = (listener.fileno(), timeline.fd, reports.write_fd, theirs.fileno())
+            pid = self._client.engine(self._settings.engine, settings_to_body(self._settings), descriptors)
+        except (MedusaError, OSError) as error:
+            mine.close()
+            _tell(self._timeline, error)
+            return False
+        finally:
+            theirs.close()
+        self._timeline.mark("engine", source="node", pid=pid)
+        self._lease = mine
+        return True
+
+    @property
+    def descriptors(self) -> list[int]:
+        """To poll for reading; then ``look``."""
+        found = [] if self._client is None else [self._client.fileno()]
+        return found if self._lease is None else [*found, self._lease.fileno()]
+
+    def look(self, readable: set[int]) -> list[Loss]:
+        """What was lost since the last look. Also brings the region to an agent that has been started again."""
+        losses = []
+        if self._lease is not None and self._lease.fileno() in readable:
+            self._lease.close()
+            self._lease = None
+            losses.append(Loss.ENGINE)
+        if self._client is not None and self._client.fileno() in readable:
+            reason = self._client.lost()
+            if reason is not None:
+                self._client.close()
+                self._client = None
+                self._again_at = time.monotonic() + _AGAIN_AFTER_S
+                if self.region is not None and self.region.progress().state != "done":
+                    _tell(self._timeline, NodeError(reason or "the node agent ended while it was fetching"))
+                    losses.append(Loss.REGION)
+                elif not reason:
+                    logger.info("the node agent ended; this function goes on without it")
+        elif self._client is None and self.region is not None and time.monotonic() > self._again_at:
+            self._bring_back()
+        return losses
+
+    def _bring_back(self) -> None:
+        assert self.region is not None
+        assert self._settings.model is not None
+        self._again_at = time.monotonic() + _AGAIN_AFTER_S
+        if not os.path.exists(self._path):
+            return
+        try:
+            client = NodeClient(self._path, self._settings.node_user)
+            try:
+                client.keep(self._settings.model, self.region.fd)
+            except BaseException:
+                client.close()
+                raise
+        except (MedusaError, OSError) as error:
+            logger.debug("the node agent takes no region back: %s", error)
+            if not isinstance(error, OSError) and "went away" not in str(error) and "reached" not in str(error):
+                self._again_at = float("inf")  # it has its reasons
+            return
+        self._client = client
+
+    def let_go_of_engine(self) -> bool:
+        """End the engine process that serves this instance; False when it is not the agent's."""
+        had = self._lease is not None
+        if self._lease is not None:
+            try:
+                self._lease.shutdown(socket.SHUT_RDWR)  # forked children hold it, too
+            except OSError:
+                pass
+            self._lease.close()
+            self._lease = None
+        return had
+
+    def forget_region(self) -> None:
+        """The instance has another one."""
+        self.region = None
+
+    def close(self) -> None:
+        self.let_go_of_engine()
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+
+def _tell(timeline: Timeline, error: Exception) -> None:
+    logger.warning("starting without the node agent: %s", error)
+    timeline.mark("node-fallback", reason=str(error))
+
+
+__all__ = ["Attachment", "Loss"]

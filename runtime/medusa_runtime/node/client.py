@@ -1,0 +1,139 @@
+"""A function's side of the agent's socket. Imports nothing heavy: it stands in front of everything else of a start."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import NodeError, NodeRefusedError, from_code
+from ..weights.region import Region
+from .messages import VERSION, Message, close_all, receive, send
+from .model_key import absolute, model_key, open_sight
+from .peer import Peer
+
+_ANSWER_WITHIN_S = 5.0  # the agent never waits for anything itself
+_SEALED_WITHIN_S = 60.0  # a store may be slow to tell what a checkpoint consists of
+
+
+class NodeClient:
+    """A connection to this node's agent; the region it was given stays for as long as it is open."""
+
+    def __init__(self, path: str, trusted_user: int | None = None) -> None:
+        """Connect. Raises NodeError when there is no agent, NodeRefusedError when it is a stranger's.
+
+        Whoever listens there decides what the weights are: it must be root, this user, or ``trusted_user``.
+        """
+        trusted = {0, os.getuid()} | (set() if trusted_user is None else {trusted_user})
+        _check_file(path, trusted)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            self._socket.settimeout(_ANSWER_WITHIN_S)
+            self._socket.connect(path)
+            _check_owner(path, Peer.of(self._socket).uid, trusted)
+            self._ask("hello", {"version": VERSION})
+        except OSError as error:
+            self._socket.close()
+            raise NodeError(f"the node agent at {path} cannot be reached: {error.strerror or error}") from None
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def region(self, url: str, *, pin: bool = False, fresh: bool = False) -> Region:
+        """The region of a checkpoint, as soon as it can be read. Raises what the agent answers, or NodeError.
+
+        ``pin``: it is never evicted; ``fresh``: it is fetched even if it is there. Both are for the agent's own user.
+        """
+        key = model_key(absolute(url))
+        seen = open_sight(key)
+        try:
+            answer = self._ask("region", {"url": key, "pin": pin, "fresh": fresh}, () if seen is None else (seen,))
+        finally:
+            close_all(() if seen is None else (seen,))
+        if answer.kind == "wait":
+            answer = self._answer("region", _SEALED_WITHIN_S)
+        if answer.kind != "region" or len(answer.descriptors) != 2:
+            answer.close()
+            raise NodeError(f"the node agent answered {answer.kind!r}; expected a region")
+        return Region(answer.descriptors[0], asking_fd=answer.descriptors[1])
+
+    def engine(self, kind: str, settings: dict[str, Any], descriptors: Sequence[int]) -> int:
+        """Give an idle engine process this function; its pid on the agent's side. Raises NodeError without one."""
+        return int(self._ask("engine", {"kind": kind, "settings": settings}, descriptors).body["pid"])
+
+    def keep(self, url: str, region_fd: int) -> None:
+        """Bring an agent the region that one before it made. Raises NodeError when it does not take it."""
+        self._ask("keep", {"url": model_key(absolute(url))}, (region_fd,))
+
+    def drop(self, url: str) -> None:
+        """Unpin a model and evict it. NodeError while it is in use."""
+        self._ask("drop", {"url": model_key(absolute(url))})
+
+    def status(self) -> dict[str, Any]:
+        return self._ask("status").body
+
+    def lost(self) -> str | None:
+        """Call when there is something to read: why the region will not be completed; "" when the agent has gone."""
+        try:
+            message = receive(self._socket)
+        except (OSError, NodeError):
+            return ""
+        if message is None:
+            return ""
+        message.close()
+        return str(message.body.get("message")) if message.kind == "lost" else None
+
+    def _ask(self, kind: str, body: dict[str, Any] | None = None, descriptors: Sequence[int] = ()) -> Message:
+        try:
+            send(self._socket, kind, body, descriptors)
+        except OSError as error:
+            raise NodeError(f"the node agent went away ({error.strerror})") from None
+        return self._answer(kind, _ANSWER_WITHIN_S)
+
+    def _answer(self, kind: str, timeout_s: float) -> Message:
+        self._socket.settimeout(timeout_s)
+        try:
+            answer = receive(self._socket)
+        except TimeoutError:
+            raise NodeError(f"the node agent did not answer {kind!r} within {timeout_s:g} s") from None
+        if answer is None:
+            raise NodeError("the node agent went away")
+        if answer.kind == "error":
+            answer.close()
+            raise from_code(str(answer.body.get("code")), str(answer.body.get("message")))
+        return answer
+
+    def close(self) -> None:
+        """Also where forked children hold the connection."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self._socket.close()
+
+
+def _check_file(path: str, trusted: set[int]) -> None:
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise NodeError(f"there is no node agent at {path}: {error.strerror}; start one with: medusa node") from None
+    if not stat.S_ISSOCK(status.st_mode):
+        raise NodeError(f"{path} is no socket; expected a node agent's, see medusa node --socket")
+    _check_owner(path, status.st_uid, trusted)
+
+
+def _check_owner(path: str, owner: int, trusted: set[int]) -> None:
+    if owner not in trusted:
+        expected = " or ".join(str(user) for user in sorted(trusted))
+        raise NodeRefusedError(
+            f"{path} belongs to user {owner}; expected {expected}, for whoever listens there decides what the weights "
+            f"are (--node-user allows another)"
+        )
+
+
+__all__ = ["NodeClient"]

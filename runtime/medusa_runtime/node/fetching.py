@@ -1,0 +1,69 @@
+"""The prefetcher of a region that the agent holds: a child process, and how the two agree on memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ..config import Settings
+from ..errors import NodeError, from_code
+from ..process import ReportPipe, fork
+from ..timeline import Timeline
+from .held_region import Fetch, HeldRegion
+from .inheritance import close_others
+from .messages import pair, receive, send
+
+if TYPE_CHECKING:
+    from ..weights.region_writer import RegionWriter
+
+
+def start_fetch(held: HeldRegion, settings: Settings, *, timeline: Timeline, reports: ReportPipe) -> Fetch:
+    """Fork a prefetcher for this region. The caller must have a single thread."""
+    mine, theirs = pair()
+    mine.setblocking(False)
+    body = partial(_run, held, theirs, settings, reports)
+    pid = fork("prefetcher", body, timeline=timeline, reports=reports)
+    theirs.close()
+    return Fetch(pid, mine)
+
+
+def end_fetch(fetch: Fetch) -> None:
+    """Whatever it is doing. Its region keeps what came."""
+    fetch.channel.close()
+    os.kill(fetch.pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
+    os.waitpid(fetch.pid, 0)
+
+
+def _run(held: HeldRegion, channel: socket.socket, settings: Settings, reports: ReportPipe, timeline: Timeline) -> int:
+    close_others(channel.fileno(), held.region.fd, held.asking_fd, timeline.fd, reports.write_fd)
+    from ..weights.prefetcher import prefetch
+
+    writer = held.region.writer()
+    writer.listen(held.asking_fd)
+    try:
+        prefetch(held.region, held.key, settings=settings, timeline=timeline, writer=writer, keeper=_Agent(channel))
+    except Exception:  # noqa: BLE001  it stands in the region, where the agent finds it
+        return 1
+    return 0
+
+
+class _Agent:
+    """The prefetcher's view of the agent."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+
+    def admit(self, region_bytes: int) -> None:
+        send(self._channel, "room", {"bytes": region_bytes})
+        answer = receive(self._channel)
+        if answer is None:
+            raise NodeError("the node agent ended")
+        if answer.kind == "error":
+            raise from_code(answer.body["code"], answer.body["message"])
+
+    def laid_out(self, writer: RegionWriter) -> None:
+        writer.seal_early()
+        send(self._channel, "sealed")

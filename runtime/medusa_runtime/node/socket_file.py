@@ -1,0 +1,69 @@
+"""The agent's listening socket: one agent a path, and what a killed one left there is taken over."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import stat
+
+from ..errors import ConfigError
+
+_BACKLOG = 256
+
+
+class SocketFile:
+    """Listens at ``path``, whose lock file tells whether an agent lives. Raises ConfigError when it cannot be had."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._lock_fd = -1
+        try:
+            os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
+            self._lock_fd = os.open(path + ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            self._lock()
+            self._remove_stale()
+            self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+            self.socket.setblocking(False)
+            self.socket.bind(path)
+            os.chmod(path, 0o666)  # who may have what is decided by credentials; see policy.py
+            self.socket.listen(_BACKLOG)
+        except OSError as error:
+            raise ConfigError(
+                f"the node agent cannot listen at {path}: {error.strerror}; expected a folder that user {os.getuid()} "
+                f"may write to, choose another path with --socket"
+            ) from None
+
+    def _lock(self) -> None:
+        """A lock of the process, not of the descriptor: no child of ours holds it when we are gone."""
+        try:
+            fcntl.lockf(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            owner = os.pread(self._lock_fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            raise ConfigError(
+                f"another node agent (process {owner}) serves {self.path}; expected one agent a node, stop that one "
+                f"or choose another path with --socket"
+            ) from None
+        os.ftruncate(self._lock_fd, 0)
+        os.pwrite(self._lock_fd, str(os.getpid()).encode(), 0)
+
+    def _remove_stale(self) -> None:
+        """Of an agent that was killed: we have its lock. ConfigError for what is no socket."""
+        try:
+            status = os.lstat(self.path)
+        except FileNotFoundError:
+            return
+        if not stat.S_ISSOCK(status.st_mode):
+            raise ConfigError(f"{self.path} is no socket; expected nothing, or what an agent left, at --socket")
+        os.unlink(self.path)
+
+    def close(self) -> None:
+        """May be called twice. The lock file stays: removing it would let two agents hold two of the same name."""
+        if self._lock_fd >= 0:
+            try:
+                os.unlink(self.path)
+            except FileNotFoundError:
+                pass
+            self.socket.close()
+            os.close(self._lock_fd)
+            self._lock_fd = -1

@@ -1,0 +1,91 @@
+"""An idle engine process: everything is done that needs no model, then it waits to be given one. Once.
+
+BlitzScale's context pool (§6) and ParaServe's overlapped imports (§5), moved in front of the request.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import socket
+import threading
+
+from ..config import Settings
+from ..process import ReportPipe
+from ..timeline import Timeline
+from ..weights.region import Region
+from ..zygote import EngineClass, run_engine
+from .handover import GIVEN, settings_from_body
+from .inheritance import close_others
+from .messages import Message, receive, send
+
+_PR_SET_PDEATHSIG = 1
+
+
+def run_idle(
+    engine_class: EngineClass, settings: Settings, channel: socket.socket, reports: ReportPipe, timeline: Timeline
+) -> int:
+    """Warm up, wait for a function, serve it, and end with it."""
+    close_others(channel.fileno(), reports.write_fd, timeline.fd)
+    _rehearse(engine_class, settings)
+    send(channel, "warm")
+    message = receive(channel)
+    if message is None:
+        return 0  # the agent has gone, or wants fewer
+    # From here on the function decides how long this process lives, and the agent no more.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
+    channel.close()
+    return _serve(engine_class, message)
+
+
+def _rehearse(engine_class: EngineClass, settings: Settings) -> None:
+    """Generate from a model of no meaning, so that what is done once per process is done.
+
+    In a thread of the lowest priority, which does not stick to the process: functions that start now go first.
+    """
+    if settings.engine != "torch":
+        return
+    from ..engine.rehearsal import rehearse
+
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        try:
+            rehearse(engine_class, settings)
+        except BaseException as error:  # noqa: BLE001
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="rehearsal")
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
+    gc.collect()
+    gc.freeze()
+
+
+def _serve(engine_class: EngineClass, message: Message) -> int:
+    given = dict(zip(GIVEN, message.descriptors, strict=True))
+    lease = socket.socket(fileno=given["lease"])
+    threading.Thread(target=_end_with, args=(lease,), name="lease", daemon=True).start()
+    settings = settings_from_body(message.body["settings"])
+    timeline = Timeline(given["timeline"], "engine")
+    timeline.mark("specialise", pid=os.getpid())
+    region = Region(given["region"], asking_fd=given["asking"])
+    listener = socket.socket(fileno=given["listener"])
+    listener.setblocking(True)
+    reports = ReportPipe.of(given["reports"])
+    gc.enable()
+    return run_engine(lambda: engine_class(region, settings, timeline), listener, timeline=timeline, reports=reports)
+
+
+def _end_with(lease: socket.socket) -> None:
+    """The function holds the other end; whatever way it goes, the kernel closes it."""
+    try:
+        while lease.recv(1):
+            pass
+    except OSError:
+        pass
+    os._exit(0)
