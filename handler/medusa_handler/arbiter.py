@@ -6,6 +6,7 @@ import contextlib
 import errno
 import http
 import logging
+import queue
 import selectors
 import socket
 import struct
@@ -98,7 +99,12 @@ class _Pool(ThreadPoolExecutor):
 class Worker(ThreadWorker):  # type: ignore[misc]
     """On SIGTERM goes on accepting (a platform's probes must see 503, not a refused connection) until drained."""
 
-    _stopping = False
+    def init_process(self) -> None:
+        # A handler of signals may interrupt whoever holds a lock that it needs itself, and so hang; this takes none.
+        # The thread is made now, since to start one takes a lock, too, and at the end there may be no room for it.
+        self._stop: queue.SimpleQueue[None] = queue.SimpleQueue()
+        threading.Thread(target=self._drain, name="drain", daemon=True).start()
+        super().init_process()
 
     def get_thread_pool(self) -> ThreadPoolExecutor:
         return _Pool(self.cfg.threads)
@@ -165,11 +171,10 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         self.app.slow_clients.shut()
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        if not self._stopping:
-            self._stopping = True
-            threading.Thread(target=self._drain, name="drain", daemon=True).start()
+        self._stop.put(None)
 
     def _drain(self) -> None:
+        self._stop.get()
         if self.app.drain is not None:
             self.app.drain()
         # What is still open are idle connections: no reason to wait for them as long as for work.
