@@ -35,7 +35,10 @@ logger = logging.getLogger(__name__)
 
 EngineClass = Callable[[Region, Settings, Timeline], Any]
 
-_ENGINES = {"torch": "medusa_runtime.engine.kinds:open_engine"}
+_ENGINES = {
+    "torch": "medusa_runtime.engine.kinds:open_engine",
+    "vllm": "medusa_runtime.engine.vllm.engine:VllmEngine",
+}
 _MOST_QUICK_CRASHES = 3
 _QUICK_S = 10.0
 
@@ -99,7 +102,7 @@ class Zygote:
     def _import_engine(self, timeline: Timeline) -> EngineClass:
         with timeline.stage("import", engine=self._settings.engine):
             try:
-                return load_engine_class(self._settings)
+                return load_engine_class(self._settings, self._region)
             except ImportError as error:
                 raise EngineError(
                     f"the {self._settings.engine} engine cannot be imported ({error}); expected its packages to be "
@@ -124,8 +127,8 @@ class Zygote:
         )
 
 
-def load_engine_class(settings: Settings) -> EngineClass:
-    """Import what this engine needs; never touches CUDA."""
+def load_engine_class(settings: Settings, region: Region | None = None) -> EngineClass:
+    """Import what this engine needs, and what the region's model needs where that is known; never touches CUDA."""
     if settings.engine == "torch":
         if settings.device != "cuda":  # the lean import was tested without CUDA
             from .lean_torch import import_torch
@@ -134,6 +137,10 @@ def load_engine_class(settings: Settings) -> EngineClass:
         from .models.registry import import_families
 
         import_families()
+    elif settings.engine == "vllm":
+        from .engine.vllm.imports import preimport
+
+        preimport(settings, region)
     module, _, name = _ENGINES[settings.engine].partition(":")
     engine_class: EngineClass = getattr(importlib.import_module(module), name)
     return engine_class

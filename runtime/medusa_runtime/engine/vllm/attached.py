@@ -1,0 +1,58 @@
+"""The region and the timeline as vLLM's processes are told of them: by paths, in the load configuration.
+
+Descriptors are inherited by forks only; vLLM starts the workers of further ranks as new interpreters. A path through
+/proc names the same memory from any process of this user.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cached_property, lru_cache
+from typing import Any
+
+from ...errors import ConfigError
+from ...timeline import Timeline
+from ...weights.region import Region
+
+_REGION, _TIMELINE = "medusa_region", "medusa_timeline"
+
+
+def settings_for(region: Region, timeline: Timeline) -> dict[str, str]:
+    """``model_loader_extra_config`` for processes that load from this region."""
+    pid = os.getpid()
+    return {_REGION: f"/proc/{pid}/fd/{region.fd}", _TIMELINE: f"/proc/{pid}/fd/{timeline.fd}"}
+
+
+class Attached:
+    """A region and a timeline, opened by a process that was given their paths."""
+
+    def __init__(self, region: str, timeline: str) -> None:
+        self._paths = region, timeline
+
+    @classmethod
+    def of(cls, load_config: Any) -> Attached:
+        """Raises ConfigError where vLLM was not started by us."""
+        extra = load_config.model_loader_extra_config
+        if not isinstance(extra, dict) or _REGION not in extra:
+            raise ConfigError(
+                "--load-format medusa: expected to be started by `medusa serve --engine vllm`, found no region to "
+                "load from"
+            )
+        return _attach(extra[_REGION], extra[_TIMELINE])
+
+    @cached_property
+    def region(self) -> Region:
+        """Mapped private and writable: what vLLM changes in place is this process's copy of a page."""
+        return Region(os.open(self._paths[0], os.O_RDWR | os.O_CLOEXEC), private=True)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        return Timeline(os.open(self._paths[1], os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC), "engine")
+
+
+@lru_cache(maxsize=1)
+def _attach(region: str, timeline: str) -> Attached:
+    return Attached(region, timeline)
+
+
+__all__ = ["Attached", "settings_for"]

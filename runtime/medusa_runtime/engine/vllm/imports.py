@@ -1,0 +1,84 @@
+"""What an engine process needs of vLLM's 3,000 modules, imported before the model is known."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+from collections.abc import Iterator
+
+from ...config import Settings
+from ...weights.region import Region
+from .version import check_version
+
+# What vLLM reads from the environment, most of it once. What a user has set stays.
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core in this process: no second import, no socket between
+    "VLLM_CONFIGURE_LOGGING": "0",  # the command line configures logging
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "VLLM_PLUGINS": "medusa",  # others' plugins import what they like
+    "HF_HUB_OFFLINE": "1",  # what is not in the checkpoint is not there; nothing is asked of the network
+    "TOKENIZERS_PARALLELISM": "false",
+}
+_MODULES = (
+    "vllm",
+    "vllm.engine.arg_utils",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.model_executor.models.llama",
+    "transformers.models.auto.configuration_auto",
+    "tokenizers",
+)
+_CPU_MODULES = ("vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn")
+_GPU_MODULES = ("vllm.v1.worker.gpu_worker",)
+
+
+def preimport(settings: Settings, region: Region | None = None) -> None:
+    """Import all that a start needs, and the model's module where the region already knows the model.
+
+    For a process that will only fork: touches no device and starts no thread. Raises MissingPackageError,
+    ConfigError and ImportError.
+    """
+    check_version()
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if settings.log_level != "debug":
+        logging.getLogger("vllm").setLevel(logging.ERROR)  # its warnings are about what is decided here on purpose
+    for module in _MODULES:
+        importlib.import_module(module)
+    from vllm.platforms import current_platform
+
+    for module in _CPU_MODULES if current_platform.is_cpu() else _GPU_MODULES:
+        importlib.import_module(module)
+    importlib.import_module("medusa_runtime.engine.vllm.worker")
+    from .plugin import register
+
+    register()
+    if region is not None and region.progress().state != "empty":
+        for architecture in _architectures(region):
+            import_model(architecture)
+
+
+def import_model(architecture: str) -> None:
+    """Import a model's module and register its class, so that vLLM does not start a process to look at it.
+
+    An architecture vLLM does not know is left to its own message.
+    """
+    from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel
+
+    known = ModelRegistry.models.get(architecture)
+    if isinstance(known, _LazyRegisteredModel):
+        ModelRegistry.register_model(architecture, known.load_model_cls())
+
+
+def _architectures(region: Region) -> Iterator[str]:
+    try:
+        named = json.loads(region.file("config.json") or b"{}").get("architectures")
+    except (ValueError, AttributeError):
+        return  # told when the config is read
+    for name in named if isinstance(named, list) else ():
+        if isinstance(name, str):
+            yield name

@@ -1,0 +1,30 @@
+"""vLLM's worker on a CPU, with what it does before a request timed and put off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from .attached import Attached
+from .lazy_zeros import LazyZeros
+
+
+class CpuWorker(CPUWorker):  # type: ignore[misc]
+    """``worker_cls``, which vLLM's documentation offers for this."""
+
+    def init_device(self) -> None:
+        with self._timeline.stage("device"):
+            super().init_device()
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        with self._timeline.stage("load"):
+            super().load_model(load_dummy_weights=load_dummy_weights)
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        with self._timeline.stage("kv_cache"), LazyZeros():
+            super().initialize_from_config(kv_cache_config)
+
+    @property
+    def _timeline(self) -> Any:
+        return Attached.of(self.load_config).timeline
