@@ -1,0 +1,76 @@
+"""A web server on loopback that sends a checkpoint slowly."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+
+class SlowOrigin(http.server.ThreadingHTTPServer):
+    """Serves one folder with ranges, the weights at ``bytes_per_s`` a connection, counting the bytes it sent."""
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path, bytes_per_s: float) -> None:
+        super().__init__(("127.0.0.1", 0), _Ranges)
+        self.folder = folder
+        self.bytes_per_s = bytes_per_s
+        self.sent = 0
+        self.replaced = False
+        self.url = f"http://127.0.0.1:{self.server_port}/model"
+
+
+class _Ranges(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: SlowOrigin
+
+    def do_GET(self) -> None:
+        path = self.server.folder / self.path.rpartition("/")[2]
+        if not path.is_file():
+            self.send_response(404)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        data = path.read_bytes()
+        start, stop, status = 0, len(data), 200
+        if asked := self.headers.get("Range"):
+            first, _, last = asked.removeprefix("bytes=").partition("-")
+            start, stop, status = int(first), min(int(last or len(data) - 1) + 1, len(data)), 206
+        etag = '"two"' if self.server.replaced else '"one"'
+        if self.headers.get("If-Match") not in (None, etag):
+            status, start, stop = 412, 0, 0
+        self.send_response(status)
+        self.send_header("ETag", etag)
+        self.send_header("Content-Length", str(stop - start))
+        if status == 206:
+            self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{len(data)}")
+        self.end_headers()
+        step = 1 << 16
+        for at in range(start, stop, step):
+            piece = data[at : min(at + step, stop)]
+            self.wfile.write(piece)
+            self.server.sent += len(piece)
+            if path.suffix == ".safetensors":
+                time.sleep(len(piece) / self.server.bytes_per_s)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None: ...
+
+    def handle(self) -> None:
+        try:
+            super().handle()
+        except ConnectionError:
+            pass
+
+
+@contextlib.contextmanager
+def serving_origin(folder: Path, bytes_per_s: float) -> Iterator[SlowOrigin]:
+    with SlowOrigin(folder, bytes_per_s) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
