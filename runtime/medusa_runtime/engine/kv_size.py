@@ -1,24 +1,20 @@
-"""How large the KV cache may be, and how long a sequence in it."""
+"""The KV plan of the torch engine: its cache's geometry, and what is free beside the weights."""
 
 from __future__ import annotations
 
-import logging
 import math
-from typing import NamedTuple
 
 import torch
 
 from ..config import Settings
-from ..errors import ConfigError
+from ..errors import StateError
 from ..limits import memory_available_bytes
+from ..models import ModelConfig
+from ..state.kinds import KV_PLAN, file_name
+from ..state.kv_plan import Geometry, KvPlan, activation_bytes, logger, plan
 from ..weights.index import TensorEntry
 from ..weights.region import Region
-from .kv_cache import BLOCK_TOKENS, KvShape, blocks_for
-
-logger = logging.getLogger(__name__)
-
-_MARGIN_BYTES = 256 << 20  # for activations, the allocator's slack and the other processes of the instance
-_USED_SHARE = 0.9
+from .kv_cache import BLOCK_TOKENS, KvShape
 
 
 def free_bytes(region: Region, settings: Settings, dtype: torch.dtype) -> int:
@@ -40,42 +36,36 @@ def _cast_bytes(entry: TensorEntry, dtype: torch.dtype) -> int:
     return 0 if entry.dtype == name else math.prod(entry.shape) * dtype.itemsize
 
 
-class KvSize(NamedTuple):
-    blocks: int
-    max_model_len: int
-
-    @property
-    def tokens(self) -> int:
-        return self.blocks * BLOCK_TOKENS
+def geometry(shape: KvShape, max_positions: int) -> Geometry:
+    axes = ("layers", "keys and values", "blocks", "tokens", "kv_heads", "head_dim")
+    lengths = (shape.layers, 2, 0, BLOCK_TOKENS, shape.kv_heads, shape.head_dim)
+    dtype = str(shape.dtype).removeprefix("torch.")
+    return Geometry(BLOCK_TOKENS, shape.block_bytes, tuple(zip(axes, lengths, strict=True)), dtype, max_positions)
 
 
-def kv_size(shape: KvShape, settings: Settings, *, max_positions: int, free_bytes: int) -> KvSize:
-    """What max_concurrency sequences of full length need, or what there is room for, whichever is less.
+def kv_plan(region: Region, config: ModelConfig, settings: Settings, dtype: torch.dtype) -> KvPlan:
+    """The plan that the state bundle holds, where it fits this machine now; else one computed. Raises ConfigError."""
+    return plan(
+        geometry(KvShape.of(config, dtype), config.max_positions),
+        settings,
+        free_bytes=free_bytes(region, settings, dtype),
+        activation_bytes=activation_bytes(
+            region.wait_index(),
+            hidden=config.hidden_size,
+            vocabulary=config.vocab_size,
+            item_bytes=dtype.itemsize,
+            settings=settings,
+        ),
+        recorded=_recorded(region),
+    )
 
-    ``free_bytes`` is what can be allocated once the weights are there. Raises ConfigError when no sequence of a
-    length that was asked for fits.
-    """
-    wanted_len = settings.max_model_len or max_positions
-    if wanted_len > max_positions:
-        raise ConfigError(
-            f"max_model_len={wanted_len} cannot be used: expected at most {max_positions}, the positions this model has"
-        )
-    wanted = blocks_for(wanted_len) * settings.max_concurrency
-    if settings.kv_cache_mb is not None:
-        room_bytes = settings.kv_cache_mb << 20
-    else:
-        room_bytes = int(max(free_bytes - _MARGIN_BYTES, 0) * _USED_SHARE)
-    blocks = min(wanted, room_bytes // shape.block_bytes)
-    tokens = blocks * BLOCK_TOKENS
-    least = wanted_len if settings.max_model_len else min(wanted_len, BLOCK_TOKENS)
-    if tokens < least:
-        raise ConfigError(
-            f"the KV cache has room for {tokens} tokens ({room_bytes >> 20} MiB), but one sequence needs {least} "
-            f"({-(-blocks_for(least) * shape.block_bytes >> 20)} MiB); lower --max-model-len, raise --kv-cache-mb, "
-            f"or give the container more memory"
-        )
-    if tokens < wanted_len:
-        logger.warning(
-            "the KV cache has room for %d tokens, so max_model_len is %d, not %d", tokens, tokens, wanted_len
-        )
-    return KvSize(blocks, min(wanted_len, tokens))
+
+def _recorded(region: Region) -> KvPlan | None:
+    data = region.file(file_name(KV_PLAN.name))
+    if data is None:
+        return None
+    try:
+        return KvPlan.from_bytes(data)
+    except StateError as error:
+        logger.warning("the recorded KV plan is not used: %s", error)
+        return None

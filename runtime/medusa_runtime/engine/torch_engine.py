@@ -28,7 +28,7 @@ from .completion import advance, ended
 from .detokenizer import Detokenizer
 from .inbox import Inbox
 from .kv_cache import BLOCK_TOKENS, KvCache, KvShape, blocks_for
-from .kv_size import free_bytes, kv_size
+from .kv_size import kv_plan
 from .migration import ExportedRequest, export, request_of, resume
 from .runner import run_step
 from .sampler import sample
@@ -62,13 +62,11 @@ class TorchEngine:
         self._loader = Loader(region, self._model, dtype=dtype, timeline=timeline)
         self._tokenizer = Tokenizer(region.file("tokenizer.json"), timeline)
         with timeline.stage("kv_plan") as detail:
-            shape = KvShape.of(config, dtype)
-            free = free_bytes(region, settings, dtype)
-            size = kv_size(shape, settings, max_positions=config.max_positions, free_bytes=free)
-            self._cache = KvCache(shape, size.blocks)
-            detail["tokens"] = size.tokens
+            plan = kv_plan(region, config, settings, dtype)
+            self._cache = KvCache(KvShape.of(config, dtype), plan.blocks)
+            detail |= {"tokens": plan.tokens, "source": plan.source}
         eos = read_eos_token_ids(region, config)
-        self.info = EngineInfo("torch", config.architecture, config.vocab_size, size.max_model_len, eos, size.tokens)
+        self.info = EngineInfo("torch", config.architecture, config.vocab_size, plan.max_model_len, eos, plan.tokens)
         self._eos_token_ids = frozenset(eos)
         self._scheduler = Scheduler(
             self._cache.blocks,

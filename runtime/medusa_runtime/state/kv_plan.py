@@ -1,0 +1,181 @@
+"""How large the KV cache is (MEDUSA §6): recorded once, and checked against the machine as it is at each start.
+
+What a forward needs beside weights and cache was measured offline (``engine/kv_profile.py``). Without a record it is
+computed from the number of layers and the shapes of what they compute (ParaServe §7). No forward is run to find out.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+from ..config import Settings
+from ..errors import ConfigError, StateError
+from ..weights.index import WeightIndex
+
+logger = logging.getLogger(__name__)
+
+_MARGIN_BYTES = 256 << 20  # for the allocator's slack and the other processes of the instance
+_FORMAT = 1
+_ALIVE = 3  # of the widest intermediate results, how many a layer holds at the same time (gate, up, their product)
+_HIDDEN_ALIVE = 6  # of those as wide as the hidden state (residual, normed, q, k, v, attention's output)
+
+
+@dataclass(frozen=True, slots=True)
+class KvPlan:
+    """Blocks of ``block_tokens`` tokens, ``block_bytes`` each over all layers; none is touched before it is used.
+
+    ``layout``: axes of the pool and their lengths, the number of blocks as 0. ``activation_bytes``: the most that one
+    forward of ``max_batched_tokens`` takes. ``margin_bytes`` stay free besides. ``source``: recorded, computed (there
+    was no record) or recomputed (what was recorded does not fit here now).
+    """
+
+    block_tokens: int
+    block_bytes: int
+    blocks: int
+    max_model_len: int
+    activation_bytes: int
+    layout: tuple[tuple[str, int], ...] = ()
+    dtype: str = ""
+    margin_bytes: int = _MARGIN_BYTES
+    source: str = "computed"
+
+    @property
+    def tokens(self) -> int:
+        return self.blocks * self.block_tokens
+
+    @property
+    def cache_bytes(self) -> int:
+        return self.blocks * self.block_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """All that has to be free when the weights are there."""
+        return self.cache_bytes + self.activation_bytes + self.margin_bytes
+
+    def to_bytes(self) -> bytes:
+        return json.dumps({"format": _FORMAT, **asdict(self)}).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> KvPlan:
+        """Raises StateError when it is none, or its numbers cannot be."""
+        try:
+            document = json.loads(data)
+            found = document.pop("format")
+            document["layout"] = tuple((str(name), int(length)) for name, length in document["layout"])
+            plan = cls(**document)
+            counts = (plan.block_tokens, plan.block_bytes, plan.blocks, plan.max_model_len)
+            sizes = (plan.activation_bytes, plan.margin_bytes)
+            whole = all(type(number) is int for number in (*counts, *sizes)) and min(counts) > 0 and min(sizes) >= 0
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StateError(f"expected a KV plan, found something else ({error}); materialize it again") from None
+        if found != _FORMAT or not whole:
+            raise StateError(f"expected a KV plan of format {_FORMAT} with sizes above 0, found {document}")
+        return plan
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Of one engine's cache: see KvPlan."""
+
+    block_tokens: int
+    block_bytes: int
+    layout: tuple[tuple[str, int], ...]
+    dtype: str
+    max_positions: int
+
+
+def plan(
+    geometry: Geometry,
+    settings: Settings,
+    *,
+    free_bytes: int,
+    activation_bytes: int,
+    recorded: KvPlan | None = None,
+) -> KvPlan:
+    """What ``max_concurrency`` sequences of full length need, or what there is room for, whichever is less.
+
+    ``free_bytes`` can be allocated once the weights are there, ``activation_bytes`` is the computed need of a forward.
+    A recorded plan for this geometry is taken when it fits into what is free; if not, its measured activations still
+    count. Raises ConfigError when no sequence of a length that was asked for fits.
+    """
+    wanted_len = settings.max_model_len or geometry.max_positions
+    if wanted_len > geometry.max_positions:
+        raise ConfigError(
+            f"max_model_len={wanted_len} cannot be used: expected at most {geometry.max_positions}, the positions this "
+            "model has"
+        )
+    if recorded is not None and not _is_for(recorded, geometry):
+        logger.warning("the recorded KV plan is for another cache layout; computing one")
+        recorded = None
+    wanted = -(-wanted_len // geometry.block_tokens) * settings.max_concurrency
+    made = KvPlan(
+        geometry.block_tokens,
+        geometry.block_bytes,
+        wanted,
+        wanted_len,
+        activation_bytes if recorded is None else recorded.activation_bytes,
+        geometry.layout,
+        geometry.dtype,
+    )
+    if settings.kv_cache_mb is not None:
+        made = _within(made, settings.kv_cache_mb << 20)
+    elif recorded is not None and (recorded.blocks, recorded.max_model_len) == (wanted, wanted_len):
+        if recorded.needed_bytes <= free_bytes:
+            return replace(recorded, source="recorded")
+        made = replace(_within(made, _room(made, free_bytes)), source="recomputed")
+    else:
+        made = _within(made, _room(made, free_bytes))
+    return _checked(made, settings)
+
+
+def _room(made: KvPlan, free_bytes: int) -> int:
+    return max(free_bytes - made.activation_bytes - made.margin_bytes, 0)
+
+
+def _within(made: KvPlan, room_bytes: int) -> KvPlan:
+    return replace(made, blocks=min(made.blocks, room_bytes // made.block_bytes))
+
+
+def _is_for(recorded: KvPlan, geometry: Geometry) -> bool:
+    theirs = (recorded.block_tokens, recorded.block_bytes, recorded.layout, recorded.dtype)
+    return theirs == (geometry.block_tokens, geometry.block_bytes, geometry.layout, geometry.dtype)
+
+
+def _checked(made: KvPlan, settings: Settings) -> KvPlan:
+    """With max_model_len as long as the cache allows. ConfigError when that is too little."""
+    least = made.max_model_len if settings.max_model_len else min(made.max_model_len, made.block_tokens)
+    if made.tokens < least:
+        needed = -(-least // made.block_tokens) * made.block_bytes
+        raise ConfigError(
+            f"the KV cache has room for {made.tokens} tokens ({made.cache_bytes >> 20} MiB), but one sequence needs "
+            f"{least} ({-(-needed >> 20)} MiB); lower --max-model-len, raise --kv-cache-mb, or give the container more "
+            "memory"
+        )
+    if made.tokens < made.max_model_len:
+        logger.warning(
+            "the KV cache has room for %d tokens, so max_model_len is %d, not %d",
+            made.tokens,
+            made.tokens,
+            made.max_model_len,
+        )
+    return replace(made, max_model_len=min(made.max_model_len, made.tokens))
+
+
+def activation_bytes(index: WeightIndex, *, hidden: int, vocabulary: int, item_bytes: int, settings: Settings) -> int:
+    """What a forward of ``max_batched_tokens`` tokens may take at once, from the shapes of what layers compute.
+
+    A layer's results are as wide as its weights are high; the logits have a row a sequence, twice (with their sorted
+    copy), in float32. Generous: an engine that runs layer by layer frees most of it earlier.
+    """
+    widths: Sequence[int] = [
+        entry.shape[0] for entry in index.tensors.values() if len(entry.shape) == 2 and entry.shape[0] != vocabulary
+    ]
+    token = (_ALIVE * max(widths, default=4 * hidden) + _HIDDEN_ALIVE * hidden) * item_bytes
+    rows = min(settings.max_concurrency, settings.max_batched_tokens)
+    return settings.max_batched_tokens * token + 2 * rows * vocabulary * 4
+
+
+__all__ = ["Geometry", "KvPlan", "activation_bytes", "plan"]
