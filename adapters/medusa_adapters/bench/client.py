@@ -26,7 +26,10 @@ Client = Callable[["Job"], Callable[[], Buffers]]
 
 @dataclass(frozen=True)
 class Job:
-    """What to fetch: ``url``/``bucket``/``key``. ``fresh`` asks for memory that nobody has touched yet."""
+    """What to fetch: ``url``/``bucket``/``key``. ``fresh`` asks for memory that nobody has touched yet.
+
+    ``beside_imports`` tells ours to behave as in `medusa serve`, where something else is imported meanwhile.
+    """
 
     url: str
     bucket: str
@@ -37,6 +40,7 @@ class Job:
     threads: int = 2
     fresh: bool = False
     verify: bool = False
+    beside_imports: bool = False
 
     @property
     def host(self) -> str:

@@ -219,8 +219,10 @@ def _middle(samples: Sequence[Sample]) -> float:
 
 def _import_torch_s(job: Job | None = None) -> float:
     """Seconds of `python -c "import torch"`; with a job, while our prefetcher fetches it into fresh memory."""
+    if job:
+        job = replace(job, fresh=True, beside_imports=True)
     with tempfile.TemporaryDirectory() as folder:
-        beside = Contestant("medusa", "ours", "medusa").start(replace(job, fresh=True), Path(folder)) if job else None
+        beside = Contestant("medusa", "ours", "medusa").start(job, Path(folder)) if job else None
         try:
             began = time.perf_counter()
             subprocess.run([sys.executable, "-c", "import torch"], check=True, stdin=subprocess.DEVNULL)

@@ -13,7 +13,7 @@ def prepare(job: Job) -> Callable[[], Buffers]:
     """Into a region whose memory was reserved before, or into a new one where the job says fresh."""
     from medusa_runtime.config import Settings
     from medusa_runtime.timeline import Timeline
-    from medusa_runtime.weights.prefetcher import prefetch
+    from medusa_runtime.weights.prefetcher import BESIDE_IMPORTS, prefetch
     from medusa_runtime.weights.region import Region
 
     region = Region.create()
@@ -24,7 +24,8 @@ def prepare(job: Job) -> Callable[[], Buffers]:
     url = f"s3://{job.bucket}/{job.key.rpartition('/')[0]}"
 
     def fetch() -> Buffers:
-        prefetch(region, url, settings=Settings(), timeline=timeline, writer=writer)
+        nice = BESIDE_IMPORTS if job.beside_imports else 0
+        prefetch(region, url, settings=Settings(), timeline=timeline, writer=writer, nice=nice)
         return [memoryview(bytes(job.data_start)), region.shard(0)]
 
     return fetch

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -55,9 +55,7 @@ class Connection:
         self.endpoint = endpoint
         self._left = memoryview(b"")  # received behind the head, belongs to the body
         self._socket = _connect(endpoint, timeout_s)
-        # One call takes all that is wanted, however it arrives: each return to the interpreter costs its lock. TLS
-        # gives a record at a time.
-        self._flags = 0 if endpoint.tls else socket.MSG_WAITALL
+        self._fill: Callable[[memoryview], int] = self._decrypt if endpoint.tls else self._receive_all
         self._to_read: int | None = 0
         self._chunked = False
         self._keep = True
@@ -123,13 +121,24 @@ class Connection:
             self._left = self._left[count:]
         else:
             try:
-                count = self._socket.recv_into(buffer[:wanted], 0, self._flags)
+                count = self._fill(buffer[:wanted])
             except OSError as error:
                 raise WireError(_reason(error)) from None
             if not count:
                 raise WireError(f"the connection was closed {self._to_read} bytes before the answer's end")
         self._to_read -= count
         return count
+
+    def _receive_all(self, buffer: memoryview) -> int:
+        """One call takes all that is wanted, however it arrives: each return to the interpreter costs its lock."""
+        return self._socket.recv_into(buffer, 0, socket.MSG_WAITALL)
+
+    def _decrypt(self, buffer: memoryview) -> int:
+        """TLS gives a record of 16 KB at a time, so what is done for each is as little as can be."""
+        receive, filled, wanted = self._socket.recv_into, 0, len(buffer)
+        while filled < wanted and (count := receive(buffer[filled:])):
+            filled += count
+        return filled
 
     def body(self, most: int) -> bytes:
         """A small body of any form, at most ``most`` bytes of it; beyond that the connection is not reusable."""

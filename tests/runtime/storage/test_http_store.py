@@ -19,7 +19,7 @@ from medusa_runtime.storage.http import HttpStore
 from medusa_runtime.storage.retry import RetryPolicy
 
 QUICK = RetryPolicy(attempts=4, patience_s=3.0, stall_s=0.3, first_pause_s=0.01)
-BODY = os.urandom(3_000_000)
+BODY = os.urandom(8_000_000)
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_ranges_over_one_kept_connection(store: HttpStore, origin: Any) -> None:
     version = store.stat("w").version
     assert store.stat("w").size == len(BODY)
     assert fetched(store, 10, 2_000_000, version) == BODY[10:2_000_000]
-    assert store.read("w", 2_999_990, 4_000_000) == (BODY[-10:], store.stat("w"))
+    assert store.read("w", len(BODY) - 10, len(BODY) + 1_000_000) == (BODY[-10:], store.stat("w"))
     assert origin.requests[-1][3]["accept-encoding"] == "identity"
     assert len(store._idle[store._home.endpoint]) == 1
 
