@@ -94,7 +94,7 @@ def test_the_pooling_is_the_checkpoints_own(
     expected = reference(folder, TEXTS, pooling, unit=unit)
     torch.testing.assert_close(vectors_of(answer), expected, rtol=0, atol=1e-5)
     assert [item.index for item in answer.data] == [0, 1, 2]
-    assert answer.usage.prompt_tokens == answer.usage.total_tokens == 5 + 13 + 3
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens == 5 + 14 + 3
     assert [model.id for model in openai.models.list()] == ["m"]
 
 
