@@ -18,7 +18,7 @@ from medusa_runtime.errors import (
 from medusa_runtime.storage.http import HttpStore
 from medusa_runtime.storage.retry import RetryPolicy
 
-QUICK = RetryPolicy(attempts=4, patience_s=3.0, stall_s=0.3, first_pause_s=0.01)
+QUICK = RetryPolicy(attempts=4, patience_s=10.0, stall_s=1.0, first_pause_s=0.01)
 BODY = os.urandom(8_000_000)
 
 

@@ -130,7 +130,7 @@ def test_faults_in_the_middle(served: Any, region: Region, fault: str, monkeypat
 def _quick() -> Any:
     from medusa_runtime.storage.retry import RetryPolicy
 
-    return RetryPolicy(stall_s=0.3, first_pause_s=0.01)
+    return RetryPolicy(stall_s=1.0, first_pause_s=0.01)
 
 
 def test_a_killed_prefetcher_is_continued(served: Any, region: Region) -> None:
