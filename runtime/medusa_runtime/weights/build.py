@@ -36,6 +36,7 @@ def build(
     memory_format: torch.memory_format | None = None,
     strict: bool = True,
     copy: bool = False,
+    exact: bool = True,
     release: bool = False,
     rename: Rename | None = None,
     timeline: Timeline | None = None,
@@ -44,8 +45,8 @@ def build(
 
     ``prefix`` is cut off the checkpoint's names; tensors without it are not this module's. ``dtype`` casts floating
     point parameters and buffers of the checkpoint, else each gets the module's own type, as with ``load_state_dict``.
-    Without ``rename`` the module's own is asked, where it has one. See ``Building`` for ``strict``, ``copy`` and
-    ``release``. Raises what the factory raises; what is wrong with the checkpoint is raised by the first forward and by
+    Without ``rename`` the module's own is asked, where it has one. See ``Building`` for ``strict``, ``copy``,
+    ``exact`` and ``release``. Raises what the factory raises; what is wrong with the checkpoint is raised by the first forward and by
     ``Loader.wait``.
     """
     with timeline.stage("construct") if timeline is not None else nullcontext():
@@ -67,7 +68,7 @@ def build(
         timeline=timeline,
         rename=named,
         device=torch.device(device) if device is not None else None,
-        building=Building(factory, strict, copy, release, memory_format),
+        building=Building(factory, strict, copy, exact, release, memory_format),
     )
     return module, loader
 

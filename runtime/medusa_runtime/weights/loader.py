@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from medusa_runtime.errors import WeightsError
 from medusa_runtime.timeline import Timeline
+from medusa_runtime.weights.alignment import must_move
 from medusa_runtime.weights.awaited import Awaited, await_value
 from medusa_runtime.weights.gate import Gate, gates, owner_gates
 from medusa_runtime.weights.index import WeightIndex
@@ -44,12 +45,13 @@ class Building:
 
     A tensor keeps the type the module gave it, as with ``load_state_dict``, where the loader's ``dtype`` is None.
     ``initial`` makes the module with initial values, for what the checkpoint lacks (``strict=False``). ``copy``: no
-    views. ``release``: the region's bytes of what was copied are dropped; nobody can load them a second time.
+    views. ``exact``: none where its address would change the last bits of a result. ``release``: the region's bytes of what was copied are dropped; nobody can load them a second time.
     """
 
     initial: Callable[[], nn.Module]
     strict: bool = True
     copy: bool = False
+    exact: bool = True
     release: bool = False
     memory_format: torch.memory_format | None = None
 
@@ -309,7 +311,7 @@ class Loader:
         value = tensor.to(self._device, (dtype or own) if own.is_floating_point else own)
         if building.memory_format is not None and value.dim() == 4:
             value = value.contiguous(memory_format=building.memory_format)
-        return value.clone() if building.copy and value is tensor else value
+        return value.clone() if value is tensor and (building.copy or (building.exact and must_move(value))) else value
 
     def _check_closing(self) -> None:
         if self._closing:

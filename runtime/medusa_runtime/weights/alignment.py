@@ -1,0 +1,49 @@
+"""Where a tensor must lie so that a product with it has the bits that it has after eager loading.
+
+The products of a matrix and one vector that torch takes from MKL or OpenBLAS begin with what stands in front of the
+first aligned vector register, so the order of the sums, and the last bits, depend on the matrix's address; products of
+two matrices and convolutions are packed first and do not. Eager loading copies into memory that is aligned for all.
+What alignment matters differs from CPU to CPU, so it is measured.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+ALLOCATED_BYTES = 64  # how torch's allocator aligns
+_SIZES = ((7, 1000), (33, 2048), (1000, 129))  # rows and columns of the matrices that are tried
+_STEPS = (8, 16, 32)
+
+
+def must_move(tensor: Tensor) -> bool:
+    """Whether ``tensor``, a view of a file, could give other bits than a copy of it. Only float32 and float64 can."""
+    if tensor.dtype not in (torch.float32, torch.float64) or tensor.data_ptr() % ALLOCATED_BYTES == 0:
+        return False
+    is_kernel = tensor.dim() > 3 and math.prod(tensor.shape[2:]) > 1
+    return not is_kernel and tensor.data_ptr() % needed_bytes() != 0
+
+
+@functools.cache
+def needed_bytes() -> int:
+    """The smallest alignment, in bytes, behind which addresses make no difference on this CPU."""
+    offsets = range(0, ALLOCATED_BYTES, _STEPS[0])
+    found = [[_product(rows, columns, offset) for offset in offsets] for rows, columns in _SIZES]
+    for step in _STEPS:
+        aligned = [number for number, offset in enumerate(offsets) if offset % step == 0]
+        if all(torch.equal(row[number], row[0]) for row in found for number in aligned):
+            return step
+    return ALLOCATED_BYTES
+
+
+def _product(rows: int, columns: int, offset_bytes: int) -> Tensor:
+    """The same matrix and vector each time, the matrix so many bytes behind an aligned address."""
+    values = torch.arange(rows * columns, dtype=torch.float32).mul_(0.7).sin_()
+    memory = torch.empty(values.nbytes + 2 * ALLOCATED_BYTES, dtype=torch.uint8)
+    start = -memory.data_ptr() % ALLOCATED_BYTES + offset_bytes
+    matrix = memory[start : start + values.nbytes].view(torch.float32).view(rows, columns)
+    matrix.copy_(values.view(rows, columns))
+    return matrix @ torch.arange(columns, dtype=torch.float32).mul_(0.3).cos_()
