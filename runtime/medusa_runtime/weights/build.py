@@ -46,8 +46,8 @@ def build(
     ``prefix`` is cut off the checkpoint's names; tensors without it are not this module's. ``dtype`` casts floating
     point parameters and buffers of the checkpoint, else each gets the module's own type, as with ``load_state_dict``.
     Without ``rename`` the module's own is asked, where it has one. See ``Building`` for ``strict``, ``copy``,
-    ``exact`` and ``release``. Raises what the factory raises; what is wrong with the checkpoint is raised by the first forward and by
-    ``Loader.wait``.
+    ``exact`` and ``release``. Raises what the factory raises; what is wrong with the checkpoint is raised by the first
+    forward and by ``Loader.wait``.
     """
     with timeline.stage("construct") if timeline is not None else nullcontext():
         module = _construct(factory)

@@ -45,7 +45,8 @@ class Building:
 
     A tensor keeps the type the module gave it, as with ``load_state_dict``, where the loader's ``dtype`` is None.
     ``initial`` makes the module with initial values, for what the checkpoint lacks (``strict=False``). ``copy``: no
-    views. ``exact``: none where its address would change the last bits of a result. ``release``: the region's bytes of what was copied are dropped; nobody can load them a second time.
+    views. ``exact``: none where its address would change the last bits of a result. ``release``: the region's bytes of
+    what was copied are dropped; nobody can load them a second time.
     """
 
     initial: Callable[[], nn.Module]
