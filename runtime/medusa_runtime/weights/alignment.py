@@ -41,9 +41,9 @@ def needed_bytes() -> int:
 
 def _product(rows: int, columns: int, offset_bytes: int) -> Tensor:
     """The same matrix and vector each time, the matrix so many bytes behind an aligned address."""
-    values = torch.arange(rows * columns, dtype=torch.float32).mul_(0.7).sin_()
+    values = torch.arange(rows * columns, dtype=torch.float32).mul_(0.7123).frac_()
     memory = torch.empty(values.nbytes + 2 * ALLOCATED_BYTES, dtype=torch.uint8)
     start = -memory.data_ptr() % ALLOCATED_BYTES + offset_bytes
     matrix = memory[start : start + values.nbytes].view(torch.float32).view(rows, columns)
     matrix.copy_(values.view(rows, columns))
-    return matrix @ torch.arange(columns, dtype=torch.float32).mul_(0.3).cos_()
+    return matrix @ torch.arange(columns, dtype=torch.float32).mul_(0.3141).frac_()
