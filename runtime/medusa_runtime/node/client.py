@@ -14,7 +14,7 @@ from .messages import VERSION, Message, close_all, receive, send
 from .model_key import absolute, model_key, open_sight
 from .peer import Peer
 
-_ANSWER_WITHIN_S = 5.0  # the agent never waits for anything itself
+_ANSWER_WITHIN_S = 10.0  # the agent never waits for anything itself
 _SEALED_WITHIN_S = 60.0  # a store may be slow to tell what a checkpoint consists of
 
 

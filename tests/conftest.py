@@ -1,0 +1,144 @@
+"""Real `medusa node` processes, for the tests of the agent and of the functions that use it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from medusa_runtime.errors import NodeError
+from medusa_runtime.node.client import NodeClient
+
+MEDUSA = Path(sys.executable).with_name("medusa")
+PATIENCE_S = 60.0
+
+
+class NodeProcess:
+    """One agent on a socket in a short path; its output is kept in a file."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.folder = folder
+        self.socket = str(folder / "node.sock")
+        self.log = folder / "node.log"
+        self.arguments = arguments
+        self.clients: list[NodeClient] = []
+        self.start()
+
+    def start(self, wait: bool = True) -> None:
+        """Once more, after it has ended."""
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("MEDUSA_")}
+        self._began = self.log.stat().st_size if self.log.exists() else 0
+        with open(self.log, "ab") as log:
+            self.process = subprocess.Popen(
+                [MEDUSA, "node", "--socket", self.socket, *self.arguments],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment | {"PYTHONUNBUFFERED": "1"},
+            )
+        if wait:
+            self.until(lambda: "node agent on" in self.output() or self.process.poll() is not None)
+            assert self.process.poll() is None, self.output()
+
+    def output(self) -> str:
+        return self.log.read_bytes()[self._began :].decode(errors="replace")
+
+    def client(self) -> NodeClient:
+        """A connection, which is closed at the end of the test at the latest."""
+        client = NodeClient(self.socket)
+        self.clients.append(client)
+        return client
+
+    def status(self) -> dict[str, Any]:
+        client = self.client()
+        try:
+            return client.status()
+        finally:
+            client.close()
+
+    def until(self, condition: Callable[[], Any]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            if time.monotonic() > deadline:
+                pytest.fail(f"it did not come to pass within {PATIENCE_S:g} s:\n{self.output()}")
+            time.sleep(0.02)
+
+    def wait_warm(self, kind: str = "torch") -> None:
+        def warm() -> bool:
+            engines = self.status()["engines"][kind]
+            assert engines["failure"] is None, self.output()
+            return bool(engines["warm"] == engines["wanted"])
+
+        self.until(warm)
+
+    def children(self) -> set[int]:
+        """All descendants that have not ended."""
+        parents: dict[int, int] = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):
+                    fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                    if fields[0] != "Z":
+                        parents[int(entry.name)] = int(fields[1])
+        found = {self.process.pid}
+        while more := {pid for pid, parent in parents.items() if parent in found} - found:
+            found |= more
+        return found - {self.process.pid}
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> int:
+        """SIGTERM; the exit status. Nothing of it is left."""
+        children = self.children()
+        self.process.send_signal(signal.SIGTERM)
+        status = self.process.wait(PATIENCE_S)
+        self.until(lambda: not any(_alive(pid) for pid in children))
+        assert not os.path.exists(self.socket)
+        return status
+
+    def reachable(self) -> bool:
+        try:
+            self.client().close()
+        except NodeError:
+            return False
+        return True
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def start_node() -> Iterator[Callable[..., NodeProcess]]:
+    """Start `medusa node` with these arguments; what the test leaves running is killed."""
+    started: list[NodeProcess] = []
+
+    def start(*arguments: str) -> NodeProcess:
+        folder = Path(tempfile.mkdtemp(prefix="n"))
+        folder.chmod(0o755)
+        started.append(NodeProcess(folder, *arguments))
+        return started[-1]
+
+    yield start
+    for node in started:
+        for client in node.clients:
+            client.close()
+        children = node.children() if node.process.poll() is None else set()
+        node.kill()
+        for pid in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(node.folder)

@@ -1,0 +1,78 @@
+"""Flags and variables of `medusa node`, and what they allow."""
+
+from __future__ import annotations
+
+import pytest
+from medusa_runtime.errors import ConfigError, NodeError, NodeRefusedError
+from medusa_runtime.node.model_key import model_key
+from medusa_runtime.node.peer import Peer
+from medusa_runtime.node.policy import Policy, below
+from medusa_runtime.node.settings import Allowed, node_settings
+
+
+def test_flags_win_over_variables() -> None:
+    environ = {"MEDUSA_NODE_PREWARM": "torch=1", "MEDUSA_NODE_MEMORY_BUDGET": "1GB", "MEDUSA_NODE_PIN": "s3://b/a,/m"}
+    settings = node_settings(environ, {"prewarm": "torch=2,vllm=1", "allow": "s3://b/=1000+1001,/models"})
+    assert settings.prewarm == {"torch": 2, "vllm": 1}
+    assert settings.memory_budget_bytes == 10**9
+    assert settings.pin == ("s3://b/a", "/m")
+    assert settings.allow == (Allowed("s3://b/", frozenset({1000, 1001})), Allowed("/models"))
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "message"),
+    [
+        ("prewarm", "torch", "--prewarm='torch' cannot be used: expected engine=count"),
+        ("prewarm", "jax=1", "engines torch, vllm"),
+        ("prewarm", "torch=1000", "at most 64"),
+        ("memory_budget_bytes", "0", "a size above 0"),
+        ("memory_budget_bytes", "-1GB", "a size above 0"),
+        ("quota", "20GB", "expected prefix=size"),
+        ("quota", "s3://b/=lots", "a size above 0"),
+        ("allow", "", "URL prefixes"),
+        ("socket", "node.sock", "an absolute path"),
+        ("connections", "0", "a whole number above 0"),
+    ],
+)
+def test_bad_values_name_flag_value_and_form(field: str, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        node_settings({}, {field: text})
+
+
+def test_a_socket_path_that_is_too_long() -> None:
+    with pytest.raises(ConfigError, match="at most 107 bytes"):
+        node_settings({}, {"socket": "/" + "x" * 120})
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("500MB", 500_000_000), ("16Gi", 16 << 30), ("1.5GB", 1_500_000_000), ("4096", 4096)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert node_settings({}, {"memory_budget_bytes": text}).memory_budget_bytes == size
+
+
+def test_prefixes_end_at_a_slash() -> None:
+    assert below("s3://b/team/m", "s3://b/team")
+    assert below("s3://b/team", "s3://b/team/")
+    assert below("s3://b/team/m", "*")
+    assert not below("s3://b/team-b/m", "s3://b/team")
+    assert not below("s3://b", "s3://b/team")
+
+
+def test_one_name_for_one_checkpoint() -> None:
+    assert model_key("s3://b/m/") == "s3://b/m"
+    assert model_key("file:///models/a%20b/") == "/models/a b"
+    assert model_key("/models/x/../m") == "/models/m"
+    for url in ("https://h/a/../b", "https://h/a/%2e%2e/b"):
+        with pytest.raises(NodeError, match=r"without '\.\.'"):
+            model_key(url)
+
+
+def test_a_rule_for_some_users() -> None:
+    policy = Policy([Allowed("s3://b/", frozenset({7})), Allowed("s3://b/open")], {})
+    policy.check("s3://b/m", Peer(1, 7, 7))
+    policy.check("s3://b/open/m", Peer(1, 8, 8))
+    with pytest.raises(NodeRefusedError, match="by user 8"):
+        policy.check("s3://b/m", Peer(1, 8, 8))
+    with pytest.raises(NodeRefusedError):
+        policy.check("s3://other/m", Peer(1, 7, 7))
