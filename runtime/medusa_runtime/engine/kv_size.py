@@ -43,20 +43,30 @@ def geometry(shape: KvShape, max_positions: int) -> Geometry:
     return Geometry(BLOCK_TOKENS, shape.block_bytes, tuple(zip(axes, lengths, strict=True)), dtype, max_positions)
 
 
-def kv_plan(region: Region, config: ModelConfig, settings: Settings, dtype: torch.dtype) -> KvPlan:
-    """The plan that the state bundle holds, where it fits this machine now; else one computed. Raises ConfigError."""
+def kv_plan(
+    region: Region, config: ModelConfig, settings: Settings, dtype: torch.dtype, *, device_free_bytes: int | None = None
+) -> KvPlan:
+    """The plan that the state bundle holds, where it fits this machine now; else one computed. Raises ConfigError.
+
+    ``device_free_bytes``: what a GPU has free beside the weights, where the cache lies on one.
+    """
     return plan(
         geometry(KvShape.of(config, dtype), config.max_positions),
         settings,
-        free_bytes=free_bytes(region, settings, dtype),
-        activation_bytes=activation_bytes(
-            region.wait_index(),
-            hidden=config.hidden_size,
-            vocabulary=config.vocab_size,
-            item_bytes=dtype.itemsize,
-            settings=settings,
-        ),
+        free_bytes=free_bytes(region, settings, dtype) if device_free_bytes is None else device_free_bytes,
+        activation_bytes=activations(region, config, settings, dtype),
         recorded=_recorded(region),
+    )
+
+
+def activations(region: Region, config: ModelConfig, settings: Settings, dtype: torch.dtype) -> int:
+    """What a forward may take beside weights and cache, calculated."""
+    return activation_bytes(
+        region.wait_index(),
+        hidden=config.hidden_size,
+        vocabulary=config.vocab_size,
+        item_bytes=dtype.itemsize,
+        settings=settings,
     )
 
 

@@ -11,7 +11,7 @@ import json
 import sys
 import zlib
 from array import array
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import CorruptError, StateError
@@ -66,9 +66,12 @@ class RecordedIndex:
             raise StateError(f"expected a weight index, found something else ({error}); materialize again") from None
 
 
-def record(region: Region, order: Iterable[str]) -> RecordedIndex:
-    """The index of a filled region, in this order, with its chunks' checksums by all algorithms there are here."""
-    index = region.wait_index().reordered(list(order))
+def record(region: Region, order: Sequence[str] | None) -> RecordedIndex:
+    """The index of a filled region, in a recorded order if there is one, with its chunks' checksums by all algorithms
+    there are here."""
+    index = region.wait_index()
+    if order is not None:
+        index = index.reordered(order)
     chunks = Chunks(index, chunk_bytes_for(index))
     functions = {name: function for name in ALGORITHMS if (function := checksum_function(name)) is not None}
     checksums = {name: array("Q", bytes(8 * chunks.count)) for name in functions}
@@ -83,7 +86,8 @@ def record(region: Region, order: Iterable[str]) -> RecordedIndex:
 
 def _portable(index: WeightIndex) -> WeightIndex:
     """Without the paths of this machine."""
-    return WeightIndex([shard._replace(path=None) for shard in index.shards], index.tensors, index.order)
+    shards = [shard._replace(path=None) for shard in index.shards]
+    return WeightIndex(shards, index.tensors, index.order, recorded=index.recorded)
 
 
 def _little(values: array[int]) -> bytes:

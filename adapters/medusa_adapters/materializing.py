@@ -1,0 +1,99 @@
+"""`medusa materialize`: what starts need again and again, made once and kept beside the weights."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+from medusa_runtime.config import OPTIONS, Settings, from_env
+from medusa_runtime.errors import ConfigError, MedusaError
+from medusa_runtime.state.kinds import STAGE_TIMES
+from medusa_runtime.state.materialize import Made, Materialization
+from medusa_runtime.state.stage_times import StageTimes, summarize
+
+from .bench import openai_client
+from .bench.contestants import Medusa, Question, ask, connect, stages_from_json
+from .progress import note, size
+
+_FLAGS = (
+    "model", "engine", "device", "dtype", "max_model_len", "max_concurrency", "max_batched_tokens", "threads",
+)  # fmt: skip
+_PROMPT, _TOKENS = "The quick brown fox jumps over the lazy dog", 9
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    for option in OPTIONS:
+        if option.field in _FLAGS:
+            flag = "--" + option.field.replace("_", "-")
+            parser.add_argument(flag, metavar=option.field.rpartition("_")[2].upper(), help=option.help)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write the bundle there; default: .medusa in the model")
+    parser.add_argument(
+        "--starts", type=int, default=3, metavar="N", help="starts to measure; 0 leaves out their times"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    settings = from_env(os.environ, **{name: getattr(arguments, name) for name in _FLAGS})
+    if settings.model is None:
+        raise ConfigError("expected --model: the checkpoint to materialize")
+    if arguments.starts < 0:
+        raise ConfigError(f"--starts={arguments.starts} cannot be used: expected a whole number, 0 or more")
+    began = time.monotonic()
+    with Materialization(settings, arguments.out, _tell) as making:
+        making.prepare()
+        manifest = making.commit()
+        if arguments.starts and settings.engine in STAGE_TIMES.engines:
+            measuring = time.monotonic()
+            try:
+                times = measure(settings, making.folder, arguments.starts)
+            except MedusaError as error:
+                _tell(Made(STAGE_TIMES.name, left_out=str(error)))
+            else:
+                making.add(STAGE_TIMES, times.to_bytes(), measuring)
+                manifest = making.commit()
+    total = sum(artifact.size for artifact in manifest.artifacts)
+    took_s = time.monotonic() - began
+    print(f"{making.folder}: {len(manifest.artifacts)} artifacts, {size(total)}, in {took_s:.1f} s")
+    return 0
+
+
+def measure(settings: Settings, folder: Path, starts: int) -> StageTimes:
+    """Start this model so many times, with the bundle as it is by now, and ask each for a few tokens at once."""
+    assert settings.model is not None
+    given = {name: getattr(settings, name) for name in _FLAGS if name not in ("model", "engine")}
+    flags = [part for name, value in given.items() if value is not None for part in (_flag(name), str(value))]
+    question = Question(
+        settings.model, settings.model, _PROMPT, _TOKENS, flags=("--state", str(folder.resolve()), *flags)
+    )
+    engine, timelines, decode_s = Medusa(settings.engine), [], []
+    for number in range(starts):
+        port = openai_client.free_port()
+        with engine.start(question, port) as process:
+            connection = connect(process, port)
+            answer = ask(process, connection, question)
+            while openai_client.get(connection, "/readyz")[0] != 200:
+                if not process.alive():
+                    raise process.failure("ended before it was ready")
+                time.sleep(0.01)
+            timelines.append(stages_from_json(openai_client.get(connection, "/timeline")[1]))
+        decode_s.append((answer.end_ns - answer.first_token_ns) / 1e9 / (_TOKENS - 1))
+        note(f"start {number + 1}: first token after {(answer.first_token_ns - process.started_ns) / 1e6:.0f} ms")
+    return summarize(timelines, decode_s)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _tell(made: Made) -> None:
+    if made.left_out is None:
+        print(f"  {made.kind:14} {size(made.size_bytes):>10}  {made.took_s:6.2f} s")
+    else:
+        print(f"  {made.kind:14} left out: {made.left_out}")
+    sys.stdout.flush()
+
+
+__all__ = ["measure"]

@@ -1,0 +1,123 @@
+"""Offline: one forward that shows in which order tensors are used, and one that shows how much memory it takes."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ..config import Settings
+from ..models import DecoderModel, build_model
+from ..models.base import ModelConfig
+from ..models.causal import CausalAttention
+from ..state.kv_plan import KvPlan, plan
+from ..timeline import Timeline
+from ..weights.loader import Loader
+from ..weights.region import Region
+from ..weights.trace import record_execution_order
+from .base import GenerateRequest, SamplingParams
+from .checkpoint_files import read_config
+from .kv_cache import KvCache, KvShape, blocks_for
+from .kv_size import activations, geometry
+from .runner import run_step
+from .sequence import Sequence, Span
+from .transcript import Transcript
+
+logger = logging.getLogger(__name__)
+
+_ORDER_TOKENS = 4
+_PLENTY_BYTES = 1 << 60
+# Results grow with the number of tokens: more than these are calculated, which takes seconds instead of minutes.
+_MOST_TOKENS = 256
+_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+class Profile(NamedTuple):
+    """``order``: the checkpoint's tensors as a forward uses them."""
+
+    order: list[str]
+    plan: KvPlan
+
+
+def profile(region: Region, settings: Settings) -> Profile:
+    """Of a decoder in a region, on this machine's CPU. Raises what an engine would raise for it."""
+    config = read_config(region)
+    dtype = config.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    model = build_model(config)
+    timeline = Timeline.create("profile")
+    loader = Loader(region, model, dtype=dtype, timeline=timeline)
+    try:
+        loader.wait()
+        with torch.inference_mode():
+            order = _order(model, region, config)
+            measured = _activations(model, KvShape.of(config, dtype), settings, config)
+    finally:
+        loader.close()
+    if measured is None:
+        measured = activations(region, config, settings, dtype)
+    # What is free here and now says nothing about another start, which looks for itself.
+    settings = replace(settings, kv_cache_mb=None)
+    shape = geometry(KvShape.of(config, dtype), config.max_positions)
+    return Profile(order, plan(shape, settings, free_bytes=_PLENTY_BYTES, activation_bytes=measured))
+
+
+def _order(model: DecoderModel, region: Region, config: ModelConfig) -> list[str]:
+    """The checkpoint's names; several of them may have become one parameter."""
+
+    def forward(token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden = model.run_layers(model.embed(token_ids, positions), positions, CausalAttention(_ORDER_TOKENS))
+        return model.logits(hidden)
+
+    model.forward = forward  # a decoder has none: engines call its parts
+    try:
+        places = torch.arange(_ORDER_TOKENS)
+        used = record_execution_order(model, places % config.vocab_size, places)
+    finally:
+        del model.forward
+    rank = {name: number for number, name in enumerate(used)}
+    names = region.wait_index().order
+    return sorted(names, key=lambda name: rank.get(model.rename(name) or "", len(rank)))
+
+
+def _activations(model: DecoderModel, shape: KvShape, settings: Settings, config: ModelConfig) -> int | None:
+    """The most bytes that a forward of ``max_batched_tokens`` takes beside weights and cache; None when this kernel
+    does not tell."""
+    tokens = min(settings.max_batched_tokens, _MOST_TOKENS, config.max_positions)
+    cache = KvCache(shape, blocks_for(tokens))
+    run_step(model, cache, _spans(tokens))  # touches weights and cache, makes threads and buffers that stay
+    try:
+        _CLEAR_REFS.write_text("5")  # the high-water mark is what is resident now; proc(5)
+        before = _status("VmRSS")
+        run_step(model, cache, _spans(tokens))
+        peak = _status("VmHWM")
+    except OSError as error:
+        logger.warning("the memory of a forward cannot be measured (%s); it is calculated", error.strerror)
+        return None
+    rows = min(settings.max_concurrency, settings.max_batched_tokens)
+    logits = 2 * rows * config.vocab_size * 4  # in float32, and a sorted copy
+    return max(peak - before, 0) * -(-settings.max_batched_tokens // tokens) + logits
+
+
+def _spans(tokens: int) -> list[Span]:
+    request = GenerateRequest("profile", (0,) * tokens, SamplingParams())
+    sequence = Sequence(
+        request,
+        [0] * tokens,
+        lambda _: None,
+        limit=tokens + 1,
+        eos_token_ids=frozenset(),
+        transcript=Transcript(None, (), include_stop=False),
+    )
+    sequence.blocks = list(range(blocks_for(tokens)))
+    return [Span(sequence, 0, tokens)]
+
+
+def _status(name: str) -> int:
+    lines = _STATUS.read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
+
+
+__all__ = ["Profile", "profile"]

@@ -1,0 +1,163 @@
+"""Offline: make a state bundle (MEDUSA §3). Every artifact is made for itself; one that cannot be is left out."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from ..config import Settings
+from ..errors import ConfigError, MedusaError
+from ..storage.base import redacted, scheme_of
+from ..storage.local import LocalStore
+from ..timeline import Timeline
+from ..weights.checkpoint import SMALL_FILES, split
+from ..weights.prefetcher import prefetch
+from ..weights.region import Region
+from .bundle_writer import BundleWriter
+from .key import Facts, Subject
+from .kinds import KINDS, KV_PLAN, WEIGHT_INDEX, Kind
+from .locate import FOLDER
+from .manifest import Artifact, Manifest
+from .weight_index import record
+
+logger = logging.getLogger(__name__)
+
+# Engines that can be run once offline: ``profile(region, settings) -> Profile``. They stand above this package.
+_PROFILES = {"torch": "medusa_runtime.engine.profile:profile"}
+
+
+class Made(NamedTuple):
+    """What came of one kind: its size and the seconds it took, or why there is none."""
+
+    kind: str
+    size_bytes: int = 0
+    took_s: float = 0.0
+    left_out: str | None = None
+
+
+class Materialization:
+    """One bundle being made, into ``out`` or beside a checkpoint that is a folder. ``told`` hears of each artifact.
+
+    ``prepare``, then what there is to add, then ``commit``; until then the bundle is as it was. Raises ConfigError for
+    a place that cannot be written, and what is wrong with the checkpoint.
+    """
+
+    def __init__(self, settings: Settings, out: Path | None, told: Callable[[Made], None] = lambda _: None) -> None:
+        assert settings.model is not None
+        self.folder = out or _beside(settings.model)
+        self._model = settings.model
+        self._settings = replace(settings, state="none")
+        self._told = told
+        self._writer = BundleWriter(self.folder)
+        self._region = Region.create()
+        self._made: list[Artifact] = []
+        self._facts: Facts | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            self._writer.__enter__()
+        except BaseException:
+            self._region.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._region.close()
+        self._writer.__exit__(kind, value, trace)
+
+    def prepare(self) -> None:
+        """Read the checkpoint, run it once where its engine can, and make everything that needs no start."""
+        settings = self._settings if self._settings.engine != "none" else replace(self._settings, engine="torch")
+        prefetch(self._region, self._model, settings=settings, timeline=Timeline.create("materialize"))
+        index = self._region.wait_index()
+        files = {name: data for name in SMALL_FILES if (data := self._region.file(name)) is not None}
+        self._facts = Facts(Subject(index, files, self._settings))
+        began = time.monotonic()
+        order, plan = list(index.order), None
+        try:
+            profile = _found(_PROFILES[self._settings.engine]) if self._settings.engine in _PROFILES else None
+            if profile is not None:
+                order, plan = profile(self._region, self._settings)
+        except MedusaError as error:
+            self._told(Made(KV_PLAN.name, left_out=str(error)))
+        if plan is not None and self._facts["gpu"] != "none":
+            self._told(Made(KV_PLAN.name, left_out="it was measured on the CPU, and starts will use the GPU"))
+        elif plan is not None:
+            self.add(KV_PLAN, plan.to_bytes(), began)
+        began = time.monotonic()
+        recorded = record(self._region, order if plan is not None else None)
+        self.add(WEIGHT_INDEX, recorded.to_bytes(), began)
+        for kind in KINDS.values():
+            if kind.capture and self._settings.engine in kind.engines:
+                self._capture(kind)
+
+    def _capture(self, kind: Kind) -> None:
+        began = time.monotonic()
+        try:
+            function = _found(kind.capture)
+        except (ImportError, AttributeError):
+            logger.debug("nothing here makes a %s", kind.name)
+            return
+        with tempfile.TemporaryDirectory(prefix="medusa-materialize-") as scratch:
+            try:
+                blob = function(self._model, self._settings, Path(scratch))
+            except MedusaError as error:
+                self._told(Made(kind.name, left_out=str(error)))
+                return
+            if blob is not None:
+                self.add(kind, blob, began)
+
+    def add(self, kind: Kind, data: bytes | Path, began: float) -> None:
+        """Another artifact, on which work began at this ``time.monotonic``."""
+        assert self._facts is not None
+        artifact = self._writer.add(kind.name, self._facts.key(kind.facts), data)
+        self._made.append(artifact)
+        self._told(Made(kind.name, artifact.size, time.monotonic() - began))
+
+    def commit(self) -> Manifest:
+        """Make what was added the bundle, with those of its artifacts that are for the same checkpoint and other facts
+        (another engine, GPU or length)."""
+        assert self._facts is not None
+        names = tuple(name for name in SMALL_FILES if name in self._facts.subject.files)
+        kept = [artifact for artifact in self._writer.existing().artifacts if self._still_good(artifact)]
+        manifest = Manifest((*self._made, *kept), names)
+        self._writer.commit(manifest)
+        return manifest
+
+    def _still_good(self, artifact: Artifact) -> bool:
+        assert self._facts is not None
+        if artifact.kind not in KINDS:
+            return True  # a newer version's
+        if any((made.kind, made.key) == (artifact.kind, artifact.key) for made in self._made):
+            return False
+        return all(artifact.key.get(fact, self._facts[fact]) == self._facts[fact] for fact in ("layout", "shape"))
+
+
+def _beside(model: str) -> Path:
+    """Where a checkpoint's bundle lies. ConfigError when that is no folder of this machine."""
+    if scheme_of(model) not in ("", "file"):
+        raise ConfigError(
+            f"--model={redacted(model)!r} is not on this machine: expected --out DIR for the bundle. Upload that "
+            f"folder as {FOLDER}/ beside the weights, or name where it lies with --state"
+        )
+    place = LocalStore(split(model)[0]).local_path(FOLDER)
+    assert place is not None
+    return place
+
+
+def _found(target: str) -> Callable[..., Any]:
+    module, _, name = target.partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function
+
+
+__all__ = ["Made", "Materialization"]

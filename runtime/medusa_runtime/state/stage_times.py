@@ -1,0 +1,132 @@
+"""How long a start's stages take on this machine, measured; and what a start elsewhere is expected to take."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+
+from ..errors import StateError
+from ..timeline import Stage
+
+_FORMAT = 1
+_NS = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One member of a pipeline group: bytes a second from its store (b) and into its device (p)."""
+
+    fetch_bytes_per_s: float
+    load_bytes_per_s: float = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """Medians of some starts, in seconds. The names behind them are ParaServe's (§4.1.2, §5.3).
+
+    ``container_s`` t_cc: from exec to the fork of the engine's process. ``device_s`` t_cu: the device's context.
+    ``import_s`` t_l. ``prefill_s`` t_p: of the prompt that was measured, without waiting for weights.
+    ``decode_s`` t_d. ``weights_bytes`` M. ``load_bytes_per_s`` p: how fast tensors were applied when their bytes were
+    there. ``ttft_s``: from exec to the first token. ``stages``: every ``process/stage``.
+    """
+
+    container_s: float
+    device_s: float
+    import_s: float
+    prefill_s: float
+    decode_s: float
+    weights_bytes: int
+    load_bytes_per_s: float
+    ttft_s: float
+    starts: int
+    stages: dict[str, float] = field(default_factory=dict)
+
+    def predicted_ttft_s(
+        self, workers: Sequence[Worker], *, full_memory: int = 0, waiting_s: float = 0.0, hop_s: float = 0.0
+    ) -> float:
+        """ParaServe's Eq. 5: TTFT of a pipeline group of these workers, of which ``full_memory`` hold the whole model.
+
+        ``hop_s`` is the network's latency between two of them (t_n). One worker of its own is a group of one.
+        """
+        size, part = len(workers), self.weights_bytes / len(workers)
+        slowest = max(
+            max(
+                self.container_s + self.device_s + max(part / worker.load_bytes_per_s, self.import_s),
+                part / worker.fetch_bytes_per_s,
+            )
+            for worker in workers
+        )
+        computing = self.prefill_s * (size - full_memory + full_memory / size)
+        return waiting_s + slowest + computing + hop_s * size
+
+    def predicted_tpot_s(self, size: int, *, full_memory: int = 0, hop_s: float = 0.0) -> float:
+        """ParaServe's Eq. 2."""
+        return self.decode_s * (size - full_memory + full_memory / size) + hop_s * size
+
+    def to_bytes(self) -> bytes:
+        return json.dumps({"format": _FORMAT, **asdict(self)}).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> StageTimes:
+        """Raises StateError when it is none."""
+        try:
+            document = json.loads(data)
+            found = document.pop("format")
+            times = cls(**document)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StateError(f"expected stage times, found something else ({error}); materialize again") from None
+        if found != _FORMAT:
+            raise StateError(f"expected stage times of format {_FORMAT}, found {found}; materialize again")
+        return times
+
+
+def summarize(starts: Sequence[Sequence[Stage]], decode_s: Sequence[float]) -> StageTimes:
+    """Of the timelines of some starts, each with a first token, and the seconds between later ones."""
+    per_start = [_lengths(stages) for stages in starts]
+    names = dict.fromkeys(name for lengths in per_start for name in lengths)
+    stages = {name: median([lengths.get(name, 0.0) for lengths in per_start]) for name in names}
+    weights = max((int(s.detail.get("bytes", 0)) for s in starts[0] if s.name == "fetch"), default=0)
+    applying = median([_applying_s(found) for found in starts])
+    waiting = median([sum(length(s) for s in found if s.name == "wait") for found in starts])
+    return StageTimes(
+        container_s=median([_moment(found, "fork", "zygote") - _moment(found, "exec") for found in starts]),
+        device_s=stages.get("engine/device", 0.0),
+        import_s=stages.get("zygote/import", 0.0),
+        prefill_s=max(stages.get("engine/first_forward", 0.0) - waiting, 0.0),
+        decode_s=median(decode_s),
+        weights_bytes=weights,
+        load_bytes_per_s=weights / applying if applying > 0 else float("inf"),
+        ttft_s=median([_moment(found, "first_token") - _moment(found, "exec") for found in starts]),
+        starts=len(starts),
+        stages=stages,
+    )
+
+
+def length(stage: Stage) -> float:
+    return (stage.end_ns - stage.start_ns) / _NS
+
+
+def _lengths(stages: Sequence[Stage]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for stage in stages:
+        if stage.end_ns > stage.start_ns:
+            name = f"{stage.process}/{stage.name}"
+            found[name] = found.get(name, 0.0) + length(stage)
+    return found
+
+
+def _applying_s(stages: Sequence[Stage]) -> float:
+    return sum(length(stage) for stage in stages if stage.name == "apply")
+
+
+def _moment(stages: Sequence[Stage], name: str, process: str | None = None) -> float:
+    """When a stage began. StateError when it did not."""
+    for stage in stages:
+        if stage.name == name and process in (None, stage.process):
+            return stage.start_ns / _NS
+    raise StateError(f"expected a timeline with the stage {name}, found none; was the start cut short?")
+
+
+__all__ = ["StageTimes", "Worker", "summarize"]
