@@ -20,6 +20,7 @@ _COMMANDS = (
     ("fetch", "medusa_adapters.fetching", "fetch a checkpoint into a folder or, for timing, into memory"),
     ("new", "medusa_adapters.new", "make a small complete project: handler, test, Dockerfile"),
     ("deploy", "medusa_adapters.deploy", "bring a function to Knative, OpenFaaS or SageMaker"),
+    ("materialize", "medusa_adapters.materializing", "make the state bundle that lets starts skip work"),
     ("inspect", "medusa_adapters.inspecting", "show what a checkpoint contains"),
     ("bench", "medusa_adapters.bench.command", "measure cold starts and fetches against others"),
     ("node", "medusa_adapters.node_command", "keep models and warm engine processes for all functions of this node"),
