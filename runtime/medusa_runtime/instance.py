@@ -196,11 +196,14 @@ class Instance:
         self._node.forget_region()
         self._region = Region.create()
         self._fork_prefetcher()
-        if self._node.let_go_of_engine():
+        had_engine = self._node.let_go_of_engine()
+        for pid in [pid for pid, name in self._children.items() if name == "zygote"]:
+            _end_group(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            del self._children[pid]
+            had_engine = True
+        if had_engine:
             self._fork("zygote", self._run_zygote)
-        for pid, name in tuple(self._children.items()):
-            if name == "zygote":
-                _end_group(pid, signal.SIGKILL)  # and `_replace` starts another
 
     def _fork_prefetcher(self) -> None:
         self._prefetchers += 1

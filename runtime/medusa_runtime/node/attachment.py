@@ -70,7 +70,7 @@ class Attachment:
             pid = self._client.engine(self._settings.engine, settings_to_body(self._settings), descriptors)
         except (MedusaError, OSError) as error:
             mine.close()
-            _tell(self._timeline, error)
+            self._tell(error)
             return False
         finally:
             theirs.close()
@@ -98,7 +98,7 @@ class Attachment:
                 self._client = None
                 self._again_at = time.monotonic() + _AGAIN_AFTER_S
                 if self.region is not None and self.region.progress().state != "done":
-                    _tell(self._timeline, NodeError(reason or "the node agent ended while it was fetching"))
+                    self._tell(NodeError(reason or "the node agent ended while it was fetching"))
                     losses.append(Loss.REGION)
                 elif not reason:
                     logger.info("the node agent ended; this function goes on without it")
@@ -125,6 +125,11 @@ class Attachment:
                 self._again_at = float("inf")  # it has its reasons
             return
         self._client = client
+
+    def _tell(self, error: Exception) -> None:
+        if not self._told:
+            _tell(self._timeline, error)
+        self._told = True
 
     def let_go_of_engine(self) -> bool:
         """End the engine process that serves this instance; False when it is not the agent's."""

@@ -1,0 +1,247 @@
+"""`medusa serve` beside a node agent that is there, dies at every step, or has never been there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from medusa_runtime.config import Settings
+from medusa_runtime.node.attachment import Attachment
+from medusa_runtime.node.messages import receive, send
+from medusa_runtime.timeline import Timeline
+
+Start = Callable[..., Any]
+FALLBACK = "starting without the node agent"
+
+
+class Middleman:
+    """Stands between functions and the agent, and ends the agent in front of one message.
+
+    ``step`` is the message's name with the side it comes from, such as ``agent:hello``.
+    """
+
+    def __init__(self, node: Any, step: str) -> None:
+        self.node = node
+        self.step = step
+        self.path = str(node.folder / "middle.sock")
+        self.seen: list[str] = []
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(self.path)
+        self._listener.listen()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                function, _ = self._listener.accept()
+            except OSError:
+                return
+            with function, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as agent:
+                try:
+                    agent.connect(self.node.socket)
+                except OSError:
+                    continue  # it is dead, and its socket tells so
+                back = threading.Thread(target=self._pass, args=("agent", agent, function))
+                back.start()
+                self._pass("function", function, agent)
+                back.join()
+
+    def _pass(self, name: str, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while (message := receive(source)) is not None:
+                step = f"{name}:{message.kind}"
+                self.seen.append(step)
+                if step == self.step:
+                    self.node.kill()
+                    message.close()
+                    break
+                send(sink, message.kind, message.body, message.descriptors)
+                message.close()
+        for connection in (source, sink):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join(60)
+
+
+@pytest.fixture
+def middleman() -> Iterator[Callable[[Any, str], Middleman]]:
+    made: list[Middleman] = []
+
+    def make(node: Any, step: str) -> Middleman:
+        made.append(Middleman(node, step))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def stages(serving: Any) -> dict[str, list[dict[str, Any]]]:
+    _, timeline, _ = serving.request("GET", "/timeline")
+    found: dict[str, list[dict[str, Any]]] = {}
+    for stage in timeline["stages"]:
+        found.setdefault(stage["name"], []).append(stage)
+    return found
+
+
+def test_a_function_takes_region_and_engine_from_the_agent(start: Start, start_node: Start, example: Path) -> None:
+    node = start_node("--prewarm", "torch=1")
+    node.wait_warm()
+    (warm,) = node.status()["engines"]["torch"]["pids"]
+    serving = start("--model", example, "--node-socket", node.socket)
+    with_agent = serving.complete()["choices"][0]["text"]
+    names = stages(serving)
+    assert names["engine"][0]["detail"] == {"source": "node", "pid": warm}
+    assert "node-fallback" not in names
+    assert set(serving.children().values()) == {"function", "worker"}, "neither prefetcher nor zygote of its own"
+    engines = node.status()["engines"]["torch"]
+    assert engines["taken"] == 1
+    assert warm not in engines["pids"]
+    # A second function gets another process, of which nobody else has had any use.
+    node.wait_warm()
+    (other,) = node.status()["engines"]["torch"]["pids"]
+    assert other != warm
+    second = start("--model", example, "--node-socket", node.socket)
+    assert second.complete()["choices"][0]["text"] == with_agent
+    assert stages(second)["engine"][0]["detail"]["pid"] == other
+    (held,) = node.status()["regions"]
+    assert held["in_use_by"] == 2
+    assert serving.stop() == 0
+    node.until(lambda: not alive(warm))
+    assert alive(other)
+    assert second.complete()["choices"][0]["text"] == with_agent
+    assert second.stop() == 0
+    node.until(lambda: not alive(other))
+    node.until(lambda: node.status()["regions"][0]["in_use_by"] == 0)
+    assert node.stop() == 0
+
+
+def test_without_an_idle_engine_the_region_is_shared_all_the_same(
+    start: Start, start_node: Start, example: Path
+) -> None:
+    node = start_node()
+    serving = start("--model", example, "--node-socket", node.socket)
+    assert serving.complete()["choices"][0]["text"]
+    names = stages(serving)
+    assert [stage["detail"]["reason"] for stage in names["node-fallback"]] == [
+        "the node agent keeps no torch engines; it keeps none (--prewarm)"
+    ]
+    assert "prefetcher" not in serving.children().values()
+    assert node.status()["regions"][0]["in_use_by"] == 1
+    assert serving.stop() == 0
+    assert node.stop() == 0
+
+
+@pytest.mark.parametrize("step", ["function:hello", "agent:hello", "function:region", "agent:region"])
+def test_attaching_to_an_agent_that_dies_on_the_way(
+    start_node: Start, middleman: Callable[..., Middleman], example: Path, step: str
+) -> None:
+    middle = middleman(start_node(), step)
+    timeline = Timeline.create("test")
+    before = set(os.listdir("/proc/self/fd"))
+    assert Attachment.attach(Settings(model=str(example), node_socket=middle.path), timeline) is None
+    reasons = [stage.detail["reason"] for stage in timeline.stages() if stage.name == "node-fallback"]
+    assert len(reasons) == 1
+    assert "went away" in reasons[0]
+    assert step in middle.seen
+    middle.close()
+    assert set(os.listdir("/proc/self/fd")) <= before, "descriptors left behind"
+    os.close(timeline.fd)
+
+
+@pytest.mark.parametrize("step", ["function:engine", "agent:engine"])
+def test_the_agent_dies_around_the_handing_over_of_an_engine(
+    start: Start, start_node: Start, middleman: Callable[..., Middleman], example: Path, step: str
+) -> None:
+    node = start_node("--prewarm", "torch=1")
+    node.wait_warm()
+    (warm,) = node.status()["engines"]["torch"]["pids"]
+    middle = middleman(node, step)
+    serving = start("--model", example, "--node-socket", middle.path)
+    assert serving.complete()["choices"][0]["text"]
+    assert step in middle.seen
+    assert serving.output().count(FALLBACK) == 1
+    assert {"zygote", "engine"} <= set(serving.children().values())
+    node.until(lambda: not alive(warm))
+    assert serving.stop() == 0
+
+
+def test_the_agent_dies_while_a_function_serves(start: Start, start_node: Start, example: Path) -> None:
+    node = start_node("--prewarm", "torch=1")
+    node.wait_warm()
+    (engine,) = node.status()["engines"]["torch"]["pids"]
+    serving = start("--model", example, "--node-socket", node.socket)
+    text = serving.complete()["choices"][0]["text"]
+    node.kill()
+    assert serving.complete()["choices"][0]["text"] == text
+    assert alive(engine), "it belongs to the function now"
+    other = start("--model", example, "--node-socket", node.socket)
+    assert other.complete()["choices"][0]["text"] == text
+    assert other.output().count(FALLBACK) == 1
+    assert other.stop() == 0
+    # The next agent is brought what the function still has.
+    node.start()
+    node.until(lambda: [held["in_use_by"] for held in node.status()["regions"]] == [1])
+    assert serving.complete()["choices"][0]["text"] == text
+    assert serving.stop() == 0
+    node.until(lambda: not alive(engine))
+    node.until(lambda: node.status()["regions"][0]["in_use_by"] == 0)
+    assert node.stop() == 0
+
+
+def test_a_warm_process_dies_while_it_is_specialised(start: Start, start_node: Start, example: Path) -> None:
+    node = start_node("--prewarm", "torch=1")
+    node.wait_warm()
+    (engine,) = node.status()["engines"]["torch"]["pids"]
+    os.kill(engine, signal.SIGSTOP)  # so that it is still at the beginning when it is killed
+    serving = start("--model", example, "--node-socket", node.socket)
+    node.until(lambda: node.status()["engines"]["torch"]["taken"] == 1)
+    os.kill(engine, signal.SIGKILL)
+    assert serving.complete()["choices"][0]["text"]
+    assert "the node's engine process ended; starting one of our own" in serving.output()
+    assert serving.stop() == 0
+    assert node.stop() == 0
+
+
+def test_an_engine_of_the_agent_dies_while_it_serves(start: Start, start_node: Start, example: Path) -> None:
+    node = start_node("--prewarm", "torch=1")
+    node.wait_warm()
+    (engine,) = node.status()["engines"]["torch"]["pids"]
+    serving = start("--model", example, "--node-socket", node.socket)
+    text = serving.complete()["choices"][0]["text"]
+    os.kill(engine, signal.SIGKILL)
+    assert serving.complete()["choices"][0]["text"] == text
+    assert serving.stop() == 0
+
+
+def test_a_killed_function_takes_its_engine_along(start: Start, start_node: Start, example: Path) -> None:
+    node = start_node("--prewarm", "torch=1")
+    node.wait_warm()
+    (engine,) = node.status()["engines"]["torch"]["pids"]
+    serving = start("--model", example, "--node-socket", node.socket)
+    assert serving.complete()["choices"][0]["text"]
+    serving.process.kill()
+    serving.process.wait()
+    node.until(lambda: not alive(engine))
+    node.until(lambda: node.status()["regions"][0]["in_use_by"] == 0)
+    assert node.stop() == 0
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
