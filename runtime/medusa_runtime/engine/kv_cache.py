@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
@@ -13,6 +14,8 @@ from ..models import ModelConfig
 from .block_pool import BlockPool
 
 BLOCK_TOKENS = 16
+
+Memory = Callable[[str, int], Tensor]  # a name and a size in bytes → uint8 of a device, with whatever was in it
 
 
 class KvShape(NamedTuple):
@@ -35,15 +38,21 @@ class KvShape(NamedTuple):
 class KvCache:
     """Keys and values of all sequences: ``pool`` [layers, 2, blocks, 16, kv_heads, head_dim], keys first.
 
-    The pool is never cleared, so a page of it costs memory only when it is first written.
+    The pool is never cleared, so a page of it costs memory only when it is first written. ``memory`` places it on a
+    device; there it has one block more, ``spare``, which belongs to no sequence: padding is written to it.
     """
 
-    def __init__(self, shape: KvShape, blocks: int) -> None:
+    def __init__(self, shape: KvShape, blocks: int, memory: Memory | None = None) -> None:
         self.shape = shape
         self.blocks = BlockPool(blocks)
-        self.pool = torch.empty(
-            (shape.layers, 2, blocks, BLOCK_TOKENS, shape.kv_heads, shape.head_dim), dtype=shape.dtype
-        )
+        self.spare = blocks
+        total = blocks if memory is None else blocks + 1
+        sizes = (shape.layers, 2, total, BLOCK_TOKENS, shape.kv_heads, shape.head_dim)
+        if memory is None:
+            self.pool = torch.empty(sizes, dtype=shape.dtype)
+        else:
+            size_bytes = total * shape.block_bytes
+            self.pool = memory("KV cache", size_bytes)[:size_bytes].view(shape.dtype).view(sizes)
         self.layers = [(layer[0], layer[1]) for layer in self.pool]
         self._slots = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in self.layers]
 
@@ -53,7 +62,7 @@ class KvCache:
 
     def read_out(self, blocks: Items[int], tokens: int) -> Tensor:
         """A copy of one sequence's keys and values, [layers, 2, tokens, kv_heads, head_dim]."""
-        return self.pool[:, :, list(blocks)].flatten(2, 3)[:, :, :tokens].clone()
+        return self.pool[:, :, list(blocks)].flatten(2, 3)[:, :, :tokens].clone().cpu()
 
     def read_in(self, blocks: Items[int], kv: Tensor) -> None:
         """The reverse of ``read_out``."""

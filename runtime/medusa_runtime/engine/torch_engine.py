@@ -26,12 +26,12 @@ from .base import Delta, EngineInfo, GenerateRequest
 from .checkpoint_files import read_config, read_eos_token_ids
 from .completion import advance, ended
 from .detokenizer import Detokenizer
+from .gpu import Gpu, open_gpu
 from .inbox import Inbox
 from .kv_cache import BLOCK_TOKENS, KvCache, KvShape, blocks_for
 from .kv_size import kv_plan
 from .migration import ExportedRequest, export, request_of, resume
-from .runner import run_step
-from .sampler import sample
+from .runner import CpuRunner, Runner
 from .scheduler import Scheduler
 from .sequence import Sequence, Span
 from .throughput import Throughput
@@ -48,23 +48,37 @@ Sink = Callable[[Delta], None]
 
 
 class TorchEngine:
-    """Continuous batching over one model on the CPU. Construction waits for the checkpoint's index, not its weights."""
+    """Continuous batching over one model. Construction waits for the checkpoint's index, not its weights."""
 
-    def __init__(self, region: Region, settings: Settings, timeline: Timeline) -> None:
+    def __init__(self, region: Region, settings: Settings, timeline: Timeline, gpu: Gpu | None = None) -> None:
+        """On ``gpu``, or, with ``--device cuda``, on the first one there is; else on the CPU."""
         self._settings = settings
         self._timeline = timeline
+        gpu = gpu or open_gpu(settings, timeline)
         with timeline.stage("config"):
             torch.set_num_threads(settings.threads or cpu_count())
             config = read_config(region)
         dtype = config.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
         with timeline.stage("skeleton", architecture=config.architecture):
             self._model = build_model(config)
-        self._loader = Loader(region, self._model, dtype=dtype, timeline=timeline)
+        release = settings.host_weights == "release"
+        link = gpu.link if gpu is not None else None
+        self._loader = Loader(
+            region, self._model, dtype=dtype, timeline=timeline, link=link, release=release and gpu is not None
+        )
         self._tokenizer = Tokenizer(region.file("tokenizer.json"), timeline)
         with timeline.stage("kv_plan") as detail:
-            plan = kv_plan(region, config, settings, dtype)
-            self._cache = KvCache(KvShape.of(config, dtype), plan.blocks)
+            free = gpu.free_beside(self._loader) if gpu is not None else None
+            plan = kv_plan(region, config, settings, dtype, device_free_bytes=free)
+            self._cache = KvCache(KvShape.of(config, dtype), plan.blocks, gpu.memory if gpu is not None else None)
             detail |= {"tokens": plan.tokens, "source": plan.source}
+        self._runner: Runner = (
+            CpuRunner(self._model, self._cache)
+            if gpu is None
+            else gpu.runner(
+                self._model, self._cache, self._loader, settings.max_concurrency, plan.max_model_len, timeline
+            )
+        )
         eos = read_eos_token_ids(region, config)
         self.info = EngineInfo("torch", config.architecture, config.vocab_size, plan.max_model_len, eos, plan.tokens)
         self._eos_token_ids = frozenset(eos)
@@ -126,7 +140,7 @@ class TorchEngine:
                     if spans:
                         self._step(spans)
                     else:
-                        self._inbox.wait(_IDLE_S)
+                        self._inbox.wait(0.0 if self._runner.use_idle_time() else _IDLE_S)
         except MedusaError as error:
             end = error
             raise
@@ -228,8 +242,8 @@ class TorchEngine:
         first = self._steps == 0
         start_ns = time.monotonic_ns()
         try:
-            logits, sequences = run_step(self._model, self._cache, spans)
-            sampled = [] if logits is None else sample(logits, sequences)
+            logits, sequences = self._runner.step(spans)
+            sampled = [] if logits is None else self._runner.sample(logits, sequences)
         except MedusaError:
             raise
         except Exception as error:

@@ -1,4 +1,4 @@
-"""The heavy steps of a forward pass on a CPU, as fast as its memory allows.
+"""The heavy steps of a forward pass on a CPU, as fast as its memory allows; for a GPU see ``cuda``.
 
 ``linear`` is F.linear for 16-bit weights that stay where they are (read-only, shared, unpacked). torch's own product is
 slow on x86 CPUs without 16-bit dot products; there a compiled kernel does it, or, uncompiled, fp32 slices.
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from medusa_runtime.kernels import cpu, native, paged, upcast
+from medusa_runtime.kernels import cpu, cuda, native, paged, upcast
 from medusa_runtime.kernels.compiled import compiled
 from medusa_runtime.kernels.pointwise import rms_norm, rotate, silu_gate, write_kv
 
@@ -65,6 +65,10 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
         if path.compiled is not None:
             products = path.compiled.products(x, weights, biases)
             return torch.split_with_sizes(products, [weight.shape[0] for weight in weights], 1)
+        if not x.is_cpu:
+            together = cuda.fused(weights, biases)
+            if together is not None:
+                return torch.split_with_sizes(F.linear(x, *together), [weight.shape[0] for weight in weights], 1)
     return [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 

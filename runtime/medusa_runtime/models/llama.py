@@ -69,6 +69,8 @@ def _windows(architecture: str, fields: Fields, layers: int) -> tuple[int | None
 class SelfAttention(nn.Module):
     """Grouped-query attention with rope; Qwen3 norms each head of q and k first."""
 
+    FUSED = (("q_proj", "k_proj", "v_proj"),)
+
     def __init__(self, config: LlamaConfig, index: int) -> None:
         super().__init__()
         hidden, size = config.hidden_size, config.head_dim
@@ -99,6 +101,8 @@ class SelfAttention(nn.Module):
 
 class GatedMLP(nn.Module):
     """SwiGLU (Shazeer, 2020)."""
+
+    FUSED = (("gate_proj", "up_proj"),)
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from medusa_runtime.models.activation import ACTIVATIONS
 from medusa_runtime.models.base import Attention, DecoderModel, ModelConfig
 from medusa_runtime.models.fields import Fields
-from medusa_runtime.models.linear import Linear
+from medusa_runtime.models.linear import Linear, project
 
 POSITION_OFFSET = 2  # the first two rows of embed_positions belong to fairseq's special symbols
 
@@ -42,6 +42,8 @@ class OPTConfig(ModelConfig):
 
 
 class OPTAttention(nn.Module):
+    FUSED = (("q_proj", "k_proj", "v_proj"),)
+
     def __init__(self, config: OPTConfig, index: int) -> None:
         super().__init__()
         hidden = config.hidden_size
@@ -55,7 +57,8 @@ class OPTAttention(nn.Module):
         self.out_proj = Linear(hidden, hidden, bias=config.bias)
 
     def forward(self, hidden: Tensor, attention: Attention) -> Tensor:
-        q, k, v = (project(hidden).view(self.shape) for project in (self.q_proj, self.k_proj, self.v_proj))
+        parts = project(hidden, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (part.view(self.shape) for part in parts)
         out = attention.attend(self.index, q, k, v, scale=self.scale, window=self.window)
         return cast(Tensor, self.out_proj(out.reshape(hidden.shape)))
 

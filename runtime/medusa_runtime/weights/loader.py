@@ -121,6 +121,16 @@ class Loader:
         if self._error is not None:
             raise self._error
 
+    @property
+    def placed(self) -> bool:
+        """Whether ``wait_placed`` would return at once."""
+        return self._placed.is_set()
+
+    @property
+    def applied(self) -> bool:
+        """Whether all weights are there."""
+        return not self._thread.is_alive() and self._error is None
+
     def close(self) -> None:
         """Stop applying; a forward that still waits raises. What is applied stays. May be called twice."""
         self._closing = True

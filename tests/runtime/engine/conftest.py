@@ -162,14 +162,14 @@ def fill_region(checkpoint: Path) -> Any:
 
 @pytest.fixture
 def serve_region() -> Iterator[Callable[..., Served]]:
-    """Start engines on regions, with other settings than SETTINGS if given."""
+    """Start engines on regions, with other settings than SETTINGS, and on a GPU, if given."""
     from medusa_runtime.engine.torch_engine import TorchEngine
 
     with ExitStack() as stack:
 
-        def start(region: Any, **settings: Any) -> Served:
+        def start(region: Any, gpu: Any = None, **settings: Any) -> Served:
             timeline = Timeline.create("engine")
-            served = Served(TorchEngine(region, replace(SETTINGS, **settings), timeline), timeline)
+            served = Served(TorchEngine(region, replace(SETTINGS, **settings), timeline, gpu), timeline)
             stack.callback(served.close)
             return served
 

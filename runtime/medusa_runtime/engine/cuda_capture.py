@@ -1,0 +1,48 @@
+"""Capturing with torch: one stream, one memory pool for all graphs, other threads undisturbed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class CudaGraph:
+    """A graph that torch captured; ``captured`` is torch's object."""
+
+    def __init__(self, captured: torch.cuda.CUDAGraph) -> None:
+        self.captured = captured
+
+    def replay(self) -> None:
+        self.captured.replay()
+
+
+class CudaCapturer:
+    """``keep_graph`` keeps the graph's nodes for whoever materializes them; such a graph is instantiated here."""
+
+    def __init__(self, device: torch.device, *, pool: Any = None, keep_graph: bool = False) -> None:
+        self.device = device
+        self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._keep_graph = keep_graph
+
+    def warm_up(self, work: Callable[[], None]) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.stream):
+            work()
+        self.stream.synchronize()
+
+    def capture(self, work: Callable[[], None]) -> CudaGraph:
+        captured = torch.cuda.CUDAGraph(keep_graph=True) if self._keep_graph else torch.cuda.CUDAGraph()
+        # Not torch.cuda.graph: that collects garbage and empties the allocator's cache each time.
+        with torch.cuda.stream(self.stream):
+            # thread_local: the loader copies, and allocates, in its own thread meanwhile.
+            captured.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                captured.capture_end()
+        if self._keep_graph:
+            captured.instantiate()
+        return CudaGraph(captured)

@@ -1,0 +1,64 @@
+"""What the kernels do on a GPU, where torch's own operations are not the fastest or cannot be captured."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def triton_obstacle() -> str | None:
+    """Why there is no paged decode attention here; None when there is."""
+    try:
+        from medusa_runtime.kernels import paged_triton  # noqa: F401
+    except ImportError as error:
+        return f"triton cannot be imported ({error})"
+    return None
+
+
+def paged_decode(
+    q: Tensor, keys: Tensor, values: Tensor, block_tables: Tensor, contexts: Tensor, *, scale: float, window: int | None
+) -> Tensor:
+    """One new token a sequence; see ``paged_triton.decode``. Without triton a product a sequence."""
+    if triton_obstacle() is None:
+        from medusa_runtime.kernels import paged_triton
+
+        return paged_triton.decode(q, keys, values, block_tables, contexts, scale=scale, window=window)
+    from medusa_runtime.kernels import paged
+
+    rows = torch.arange(len(q), dtype=torch.int32, device=q.device)
+    return paged.attention(q, keys, values, block_tables, rows, contexts, scale=scale, window=window)
+
+
+def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The tensor that these are the rows of, when they lie behind each other in one allocation: no copy."""
+    first = tensors[0]
+    if not first.is_contiguous():
+        return None
+    end, rows = first.data_ptr(), 0
+    for tensor in tensors:
+        if tensor.data_ptr() != end or tensor.dtype is not first.dtype or tensor.shape[1:] != first.shape[1:]:
+            return None
+        if not tensor.is_contiguous() or tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return None
+        end += tensor.nbytes
+        rows += tensor.shape[0]
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def fused(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None] | None:
+    """The weights and biases of one product that does the work of several; None where they lie apart."""
+    weight = adjacent(weights)
+    if weight is None:
+        return None
+    given = [bias for bias in biases if bias is not None]
+    if not given:
+        return weight, None
+    bias = adjacent(given) if len(given) == len(biases) else None
+    return None if bias is None else (weight, bias)

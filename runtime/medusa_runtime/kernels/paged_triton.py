@@ -1,0 +1,150 @@
+"""Decode attention over a paged KV cache on a GPU: one new token a sequence, its context split over the processors.
+
+Flash-decoding (Dao et al., 2023) over a block table (PagedAttention, Kwon et al. 2023, section 4.1). The grid depends
+on the number of sequences alone and the contexts are read from memory, so a captured launch is right for any contexts.
+Importing this imports triton, half a second.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_TILE = 64  # tokens of context looked at together
+_LEAST_ROWS = 16  # what tl.dot multiplies at least
+_MOST_SPLITS = 16
+_PROGRAMS_A_PROCESSOR = 2
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend(  # type: ignore[no-untyped-def]
+    q, keys, values, tables, contexts, out, sums, maxima,
+    scale,
+    q_token, q_head,
+    key_block, key_slot, key_head,
+    value_block, value_slot, value_head,
+    table_row,
+    heads,
+    WINDOW: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr, DIMS: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One program: a sequence's queries of one kv head, over its part of the context; out is not divided yet."""
+    sequence = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    context = tl.load(contexts + sequence).to(tl.int32)
+    first = tl.maximum(context - WINDOW, 0) if WINDOW > 0 else 0
+    tiles = tl.cdiv(context, TILE)
+    each = tl.cdiv(tiles - first // TILE, SPLITS)
+    begin = first // TILE + split * each
+    end = tl.minimum(begin + each, tiles)
+
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, DIMS)
+    in_group = rows < GROUP
+    in_head = dims < HEAD_DIM
+    head = kv_head * GROUP + rows
+    query = tl.load(
+        q + sequence * q_token + head[:, None] * q_head + dims[None, :],
+        mask=in_group[:, None] & in_head[None, :],
+        other=0.0,
+    )
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    result = tl.zeros([ROWS, DIMS], tl.float32)
+    for tile in range(begin, end):
+        places = tile * TILE + tl.arange(0, TILE)
+        seen = (places < context) & (places >= first)
+        block = tl.load(tables + sequence * table_row + places // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
+        slot = places % BLOCK_SIZE
+        key = tl.load(
+            keys + (block * key_block + slot * key_slot + kv_head * key_head)[None, :] + dims[:, None],
+            mask=in_head[:, None] & seen[None, :],
+            other=0.0,
+        )
+        scores = tl.dot(query, key, input_precision="ieee") * scale
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        higher = tl.maximum(maximum, tl.max(scores, 1))
+        weights = tl.exp(scores - higher[:, None])
+        shrink = tl.exp(maximum - higher)
+        total = total * shrink + tl.sum(weights, 1)
+        value = tl.load(
+            values + (block * value_block + slot * value_slot + kv_head * value_head)[:, None] + dims[None, :],
+            mask=seen[:, None] & in_head[None, :],
+            other=0.0,
+        )
+        result = result * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        maximum = higher
+    place = (sequence * heads + head) * SPLITS + split
+    tl.store(out + place[:, None] * DIMS + dims[None, :], result, mask=in_group[:, None])
+    tl.store(sums + place, total, mask=in_group)
+    tl.store(maxima + place, maximum, mask=in_group)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _combine(  # type: ignore[no-untyped-def]
+    parts, sums, maxima, out,
+    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One program: one head of one token. A split without context has sum 0 and maximum -inf, and counts nothing."""
+    head = tl.program_id(0).to(tl.int64)
+    dims = tl.arange(0, DIMS)
+    splits = tl.arange(0, SPLITS)
+    maximum = tl.load(maxima + head * SPLITS + splits)
+    weight = tl.exp(maximum - tl.max(maximum, 0))
+    total = tl.sum(tl.load(sums + head * SPLITS + splits) * weight, 0)
+    part = tl.load(parts + (head * SPLITS + splits)[:, None] * DIMS + dims[None, :])
+    result = tl.sum(part * weight[:, None], 0) / total
+    tl.store(out + head * HEAD_DIM + dims, result, mask=dims < HEAD_DIM)
+
+
+def decode(
+    q: Tensor, keys: Tensor, values: Tensor, block_tables: Tensor, contexts: Tensor, *, scale: float, window: int | None
+) -> Tensor:
+    """q [sequences, heads, head_dim]; keys and values [blocks, block_size, kv_heads, head_dim], dense in the last one;
+    block_tables int32 [sequences, max_blocks]; contexts [sequences], the new token included (1 at least).
+
+    Gives [sequences, heads, head_dim]. Blocks that no token sees are not read.
+    """
+    count, heads, head_dim = q.shape
+    kv_heads = keys.shape[2]
+    group = heads // kv_heads
+    dims = triton.next_power_of_2(head_dim)
+    rows = max(triton.next_power_of_2(group), _LEAST_ROWS)
+    splits = splits_for(count * kv_heads, _processors(q.device))
+    parts = q.new_empty((count, heads, splits, dims), dtype=torch.float32)
+    sums, maxima = q.new_empty((2, count, heads, splits), dtype=torch.float32)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if q.stride(2) != 1:
+        q = q.contiguous()
+    _attend[(count, kv_heads, splits)](
+        q, keys, values, block_tables, contexts, parts, sums, maxima,
+        scale,
+        q.stride(0), q.stride(1),
+        *keys.stride()[:3],
+        *values.stride()[:3],
+        block_tables.stride(0),
+        heads,
+        WINDOW=window or 0, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=keys.shape[1],
+        ROWS=rows, DIMS=dims, TILE=_TILE, SPLITS=splits,
+        num_warps=8 if rows > 64 else 4, num_stages=2,
+    )  # fmt: skip
+    _combine[(count * heads,)](parts, sums, maxima, out, HEAD_DIM=head_dim, DIMS=dims, SPLITS=splits, num_warps=2)
+    return out
+
+
+def splits_for(programs: int, processors: int) -> int:
+    """Into how many parts each context is split, a power of two: the fewer sequences there are, the more."""
+    splits = 1
+    while splits < _MOST_SPLITS and programs * splits * 2 <= processors * _PROGRAMS_A_PROCESSOR:
+        splits *= 2
+    return splits
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8

@@ -1,0 +1,245 @@
+"""The engine on a GPU that is host memory: its graphs are recorded callables, all else is what a GPU runs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from medusa_runtime.config import Settings
+from medusa_runtime.engine.decode_graphs import BATCH_SIZES, sizes_for
+from medusa_runtime.engine.gpu import Gpu
+from medusa_runtime.engine.gpu_runner import GpuRunner
+from medusa_runtime.timeline import Timeline
+from medusa_runtime.weights.prefetcher import prefetch
+from medusa_runtime.weights.region import Region
+from torch import Tensor
+
+PROMPTS = [[5, 9, 33, 7], [8] * 40, [11, 12], list(range(3, 30)), [77]]
+
+
+class Recorded:
+    """A graph that is a callable."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.work = work
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        self.work()
+
+
+class Recorder:
+    def __init__(self, failing_at: int | None = None) -> None:
+        self.captured: list[Recorded] = []
+        self.warm_ups = 0
+        self.failing_at = failing_at
+
+    def warm_up(self, work: Callable[[], None]) -> None:
+        self.warm_ups += 1
+        work()
+
+    def capture(self, work: Callable[[], None]) -> Recorded:
+        if self.failing_at == len(self.captured):
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.captured.append(Recorded(work))
+        return self.captured[-1]
+
+
+class Arrived:
+    def done(self) -> bool:
+        return True
+
+
+class HostLink:
+    """Copies at once when ``open``; gives out memory that is full of NaN."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.open.set()
+        self.regions: dict[str, Tensor] = {}
+
+    def memory(self, name: str, size_bytes: int) -> Tensor:
+        self.regions[name] = torch.full((size_bytes,), 0xFF, dtype=torch.uint8)
+        return self.regions[name]
+
+    def copy(self, target: Tensor, source: Tensor, *, urgent: bool) -> Arrived:
+        assert self.open.wait(60)
+        target.copy_(source)
+        return Arrived()
+
+    def forget(self, source: Tensor) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class HostGpu(Gpu):
+    def __init__(self, recorder: Recorder | None) -> None:
+        self.device = torch.device("cpu")
+        self.link: HostLink = HostLink()
+        self.recorder = recorder
+
+    def free_beside(self, loader: Any) -> int:
+        loader.wait_placed()
+        return 1 << 30
+
+    def capturer(self) -> Recorder | None:
+        return self.recorder
+
+    def working(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+
+@pytest.fixture
+def region(checkpoint: Path) -> Iterator[Region]:
+    region = Region.create()
+    prefetch(region, str(checkpoint), settings=Settings(), timeline=Timeline.create("prefetcher"))
+    yield region
+    region.close()
+
+
+@pytest.fixture
+def start(region: Region, serve_region: Callable[..., Any]) -> Callable[..., Any]:
+    return partial(serve_region, region)
+
+
+def runner_of(served: Any) -> GpuRunner:
+    runner = served.engine._runner
+    assert isinstance(runner, GpuRunner)
+    return runner
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)
+
+
+def answers(served: Any) -> list[list[int]]:
+    asked = [served.ask(prompt, max_tokens=20) for prompt in PROMPTS]
+    return [answer.tokens for answer in asked]
+
+
+def test_sizes_are_vllms_defaults() -> None:
+    assert len(BATCH_SIZES) == 35
+    assert BATCH_SIZES[:5] == (1, 2, 4, 8, 16)
+    assert BATCH_SIZES[-1] == 256
+    assert sizes_for(1) == (1,)
+    assert sizes_for(5) == (1, 2, 4, 8)
+    assert sizes_for(64) == BATCH_SIZES[:11]
+    assert sizes_for(1000) == BATCH_SIZES
+
+
+def test_graphs_give_the_tokens_that_a_cpu_gives(start: Callable[..., Any]) -> None:
+    expected = answers(start(None))
+    recorder = Recorder()
+    served = start(HostGpu(recorder))
+    until(lambda: len(recorder.captured) == 4)
+    assert answers(served) == expected
+    graphs = runner_of(served).graphs
+    assert graphs is not None
+    assert graphs.replays > 0
+    assert list(graphs.graphs) == [8, 4, 2, 1], "captured from the largest on, whose memory the others share"
+    assert recorder.warm_ups == 4
+
+
+def test_a_batch_runs_in_the_next_size_up(start: Callable[..., Any]) -> None:
+    recorder = Recorder()
+    served = start(HostGpu(recorder), max_concurrency=4)
+    until(lambda: len(recorder.captured) == 3)
+    graphs = runner_of(served).graphs
+    assert graphs is not None
+    assert [graphs.size_for(count) for count in (1, 2, 3, 4, 5)] == [1, 2, 4, 4, None]
+    by_size = {size: recorder.captured[number] for number, size in enumerate((4, 2, 1))}
+    three = [served.ask(prompt, max_tokens=30) for prompt in PROMPTS[:3]]
+    assert all(len(answer.tokens) == 30 for answer in three)
+    assert by_size[4].replays > 0, "three sequences run in the graph of four"
+
+
+def test_padding_changes_nothing_that_is_read(start: Callable[..., Any]) -> None:
+    gpu = HostGpu(Recorder())
+    served = start(gpu)
+    graphs = runner_of(served).graphs
+    assert graphs is not None
+    until(lambda: not graphs.pending)
+    answers(served)
+    cache = served.engine._cache
+    used = cache.pool[:, :, :-1]
+    assert cache.spare == used.shape[2] == cache.blocks.blocks
+    untouched = [block for block in range(used.shape[2]) if used[:, :, block].isnan().all()]
+    assert untouched, "the pool was cleared, or padding was written to blocks of others"
+    assert not cache.pool[:, :, -1, 0].isnan().any()
+    assert cache.pool[:, :, -1, 1:].isnan().all()
+
+
+def test_decodes_run_by_hand_without_a_graph(start: Callable[..., Any]) -> None:
+    expected = answers(start(None))
+    assert answers(start(HostGpu(None))) == expected
+
+
+def test_capturing_that_fails_is_given_up_and_decoding_goes_on(
+    start: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = answers(start(None))
+    served = start(HostGpu(Recorder(failing_at=1)))
+    graphs = runner_of(served).graphs
+    assert graphs is not None
+    until(lambda: not graphs.pending)
+    assert list(graphs.graphs) == [8]
+    assert answers(served) == expected
+    warnings = [record for record in caplog.records if "without a CUDA graph" in record.message]
+    assert len(warnings) == 1
+    assert "not permitted when stream is capturing" in warnings[0].message
+
+
+def test_graphs_are_captured_while_the_weights_still_come(start: Callable[..., Any]) -> None:
+    expected = answers(start(None))
+    gpu, recorder = HostGpu(recorder := Recorder()), recorder
+    gpu.link.open.clear()
+    served = start(gpu)
+    until(lambda: len(recorder.captured) == 4)
+    answer = served.ask(PROMPTS[0], max_tokens=20)
+    time.sleep(0.05)
+    assert answer.incoming.empty()
+    gpu.link.open.set()
+    assert answer.tokens == expected[0]
+
+
+def test_imported_requests_wait_for_the_weights_too(start: Callable[..., Any]) -> None:
+    """A graph passes no gates: a decode without a prefill before it must not run one too early."""
+    gpu, recorder = HostGpu(recorder := Recorder()), recorder
+    gpu.link.open.clear()
+    target = start(gpu)
+    until(lambda: len(recorder.captured) == 4)
+    source = start(None)
+    expected = source.ask(PROMPTS[1], max_tokens=400).tokens
+    moving = source.ask(PROMPTS[1], max_tokens=400)
+    moving.next()
+    exported = source.engine.export_request(moving.id)
+    target.engine.import_request(exported, moving.incoming.put)
+    time.sleep(0.05)
+    assert sum(graph.replays for graph in recorder.captured) == 0
+    gpu.link.open.set()
+    assert moving.tokens == expected
+
+
+def test_dynamic_rope_is_not_captured() -> None:
+    from medusa_runtime.engine.decode_graphs import obstacle
+    from medusa_runtime.models import ModelConfig, build_model
+
+    raw = {
+        "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "vocab_size": 64, "max_position_embeddings": 64,
+        "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
+    }  # fmt: skip
+    assert "dynamic rope" in str(obstacle(build_model(ModelConfig.from_hf(raw))))
+    del raw["rope_scaling"]
+    assert obstacle(build_model(ModelConfig.from_hf(raw))) is None

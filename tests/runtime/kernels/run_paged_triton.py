@@ -1,0 +1,64 @@
+"""Run by test_paged_triton.py: ``interpret`` compares with torch, ``compile`` makes a cubin for sm_90 without a GPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+
+def interpret(shape: dict[str, Any]) -> dict[str, Any]:
+    import torch
+    from medusa_runtime.kernels import paged, paged_triton
+
+    torch.manual_seed(0)
+    dtype = getattr(torch, shape.get("dtype", "float32"))
+    contexts = torch.tensor([1, 16, 63, 64, 65, 200, 333])
+    blocks, width, size = 180, 24, shape["head_dim"]
+    pools = [torch.randn(blocks, 16, shape["kv_heads"], size, dtype=dtype) for _ in range(2)]
+    tables = torch.randperm(blocks)[: len(contexts) * width].view(len(contexts), width).to(torch.int32)
+    for pool in pools:  # what no token sees must not be read
+        for row, context in enumerate(contexts.tolist()):
+            for block in tables[row, -(-context // 16) :].tolist():
+                pool[block] = float("nan")
+    q = torch.randn(len(contexts), shape["heads"], size, dtype=dtype)
+    options = {"scale": size**-0.5, "window": shape.get("window")}
+    rows = torch.arange(len(contexts), dtype=torch.int32)
+    expected = paged.attention(q, *pools, tables, rows, contexts.to(torch.int32), **options).float()
+    worst = 0.0
+    for splits in (1, 4, 16):
+        paged_triton.splits_for = lambda programs, processors, splits=splits: splits
+        found = paged_triton.decode(q, *pools, tables, contexts, **options).float()
+        worst = max(worst, float((found - expected).norm() / expected.norm()))
+        if found.isnan().any():
+            return {"nan": True, "error": worst}
+    return {"nan": False, "error": worst}
+
+
+def compile_it(shape: dict[str, Any]) -> dict[str, Any]:
+    import triton
+    from medusa_runtime.kernels import paged_triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    constants = {"WINDOW": 0, "GROUP": shape["heads"] // shape["kv_heads"], "HEAD_DIM": shape["head_dim"]}
+    constants |= {"BLOCK_SIZE": 16, "ROWS": 16, "DIMS": 128, "TILE": 64, "SPLITS": 4}
+    kinds = {"q": "*bf16", "keys": "*bf16", "values": "*bf16", "tables": "*i32", "contexts": "*i64", "scale": "fp32"}
+    kinds |= {"out": "*fp32", "sums": "*fp32", "maxima": "*fp32"}
+    target = GPUTarget("cuda", 90, 32)
+    total = 0
+    for kernel, known in (
+        (paged_triton._attend, kinds),
+        (paged_triton._combine, {"parts": "*fp32", "sums": "*fp32", "maxima": "*fp32", "out": "*bf16"}),
+    ):
+        names = kernel.arg_names
+        signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in names}
+        used = {(names.index(name),): value for name, value in constants.items() if name in names}
+        compiled = triton.compile(ASTSource(kernel, signature, used), target=target, options={"num_warps": 4})
+        total += len(compiled.asm["cubin"])
+        assert ".target sm_90" in compiled.asm["ptx"]
+    return {"target": "sm_90", "cubin_bytes": total}
+
+
+if __name__ == "__main__":
+    print(json.dumps({"interpret": interpret, "compile": compile_it}[sys.argv[1]](json.loads(sys.argv[2]))))
