@@ -1,16 +1,20 @@
-"""`medusa inspect`: what a checkpoint contains, from its headers and small files alone."""
+"""`medusa inspect`: what a checkpoint and its state bundle contain, from headers and small files alone."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections import Counter
 from math import prod
 from typing import Any
 
-from medusa_runtime.errors import CorruptError
+from medusa_runtime.config import OPTIONS, Settings, from_env
+from medusa_runtime.errors import CorruptError, StateError
+from medusa_runtime.storage.base import redacted
 from medusa_runtime.weights.checkpoint import Checkpoint, open_checkpoint
 
+from . import bundle_summary
 from .progress import size
 
 _SHAPE_FIELDS = {
@@ -23,16 +27,27 @@ _SHAPE_FIELDS = {
 }
 
 
+# What decides which artifacts are valid; as a start would be told.
+_STATE_FLAGS = ("state", "engine", "device", "dtype", "max_model_len", "max_batched_tokens")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="URL", help="a folder, a safetensors file, or any URL that serve takes")
     parser.add_argument("--tensors", action="store_true", help="list the tensors in the order they are fetched")
+    for option in OPTIONS:
+        if option.field in _STATE_FLAGS:
+            flag = "--" + option.field.replace("_", "-")
+            parser.add_argument(flag, metavar=option.field.rpartition("_")[2].upper(), help=option.help)
+    parser.add_argument("--verify", action="store_true", help="read all of the state bundle, also its large blobs")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    settings = from_env(os.environ, **{name: getattr(arguments, name) for name in _STATE_FLAGS})
     checkpoint = open_checkpoint(arguments.checkpoint)
     try:
         found = summarize(checkpoint)
+        found["state"] = _state(checkpoint, settings, arguments.verify)
     finally:
         checkpoint.store.close()
     if arguments.json:
@@ -45,6 +60,19 @@ def run(arguments: argparse.Namespace) -> int:
             shape = "×".join(map(str, tensor["shape"])) or "scalar"
             print(f"{name:{width}}  {tensor['dtype']:5} {shape:>16} {size(tensor['bytes']):>10}  {tensor['shard']}")
     return 0
+
+
+def _state(checkpoint: Checkpoint, settings: Settings, verify: bool) -> dict[str, Any] | None:
+    """A bundle that cannot be read is part of what is there, not an error: a start would go on without it."""
+    if settings.state == "none":
+        return None
+    try:
+        return bundle_summary.summarize(checkpoint, settings, verify=verify)
+    except StateError as error:
+        return {
+            "url": redacted(settings.state or checkpoint.store.url),
+            "artifacts": [{"kind": "manifest.json", "problem": str(error)}],
+        }
 
 
 def summarize(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -84,6 +112,7 @@ def as_text(found: dict[str, Any]) -> str:
         f"  weights  {size(found['bytes'])} in {count} shard{'s' * (count > 1)}, {len(found['tensors'])} tensors",
         f"  types    {dtypes} parameters",
         f"  files    {', '.join(found['files'])}",
+        bundle_summary.as_text(found["state"]),
     ]
     return "\n".join(lines)
 
