@@ -41,7 +41,7 @@ WITHOUT_TORCH = (
     "medusa_runtime.weights.region",
 )
 # These subclass what vLLM documents for it, and only vLLM imports them.
-INSIDE_VLLM = ("medusa_runtime.engine.vllm.loader", "medusa_runtime.engine.vllm.worker")
+INSIDE_VLLM = tuple(f"medusa_runtime.engine.vllm.{name}" for name in ("executor", "loader", "worker"))
 # Imports one module after the other and stops at the first that brings what it is not meant to, or does not import.
 IMPORT_ALL = """
 import importlib, json, sys

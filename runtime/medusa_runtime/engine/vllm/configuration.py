@@ -11,6 +11,7 @@ from ...timeline import Timeline
 from ...weights.region import Region
 from .attached import settings_for
 from .checkpoint_folder import CheckpointFolder
+from .compiled import CompiledStart
 from .imports import import_model
 from .kv_budget import KvBudget, kv_budget
 from .plugin import LOAD_FORMAT
@@ -21,7 +22,9 @@ _CPU_WORKER = "medusa_runtime.engine.vllm.worker.CpuWorker"
 _PLACEHOLDER_BYTES = 1 << 30
 
 
-def configure(folder: CheckpointFolder, region: Region, settings: Settings, timeline: Timeline) -> tuple[Any, KvBudget]:
+def configure(
+    folder: CheckpointFolder, region: Region, settings: Settings, timeline: Timeline, compiled: CompiledStart
+) -> tuple[Any, KvBudget]:
     """A VllmConfig with the KV cache's size. Raises ModelError and ConfigError for what vLLM cannot serve."""
     architectures = folder.config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
@@ -29,7 +32,7 @@ def configure(folder: CheckpointFolder, region: Region, settings: Settings, time
     with timeline.stage("config"):
         for architecture in architectures:
             import_model(str(architecture))
-        config = _create(folder, region, settings, timeline, settings.max_model_len)
+        config = _create(folder, region, settings, timeline, compiled, settings.max_model_len)
     with timeline.stage("kv_plan") as detail:
         budget = kv_budget(config, region, settings)
         if budget.max_model_len < config.model_config.max_model_len:
@@ -38,14 +41,19 @@ def configure(folder: CheckpointFolder, region: Region, settings: Settings, time
                 budget.max_model_len,
                 config.model_config.max_model_len,
             )
-            config = _create(folder, region, settings, timeline, budget.max_model_len)
+            config = _create(folder, region, settings, timeline, compiled, budget.max_model_len)
         config.cache_config.kv_cache_memory_bytes = budget.size_bytes
         detail["tokens"] = budget.tokens
     return config, budget
 
 
 def _create(
-    folder: CheckpointFolder, region: Region, settings: Settings, timeline: Timeline, max_model_len: int | None
+    folder: CheckpointFolder,
+    region: Region,
+    settings: Settings,
+    timeline: Timeline,
+    compiled: CompiledStart,
+    max_model_len: int | None,
 ) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
@@ -55,14 +63,14 @@ def _create(
         "skip_tokenizer_init": True,  # text is tokenized here, by tokenizer.json
         "generation_config": "vllm",  # no sampling defaults of the checkpoint's; what ends a text is read here
         "load_format": LOAD_FORMAT,
-        "model_loader_extra_config": settings_for(region, timeline),
+        "model_loader_extra_config": settings_for(region, timeline) | compiled.extra,
         "dtype": _dtype(folder, settings),
         "max_num_seqs": settings.max_concurrency,
         "max_num_batched_tokens": max(settings.max_batched_tokens, settings.max_concurrency),
         "kv_cache_memory_bytes": _PLACEHOLDER_BYTES,
-        "enforce_eager": settings.compile != "always",
+        "enforce_eager": not compiled.wanted,
         "tensor_parallel_size": settings.tensor_parallel,
-        "distributed_executor_backend": "uni" if settings.tensor_parallel == 1 else "mp",
+        "distributed_executor_backend": _executor(settings),
         "disable_log_stats": True,
         "language_model_only": True,
         "seed": 0,
@@ -77,6 +85,14 @@ def _create(
         raise
     except (ValueError, TypeError, NotImplementedError, OSError, KeyError, AttributeError) as error:
         raise _refusal(error) from error
+
+
+def _executor(settings: Settings) -> Any:
+    if settings.tensor_parallel > 1:
+        return "mp"
+    from .executor import OneProcessExecutor
+
+    return OneProcessExecutor
 
 
 def _dtype(folder: CheckpointFolder, settings: Settings) -> str:

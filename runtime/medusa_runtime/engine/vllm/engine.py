@@ -10,7 +10,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from ...config import Settings
 from ...errors import EngineError, MedusaError, ModelError, RequestError
@@ -26,27 +29,29 @@ from ..sequence import Sequence
 from ..tokenizer import Tokenizer
 from ..validation import check_token_ids
 from .checkpoint_folder import CheckpointFolder
+from .compiled import CompiledStart
 from .configuration import configure
 from .eos import eos_token_ids
 from .parameters import core_request
 
 logger = logging.getLogger(__name__)
 
+_set_num_threads = torch.set_num_threads  # vLLM's worker puts a function there that does nothing
 _IDLE_S = 0.2  # how often an idle engine looks at its stop event, which a signal handler may set
 
 
 class VllmEngine:
     """Construction waits for the checkpoint's index and configures vLLM; ``run`` loads and serves."""
 
-    def __init__(self, region: Region, settings: Settings, timeline: Timeline) -> None:
-        import torch
-
-        torch.set_num_threads(settings.threads or cpu_count())
+    def __init__(self, region: Region, settings: Settings, timeline: Timeline, *, capture: Path | None = None) -> None:
+        """``capture``: the folder to write what is compiled into (offline)."""
+        _set_num_threads(settings.threads or cpu_count())
         region.wait_index()
         self._timeline = timeline
         self._tokenizer = Tokenizer(region.file("tokenizer.json"), timeline)
+        self._compiled = CompiledStart(region, settings, timeline, capture)
         with CheckpointFolder(region) as folder:
-            self._config, budget = configure(folder, region, settings, timeline)
+            self._config, budget = configure(folder, region, settings, timeline, self._compiled)
         model = self._config.model_config
         self._vocab_size = model.get_vocab_size()
         self.info = EngineInfo(
@@ -123,9 +128,11 @@ class VllmEngine:
 
     def close(self) -> None:
         self._inbox.close()
-        if self._core is not None:
-            self._core.shutdown()
-            self._core = None
+        core, self._core = self._core, None
+        if core is None:
+            return
+        core.model_executor.shutdown()
+        core.scheduler.shutdown()
 
     # From here on: the thread of run.
 
@@ -134,7 +141,8 @@ class VllmEngine:
         from vllm.v1.executor import Executor
 
         try:
-            self._core = EngineCore(self._config, Executor.get_class(self._config), log_stats=False)
+            with self._timeline.stage("core"):
+                self._core = EngineCore(self._config, Executor.get_class(self._config), log_stats=False)
         except MedusaError as error:
             self._load_error = error
             raise

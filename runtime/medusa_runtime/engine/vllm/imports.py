@@ -6,6 +6,7 @@ import importlib
 import json
 import logging
 import os
+import warnings
 from collections.abc import Iterator
 
 from ...config import Settings
@@ -27,6 +28,8 @@ _MODULES = (
     "vllm.engine.arg_utils",
     "vllm.v1.engine.core",
     "vllm.v1.executor.uniproc_executor",
+    "vllm.model_executor.model_loader",
+    "vllm.model_executor.layers.quantization.online.base",
     "vllm.v1.core.sched.scheduler",
     "vllm.model_executor.models.llama",
     "transformers.models.auto.configuration_auto",
@@ -54,6 +57,10 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
     for module in _CPU_MODULES if current_platform.is_cpu() else _GPU_MODULES:
         importlib.import_module(module)
     importlib.import_module("medusa_runtime.engine.vllm.worker")
+    importlib.import_module("medusa_runtime.engine.vllm.executor")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it looks at every name of every module, deprecated ones included
+        current_platform.register_triton_kernel_overrides()
     from .plugin import register
 
     register()

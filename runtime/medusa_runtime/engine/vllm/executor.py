@@ -1,0 +1,54 @@
+"""vLLM's executor of one process, without what was done before the fork."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import distributed
+from vllm import envs
+from vllm.config import set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.platforms import current_platform
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+
+class OneProcessExecutor(UniProcExecutor):  # type: ignore[misc]
+    """One rank in the engine's own process: no messages between ranks, for which vLLM takes 160 MB of /dev/shm."""
+
+    def _init_executor(self) -> None:
+        self.driver_worker = _PreparedWrapper(rpc_rank=0)
+        rank = {"local_rank": 0, "rank": 0, "distributed_init_method": "env://", "is_driver_worker": True}
+        self.driver_worker.init_worker([{"vllm_config": self.vllm_config, **rank}])
+        join_group_of_one(self.vllm_config)
+        self.driver_worker.init_device()
+        self.driver_worker.load_model()
+        current_platform.update_block_size_for_backend(self.vllm_config)
+
+    def shutdown(self) -> None:
+        """The groups stay: a process may run a second engine."""
+        envs.disable_envs_cache()
+
+
+class _PreparedWrapper(WorkerWrapperBase):  # type: ignore[misc]
+    def init_worker(self, all_kwargs: list[dict[str, Any]]) -> None:
+        """As vLLM's, without replacing Triton's kernels: that looks through all modules, and ``preimport`` did it."""
+        (kwargs,) = all_kwargs
+        self.vllm_config = kwargs["vllm_config"]
+        self.mm_receiver_cache = None
+        with set_current_vllm_config(self.vllm_config):
+            self.worker = resolve_obj_by_qualname(self.vllm_config.parallel_config.worker_cls)(**kwargs)
+
+
+def join_group_of_one(config: Any) -> None:
+    """What vLLM asks of torch.distributed, with a store in memory. Idempotent."""
+    if not distributed.is_initialized():
+        backend = current_platform.dist_backend
+        distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
+    with set_current_vllm_config(config):
+        parallel_state.init_distributed_environment(1, 0, "env://", 0, current_platform.dist_backend)
+        parallel_state.ensure_model_parallel_initialized(1, 1)
+
+
+__all__ = ["OneProcessExecutor", "join_group_of_one"]
