@@ -57,6 +57,11 @@ def memory_available_bytes(root: Path = _ROOT) -> int:
     return available
 
 
+def peak_bytes() -> int:
+    """The most memory this process has had resident, shared pages included."""
+    return (_field(Path("/proc/self/status"), "VmHWM:") or 0) * 1024
+
+
 def _groups(root: Path, controller: str) -> Iterator[Path]:
     """The folders of this process's group under one controller, from its own up to the topmost that is visible."""
     mounts = _mounts(root)
@@ -141,4 +146,4 @@ def _lines(path: Path) -> Iterator[str]:
         return
 
 
-__all__ = ["cpu_count", "memory_available_bytes", "memory_limit_bytes"]
+__all__ = ["cpu_count", "memory_available_bytes", "memory_limit_bytes", "peak_bytes"]

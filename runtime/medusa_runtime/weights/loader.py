@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from medusa_runtime.errors import WeightsError
+from medusa_runtime.limits import peak_bytes
 from medusa_runtime.timeline import Timeline
 from medusa_runtime.weights.alignment import must_move
 from medusa_runtime.weights.awaited import Awaited, await_value
@@ -148,7 +150,11 @@ class Loader:
 
     def _run(self) -> None:
         try:
-            self._apply_all(self._wait_index())
+            index = self._wait_index()
+            with self._timeline.stage("load") if self._timeline is not None else nullcontext({}) as detail:
+                self._apply_all(index)
+                # What the process has taken at most so far, its views of the region included; and the region itself.
+                detail |= {"peak_bytes": peak_bytes(), "region_peak_bytes": self._region.peak_bytes}
         except BaseException as error:  # noqa: BLE001  whatever it is, it must reach those who wait
             self._error = error
         finally:
