@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import os
@@ -96,6 +97,8 @@ def _warm(service: Service, front: Front) -> None:
         front.app()
     if service.function is not None:
         service.function.load()
+    # Imported for good: a full collection that looked at all of it would hold up a hundred streams and every probe.
+    gc.freeze()
     if service.engine is None and service.ready:
         service.timeline.mark("ready")
 
