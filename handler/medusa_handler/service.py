@@ -16,6 +16,7 @@ from .metrics import Metrics
 
 if TYPE_CHECKING:
     from medusa_runtime.config import Settings
+    from medusa_runtime.engine.client import EngineClient
     from medusa_runtime.instance import InstanceHandle
 
     from .function import UserFunction
@@ -52,8 +53,8 @@ class Service:
 
     @property
     def ready(self) -> bool:
-        """Everything a request needs is there."""
-        model = self.engine is None or self.engine.ready
+        """Everything a request needs is there; a model that is loaded with the first request is asked for by one."""
+        model = self.engine is None or self.engine.ready or self.settings.engine_start == "request"
         return model and (self.function is None or self.function.ready)
 
     def chat_template(self, gone: Callable[[], bool]) -> ChatTemplate:
@@ -100,7 +101,7 @@ class Service:
         status: dict[str, Any] = {"status": state}
         if self.engine is not None:
             status["model"] = self.model_name
-            status["engine"] = "ready" if self.engine.ready else "starting" if self.engine.info is None else "loading"
+            status["engine"] = _engine_status(self.engine)
         if self.region is not None:
             progress = self.region.progress()
             status |= {
@@ -139,3 +140,11 @@ class Service:
         own = self.platform.limit_s(headers) if self.platform.limit_s is not None else None
         limits = [limit for limit in (own, self.settings.timeout_s) if limit is not None]
         return min(limits, default=None)
+
+
+def _engine_status(engine: EngineClient) -> str:
+    if engine.ready:
+        return "ready"
+    if not engine.started:
+        return "idle"
+    return "starting" if engine.info is None else "loading"

@@ -17,6 +17,8 @@ from medusa_runtime.node.attachment import Attachment
 from medusa_runtime.node.messages import receive, send
 from medusa_runtime.timeline import Timeline
 
+from .slow_origin import SlowOrigin, serving_origin
+
 Start = Callable[..., Any]
 FALLBACK = "starting without the node agent"
 
@@ -87,6 +89,12 @@ def middleman() -> Iterator[Callable[[Any, str], Middleman]]:
     yield make
     for one in made:
         one.close()
+
+
+@pytest.fixture
+def slow_origin(example: Path) -> Iterator[SlowOrigin]:
+    with serving_origin(example, bytes_per_s=1e5) as server:
+        yield server
 
 
 def stages(serving: Any) -> dict[str, list[dict[str, Any]]]:
@@ -202,6 +210,37 @@ def test_the_agent_dies_while_a_function_serves(start: Start, start_node: Start,
     assert node.stop() == 0
 
 
+@pytest.mark.parametrize("prewarm", ["torch=1", "torch=0"])
+@pytest.mark.parametrize("victim", ["agent", "prefetcher"])
+def test_the_fetch_dies_while_a_request_waits(
+    start: Start, start_node: Start, slow_origin: SlowOrigin, example: Path, prewarm: str, victim: str
+) -> None:
+    node = start_node("--prewarm", prewarm)
+    if prewarm == "torch=1":
+        node.wait_warm()
+    before = node.children()
+    serving = start("--model", slow_origin.url, "--node-socket", node.socket)
+    answers: list[Any] = []
+    request = threading.Thread(target=lambda: answers.append(serving.complete()["choices"][0]["text"]))
+    request.start()
+    node.until(lambda: [held["state"] for held in node.status()["regions"]] == ["fetching"])
+    node.until(lambda: "listening" in serving.output())
+    if victim == "agent":
+        node.kill()
+    else:
+        (prefetcher,) = [pid for pid in node.children() if process_name(pid) == "prefetcher"]
+        os.kill(prefetcher, signal.SIGKILL)
+    slow_origin.bytes_per_s = 1e9
+    request.join(60)
+    assert answers
+    assert answers[0]
+    assert serving.complete()["choices"][0]["text"] == answers[0]
+    assert serving.output().count(FALLBACK) == 1
+    assert serving.stop() == 0
+    if victim == "agent":
+        node.until(lambda: not any(alive(pid) for pid in before))
+
+
 def test_a_warm_process_dies_while_it_is_specialised(start: Start, start_node: Start, example: Path) -> None:
     node = start_node("--prewarm", "torch=1")
     node.wait_warm()
@@ -238,6 +277,13 @@ def test_a_killed_function_takes_its_engine_along(start: Start, start_node: Star
     node.until(lambda: not alive(engine))
     node.until(lambda: node.status()["regions"][0]["in_use_by"] == 0)
     assert node.stop() == 0
+
+
+def process_name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def alive(pid: int) -> bool:

@@ -94,6 +94,11 @@ class EngineClient:
         """The engine is up and all weights are applied."""
         return self._ready
 
+    @property
+    def started(self) -> bool:
+        """Somebody has asked for the engine."""
+        return self._thread is not None
+
     def start(self) -> None:
         """Connect in the background. Done by every other method, too."""
         with self._state:
