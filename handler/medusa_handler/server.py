@@ -73,7 +73,7 @@ def _boot(instance: InstanceHandle, settings: Settings, platform: Platform) -> t
         from .function import UserFunction
 
         service.function = UserFunction(service)
-    if instance.engine is not None:
+    if instance.engine is not None and settings.engine_start == "now":
         instance.engine.start()
     threading.Thread(target=_warm, args=(service, front), name="load-handler", daemon=True).start()
 
