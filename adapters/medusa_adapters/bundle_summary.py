@@ -47,7 +47,7 @@ def _artifact(artifact: Artifact, bundle: Bundle, facts: Facts, verify: bool) ->
     kind = KINDS.get(artifact.kind)
     if kind is None:
         return found | {"problem": "this version does not know this kind"}
-    if facts.subject.settings.engine not in kind.engines:
+    if kind.engines and facts.subject.settings.engine not in kind.engines:
         found["problem"] = f"it is for --engine {' or '.join(kind.engines)}"
     else:
         found["problem"] = facts.difference(artifact.key, kind.facts)

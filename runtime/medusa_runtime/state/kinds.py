@@ -8,8 +8,8 @@ from typing import NamedTuple
 class Kind(NamedTuple):
     """One kind of artifact.
 
-    ``facts``: what its key holds (see ``key.FACTS``), so a change of anything else leaves it valid. ``engines``: who
-    uses it. ``capture``: ``module:function`` that makes its blob, ``function(model, settings, folder) -> Path | None``
+    ``facts``: what its key holds (see ``key.FACTS``), so a change of anything else leaves it valid. ``engines``: whose
+    start uses it. ``capture``: ``module:function`` that makes its blob, ``function(model, settings, folder) -> Path | None``
     (None: there is nothing to keep); empty for what ``materialize`` makes itself.
     """
 
@@ -23,7 +23,7 @@ _COMPUTED = ("shape", "engine", "torch", "isa", "gpu", "dtype", "max_model_len")
 
 WEIGHT_INDEX = Kind("weight-index", ("layout",), ("torch", "vllm", "none"))
 KV_PLAN = Kind("kv-plan", (*_COMPUTED, "max_batched_tokens"), ("torch",))
-STAGE_TIMES = Kind("stage-times", ("shape", "engine", "torch", "isa", "gpu", "dtype"), ("torch", "vllm"))
+STAGE_TIMES = Kind("stage-times", ("shape", "engine", "torch", "isa", "gpu", "dtype"), ())
 COMPILE_CACHE = Kind("compile-cache", (*_COMPUTED, "python"), ("vllm",), "medusa_runtime.state.compile_cache:capture")
 CUDA_GRAPHS = Kind("cuda-graphs", (*_COMPUTED, "driver"), ("torch", "vllm"), "medusa_runtime.state.graphs:capture")
 

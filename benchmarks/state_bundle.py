@@ -1,0 +1,93 @@
+"""What a state bundle saves before the first byte of weights is asked for, on a store with latency.
+
+    python -m benchmarks.state_bundle --model out/llama-57m --latency 0.03 --json out/state-bundle.json
+
+One server, which answers each request after the latency; fetches with and without the bundle in turn, each in a fork
+of this process, which has imported everything. ``index_s`` lasts until the region is laid out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from medusa_adapters.bench.result import Result
+from medusa_runtime.config import Settings
+from medusa_runtime.state import bundle, key, restore, weight_index  # noqa: F401  imported before anything is timed
+from medusa_runtime.state.materialize import Materialization
+from medusa_runtime.state.restore import Restoration
+from medusa_runtime.timeline import Timeline
+from medusa_runtime.weights.prefetcher import prefetch
+from medusa_runtime.weights.region import Region
+
+_WITHOUT, _WITH = "no-bundle", "bundle"
+
+
+@contextmanager
+def serving(folder: Path, latency_s: float) -> Iterator[str]:
+    command = [sys.executable, "-m", "medusa_adapters.bench.ranged_server", str(folder), "--latency", str(latency_s)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        try:
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        finally:
+            process.terminate()
+
+
+def index_s(url: str, state: str | None) -> float:
+    """Seconds until a prefetcher has laid the region out; the weights are left alone."""
+    region = Region.create()
+    began = time.monotonic()
+    child = os.fork()
+    if not child:
+        settings = Settings(state=state)
+        timeline = Timeline.create("prefetcher")
+        prefetch(region, url, settings=settings, timeline=timeline, restoring=Restoration(settings, timeline))
+        os._exit(0)
+    try:
+        region.wait_index(60)
+        return time.monotonic() - began
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        region.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--latency", type=float, default=0.03, help="seconds before each answer")
+    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    result = Result()
+    with tempfile.TemporaryDirectory(prefix="medusa-bench-") as scratch:
+        root = Path(scratch)
+        for file in arguments.model.resolve().iterdir():
+            if file.is_file():
+                shutil.copy(file, root)  # the server follows no links out of its folder
+        with Materialization(Settings(model=str(root)), root / ".medusa") as making:
+            making.prepare()
+            making.commit()
+        with serving(root, arguments.latency) as url:
+            samples: dict[str, list[float]] = {_WITHOUT: [], _WITH: []}
+            for _ in range(arguments.runs + 1):
+                samples[_WITHOUT].append(index_s(url, "none"))
+                samples[_WITH].append(index_s(url, None))
+    for name, taken in samples.items():
+        result.add(name, "index_s", "s", taken[1:])
+    print(result.table())
+    if arguments.json:
+        result.write(arguments.json)
+
+
+if __name__ == "__main__":
+    main()
