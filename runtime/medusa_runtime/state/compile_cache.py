@@ -9,19 +9,53 @@ torch, Python, CPU, model) is its key in the manifest; what only vLLM can tell i
 from __future__ import annotations
 
 import io
+import json
+import os
 import struct
+import subprocess
+import sys
 import zipfile
 import zlib
+from dataclasses import asdict
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
+from ..config import Settings
 from ..errors import StateError
 
-FOLDER_VARIABLE = "MEDUSA_COMPILED_MODEL"  # tells an engine's worker where the restored folder is
-CAPTURE_VARIABLE = "MEDUSA_COMPILED_MODEL_CAPTURE"  # … and where to write one
+_CAPTURES = {"vllm": "medusa_runtime.engine.vllm.capture"}  # the engines stand above this package
+_CAPTURE_TIMEOUT_S = 3600.0
 _MODEL = "model-1"  # the folder within; another number is another format
 # What zipfile raises for bytes that are no archive, or an archive with wrong bytes in it.
 _DAMAGE: tuple[type[Exception], ...] = (zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, OverflowError)
 _DAMAGE += (KeyError, ValueError, RuntimeError)
+
+
+def capture(model: str, settings: Settings, folder: Path) -> Path:
+    """Start the engine on ``model`` so that it compiles, in a new process; the file, which lies in ``folder``.
+
+    Raises StateError with the last thing that the process said when it fails or takes an hour.
+    """
+    made, blob = folder / "made", folder / "compile-cache"
+    made.mkdir(parents=True)
+    command = [sys.executable, "-m", _CAPTURES[settings.engine], model, str(made)]
+    try:
+        subprocess.run(
+            command,
+            input=json.dumps(asdict(settings)),
+            env={**os.environ, **cache_folders(folder / "caches")},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=True,
+            timeout=_CAPTURE_TIMEOUT_S,
+        )
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.strip().splitlines() or [f"status {error.returncode}"]
+        raise StateError(f"the model could not be compiled: {said[-1][-500:]}") from None
+    except subprocess.TimeoutExpired:
+        raise StateError(f"the model could not be compiled within {_CAPTURE_TIMEOUT_S / 60:.0f} minutes") from None
+    return pack(made, blob)
 
 
 def pack(folder: Path, blob: Path) -> Path:
@@ -33,8 +67,15 @@ def pack(folder: Path, blob: Path) -> Path:
     return blob
 
 
-def restore(blob: Path | bytes, folder: Path) -> dict[str, str]:
-    """Unpack into ``folder`` (private to this instance); the environment that makes an engine use it.
+class Restored(NamedTuple):
+    """``folder``: a CompiledModel's. ``env``: what keeps the engine's own caches beside it."""
+
+    folder: Path
+    env: dict[str, str]
+
+
+def restore(blob: Path | bytes, folder: Path) -> Restored:
+    """Unpack into ``folder``, which is private to this instance.
 
     Raises StateError when the file is damaged or of another format; the engine then compiles as if there were none.
     """
@@ -44,7 +85,7 @@ def restore(blob: Path | bytes, folder: Path) -> dict[str, str]:
                 _write(folder, name, archive.read(name))  # checks its CRC
     except _DAMAGE as error:
         raise StateError(f"the compile cache cannot be read ({error}); materialize it again") from error
-    return {**cache_folders(folder), FOLDER_VARIABLE: str(folder / _MODEL)}
+    return Restored(folder / _MODEL, cache_folders(folder))
 
 
 def cache_folders(folder: Path) -> dict[str, str]:

@@ -11,6 +11,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +25,23 @@ _KERNELS = "kernels"
 class CompiledModel:
     """A folder with a model's compiled functions and their kernels.
 
-    ``recording`` surrounds the first forward, which compiles; ``save`` then keeps what it made. ``attach`` gives a
-    model of another process the same functions, before its first forward: nothing is traced and nothing compiled.
+    ``record`` surrounds the first forward, which compiles, and keeps what it made. ``attach`` gives a model of another
+    process the same functions, before its first forward: nothing is traced and nothing compiled.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.kernels = CompiledKernels(folder / _KERNELS)
 
-    def save(self, model: Any, config: Any) -> int:
-        """Serialize the compiled functions of ``model`` (a vLLM module, after its first forward); how many there were.
+    @contextmanager
+    def record(self, model: Any, config: Any) -> Iterator[None]:
+        """Serialize what is compiled of ``model`` (a loaded vLLM module) in this context.
 
-        Raises StateError when there are none.
+        Raises StateError at its end when that is nothing.
         """
+        key = config_key(config)  # before the first forward: that changes the configuration
+        with self.kernels.recording():
+            yield
         names = []
         for number, (name, module) in enumerate(_compiled_modules(model)):
             module.aot_compiled_fn.save_compiled_function(str(self.folder / f"{number}.aot"))
@@ -46,9 +51,7 @@ class CompiledModel:
                 "nothing was compiled: expected a model that vLLM compiles (no --enforce-eager, no LoRA, a supported "
                 "architecture), found no compiled function in it"
             )
-        index = {"modules": names, "config": config_key(config)}
-        (self.folder / INDEX).write_text(json.dumps(index))
-        return len(names)
+        (self.folder / INDEX).write_text(json.dumps({"modules": names, "config": key}))
 
     def attach(self, model: Any, config: Any) -> int:
         """Load the functions and hand them to the modules they were made from; how many they were.

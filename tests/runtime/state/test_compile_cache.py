@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from medusa_runtime.errors import StateError
-from medusa_runtime.state.compile_cache import FOLDER_VARIABLE, pack, restore
+from medusa_runtime.state.compile_cache import pack, restore
 
 CONTENT = bytes(range(256)) * 4096
 
@@ -24,8 +24,7 @@ def blob(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("as_bytes", [False, True])
 def test_what_was_packed_comes_back_in_another_folder(blob: Path, tmp_path: Path, as_bytes: bool) -> None:
-    env = restore(blob.read_bytes() if as_bytes else blob, tmp_path / "here")
-    folder = Path(env[FOLDER_VARIABLE])
+    folder, env = restore(blob.read_bytes() if as_bytes else blob, tmp_path / "here")
     assert (folder / "0.aot").read_bytes() == CONTENT
     assert (folder / "kernels" / "ab.so").read_bytes() == b"\x7fELF"
     assert all(Path(value).is_relative_to(tmp_path / "here") for value in env.values())
@@ -49,11 +48,11 @@ def test_every_damage_is_noticed(blob: Path, tmp_path: Path) -> None:
         flipped = bytearray(data)
         flipped[place] ^= 0x10
         try:
-            env = restore(bytes(flipped), tmp_path / f"flip{place}")
+            folder, _ = restore(bytes(flipped), tmp_path / f"flip{place}")
         except StateError:
             noticed += 1
             continue
-        found = Path(env[FOLDER_VARIABLE]) / "0.aot"
+        found = folder / "0.aot"
         assert not found.exists() or found.read_bytes() == CONTENT
     assert noticed > 50
 

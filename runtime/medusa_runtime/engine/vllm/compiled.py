@@ -46,13 +46,13 @@ class CompiledStart:
             if blob is None:
                 return
             self._scratch = Path(tempfile.mkdtemp(prefix="medusa-compiled-"))
-            environment = restore(blob, self._scratch)
+            restored = restore(blob, self._scratch)
         except (StateError, OSError) as error:
             logger.warning("%s is not used: %s", COMPILE_CACHE.name, error)
             timeline.mark("compiled", left_out=str(error)[:300])
             return
-        self.extra[_RESTORED] = environment.pop("MEDUSA_COMPILED_MODEL")
-        os.environ.update(environment)
+        self.extra[_RESTORED] = str(restored.folder)
+        os.environ.update(restored.env)
         timeline.record("compiled_restore", start_ns, time.monotonic_ns(), bytes=len(blob))
 
     def __enter__(self) -> Self:
