@@ -54,8 +54,6 @@ def test_every_strategy_gives_the_output_of_eager_loading(name: str, tmp_path: P
     eager = outputs.pop("sequential")
     assert eager.isfinite().all()
     assert eager.std() > 0
-    # MKL adds up in another order where a matrix lies elsewhere; the command compares with MKL in its strict mode.
-    torch.testing.assert_close(outputs.pop("full"), eager, rtol=1e-4, atol=1e-6)
     for strategy, output in outputs.items():
         assert torch.equal(output, eager), strategy
     layers = {step.name for step in chosen.steps}

@@ -12,7 +12,14 @@ from medusa_runtime.weights.region import Region
 if TYPE_CHECKING:
     from torch import Tensor
 
-DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64", "float8_e4m3fn": "F8_E4M3"}
+DTYPES = {
+    "float32": "F32",
+    "float64": "F64",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "int64": "I64",
+    "float8_e4m3fn": "F8_E4M3",
+}
 
 
 class Filling:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from medusa_runtime.errors import CorruptError, MismatchError, WeightsError
+from medusa_runtime.timeline import Timeline
+from medusa_runtime.weights.alignment import needed_bytes
 from medusa_runtime.weights.awaited import Awaited
 from medusa_runtime.weights.build import build
 from medusa_runtime.weights.loader import Loader
 from medusa_runtime.weights.region import Region
+from medusa_runtime.weights.schedule import Schedule
 from torch import Tensor, nn
 
 Fill = Callable[..., Any]
@@ -301,3 +305,69 @@ def test_views_are_not_released(filling: Fill) -> None:
     again = build(filled.region, lambda: nn.Linear(8, 8), "first.")
     assert isinstance(again[1], Loader)
     again[1].wait()
+
+
+class Rows(nn.Module):
+    """Products of a matrix and one vector, in the ways that torch has of asking for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(1000, 33)
+        self.squeeze = nn.Conv2d(1000, 33, 1)
+        self.wide = nn.Parameter(torch.rand(33, 1000, dtype=torch.float64))
+        self.vector = nn.Parameter(torch.rand(1000))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = (self.dense(x)[0], self.squeeze(x.view(1, -1, 1, 1)).view(-1), self.wide @ x[0].double())
+        return torch.cat([row.double() for row in (*rows, (self.vector @ x[0]).view(1))])
+
+
+@pytest.mark.parametrize("shift", [0, 8, 24, 32, 40])
+def test_bits_do_not_depend_on_where_in_its_file_a_tensor_lies(filling: Fill, shift: int) -> None:
+    torch.manual_seed(1)
+    eager = Rows().eval()
+    state = {name: tensor.detach().clone() for name, tensor in eager.state_dict().items()}
+    x = torch.rand(1, 1000)
+    with torch.inference_mode():
+        module, loader = build(filling(state, shift=shift).complete().region, lambda: Rows().eval())
+        loader.wait()
+        assert torch.equal(module(x), eager(x))
+        viewing, loader = build(filling(state, shift=shift).complete().region, lambda: Rows().eval(), exact=False)
+        loader.wait()
+        assert viewing.dense.weight.data_ptr() % 64 == shift  # as in its file: this one is no copy
+        assert (module.dense.weight.data_ptr() % 64 == shift) or shift % needed_bytes()
+
+
+def test_the_timeline_tells_a_loads_peak_memory(filling: Fill) -> None:
+    net, state = reference()
+    timeline = Timeline.create("test")
+    module, loader = build(filling(state).complete().region, make, timeline=timeline)
+    assert torch.equal(module(X), net(X))
+    loader.wait()
+    (load,) = [stage for stage in timeline.stages() if stage.name == "load"]
+    assert load.detail["peak_bytes"] > load.detail["region_peak_bytes"] > sum(t.nbytes for t in state.values())
+
+
+def test_is_fetched_in_construction_order_unless_a_forward_was_recorded(filling: Fill) -> None:
+    """Names that tell nothing, in a file sorted by them."""
+    names = [f"{letter}.weight" for letter in "abcdefgh"]
+    state = {name: torch.randn(600, 600) for name in names}  # more than a chunk each
+
+    def stack() -> nn.Module:
+        return nn.Sequential(OrderedDict((name[0], nn.Linear(600, 600, bias=False)) for name in reversed(names)))
+
+    filled = filling(state).lay_out()
+    module, loader = build(filled.region, stack)
+    schedule = Schedule(filled.writer)
+    assert filled.writer.chunks is not None
+    of = {chunk: name for name in names for chunk in filled.writer.chunks.of_tensor(name)}
+    deadline = time.monotonic() + 60
+    while len(filled.writer.wished()) < len(of):
+        assert time.monotonic() < deadline
+    taken: dict[str, None] = {}
+    while (span := schedule.take(1)) is not None:
+        taken |= dict.fromkeys(of[chunk] for chunk in span.chunks)
+    assert list(taken) == names[::-1]
+    filled.arrive(*names)
+    loader.wait()
+    assert all(torch.equal(module.state_dict()[name], tensor) for name, tensor in state.items())
