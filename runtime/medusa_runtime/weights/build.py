@@ -78,9 +78,7 @@ def _construct(factory: Callable[[], M]) -> M:
         with skeleton():
             module = factory()
         problem = _left_on_meta(module)
-    except (NotImplementedError, RuntimeError) as error:
-        if "meta" not in str(error):
-            raise
+    except Exception as error:  # noqa: BLE001  one of the user's own is raised again below
         problem = _user_line(error)
     if problem is not None:
         # What it computed from a parameter is computed from initial values; so it would be without us.

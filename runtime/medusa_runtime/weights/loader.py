@@ -248,7 +248,7 @@ class Loader:
         slab = self.slab = link.memory("weights", layout.size_bytes)
         targets = slab_views(slab, layout, self._pending)
         for name, place in self._pending.items():
-            self._assign(place, _as_parameter(place, targets[name]))
+            self._assign(place, self._as_parameter(place, targets[name]))
         self._placed.set()
         return targets
 
@@ -294,10 +294,16 @@ class Loader:
         value: Tensor = self._converted(place, tensor)
         if place.is_buffer and value is tensor:
             value = value.clone()  # it may be written to by the forward, so it is never a view
-        value = _as_parameter(place, value)
+        value = self._as_parameter(place, value)
         self._assign(place, value)
         self._count(place, start, waiting)
         return is_lazy(value) or value.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
+
+    def _as_parameter(self, place: Place, value: Tensor) -> Tensor:
+        if place.is_buffer or is_lazy(value):
+            return value
+        # Whether it wants a gradient changes how torch multiplies, and so last bits, also where nobody asks for one.
+        return nn.Parameter(value, self._building is not None and place.tensor.requires_grad)
 
     @staticmethod
     def _assign(place: Place, value: Tensor) -> None:
@@ -364,10 +370,6 @@ class _Arrivals:
             except TimeoutError:
                 pass
         return found
-
-
-def _as_parameter(place: Place, value: Tensor) -> Tensor:
-    return value if place.is_buffer or is_lazy(value) else nn.Parameter(value, requires_grad=False)
 
 
 def _gates_of(place: Place, waiting: Waiting) -> list[Gate]:

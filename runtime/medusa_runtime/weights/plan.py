@@ -33,7 +33,8 @@ def places(module: nn.Module) -> dict[str, Place]:
     found: dict[int, tuple[Tensor, bool]] = {}
     for name, owner, attribute, tensor, is_buffer in _tensors(module):
         names.setdefault(id(tensor), []).append(name)
-        owners.setdefault(id(tensor), []).append((owner, attribute))
+        if (owner, attribute) not in owners.setdefault(id(tensor), []):
+            owners[id(tensor)].append((owner, attribute))
         found[id(tensor)] = tensor, is_buffer
     result: dict[str, Place] = {}
     for key, (tensor, is_buffer) in found.items():
@@ -43,7 +44,7 @@ def places(module: nn.Module) -> dict[str, Place]:
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor, bool]]:
-    for prefix, owner in module.named_modules():
+    for prefix, owner in module.named_modules(remove_duplicate=False):  # as in a state dict
         dot = f"{prefix}." if prefix else ""
         for attribute, parameter in owner._parameters.items():
             if parameter is not None:

@@ -18,6 +18,7 @@ from torch.utils import swap_tensors
 
 _FACTORIES = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
 _DESCRIBING = frozenset({"size", "dtype", "layout", "memory_format"})  # what a factory's arguments say of the result
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # equal to, but not the same as what is called
 _HARMLESS = frozenset(  # what looks at a tensor, not into it
     {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride}
     | {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_meta", "requires_grad")}
@@ -55,6 +56,9 @@ class _Phantoms(TorchFunctionMode):
             return func(*args, **kwargs)
         target = kwargs.get("out", args[0] if args else kwargs.get("tensor"))
         if type(target) is nn.Parameter:
+            if func == _SET_DATA and (target.is_meta or args[1].is_meta):
+                _empty(target, args[1])
+                return None
             if _writes(func, kwargs):
                 _empty(target)
                 return target
@@ -108,10 +112,11 @@ def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
     return "out" in kwargs or func is Tensor.__setitem__ or (name.endswith("_") and not name.endswith("__"))
 
 
-def _empty(parameter: nn.Parameter) -> None:
+def _empty(parameter: nn.Parameter, like: Tensor | None = None) -> None:
     """Take a parameter's memory away: whoever initialises it holds a placeholder, however it was made."""
-    if not parameter.is_meta:
-        _swap(parameter, nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad))
+    if like is not None or not parameter.is_meta:
+        like = parameter if like is None else like
+        _swap(parameter, nn.Parameter(torch.empty_like(like, device="meta"), parameter.requires_grad))
 
 
 def _tensor(value: Any) -> Tensor:
