@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import sys
 import threading
 import time
 from pathlib import Path
 
-from medusa_runtime.config import Settings, from_env
-from medusa_runtime.errors import ConfigError, StorageError, from_code
+from medusa_runtime.config import NODE_SOCKET, Settings, from_env
+from medusa_runtime.errors import ConfigError, NodeError, StorageError, from_code
 
 from .progress import ProgressLine, size
 
@@ -21,13 +22,26 @@ _CONNECTIONS = 8
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", metavar="URL", help="a folder, file, http(s)://, s3:// or any fsspec URL")
     parser.add_argument("--to", type=Path, metavar="DIR", help="write its files there; without it, only into memory")
+    parser.add_argument("--node", action="store_true", help="into the node agent's memory, for all functions here")
+    parser.add_argument("--pin", action="store_true", help="with --node: never evict it")
+    parser.add_argument("--fresh", action="store_true", help="with --node: even if it is there, for it has changed")
+    parser.add_argument("--node-socket", metavar="SOCKET", help="the node agent's socket [MEDUSA_NODE_SOCKET]")
     parser.add_argument("--connections", metavar="N", help="connections to the store [MEDUSA_CONNECTIONS]")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    settings = from_env(os.environ, model=arguments.checkpoint, connections=arguments.connections)
+    _check(arguments)
+    settings = from_env(
+        os.environ,
+        model=arguments.checkpoint,
+        connections=arguments.connections,
+        node_socket=arguments.node_socket,
+    )
     began = time.monotonic()
-    if arguments.to is not None:
+    if arguments.node:
+        fetched = _into_node(settings, pin=arguments.pin, fresh=arguments.fresh)
+        place = "into the node agent's memory"
+    elif arguments.to is not None:
         fetched = _into_folder(arguments.checkpoint, arguments.to, settings.connections or _CONNECTIONS)
         place = f"into {arguments.to}"
     else:
@@ -36,6 +50,36 @@ def run(arguments: argparse.Namespace) -> int:
     took_s = time.monotonic() - began
     print(f"fetched {size(fetched)} in {took_s:.2f} s, {fetched / 1e6 / max(took_s, 1e-6):,.0f} MB/s, {place}")
     return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.node and (arguments.to is not None or arguments.connections is not None):
+        raise ConfigError("--node: expected neither --to nor --connections; the agent fetches, into its own memory")
+    if not arguments.node and (arguments.pin or arguments.fresh or arguments.node_socket is not None):
+        raise ConfigError("--pin, --fresh and --node-socket: expected --node beside them")
+
+
+def _into_node(settings: Settings, *, pin: bool, fresh: bool) -> int:
+    """Bytes of the weights, when the agent has them all. NodeError without an agent, and what the store answered."""
+    from medusa_runtime.node.client import NodeClient
+
+    assert settings.model is not None
+    client = NodeClient(settings.node_socket or NODE_SOCKET, settings.node_user)
+    line = _line()
+    try:
+        region = client.region(settings.model, pin=pin, fresh=fresh)
+        while (progress := region.progress()).state == "fetching":
+            line.show(progress)
+            if select.select([client], [], [], _LOOK_EVERY_S)[0] and (reason := client.lost()) is not None:
+                raise NodeError(reason or "the node agent ended while it was fetching")
+        line.end()
+        if progress.error is not None:
+            raise NodeError(progress.error)
+        region.close()
+        return progress.total_bytes
+    finally:
+        line.end()
+        client.close()
 
 
 def _into_memory(settings: Settings) -> int:
