@@ -10,10 +10,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -151,7 +151,10 @@ class Loader:
     def _run(self) -> None:
         try:
             index = self._wait_index()
-            with self._timeline.stage("load") if self._timeline is not None else nullcontext({}) as detail:
+            told: AbstractContextManager[dict[str, Any]] = nullcontext({})
+            if self._timeline is not None:
+                told = self._timeline.stage("load")
+            with told as detail:
                 self._apply_all(index)
                 # What the process has taken at most so far, its views of the region included; and the region itself.
                 detail |= {"peak_bytes": peak_bytes(), "region_peak_bytes": self._region.peak_bytes}
