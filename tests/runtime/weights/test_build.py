@@ -371,3 +371,37 @@ def test_is_fetched_in_construction_order_unless_a_forward_was_recorded(filling:
     filled.arrive(*names)
     loader.wait()
     assert all(torch.equal(module.state_dict()[name], tensor) for name, tensor in state.items())
+
+
+class Unusual(nn.Module):
+    """A module under two names, ``.data`` assigned, and a product that torch folds only where a gradient is wanted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(64, 64)
+        self.again = nn.Sequential(self.dense, nn.ReLU())
+        self.dense.bias.data = torch.zeros(64)
+        self.dense.weight.data.uniform_(-1, 1)
+        self.folded = nn.Parameter(torch.rand(128, 4))
+        self.fixed = nn.Parameter(torch.rand(9), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.again(self.dense(x))
+        return (self.folded @ hidden.view(-1, 4, 8)).sum(-1) + self.fixed.sum()
+
+
+def test_what_is_unusual_equals_eager_loading(filling: Fill) -> None:
+    torch.manual_seed(2)
+    eager = Unusual().eval()
+    eager.load_state_dict({name: torch.rand_like(tensor) for name, tensor in eager.state_dict().items()})
+    stored = {name: tensor.detach().clone() for name, tensor in eager.state_dict().items()}
+    assert "again.0.weight" in stored  # both names are in the file, as torch.save writes it
+    module, loader = build(filling(stored).complete().region, lambda: Unusual().eval())
+    x = torch.rand(3, 64)
+    with torch.no_grad():
+        assert torch.equal(module(x), eager(x))
+    loader.wait()
+    assert module.again[0].weight is module.dense.weight
+    assert [p.requires_grad for p in module.parameters()] == [p.requires_grad for p in eager.parameters()]
+    (module(x).sum()).backward()  # also trains, as what was loaded eagerly
+    assert module.folded.grad is not None
