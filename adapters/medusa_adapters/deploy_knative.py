@@ -43,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--node-agent", action="store_true", help="share weights with the node agent; renders it, too")
     parser.add_argument("--node-agent-image", help="default: the function's image")
     parser.add_argument("--node-agent-memory", default="16Gi", help="for regions and warm processes (%(default)s)")
+    parser.add_argument("--node-agent-cpu", default="100m", help="for warm processes that serve (%(default)s)")
+    parser.add_argument("--node-agent-prewarm", metavar="ENGINE=N", help="idle engine processes a node, e.g. torch=2")
+    parser.add_argument("--node-agent-secret", action="append", default=[], help="a Secret with what it fetches with")
     parser.add_argument("--apply", action="store_true", help="apply with kubectl instead of printing")
 
 
@@ -87,6 +90,9 @@ def render(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], list[st
         documents = node_agent.manifests(
             values.image(arguments.node_agent_image or described.image),
             memory=values.quantity(arguments.node_agent_memory, "--node-agent-memory"),
+            cpu=values.quantity(arguments.node_agent_cpu, "--node-agent-cpu"),
+            prewarm=_prewarm(arguments.node_agent_prewarm),
+            secrets=[values.label(name, "--node-agent-secret") for name in arguments.node_agent_secret],
             node_selector=placement.node_selector,
             tolerations=placement.tolerations,
         )
@@ -113,6 +119,14 @@ def _comments(service: Mapping[str, Any], placement: knative.Placement, measured
         enforce = "=".join(*node_agent.PRIVILEGED.items())
         lines.append(f"Needs, for the node agent's folder: kubectl label namespace {placement.namespace} {enforce}")
     return lines
+
+
+def _prewarm(text: str | None) -> str | None:
+    """ConfigError for what `medusa node` would refuse."""
+    from medusa_runtime.node.settings import node_settings
+
+    node_settings({}, {"prewarm": text})
+    return text
 
 
 def _toleration(text: str) -> dict[str, str]:

@@ -173,6 +173,19 @@ def test_node_agent_is_one_that_kubernetes_knows() -> None:
     assert documents[0]["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "privileged"
 
 
+def test_the_node_agents_pod_is_told_what_to_keep_warm() -> None:
+    more = ["--node-agent-prewarm=torch=2,vllm=1", "--node-agent-cpu=2", "--node-agent-secret=s3-keys"]
+    _, documents = rendered("qwen", "--image=qwen:1", "--node-agent", *more)
+    kubernetes_validate.validate(documents[-2], "1.30", strict=True)
+    (container,) = documents[-2]["spec"]["template"]["spec"]["containers"]
+    assert {"name": "MEDUSA_NODE_PREWARM", "value": "torch=2,vllm=1"} in container["env"]
+    assert container["resources"]["requests"]["cpu"] == "2"
+    assert container["envFrom"] == [{"secretRef": {"name": "s3-keys"}}]
+    refused = deploy("qwen", "--image=qwen:1", "--node-agent", "--node-agent-prewarm=jax=1")
+    assert refused.returncode == 2
+    assert "--prewarm='jax=1' cannot be used: expected engine=count" in refused.stderr
+
+
 def test_gated_fields_are_checked_by_the_renderer(tmp_path: Path) -> None:
     _, documents = rendered("qwen", "--image=qwen:1", *EVERYTHING)
     service = documents[-1]

@@ -30,10 +30,18 @@ def manifests(
     image: str,
     *,
     memory: str,
+    cpu: str = "100m",
+    prewarm: str | None = None,
+    secrets: Sequence[str] = (),
     node_selector: Mapping[str, str] | None = None,
     tolerations: Sequence[Mapping[str, str]] = (),
 ) -> list[dict[str, Any]]:
-    """Namespace, ServiceAccount, Role, RoleBinding, DaemonSet; ``memory`` is for regions and warm processes."""
+    """Namespace, ServiceAccount, Role, RoleBinding, DaemonSet.
+
+    ``memory`` and ``cpu`` are for regions and engine processes: those that were taken run on in the agent's container.
+    ``prewarm`` is `medusa node`'s; the entries of ``secrets`` (in the agent's namespace) are what it fetches with.
+    """
+    environment = {"MEDUSA_NODE_SOCKET": SOCKET} | ({"MEDUSA_NODE_PREWARM": prewarm} if prewarm else {})
     where = {"name": NAME, "namespace": NAMESPACE, "labels": _LABELS}
     rbac = "rbac.authorization.k8s.io"
     return [
@@ -61,15 +69,46 @@ def manifests(
                 "updateStrategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 1}},
                 "template": {
                     "metadata": {"labels": _LABELS},
-                    "spec": _pod(image, memory, node_selector or {}, tolerations),
+                    "spec": _pod(
+                        _container(image, memory, cpu, environment, secrets), node_selector or {}, tolerations
+                    ),
                 },
             },
         },
     ]
 
 
+def _container(
+    image: str, memory: str, cpu: str, environment: Mapping[str, str], secrets: Sequence[str]
+) -> dict[str, Any]:
+    container: dict[str, Any] = {
+        "name": "node",
+        "image": image,
+        "args": ["node"],
+        "env": [{"name": name, "value": value} for name, value in environment.items()],
+        "resources": {"requests": {"cpu": cpu, "memory": memory}, "limits": {"memory": memory}},
+        "readinessProbe": {
+            "exec": {"command": ["medusa", "node", "--status"]},
+            "periodSeconds": 30,
+            "timeoutSeconds": 10,
+        },
+        "securityContext": {
+            # The kubelet makes the folder for root; without capabilities, root is its owner and nothing more.
+            "runAsUser": 0,
+            "readOnlyRootFilesystem": True,
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "volumeMounts": [mount(read_only=False), {"name": "tmp", "mountPath": "/tmp"}],
+    }
+    if secrets:
+        container["envFrom"] = [{"secretRef": {"name": name}} for name in secrets]
+    return container
+
+
 def _pod(
-    image: str, memory: str, node_selector: Mapping[str, str], tolerations: Sequence[Mapping[str, str]]
+    container: dict[str, Any], node_selector: Mapping[str, str], tolerations: Sequence[Mapping[str, str]]
 ) -> dict[str, Any]:
     pod: dict[str, Any] = {
         "serviceAccountName": NAME,
@@ -77,24 +116,7 @@ def _pod(
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": 30,
         "priorityClassName": "system-node-critical",
-        "containers": [
-            {
-                "name": "node",
-                "image": image,
-                "args": ["node"],
-                "env": [{"name": "MEDUSA_NODE_SOCKET", "value": SOCKET}],
-                "resources": {"requests": {"cpu": "100m", "memory": memory}, "limits": {"memory": memory}},
-                "securityContext": {
-                    # The kubelet makes the folder for root; without capabilities, root is its owner and nothing more.
-                    "runAsUser": 0,
-                    "readOnlyRootFilesystem": True,
-                    "allowPrivilegeEscalation": False,
-                    "capabilities": {"drop": ["ALL"]},
-                    "seccompProfile": {"type": "RuntimeDefault"},
-                },
-                "volumeMounts": [mount(read_only=False), {"name": "tmp", "mountPath": "/tmp"}],
-            }
-        ],
+        "containers": [container],
         "volumes": [volume("DirectoryOrCreate"), {"name": "tmp", "emptyDir": {}}],
     }
     if node_selector:
