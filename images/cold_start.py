@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ URL = "http://127.0.0.1:8099"
 # The client of a store is imported by the prefetcher where MEDUSA_MODEL is its URL.
 STORE = "import boto3; boto3.client('s3', region_name='us-east-1', aws_access_key_id='x', aws_secret_access_key='x')"
 ALWAYS = ("pyvenv.cfg", "bin/python", "bin/python3", "bin/medusa")
+OWN = re.compile(r"(bin|lib/python[^/]+/site-packages)/medusa")
 EPOCH_S = 1_700_000_000
 
 
@@ -103,7 +105,7 @@ def split(hot: set[Path]) -> dict[str, int]:
         if path.is_dir() and not link:
             continue
         inside = path.relative_to(HOME)
-        own = any(part.startswith("medusa") for part in inside.parts) or inside.name == "cold-start.txt"
+        own = str(inside) == "cold-start.txt" or OWN.match(str(inside)) is not None
         layer = "own" if own else "hot" if path in hot else "cold"
         sizes[layer] += path.lstat().st_size
         target = LAYERS / layer / "opt/medusa" / inside

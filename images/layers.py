@@ -15,14 +15,14 @@ from podman import environment
 
 # Counts the bytes of each top folder or package, from inside of the image: hot is what a cold start reads.
 COUNT = """
-import collections, json, os, pathlib
+import collections, json, os, pathlib, re
 home = pathlib.Path("/opt/medusa")
 hot = set((home / "cold-start.txt").read_text().splitlines())
 sizes = {"cold": collections.Counter(), "hot": collections.Counter(), "own": collections.Counter()}
 for folder, _, names in os.walk(home):
     for name in names:
         path = pathlib.Path(folder, name).relative_to(home)
-        own = any(part.startswith("medusa") for part in path.parts) or name == "cold-start.txt"
+        own = str(path) == "cold-start.txt" or re.match("(bin|lib/python[^/]+/site-packages)/medusa", str(path))
         parts = path.parts[3:] if "site-packages" in path.parts else path.parts
         sizes["own" if own else "hot" if str(path) in hot else "cold"][parts[0]] += os.lstat(home / path).st_size
 print(json.dumps(sizes))

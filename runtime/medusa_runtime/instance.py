@@ -13,12 +13,11 @@ from __future__ import annotations
 import logging
 import os
 import select
-import shutil
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
@@ -377,22 +376,40 @@ def _private_listener() -> tuple[socket.socket, str]:
     lead to it through /proc, as they do past the 107 bytes that the path of a Unix socket may have.
     Raises ConfigError when no folder is writable.
     """
+    folder = _private_folder()
     try:
-        folder = tempfile.mkdtemp(prefix="medusa-")
-        try:
-            inside = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-            listener.bind(f"/proc/self/fd/{inside}/engine")
-            listener.listen(64)
-            named = os.open("engine", os.O_PATH | os.O_CLOEXEC, dir_fd=inside)
-            os.close(inside)
-        finally:
-            shutil.rmtree(folder)
+        inside = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        listener.bind(f"/proc/self/fd/{inside}/engine")
+        listener.listen(64)
+        named = os.open("engine", os.O_PATH | os.O_CLOEXEC, dir_fd=inside)
+        os.close(inside)
     except OSError as error:
         if shortage(error):
             raise
-        raise ConfigError(f"expected a writable folder for temporary files, found none ({error}); set TMPDIR") from None
+        raise _no_folder(error) from None
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(os.path.join(folder, "engine"))
+        os.rmdir(folder)
     return listener, f"/proc/self/fd/{named}"
+
+
+def _private_folder() -> str:
+    """A new one. The tempfile module would not take a folder on a full disk, where a socket still has room."""
+    failures = []
+    for place in filter(None, (os.environ.get("TMPDIR"), "/tmp", "/var/tmp")):
+        folder = os.path.join(place, f"medusa-{os.urandom(8).hex()}")
+        try:
+            os.mkdir(folder, 0o700)
+            return folder
+        except OSError as error:
+            failures.append(error)
+    raise _no_folder(failures[0])
+
+
+def _no_folder(error: OSError) -> ConfigError:
+    return ConfigError(f"expected a writable folder for temporary files, found none ({error}); set TMPDIR")
 
 
 def has_agent(settings: Settings) -> bool:

@@ -40,3 +40,35 @@ def test_serves_confined(start: Start, example: Path) -> None:
         maps = Path(f"/proc/{pid}/maps").read_text()
         assert "/dev/shm/" not in maps
     assert serving.stop() == 0
+
+
+FULL = """
+set -e
+umount /dev/shm 2>/dev/null || true
+mount -t tmpfs -o mode=1777,{limit} tmpfs "$TMPDIR"
+mount -o remount,bind,ro /
+{fill}
+exec "$@"
+"""
+
+
+@pytest.mark.skipif(not may_confine(), reason="needs root and unshare to fill a disk of its own")
+def test_serves_though_the_disk_is_full(start: Start, example: Path) -> None:
+    fill = 'dd if=/dev/zero of="$TMPDIR/fill" bs=1k 2>/dev/null || true'
+    script = FULL.format(limit="size=64k", fill=fill)
+    serving = start("--model", example, wrapper=["unshare", "--mount", "sh", "-c", script, "sh"])
+    assert serving.complete()["choices"][0]["text"]
+    large = "x" * 1_000_000
+    assert serving.request("POST", "/v1/completions", {"prompt": large})[0] == 400  # too many tokens: it was read
+    assert serving.complete()["choices"][0]["text"]
+    assert serving.stop() == 0
+
+
+@pytest.mark.skipif(not may_confine(), reason="needs root and unshare to fill a disk of its own")
+def test_a_disk_that_takes_no_file_is_named(start: Start, example: Path) -> None:
+    script = FULL.format(limit="nr_inodes=1", fill="")
+    serving = start("--model", example, wrapper=["unshare", "--mount", "sh", "-c", script, "sh"])
+    assert serving.wait_gone() == 2
+    assert "No space left on device" in serving.output()
+    assert "TMPDIR" in serving.output()
+    assert "Traceback" not in serving.output()
