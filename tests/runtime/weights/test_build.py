@@ -58,7 +58,6 @@ def reference() -> tuple[Net, dict[str, Tensor]]:
     for name, buffer in net.named_buffers():
         if "running" in name:
             buffer.copy_(torch.rand_like(buffer) + 0.5)
-    net.requires_grad_(False)
     state = dict(net.state_dict())
     del state["second.weight"]
     return net, state
