@@ -1,0 +1,201 @@
+"""Blueprints as bytes: a magic, a digest of all that follows, a JSON header, and a body the header points into."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from typing import Any
+
+from ...errors import StateError
+from .blueprint import (
+    Blueprints,
+    DeviceRegion,
+    Edge,
+    GraphBlueprint,
+    KernelRecord,
+    LibraryImage,
+    Node,
+    NodeKind,
+    Piece,
+    RegionKind,
+    Relocation,
+    TraceEvent,
+)
+
+VERSION = 1
+_MAGIC = b"MEDUSAG\n"
+_PROLOGUE = struct.Struct("<8s32sIQQ")  # magic, sha256, version, bytes of the header, bytes of the body
+_NODE = struct.Struct("<HHi3I3IIII")
+_EDGE = struct.Struct("<II8s")
+_RELOCATION = struct.Struct("<IIQiQ")
+_EVENT = struct.Struct("<QQ")
+
+Span = list[int]
+
+
+class _Body:
+    """Bytes one after the other, equal ones once: the 35 graphs of a model share much."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self._known: dict[bytes, Span] = {}
+
+    def put(self, data: bytes) -> Span:
+        if data not in self._known:
+            self._known[data] = [len(self.data), len(data)]
+            self.data += data
+        return self._known[data]
+
+    def pieces(self, pieces: tuple[Piece, ...]) -> list[Any]:
+        return [[piece.region, piece.offset, *self.put(piece.data)] for piece in pieces]
+
+
+def encode(blueprints: Blueprints) -> bytes:
+    body = _Body()
+    header = {
+        "fingerprint": blueprints.fingerprint,
+        "regions": blueprints.regions,
+        "kernels": blueprints.kernels,
+        "attribute_sets": [
+            [(number, value.hex()) for number, value in entries] for entries in blueprints.attribute_sets
+        ],
+        "images": {digest: body.put(data) for digest, data in blueprints.images.items()},
+        "libraries": blueprints.libraries,
+        "contents": body.pieces(blueprints.contents),
+        "events": body.put(b"".join(_EVENT.pack(*event) for event in blueprints.events)),
+        "refused": blueprints.refused,
+        "graphs": [_encode_graph(graph, body) for graph in blueprints.graphs],
+    }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    rest = struct.pack("<IQQ", VERSION, len(text), len(body.data)) + text + body.data
+    return _MAGIC + hashlib.sha256(rest).digest() + rest
+
+
+def _encode_graph(graph: GraphBlueprint, body: _Body) -> dict[str, Any]:
+    nodes = b"".join(
+        _NODE.pack(n.kind, n.attributes, n.kernel, *n.grid, *n.block, n.shared_bytes, n.start, n.size)
+        for n in graph.nodes
+    )
+    return {
+        "key": graph.key,
+        "nodes": body.put(nodes),
+        "edges": body.put(b"".join(_EDGE.pack(*edge) for edge in graph.edges)),
+        "blob": body.put(graph.blob),
+        "relocations": body.put(b"".join(_RELOCATION.pack(*relocation) for relocation in graph.relocations)),
+        "pinned": graph.pinned,
+        "inputs": body.pieces(graph.inputs),
+        "outputs": body.pieces(graph.outputs),
+    }
+
+
+def decode(data: bytes) -> Blueprints:
+    """StateError when the bytes are damaged, cut, or of another version."""
+    if len(data) < _PROLOGUE.size:
+        raise StateError(f"expected materialized CUDA graphs, found {len(data)} bytes; materialize again")
+    magic, digest, version, header_bytes, body_bytes = _PROLOGUE.unpack_from(data)
+    if magic != _MAGIC:
+        raise StateError(f"expected materialized CUDA graphs, found {magic!r}; materialize again")
+    if len(data) != _PROLOGUE.size + header_bytes + body_bytes:
+        expected = _PROLOGUE.size + header_bytes + body_bytes
+        raise StateError(f"expected {expected:,} bytes of CUDA graphs, found {len(data):,}; materialize again")
+    if hashlib.sha256(memoryview(data)[40:]).digest() != digest:
+        raise StateError("the sha256 of the CUDA graphs is wrong; materialize again")
+    if version != VERSION:
+        raise StateError(f"expected CUDA graphs in format {VERSION}, found {version}; materialize again")
+    try:
+        header = json.loads(data[_PROLOGUE.size : _PROLOGUE.size + header_bytes])
+        blueprints = _Reader(memoryview(data)[_PROLOGUE.size + header_bytes :]).blueprints(header)
+        check(blueprints)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, struct.error) as error:
+        raise StateError(f"the CUDA graphs are malformed ({error!r}); materialize again") from None
+    return blueprints
+
+
+def _pairs(entries: list[Any]) -> tuple[tuple[int, int], ...]:
+    return tuple((first, second) for first, second in entries)
+
+
+class _Reader:
+    def __init__(self, body: memoryview) -> None:
+        self._body = body
+
+    def get(self, span: Span) -> bytes:
+        start, size = span
+        if start < 0 or size < 0 or start + size > len(self._body):
+            raise ValueError(f"bytes {start} to {start + size} of {len(self._body)}")
+        return bytes(self._body[start : start + size])
+
+    def pieces(self, entries: list[Any]) -> tuple[Piece, ...]:
+        return tuple(Piece(region, offset, self.get(span)) for region, offset, *span in entries)
+
+    def graph(self, entry: dict[str, Any]) -> GraphBlueprint:
+        nodes = tuple(
+            Node(kind, attributes, kernel, tuple(dims[:3]), tuple(dims[3:6]), *dims[6:])
+            for kind, attributes, kernel, *dims in _NODE.iter_unpack(self.get(entry["nodes"]))
+        )
+        return GraphBlueprint(
+            key=entry["key"],
+            nodes=nodes,
+            edges=tuple(map(Edge._make, _EDGE.iter_unpack(self.get(entry["edges"])))),
+            blob=self.get(entry["blob"]),
+            relocations=tuple(map(Relocation._make, _RELOCATION.iter_unpack(self.get(entry["relocations"])))),
+            pinned=tuple(entry["pinned"]),
+            inputs=self.pieces(entry["inputs"]),
+            outputs=self.pieces(entry["outputs"]),
+        )
+
+    def blueprints(self, header: dict[str, Any]) -> Blueprints:
+        return Blueprints(
+            fingerprint=dict(header["fingerprint"]),
+            regions=tuple(DeviceRegion(n, RegionKind(kind), a, size) for n, kind, a, size in header["regions"]),
+            kernels=tuple(
+                KernelRecord(name, image, _pairs(parameters), _pairs(attributes))
+                for name, image, parameters, attributes in header["kernels"]
+            ),
+            attribute_sets=tuple(
+                tuple((number, bytes.fromhex(value)) for number, value in entries)
+                for entries in header["attribute_sets"]
+            ),
+            graphs=tuple(map(self.graph, header["graphs"])),
+            images={digest: self.get(span) for digest, span in header["images"].items()},
+            libraries={digest: LibraryImage(*place) for digest, place in header["libraries"].items()},
+            contents=self.pieces(header["contents"]),
+            events=tuple(map(TraceEvent._make, _EVENT.iter_unpack(self.get(header["events"])))),
+            refused=dict(header["refused"]),
+        )
+
+
+def check(blueprints: Blueprints) -> None:
+    """Every reference is to something that is there. ValueError otherwise: a wrong one would become a wrong address."""
+    regions, kernels, sets = len(blueprints.regions), len(blueprints.kernels), len(blueprints.attribute_sets)
+    allocations = sum(1 for event in blueprints.events if event.size)
+    _check_pieces(blueprints, blueprints.contents)
+    for graph in blueprints.graphs:
+        size, count = len(graph.blob), len(graph.nodes)
+        for node in graph.nodes:
+            kind = NodeKind(node.kind)
+            kernel = node.kernel in range(kernels) if kind == NodeKind.KERNEL else node.kernel == -1
+            if not kernel or node.attributes >= sets or node.start + node.size > size:
+                raise ValueError(f"a node of {graph.key}")
+            if any(stop > node.start + node.size for _, stop in blueprints.words(node)):
+                raise ValueError(f"parameters of a node of {graph.key}")
+        if any(edge.source >= count or edge.target >= count for edge in graph.edges):
+            raise ValueError(f"an edge of {graph.key}")
+        for relocation in graph.relocations:
+            if relocation.position + 8 > size or relocation.region >= regions:
+                raise ValueError(f"a relocation of {graph.key}")
+            inside = relocation.offset <= blueprints.regions[relocation.region].size
+            if not inside or relocation.allocation not in range(-1, allocations):
+                raise ValueError(f"a relocation of {graph.key}")
+        if any(region not in range(regions) for region in graph.pinned):
+            raise ValueError(f"a region of {graph.key}")
+        _check_pieces(blueprints, (*graph.inputs, *graph.outputs))
+
+
+def _check_pieces(blueprints: Blueprints, pieces: tuple[Piece, ...]) -> None:
+    for region, offset, data in pieces:
+        if region not in range(len(blueprints.regions)) or offset < 0:
+            raise ValueError("a piece of memory")
+        if offset + len(data) > blueprints.regions[region].size:
+            raise ValueError("a piece of memory")

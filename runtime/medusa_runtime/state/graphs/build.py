@@ -1,0 +1,85 @@
+"""Builds an executable graph from a blueprint."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import addressof, byref, c_uint64
+
+from .blueprint import Blueprints, GraphBlueprint, Node, NodeKind
+from .driver import CudaDriver
+from .kernels import KernelHandle
+from .structs import EDGE_DATA_BYTES, KERNEL_NODE, InstantiateParams
+
+_UPLOAD, _USE_NODE_PRIORITY = 2, 8
+_PRIORITY = 8
+
+
+def build(
+    driver: CudaDriver,
+    blueprints: Blueprints,
+    graph: GraphBlueprint,
+    *,
+    kernels: Sequence[KernelHandle],
+    addresses: Sequence[int],
+    stream: int,
+) -> int:
+    """The CUgraphExec. ``kernels``: a handle for each of ``blueprints.kernels`` that the graph uses; ``addresses``: one
+    for each of its relocations. CudaError when the driver refuses."""
+    blob = ctypes.create_string_buffer(graph.blob, max(len(graph.blob), 1))
+    base = addressof(blob)
+    words = memoryview(blob).cast("B")
+    for relocation, address in zip(graph.relocations, addresses, strict=True):
+        words[relocation.position : relocation.position + 8] = address.to_bytes(8, "little")
+    context = driver.current_context()
+    made = driver.handle("cuGraphCreate", 0)
+    try:
+        nodes = (c_uint64 * max(len(graph.nodes), 1))()
+        params = ctypes.create_string_buffer(KERNEL_NODE.size)
+        for number, node in enumerate(graph.nodes):
+            out = addressof(nodes) + 8 * number
+            if node.kind == NodeKind.KERNEL:
+                pointers = _pointers(blueprints, node, base)
+                func, kern = kernels[node.kernel]
+                KERNEL_NODE.pack_into(
+                    params, 0, func, *node.grid, *node.block, node.shared_bytes, addressof(pointers), 0, kern, context
+                )
+                driver.call("cuGraphAddKernelNode_v2", out, made, None, 0, params)
+                for attribute, value in blueprints.attribute_sets[node.attributes]:
+                    driver.call("cuGraphKernelNodeSetAttribute", nodes[number], attribute, value)
+            elif node.kind == NodeKind.MEMSET:
+                driver.call("cuGraphAddMemsetNode", out, made, None, 0, base + node.start, context)
+            elif node.kind == NodeKind.MEMCPY:
+                driver.call("cuGraphAddMemcpyNode", out, made, None, 0, base + node.start, context)
+            else:
+                driver.call("cuGraphAddEmptyNode", out, made, None, 0)
+        _connect(driver, graph, made, nodes)
+        return _instantiate(driver, blueprints, graph, made, stream)
+    finally:
+        driver.result("cuGraphDestroy", made)
+
+
+def _pointers(blueprints: Blueprints, node: Node, base: int) -> ctypes.Array[c_uint64]:
+    """What kernelParams points to. A buffer with the whole layout, so that the driver needs no sizes from us."""
+    layout = blueprints.kernels[node.kernel].parameters
+    return (c_uint64 * max(len(layout), 1))(*[base + node.start + offset for offset, _ in layout])
+
+
+def _connect(driver: CudaDriver, graph: GraphBlueprint, made: int, nodes: ctypes.Array[c_uint64]) -> None:
+    count = len(graph.edges)
+    if not count:
+        return
+    sources = (c_uint64 * count)(*[nodes[edge.source] for edge in graph.edges])
+    targets = (c_uint64 * count)(*[nodes[edge.target] for edge in graph.edges])
+    data = ctypes.create_string_buffer(b"".join(edge.data for edge in graph.edges), EDGE_DATA_BYTES * count)
+    driver.call("cuGraphAddDependencies_v2", made, sources, targets, data, count)
+
+
+def _instantiate(driver: CudaDriver, blueprints: Blueprints, graph: GraphBlueprint, made: int, stream: int) -> int:
+    prioritised = any(
+        attribute == _PRIORITY for node in graph.nodes for attribute, _ in blueprints.attribute_sets[node.attributes]
+    )
+    # The upload comes with it, so that the first launch does not pay for it.
+    flags = _UPLOAD | (_USE_NODE_PRIORITY if prioritised else 0)
+    params = InstantiateParams(flags=flags, upload_stream=stream)
+    return driver.handle("cuGraphInstantiateWithParams", made, byref(params))

@@ -1,0 +1,176 @@
+"""The part of libcuda that graphs need, with typed calls and named errors."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint64, c_void_p
+from typing import Any
+
+from ...device.driver import LIBRARY, Driver
+from ...errors import DeviceError
+
+OUT_OF_MEMORY, INVALID_VALUE = 2, 1
+
+_LETTERS: dict[str, Any] = {
+    "p": c_void_p,  # a handle or a pointer; None and byref() are taken too
+    "i": c_int,
+    "u": ctypes.c_uint,
+    "z": c_size_t,
+    "q": c_uint64,  # a device pointer
+    "s": c_char_p,
+}
+
+# Suffixed names are today's ABI: the plain ones are older calls with other structures (cuda.h #defines them over).
+SIGNATURES = {
+    "cuInit": "u",
+    "cuDriverGetVersion": "p",
+    "cuDeviceGet": "pi",
+    "cuDeviceGetName": "pii",
+    "cuDeviceGetAttribute": "pii",
+    "cuDevicePrimaryCtxRetain": "pi",
+    "cuCtxSetCurrent": "p",
+    "cuCtxGetCurrent": "p",
+    "cuCtxGetDevice": "p",
+    "cuCtxSynchronize": "",
+    "cuStreamCreate": "pu",
+    "cuStreamSynchronize": "p",
+    "cuStreamDestroy_v2": "p",
+    "cuMemGetInfo_v2": "pp",
+    "cuMemcpyHtoD_v2": "qpz",
+    "cuMemcpyDtoH_v2": "pqz",
+    "cuMemsetD8_v2": "qiz",
+    "cuPointerGetAttribute": "piq",
+    "cuMemGetAllocationGranularity": "ppi",
+    "cuMemAddressReserve": "pzzqq",
+    "cuMemAddressFree": "qz",
+    "cuMemCreate": "pzpq",
+    "cuMemRelease": "q",
+    "cuMemMap": "qzzqq",
+    "cuMemSetAccess": "qzpz",
+    "cuMemUnmap": "qz",
+    "cuLibraryLoadData": "ppppuppu",
+    "cuLibraryUnload": "p",
+    "cuLibraryGetKernel": "pps",
+    "cuLibraryGetGlobal": "ppps",
+    "cuModuleGetGlobal_v2": "ppps",
+    "cuModuleGetFunctionCount": "pp",
+    "cuModuleEnumerateFunctions": "pup",
+    "cuKernelGetName": "pp",
+    "cuKernelGetFunction": "pp",
+    "cuKernelGetParamInfo": "pzpp",
+    "cuKernelGetAttribute": "pipi",
+    "cuKernelSetAttribute": "iipi",
+    "cuFuncGetName": "pp",
+    "cuFuncGetModule": "pp",
+    "cuFuncGetParamInfo": "pzpp",
+    "cuFuncGetAttribute": "pip",
+    "cuFuncSetAttribute": "pii",
+    "cuGraphCreate": "pu",
+    "cuGraphDestroy": "p",
+    "cuGraphGetNodes": "ppp",
+    "cuGraphGetEdges_v2": "ppppp",
+    "cuGraphNodeGetType": "pp",
+    "cuGraphKernelNodeGetParams_v2": "pp",
+    "cuGraphMemsetNodeGetParams": "pp",
+    "cuGraphMemcpyNodeGetParams": "pp",
+    "cuGraphKernelNodeGetAttribute": "pip",
+    "cuGraphKernelNodeSetAttribute": "pip",
+    "cuGraphAddKernelNode_v2": "pppzp",
+    "cuGraphAddMemsetNode": "pppzpp",
+    "cuGraphAddMemcpyNode": "pppzpp",
+    "cuGraphAddEmptyNode": "pppz",
+    "cuGraphAddDependencies_v2": "ppppz",
+    "cuGraphInstantiateWithParams": "ppp",
+    "cuGraphUpload": "pp",
+    "cuGraphLaunch": "pp",
+    "cuGraphExecDestroy": "p",
+}
+
+
+class CudaError(DeviceError):
+    """A driver call failed. ``function`` and ``result`` (the CUresult) say which and how."""
+
+    def __init__(self, function: str, result: int, reason: str) -> None:
+        super().__init__(f"{function} failed: {reason}")
+        self.function = function
+        self.result = result
+
+    @property
+    def sticky(self) -> bool:
+        """The context is lost with it: nothing on this device works in this process any more."""
+        return self.result in (700, 714, 715, 716, 717, 718, 719)
+
+
+class CudaDriver(Driver):
+    """libcuda with argument types. Raises DeviceError where it is absent, CudaError where a call fails."""
+
+    def __init__(self, library: str = LIBRARY) -> None:
+        super().__init__(library)
+        self._bound: dict[str, Any] = {}
+
+    def result(self, function: str, *arguments: Any) -> int:
+        """The CUresult of a call that may fail."""
+        bound = self._bound.get(function)
+        if bound is None:
+            try:
+                bound = getattr(self._functions, function)
+            except AttributeError:
+                raise DeviceError(
+                    f"{self.library} has no {function}; expected the driver of CUDA 12.4 or newer"
+                ) from None
+            bound.argtypes = [_LETTERS[letter] for letter in SIGNATURES[function]]
+            self._bound[function] = bound
+        return int(bound(*arguments))
+
+    def call(self, function: str, *arguments: Any) -> None:
+        if code := self.result(function, *arguments):
+            raise CudaError(function, code, self._name(code))
+
+    def handle(self, function: str, *arguments: Any) -> int:
+        """Call a function whose first argument is where to write a handle or an address; that."""
+        made = c_uint64()
+        self.call(function, byref(made), *arguments)
+        return made.value
+
+    def text(self, function: str, handle: int) -> str:
+        """A name that the driver owns."""
+        name = c_char_p()
+        self.call(function, byref(name), handle)
+        return (name.value or b"").decode()
+
+    def current_context(self) -> int:
+        """The context of this thread. DeviceError where none is current."""
+        context = self.handle("cuCtxGetCurrent")
+        if not context:
+            raise DeviceError("expected a current CUDA context in this thread, found none; retain the device's first")
+        return context
+
+    def current_device(self) -> int:
+        device = c_int()
+        self.call("cuCtxGetDevice", byref(device))
+        return device.value
+
+    def read(self, address: int, size: int) -> bytes:
+        buffer = ctypes.create_string_buffer(size)
+        self.call("cuMemcpyDtoH_v2", buffer, address, size)
+        return buffer.raw
+
+    def write(self, address: int, data: bytes) -> None:
+        self.call("cuMemcpyHtoD_v2", address, ctypes.cast(c_char_p(data), c_void_p), len(data))
+
+    def fill(self, address: int, value: int, size: int) -> None:
+        self.call("cuMemsetD8_v2", address, value, size)
+
+    def range_of(self, address: int) -> tuple[int, int] | None:
+        """Start and size of the device allocation that holds this address; None when there is none."""
+        start, size = c_uint64(), c_uint64()
+        if self.result("cuPointerGetAttribute", byref(start), 11, address):
+            return None
+        if self.result("cuPointerGetAttribute", byref(size), 12, address):
+            return None
+        return start.value, size.value
+
+    def _name(self, code: int) -> str:
+        text = c_char_p()
+        self._functions.cuGetErrorName(code, byref(text))
+        return f"{text.value.decode()} ({code})" if text.value else f"error {code}"

@@ -1,0 +1,51 @@
+"""What materialized graphs are valid for, and the first thing that differs."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from ctypes import byref, c_int
+
+from .driver import CudaDriver
+from .mapped import mapped_libraries
+from .mismatch import MismatchError, Reason
+
+# Their kernels, or the choice among them, are in the graphs.
+_LIBRARIES = ("libtorch_cuda.so", "libcublas.so", "libcublasLt.so", "libcudnn", "libcudart.so")
+_CAPABILITY_MAJOR, _CAPABILITY_MINOR, _PROCESSORS = 75, 76, 16
+
+
+def fingerprint(driver: CudaDriver, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """GPU, driver and mapped CUDA libraries, besides what the caller adds (torch, model, settings)."""
+    device = driver.current_device()
+    name = ctypes.create_string_buffer(256)
+    driver.call("cuDeviceGetName", name, len(name), device)
+    version = c_int()
+    driver.call("cuDriverGetVersion", byref(version))
+
+    def attribute(number: int) -> int:
+        value = c_int()
+        driver.call("cuDeviceGetAttribute", byref(value), number, device)
+        return value.value
+
+    found = {
+        "gpu": name.value.decode(),
+        "gpu.capability": f"{attribute(_CAPABILITY_MAJOR)}.{attribute(_CAPABILITY_MINOR)}",
+        "gpu.processors": str(attribute(_PROCESSORS)),
+        "driver": str(version.value),
+    }
+    for library, path in sorted(mapped_libraries().items()):
+        if library.startswith(_LIBRARIES):
+            found[f"library.{library}"] = str(path.stat().st_size)
+    return {**found, **(extra or {})}
+
+
+def compare(recorded: Mapping[str, str], here: Mapping[str, str]) -> None:
+    """MismatchError that names the first difference: the GPU's, then the driver's, then any other."""
+    differing = [key for key in sorted({*recorded, *here}) if recorded.get(key) != here.get(key)]
+    if not differing:
+        return
+    kinds = {"gpu": Reason.GPU, "driver": Reason.DRIVER}
+    key = next((key for kind in kinds for key in differing if key.partition(".")[0] == kind), differing[0])
+    reason = kinds.get(key.partition(".")[0], Reason.LIBRARY)
+    raise MismatchError(reason, f"made for {key} {recorded.get(key, 'none')}, this is {here.get(key, 'none')}")

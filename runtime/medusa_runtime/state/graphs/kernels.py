@@ -1,0 +1,148 @@
+"""Finds a graph's kernels in a fresh process: in saved images, in mapped libraries, or by triggering (MEDUSA §5.2)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import defaultdict
+from collections.abc import Callable
+from ctypes import byref, c_size_t, c_uint, c_uint64
+from typing import NamedTuple
+
+from .blueprint import Blueprints, KernelRecord, NodeKind
+from .driver import CudaDriver, CudaError
+from .dump import REGISTERS, describe, kernel_of, node_kind, nodes_of
+from .mapped import read_image
+from .mismatch import MismatchError, Reason
+
+Trigger = Callable[[str], int]
+"""Graph key → a CUgraph that was captured from the first layer at that batch size."""
+
+_WRAPPER_MAGIC = 0x466243B1  # __fatBinC_Wrapper_t, which the driver takes fat binaries in
+
+
+class KernelHandle(NamedTuple):
+    """One of the two is set: a CUfunction, or a CUkernel of a library."""
+
+    func: int
+    kern: int
+
+
+class KernelFinder:
+    """Loads each image once. A context manager; closing unloads the images, so no graph may use them any more."""
+
+    def __init__(self, driver: CudaDriver, blueprints: Blueprints, trigger: Trigger | None = None) -> None:
+        self._driver = driver
+        self._blueprints = blueprints
+        self._trigger = trigger
+        self._libraries: dict[str, int] = {}
+        self._kept: list[object] = []
+        self._found: dict[int, KernelHandle] = {}
+        self._triggered: defaultdict[str, dict[KernelHandle, tuple[tuple[int, int], ...]]] = defaultdict(dict)
+        self._done: set[str] = set()
+
+    def handle(self, number: int, graph: str) -> KernelHandle:
+        """The kernel of this number. MismatchError when it cannot be found, or more than one could be meant."""
+        if number not in self._found:
+            record = self._blueprints.kernels[number]
+            library = self._library(record.image) if record.image else 0
+            if library:
+                try:
+                    handle = KernelHandle(0, self._driver.handle("cuLibraryGetKernel", library, record.name.encode()))
+                except CudaError as error:
+                    raise MismatchError(Reason.KERNEL_MISSING, f"{record.name} is not in its image: {error}") from error
+            else:
+                handle = self._by_trigger(record, graph)
+            self._set_attributes(handle, record)
+            self._found[number] = handle
+        return self._found[number]
+
+    def variable(self, name: str) -> int | None:
+        """Where a variable "<image>:<name>" is; None when its image is not loaded."""
+        image, _, variable = name.partition(":")
+        library = self._library(image)
+        if not library:
+            return None
+        address, size = c_uint64(), c_size_t()
+        failed = self._driver.result("cuLibraryGetGlobal", byref(address), byref(size), library, variable.encode())
+        return None if failed else address.value
+
+    def close(self) -> None:
+        while self._libraries:
+            _, library = self._libraries.popitem()
+            if library:
+                self._driver.result("cuLibraryUnload", library)
+        self._found.clear()
+
+    def _library(self, image: str) -> int:
+        """The loaded image, from the bundle or else from a mapped library; 0 when it is in neither."""
+        if image not in self._libraries:
+            self._libraries[image] = 0
+            if data := self._blueprints.images.get(image):
+                self._libraries[image] = self._load(data)
+            elif (place := self._blueprints.libraries.get(image)) and (data := read_image(place)):
+                buffer = ctypes.create_string_buffer(data, len(data))
+                wrapper = (c_uint64 * 3)(_WRAPPER_MAGIC | 1 << 32, ctypes.addressof(buffer), 0)
+                self._kept.append(buffer)
+                self._libraries[image] = self._load(wrapper)
+        return self._libraries[image]
+
+    def _load(self, code: object) -> int:
+        # The driver may read the image later, when a kernel of it is first used.
+        self._kept.append(code)
+        try:
+            return self._driver.handle("cuLibraryLoadData", code, None, None, 0, None, None, 0)
+        except CudaError as error:
+            raise MismatchError(Reason.KERNEL_MISSING, f"a kernel image cannot be loaded: {error}") from error
+
+    def _by_trigger(self, record: KernelRecord, graph: str) -> KernelHandle:
+        if self._trigger is not None and graph not in self._done:
+            self._done.add(graph)
+            self._collect(self._trigger(graph))
+        candidates = self._triggered.get(record.name, {})
+        matches = [handle for handle, layout in candidates.items() if layout == record.parameters]
+        if len(matches) > 1 and (registers := dict(record.attributes).get(REGISTERS)):
+            matches = [handle for handle in matches if self._attribute(handle, REGISTERS) == registers]
+        if not matches:
+            if candidates:
+                raise MismatchError(Reason.KERNEL_MISSING, f"{record.name} has other parameters here")
+            raise MismatchError(
+                Reason.KERNEL_MISSING, f"{record.name} is in no saved image, library or triggered module"
+            )
+        if len(matches) > 1:
+            raise MismatchError(Reason.KERNEL_AMBIGUOUS, f"{record.name} is defined in {len(matches)} loaded modules")
+        return matches[0]
+
+    def _collect(self, graph: int) -> None:
+        """The kernels of a captured graph's nodes, and all others of their modules (MEDUSA §5)."""
+        seen: set[int] = set()
+        for node in nodes_of(self._driver, graph):
+            if node_kind(self._driver, node) != NodeKind.KERNEL:
+                continue
+            params, _, _ = kernel_of(self._driver, node)
+            func = params.func or self._driver.handle("cuKernelGetFunction", params.kern)
+            module = self._driver.handle("cuFuncGetModule", func)
+            if module in seen:
+                continue
+            seen.add(module)
+            count = c_uint()
+            self._driver.call("cuModuleGetFunctionCount", byref(count), module)
+            functions = (c_uint64 * count.value)()
+            self._driver.call("cuModuleEnumerateFunctions", functions, count.value, module)
+            for function in functions:
+                name, layout = describe(self._driver, func=function, kern=0)
+                self._triggered[name][KernelHandle(function, 0)] = layout
+
+    def _attribute(self, handle: KernelHandle, attribute: int) -> int:
+        value = ctypes.c_int()
+        self._driver.call("cuFuncGetAttribute", byref(value), attribute, handle.func)
+        return value.value
+
+    def _set_attributes(self, handle: KernelHandle, record: KernelRecord) -> None:
+        """More than 48 KiB of dynamic shared memory, among others, must be allowed before a node asks for it."""
+        for attribute, value in record.attributes:
+            if attribute == REGISTERS:
+                continue
+            if handle.func:
+                self._driver.call("cuFuncSetAttribute", handle.func, attribute, value)
+            else:
+                self._driver.call("cuKernelSetAttribute", attribute, value, handle.kern, self._driver.current_device())

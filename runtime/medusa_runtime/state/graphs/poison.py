@@ -1,0 +1,72 @@
+"""Which contents of memory a graph needs and does not make itself (MEDUSA §4.3), by poisoning.
+
+Workspaces and the graphs' pool are scratch, mostly. What is not is found by overwriting it: if a replay's outputs
+change, somebody had written there, once, before the graphs were captured, and restored graphs need the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from .blueprint import Blueprints, GraphBlueprint, Piece, RegionKind
+from .mismatch import MismatchError, Reason
+from .replay import Launch, Replayer
+
+_POISON = 0xFF  # NaN in every float format, -1 in every integer one
+_REPLAYS = 2  # twice: a workspace that sets itself back is only right the second time if it was right the first
+
+
+def permanent_contents(blueprints: Blueprints, launches: Mapping[str, Launch], replayer: Replayer) -> tuple[Piece, ...]:
+    """The bytes that must be in workspaces and pool before the first replay; memory is left as it was.
+
+    ``launches``: key → replay of each captured graph, all with reference inputs and outputs. MismatchError
+    (CONTENTS) when even with all bytes that matter the outputs are not the same.
+    """
+    kept = _pieces(blueprints)
+    saved = replayer.read(kept)
+    needed: set[int] = set()
+    try:
+        for graph in blueprints.graphs:
+            needed |= _needed(graph, launches[graph.key], replayer, saved)
+        scratch = [piece for number, piece in enumerate(saved) if number not in needed]
+        contents = tuple(piece for number, piece in enumerate(saved) if number in needed)
+        for graph in blueprints.graphs:
+            if not _right(graph, launches[graph.key], replayer, saved, scratch):
+                raise MismatchError(Reason.CONTENTS, f"{graph.key} reads memory that no pointer of it leads to")
+    finally:
+        replayer.write(saved)
+    return contents
+
+
+def _needed(graph: GraphBlueprint, launch: Launch, replayer: Replayer, saved: Sequence[Piece]) -> set[int]:
+    if _right(graph, launch, replayer, saved, saved):
+        return set()
+    return {number for number, piece in enumerate(saved) if not _right(graph, launch, replayer, saved, [piece])}
+
+
+def _right(
+    graph: GraphBlueprint, launch: Launch, replayer: Replayer, saved: Sequence[Piece], poisoned: Sequence[Piece]
+) -> bool:
+    """Whether the outputs are the reference with these pieces overwritten."""
+    replayer.write(saved)
+    for piece in poisoned:
+        replayer.fill(piece, _POISON)
+    return all(replayer.run(launch, graph.inputs, graph.outputs) == graph.outputs for _ in range(_REPLAYS))
+
+
+def _pieces(blueprints: Blueprints) -> tuple[Piece, ...]:
+    """Workspaces and pool, cut where pointers point to: each piece belongs to the pointer at its start."""
+    cuts: dict[int, set[int]] = {}
+    given = {(piece.region, piece.offset) for graph in blueprints.graphs for piece in (*graph.inputs, *graph.outputs)}
+    for graph in blueprints.graphs:
+        for relocation in graph.relocations:
+            if blueprints.regions[relocation.region].kind in (RegionKind.SLAB, RegionKind.WORKSPACE):
+                cuts.setdefault(relocation.region, set()).add(relocation.offset)
+    pieces = []
+    for region, offsets in cuts.items():
+        ends = sorted({*offsets, blueprints.regions[region].size})
+        for start, stop in pairwise(ends):
+            if (region, start) not in given:
+                pieces.append(Piece(region, start, bytes(stop - start)))
+    return tuple(pieces)

@@ -1,0 +1,139 @@
+// A CUDA driver in host memory, for tests: device pointers are mmapped, kernels are host functions found by the names in
+// real cubins. Layouts are those of cuda.h 13.0; a test compares them with the real header where there is one.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+#define CUDA_SUCCESS 0
+#define CUDA_ERROR_INVALID_VALUE 1
+#define CUDA_ERROR_OUT_OF_MEMORY 2
+#define CUDA_ERROR_NOT_INITIALIZED 3
+#define CUDA_ERROR_INVALID_IMAGE 200
+#define CUDA_ERROR_INVALID_CONTEXT 201
+#define CUDA_ERROR_NO_BINARY_FOR_GPU 209
+#define CUDA_ERROR_INVALID_HANDLE 400
+#define CUDA_ERROR_ILLEGAL_STATE 401
+#define CUDA_ERROR_LOSSY_QUERY 402
+#define CUDA_ERROR_NOT_FOUND 500
+#define CUDA_ERROR_ILLEGAL_ADDRESS 700
+#define CUDA_ERROR_INVALID_CLUSTER_SIZE 912
+
+typedef int CUresult;
+typedef uint64_t CUdeviceptr;
+
+typedef struct {
+  void *func;
+  unsigned grid[3], block[3], shared_bytes;
+  void **params, **extra;
+  void *kern, *ctx;
+} KernelNodeParams;
+typedef struct {
+  CUdeviceptr dst;
+  size_t pitch;
+  unsigned value, element_size;
+  size_t width, height;
+} MemsetNodeParams;
+typedef struct {
+  size_t x, y, z, lod;
+  unsigned type;
+  void *host;
+  CUdeviceptr device;
+  void *array, *reserved;
+  size_t pitch, height;
+} MemcpySide;
+typedef struct {
+  MemcpySide src, dst;
+  size_t width_bytes, height, depth;
+} Memcpy3D;
+typedef struct {
+  uint8_t from_port, to_port, type, reserved[5];
+} EdgeData;
+typedef struct {
+  int id;
+  int pad;
+  uint8_t value[64];
+} LaunchAttribute;
+typedef struct {
+  unsigned grid[3], block[3], shared_bytes;
+  void *stream;
+  LaunchAttribute *attributes;
+  unsigned count;
+} LaunchConfig;
+typedef struct {
+  uint64_t flags;
+  void *upload_stream, *error_node;
+  int result;
+} InstantiateParams;
+
+_Static_assert(sizeof(KernelNodeParams) == 72, "CUDA_KERNEL_NODE_PARAMS_v2");
+_Static_assert(sizeof(MemsetNodeParams) == 40, "CUDA_MEMSET_NODE_PARAMS");
+_Static_assert(sizeof(Memcpy3D) == 200, "CUDA_MEMCPY3D");
+_Static_assert(offsetof(Memcpy3D, dst.device) == 136, "CUDA_MEMCPY3D.dstDevice");
+_Static_assert(sizeof(LaunchAttribute) == 72, "CUlaunchAttribute");
+_Static_assert(sizeof(InstantiateParams) == 32, "CUDA_GRAPH_INSTANTIATE_PARAMS");
+
+enum { CONTEXT = 1, STREAM, EVENT, LIBRARY, MODULE, KERNEL, FUNCTION, GRAPH, NODE, EXEC, MEMORY };
+enum { NODE_KERNEL = 0, NODE_MEMCPY = 1, NODE_MEMSET = 2, NODE_HOST = 3, NODE_EMPTY = 5 };
+enum { MAX_PARAMS = 32, MAX_ATTRIBUTES = 17 };
+
+// The attributes the fake hardware looks at.
+enum { ATTRIBUTE_CLUSTER = 4, ATTRIBUTE_PDL = 6, ATTRIBUTE_PRIORITY = 8, FUNCTION_REGISTERS = 4, FUNCTION_MAX_DYNAMIC_SHARED = 8 };
+
+typedef struct {
+  void **params;
+  unsigned grid[3], cluster;
+} Launch;
+typedef CUresult (*HostKernel)(const Launch *);
+
+typedef struct Function {
+  struct Image *image;
+  char *name;
+  int count;
+  size_t offset[MAX_PARAMS], size[MAX_PARAMS];
+  int attributes[20];
+  HostKernel host;
+  void *kernel, *function; // the two kinds of handle to it
+} Function;
+
+typedef struct {
+  int type;
+  Function *target;
+  int by_kernel; // added with .kern rather than .func
+  KernelNodeParams kernel;
+  void *pointers[MAX_PARAMS];
+  uint8_t storage[4096];
+  MemsetNodeParams memset;
+  Memcpy3D memcpy;
+  uint8_t attributes[MAX_ATTRIBUTES][64];
+  void *handle;
+} Node;
+typedef struct {
+  int from, to;
+  EdgeData data;
+} Edge;
+typedef struct {
+  Node **nodes;
+  Edge *edges;
+  int node_count, edge_count;
+} Graph;
+
+// handles.c: handles are checked before they are followed, so a wrong one is an error and never a crash
+void *handle_new(int kind, void *object);
+void *handle_get(int kind, void *handle); // the object, or NULL
+void handle_free(void *handle);
+
+// memory.c
+int device_range(CUdeviceptr address, size_t size); // mapped and accessible
+CUresult device_alloc(CUdeviceptr *address, size_t size);
+
+// kernels.c
+HostKernel host_kernel(const char *name, int variant);
+
+// module.c
+Function *function_of(void *func, void *kern);
+
+// graph.c
+CUresult graph_add(Graph *graph, Node *node, const int *dependencies, const EdgeData *data, int count, void **handle);
+CUresult node_of_kernel(const KernelNodeParams *params, Node **made);
+CUresult node_run(Node *node);
+int node_index(Graph *graph, void *handle);

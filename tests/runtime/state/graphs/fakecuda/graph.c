@@ -1,0 +1,212 @@
+#include "fakecuda.h"
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct {
+  Node *nodes;
+  int count;
+} Exec;
+
+int node_index(Graph *graph, void *handle) {
+  for (int i = 0; i < graph->node_count; i++)
+    if (graph->nodes[i]->handle == handle) return i;
+  return -1;
+}
+
+CUresult graph_add(Graph *graph, Node *node, const int *dependencies, const EdgeData *data, int count, void **handle) {
+  graph->nodes = realloc(graph->nodes, (graph->node_count + 1) * sizeof *graph->nodes);
+  graph->nodes[graph->node_count++] = node;
+  node->handle = handle_new(NODE, node);
+  graph->edges = realloc(graph->edges, (graph->edge_count + count + 1) * sizeof(Edge));
+  for (int i = 0; i < count; i++)
+    graph->edges[graph->edge_count++] = (Edge){dependencies[i], graph->node_count - 1, data ? data[i] : (EdgeData){0}};
+  if (handle) *handle = node->handle;
+  return CUDA_SUCCESS;
+}
+
+// Copies the parameters, as the driver does; they may come as pointers or as one packed buffer.
+CUresult node_of_kernel(const KernelNodeParams *params, Node **made) {
+  Function *function = function_of(params->func, params->kern);
+  if (!function) return CUDA_ERROR_INVALID_HANDLE;
+  if ((int)params->shared_bytes > 48 << 10 && (int)params->shared_bytes > function->attributes[FUNCTION_MAX_DYNAMIC_SHARED])
+    return CUDA_ERROR_INVALID_VALUE;
+  const uint8_t *packed = NULL;
+  for (void **at = params->extra; at && *at; at += 2)
+    if (*at == (void *)1) packed = at[1];
+  if (!packed && !params->params) return CUDA_ERROR_INVALID_VALUE;
+  Node *node = calloc(1, sizeof *node);
+  node->type = NODE_KERNEL, node->target = function, node->by_kernel = !params->func, node->kernel = *params;
+  node->kernel.extra = NULL, node->kernel.params = node->pointers;
+  for (int i = 0; i < function->count; i++) {
+    node->pointers[i] = node->storage + function->offset[i];
+    memcpy(node->pointers[i], packed ? packed + function->offset[i] : params->params[i], function->size[i]);
+  }
+  return *made = node, CUDA_SUCCESS;
+}
+
+CUresult node_run(Node *node) {
+  if (node->type == NODE_KERNEL) {
+    unsigned cluster = *(unsigned *)node->attributes[ATTRIBUTE_CLUSTER];
+    if (!node->target->host || !node->target->image) return CUDA_ERROR_NO_BINARY_FOR_GPU;
+    Launch launch = {node->kernel.params, {node->kernel.grid[0], node->kernel.grid[1], node->kernel.grid[2]}, cluster ? cluster : 1};
+    return node->target->host(&launch);
+  }
+  if (node->type == NODE_MEMSET) {
+    MemsetNodeParams *m = &node->memset;
+    if (!device_range(m->dst, m->width * m->element_size)) return CUDA_ERROR_ILLEGAL_ADDRESS;
+    for (size_t i = 0; i < m->width; i++) memcpy((uint8_t *)m->dst + i * m->element_size, &m->value, m->element_size);
+  }
+  if (node->type == NODE_MEMCPY) {
+    Memcpy3D *m = &node->memcpy;
+    if (!device_range(m->src.device, m->width_bytes) || !device_range(m->dst.device, m->width_bytes)) return CUDA_ERROR_ILLEGAL_ADDRESS;
+    memmove((void *)m->dst.device, (void *)m->src.device, m->width_bytes);
+  }
+  return CUDA_SUCCESS;
+}
+
+static CUresult add(void **handle, void *graph, void *const *dependencies, size_t count, Node *node) {
+  Graph *home = handle_get(GRAPH, graph);
+  int indices[64];
+  if (!home || count > 64) return free(node), CUDA_ERROR_INVALID_HANDLE;
+  for (size_t i = 0; i < count; i++)
+    if ((indices[i] = node_index(home, dependencies[i])) < 0) return free(node), CUDA_ERROR_INVALID_VALUE;
+  return graph_add(home, node, indices, NULL, count, handle);
+}
+
+static Node *node_new(int type) {
+  Node *node = calloc(1, sizeof *node);
+  node->type = type;
+  return node;
+}
+
+CUresult cuGraphCreate(void **graph, unsigned flags) {
+  return *graph = handle_new(GRAPH, calloc(1, sizeof(Graph))), CUDA_SUCCESS;
+}
+CUresult cuGraphDestroy(void *graph) {
+  if (!handle_get(GRAPH, graph)) return CUDA_ERROR_INVALID_HANDLE;
+  return handle_free(graph), CUDA_SUCCESS;
+}
+CUresult cuGraphAddKernelNode_v2(void **handle, void *graph, void *const *deps, size_t count, const KernelNodeParams *params) {
+  Node *node;
+  CUresult result = node_of_kernel(params, &node);
+  return result ? result : add(handle, graph, deps, count, node);
+}
+CUresult cuGraphAddMemsetNode(void **handle, void *graph, void *const *deps, size_t count, const MemsetNodeParams *params, void *ctx) {
+  Node *node = node_new(NODE_MEMSET);
+  node->memset = *params;
+  return ctx ? add(handle, graph, deps, count, node) : CUDA_ERROR_INVALID_CONTEXT;
+}
+CUresult cuGraphAddMemcpyNode(void **handle, void *graph, void *const *deps, size_t count, const Memcpy3D *params, void *ctx) {
+  Node *node = node_new(NODE_MEMCPY);
+  node->memcpy = *params;
+  return ctx ? add(handle, graph, deps, count, node) : CUDA_ERROR_INVALID_CONTEXT;
+}
+CUresult cuGraphAddEmptyNode(void **handle, void *graph, void *const *deps, size_t count) {
+  return add(handle, graph, deps, count, node_new(NODE_EMPTY));
+}
+// Nodes of other kinds, to be refused: their parameters are not looked at.
+CUresult cuGraphAddNode_v2(void **handle, void *graph, void *const *deps, const EdgeData *data, size_t count, const int *params) {
+  return add(handle, graph, deps, count, node_new(params[0]));
+}
+
+CUresult cuGraphGetNodes(void *graph, void **nodes, size_t *count) {
+  Graph *home = handle_get(GRAPH, graph);
+  if (!home) return CUDA_ERROR_INVALID_HANDLE;
+  for (size_t i = 0; nodes && i < *count && i < (size_t)home->node_count; i++) nodes[i] = home->nodes[i]->handle;
+  return *count = home->node_count, CUDA_SUCCESS;
+}
+CUresult cuGraphGetEdges_v2(void *graph, void **from, void **to, EdgeData *data, size_t *count) {
+  Graph *home = handle_get(GRAPH, graph);
+  if (!home) return CUDA_ERROR_INVALID_HANDLE;
+  for (int i = 0; from && i < home->edge_count; i++) {
+    static const EdgeData plain;
+    if (!data && memcmp(&home->edges[i].data, &plain, sizeof plain)) return CUDA_ERROR_LOSSY_QUERY;
+    from[i] = home->nodes[home->edges[i].from]->handle, to[i] = home->nodes[home->edges[i].to]->handle;
+    if (data) data[i] = home->edges[i].data;
+  }
+  return *count = home->edge_count, CUDA_SUCCESS;
+}
+CUresult cuGraphAddDependencies_v2(void *graph, void *const *from, void *const *to, const EdgeData *data, size_t count) {
+  Graph *home = handle_get(GRAPH, graph);
+  if (!home) return CUDA_ERROR_INVALID_HANDLE;
+  home->edges = realloc(home->edges, (home->edge_count + count + 1) * sizeof(Edge));
+  for (size_t i = 0; i < count; i++) {
+    int source = node_index(home, from[i]), target = node_index(home, to[i]);
+    if (source < 0 || target < 0) return CUDA_ERROR_INVALID_VALUE;
+    home->edges[home->edge_count++] = (Edge){source, target, data ? data[i] : (EdgeData){0}};
+  }
+  return CUDA_SUCCESS;
+}
+
+#define NODE_(kind_, handle) \
+  Node *node = handle_get(NODE, handle); \
+  if (!node) return CUDA_ERROR_INVALID_HANDLE; \
+  if (node->type != kind_) return CUDA_ERROR_INVALID_VALUE
+CUresult cuGraphNodeGetType(void *handle, int *type) {
+  Node *node = handle_get(NODE, handle);
+  return node ? (*type = node->type, CUDA_SUCCESS) : CUDA_ERROR_INVALID_HANDLE;
+}
+CUresult cuGraphKernelNodeGetParams_v2(void *handle, KernelNodeParams *params) {
+  NODE_(NODE_KERNEL, handle);
+  return *params = node->kernel, CUDA_SUCCESS;
+}
+CUresult cuGraphMemsetNodeGetParams(void *handle, MemsetNodeParams *params) {
+  NODE_(NODE_MEMSET, handle);
+  return *params = node->memset, CUDA_SUCCESS;
+}
+CUresult cuGraphMemcpyNodeGetParams(void *handle, Memcpy3D *params) {
+  NODE_(NODE_MEMCPY, handle);
+  return *params = node->memcpy, CUDA_SUCCESS;
+}
+CUresult cuGraphKernelNodeGetAttribute(void *handle, int id, void *value) {
+  NODE_(NODE_KERNEL, handle);
+  if (id <= 0 || id >= MAX_ATTRIBUTES || id == 3 || id == ATTRIBUTE_PDL) return CUDA_ERROR_INVALID_VALUE;
+  return memcpy(value, node->attributes[id], 64), CUDA_SUCCESS;
+}
+CUresult cuGraphKernelNodeSetAttribute(void *handle, int id, const void *value) {
+  NODE_(NODE_KERNEL, handle);
+  if (id <= 0 || id >= MAX_ATTRIBUTES || id == 3 || id == ATTRIBUTE_PDL) return CUDA_ERROR_INVALID_VALUE;
+  return memcpy(node->attributes[id], value, 64), CUDA_SUCCESS;
+}
+
+// Takes its own copy of every node, in an order in which each comes behind what it depends on.
+CUresult cuGraphInstantiateWithParams(void **handle, void *graph, InstantiateParams *params) {
+  Graph *home = handle_get(GRAPH, graph);
+  if (!home) return CUDA_ERROR_INVALID_HANDLE;
+  Exec *exec = calloc(1, sizeof *exec);
+  exec->nodes = calloc(home->node_count + 1, sizeof(Node));
+  char *done = calloc(home->node_count + 1, 1);
+  for (int progress = 1; progress && exec->count < home->node_count;) {
+    progress = 0;
+    for (int i = home->node_count - 1; i >= 0; i--) { // backwards: an order that holds only if the edges do
+      int ready = !done[i];
+      for (int e = 0; ready && e < home->edge_count; e++) ready = home->edges[e].to != i || done[home->edges[e].from];
+      if (!ready) continue;
+      Node *copy = &exec->nodes[exec->count++];
+      *copy = *home->nodes[i], done[i] = progress = 1;
+      copy->kernel.params = copy->pointers;
+      for (int p = 0; copy->target && p < copy->target->count; p++)
+        copy->pointers[p] = copy->storage + copy->target->offset[p];
+      unsigned cluster = *(unsigned *)copy->attributes[ATTRIBUTE_CLUSTER];
+      if (cluster && copy->kernel.grid[0] % cluster)
+        return params->error_node = home->nodes[i]->handle, params->result = 1, CUDA_ERROR_INVALID_CLUSTER_SIZE;
+    }
+  }
+  free(done);
+  if (exec->count < home->node_count) return params->result = 2, CUDA_ERROR_INVALID_VALUE; // a cycle
+  return params->result = 0, *handle = handle_new(EXEC, exec), CUDA_SUCCESS;
+}
+CUresult cuGraphUpload(void *exec, void *stream) { return handle_get(EXEC, exec) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE; }
+CUresult cuGraphExecDestroy(void *exec) {
+  if (!handle_get(EXEC, exec)) return CUDA_ERROR_INVALID_HANDLE;
+  return handle_free(exec), CUDA_SUCCESS;
+}
+CUresult cuGraphLaunch(void *handle, void *stream) {
+  Exec *exec = handle_get(EXEC, handle);
+  if (!exec || !handle_get(STREAM, stream)) return CUDA_ERROR_INVALID_HANDLE;
+  for (int i = 0; i < exec->count; i++) {
+    CUresult result = node_run(&exec->nodes[i]);
+    if (result) return result;
+  }
+  return CUDA_SUCCESS;
+}

@@ -1,0 +1,36 @@
+#include "fakecuda.h"
+#include <stdlib.h>
+
+// Handles are numbers that are no addresses, above a base that differs from process to process, and never used again.
+typedef struct {
+  int kind;
+  void *object;
+} Slot;
+static Slot *slots;
+static size_t used, room;
+
+static uintptr_t base(void) {
+  const char *text = getenv("FAKE_CUDA_HANDLES");
+  return text ? strtoull(text, NULL, 0) : 0x550000000000ull;
+}
+
+void *handle_new(int kind, void *object) {
+  if (used == room) slots = realloc(slots, (room = room ? room * 2 : 1024) * sizeof(Slot));
+  slots[used] = (Slot){kind, object};
+  return (void *)(base() + 16 * ++used);
+}
+
+static Slot *slot(void *handle) {
+  uintptr_t number = ((uintptr_t)handle - base()) / 16;
+  return number >= 1 && number <= used && ((uintptr_t)handle - base()) % 16 == 0 ? &slots[number - 1] : NULL;
+}
+
+void *handle_get(int kind, void *handle) {
+  Slot *found = slot(handle);
+  return found && found->kind == kind ? found->object : NULL;
+}
+
+void handle_free(void *handle) {
+  Slot *found = slot(handle);
+  if (found) found->kind = 0;
+}

@@ -1,0 +1,150 @@
+#define _GNU_SOURCE
+#include "fakecuda.h"
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+enum { PAGE = 4096, GRANULE = 2 << 20, MAX_RANGES = 8192 };
+typedef struct {
+  CUdeviceptr start;
+  size_t size;
+  int usable, reserved; // reserved: of cuMemAddressReserve, not for memory itself
+} Range;
+typedef struct {
+  int descriptor;
+  size_t size;
+} Physical;
+static Range ranges[MAX_RANGES];
+static int count;
+static size_t taken;
+static CUdeviceptr cursor;
+
+static uint64_t setting(const char *name, uint64_t otherwise) {
+  const char *text = getenv(name);
+  return text ? strtoull(text, NULL, 0) : otherwise;
+}
+static size_t total(void) { return setting("FAKE_CUDA_MEMORY", 1ull << 30); }
+
+static CUdeviceptr map(CUdeviceptr at, size_t size, int protection) {
+  if (!cursor) cursor = setting("FAKE_CUDA_BASE", 0x500000000000ull);
+  for (int tries = 0; tries < 64; tries++) {
+    CUdeviceptr where = at ? at : cursor;
+    if (!at) cursor += (size + 3 * GRANULE - 1) / GRANULE * GRANULE;
+    void *got = mmap((void *)where, size, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
+    if (got == (void *)where) return where;
+    if (got != MAP_FAILED) munmap(got, size);
+    at = 0; // taken: anywhere else, as the driver does
+  }
+  return 0;
+}
+
+static void add(CUdeviceptr start, size_t size, int usable, int reserved) {
+  if (count == MAX_RANGES) abort();
+  ranges[count++] = (Range){start, size, usable, reserved};
+}
+
+static Range *find(CUdeviceptr address, size_t size, int reserved) {
+  for (int i = 0; i < count; i++)
+    if (ranges[i].reserved == reserved && address >= ranges[i].start && address + size <= ranges[i].start + ranges[i].size)
+      return &ranges[i];
+  return NULL;
+}
+
+int device_range(CUdeviceptr address, size_t size) {
+  Range *range = find(address, size, 0);
+  return range && range->usable;
+}
+
+CUresult device_alloc(CUdeviceptr *address, size_t size) {
+  size_t whole = (size + PAGE - 1) / PAGE * PAGE;
+  if (!size) return CUDA_ERROR_INVALID_VALUE;
+  if (taken + whole > total()) return CUDA_ERROR_OUT_OF_MEMORY;
+  for (int i = count - 1; i >= 0; i--) // what was freed last is given out first, as allocators like to do
+    if (!ranges[i].reserved && !ranges[i].usable && ranges[i].size == whole) {
+      mprotect((void *)ranges[i].start, whole, PROT_READ | PROT_WRITE);
+      ranges[i].usable = 1, taken += whole, *address = ranges[i].start;
+      return CUDA_SUCCESS;
+    }
+  if (!(*address = map(0, whole, PROT_READ | PROT_WRITE))) return CUDA_ERROR_OUT_OF_MEMORY;
+  add(*address, whole, 1, 0), taken += whole;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t size) { return device_alloc(address, size); }
+CUresult cuMemFree_v2(CUdeviceptr address) {
+  Range *range = find(address, 1, 0);
+  if (!range || !range->usable || range->start != address) return CUDA_ERROR_INVALID_VALUE;
+  mprotect((void *)address, range->size, PROT_NONE);
+  range->usable = 0, taken -= range->size;
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemGetAllocationGranularity(size_t *size, const void *prop, int option) { return *size = GRANULE, CUDA_SUCCESS; }
+CUresult cuMemAddressReserve(CUdeviceptr *address, size_t size, size_t alignment, CUdeviceptr wanted, uint64_t flags) {
+  if (!size || size % GRANULE || wanted % GRANULE) return CUDA_ERROR_INVALID_VALUE;
+  if (!(*address = map(wanted, size, PROT_NONE))) return CUDA_ERROR_OUT_OF_MEMORY;
+  add(*address, size, 0, 1);
+  return CUDA_SUCCESS;
+}
+CUresult cuMemAddressFree(CUdeviceptr address, size_t size) {
+  Range *range = find(address, size, 1);
+  if (!range || find(address, size, 0)) return CUDA_ERROR_INVALID_VALUE;
+  munmap((void *)address, size);
+  *range = ranges[--count];
+  return CUDA_SUCCESS;
+}
+CUresult cuMemCreate(uint64_t *handle, size_t size, const void *prop, uint64_t flags) {
+  if (!size || size % GRANULE) return CUDA_ERROR_INVALID_VALUE;
+  if (taken + size > total()) return CUDA_ERROR_OUT_OF_MEMORY;
+  Physical *made = malloc(sizeof *made);
+  *made = (Physical){memfd_create("device", MFD_CLOEXEC), size};
+  if (made->descriptor < 0 || ftruncate(made->descriptor, size)) return CUDA_ERROR_OUT_OF_MEMORY;
+  taken += size, *handle = (uint64_t)handle_new(MEMORY, made);
+  return CUDA_SUCCESS;
+}
+CUresult cuMemRelease(uint64_t handle) {
+  Physical *memory = handle_get(MEMORY, (void *)handle);
+  if (!memory) return CUDA_ERROR_INVALID_VALUE;
+  close(memory->descriptor), taken -= memory->size, handle_free((void *)handle);
+  return CUDA_SUCCESS;
+}
+CUresult cuMemMap(CUdeviceptr address, size_t size, size_t offset, uint64_t handle, uint64_t flags) {
+  Physical *memory = handle_get(MEMORY, (void *)handle);
+  if (!memory || !find(address, size, 1) || find(address, 1, 0) || offset + size > memory->size) return CUDA_ERROR_INVALID_VALUE;
+  if (mmap((void *)address, size, PROT_NONE, MAP_SHARED | MAP_FIXED, memory->descriptor, offset) == MAP_FAILED)
+    return CUDA_ERROR_OUT_OF_MEMORY;
+  add(address, size, 0, 0);
+  return CUDA_SUCCESS;
+}
+CUresult cuMemSetAccess(CUdeviceptr address, size_t size, const void *description, size_t n) {
+  Range *range = find(address, size, 0);
+  if (!range || mprotect((void *)address, size, PROT_READ | PROT_WRITE)) return CUDA_ERROR_INVALID_VALUE;
+  range->usable = 1;
+  return CUDA_SUCCESS;
+}
+CUresult cuMemUnmap(CUdeviceptr address, size_t size) {
+  Range *range = find(address, size, 0);
+  if (!range) return CUDA_ERROR_INVALID_VALUE;
+  mmap((void *)address, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  *range = ranges[--count];
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemGetInfo_v2(size_t *available, size_t *all) { return *all = total(), *available = total() - taken, CUDA_SUCCESS; }
+CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void *from, size_t size) {
+  return device_range(to, size) ? (memcpy((void *)to, from, size), CUDA_SUCCESS) : CUDA_ERROR_INVALID_VALUE;
+}
+CUresult cuMemcpyDtoH_v2(void *to, CUdeviceptr from, size_t size) {
+  return device_range(from, size) ? (memcpy(to, (void *)from, size), CUDA_SUCCESS) : CUDA_ERROR_INVALID_VALUE;
+}
+CUresult cuMemsetD8_v2(CUdeviceptr to, unsigned char value, size_t size) {
+  return device_range(to, size) ? (memset((void *)to, value, size), CUDA_SUCCESS) : CUDA_ERROR_INVALID_VALUE;
+}
+CUresult cuPointerGetAttribute(void *data, int attribute, CUdeviceptr address) {
+  Range *range = find(address, 1, 0);
+  if (!range || !range->usable) return CUDA_ERROR_INVALID_VALUE;
+  if (attribute == 11) return *(uint64_t *)data = range->start, CUDA_SUCCESS;
+  if (attribute == 12) return *(uint64_t *)data = range->size, CUDA_SUCCESS;
+  return CUDA_ERROR_INVALID_VALUE;
+}

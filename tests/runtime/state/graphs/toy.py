@@ -1,0 +1,406 @@
+"""A decode step on the fake driver, run as a process of its own: ``toy.py dump|materialize|restore`` (JSON in and out).
+
+Everything a real one has: weights, KV cache, static inputs and outputs, a pool whose addresses are used again, a workspace
+with contents from before, structures with garbage in them, a module's variable, clusters, shared memory over 48 KiB,
+programmatic edges, two streams, memsets and copies, and two kernels of one name.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import random
+import struct
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from medusa_runtime.state.graphs import (
+    AllocationTrace,
+    Blueprints,
+    Capture,
+    CudaDriver,
+    DeviceRegion,
+    MismatchError,
+    ModuleRecorder,
+    Piece,
+    RegionKind,
+    dump_graphs,
+    fingerprint,
+    materialize_graphs,
+    place,
+    replayed,
+    restore_graphs,
+)
+from medusa_runtime.state.graphs import driver as bindings
+
+bindings.SIGNATURES.update(
+    {
+        "cuMemAlloc_v2": "pz",
+        "cuMemFree_v2": "q",
+        "cuModuleLoadData": "pp",
+        "cuModuleGetFunction": "pps",
+        "cuStreamBeginCapture_v2": "pi",
+        "cuStreamEndCapture": "pp",
+        "cuLaunchKernelEx": "pppp",
+        "cuMemsetD32Async": "quzp",
+        "cuMemcpyDtoDAsync_v2": "qqzp",
+        "cuEventCreate": "pu",
+        "cuEventRecord": "pp",
+        "cuStreamWaitEvent": "ppu",
+        "cuLaunchHostFunc": "ppp",
+        "cuGraphAddNode_v2": "ppppzp",
+    }
+)
+WIDTH, LAYERS, VOCAB, MAX_BATCH = 16, 2, 32, 4
+ROW = WIDTH * 4
+NAMED, SLAB, WORKSPACE = RegionKind.NAMED, RegionKind.SLAB, RegionKind.WORKSPACE
+SIZES = {
+    "weights": (NAMED, (VOCAB + LAYERS * (WIDTH + 1) + VOCAB) * ROW),
+    "kv cache": (NAMED, LAYERS * MAX_BATCH * ROW),
+    "graph inputs": (NAMED, MAX_BATCH * 4),
+    "graph outputs": (NAMED, MAX_BATCH * (VOCAB * 4 + 4)),
+    "pool": (SLAB, 64 << 10),
+    "workspace": (WORKSPACE, 4096),
+}
+RMS_NORM = "_Z8rms_normILi4EEvPKfS1_Pfif"
+MAGIC = struct.pack("<II", 0x4D454455, 0)
+
+
+def open_driver() -> tuple[CudaDriver, int]:
+    driver = CudaDriver(os.environ["FAKE_CUDA_LIBRARY"])
+    driver.call("cuInit", 0)
+    driver.call("cuCtxSetCurrent", driver.handle("cuDevicePrimaryCtxRetain", 0))
+    return driver, driver.handle("cuStreamCreate", 0)
+
+
+def twin(image: bytes) -> bytes:
+    """A cubin with other instructions in its kernel ``scale``, which nothing else tells from the original's."""
+    (table,), (_, count, names) = struct.unpack_from("<Q", image, 0x28), struct.unpack_from("<HHH", image, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", image, table + 64 * number) for number in range(count)]
+    start = next(h[4] for h in headers if image.startswith(b".text.scale\0", headers[names][4] + h[0]))
+    return image[: start + 16] + bytes([image[start + 16] ^ 1]) + image[start + 17 :]
+
+
+class Pool:
+    """A caching allocator: what was freed last is given out first, or (``patient``) only every second time."""
+
+    def __init__(self, address: int, *, patient: bool = False) -> None:
+        self._next = address
+        self._sizes: dict[int, int] = {}
+        self._free: list[int] = []
+        self._patient = patient
+        self._calls = 0
+
+    def malloc(self, size: int) -> int:
+        self._calls += 1
+        fitting = [address for address in self._free if self._sizes[address] == size]
+        if fitting and not (self._patient and self._calls % 2):
+            self._free.remove(fitting[-1])
+            return fitting[-1]
+        address, self._next = self._next, self._next + -(-size // 512) * 512
+        self._sizes[address] = size
+        return address
+
+    def free(self, address: int) -> None:
+        self._free.append(address)
+
+
+class Toy:
+    """The step's kernels, and where its memory is."""
+
+    def __init__(self, driver: CudaDriver, stream: int, at: dict[str, int]) -> None:
+        self.driver, self.stream, self.at = driver, stream, at
+        self.side = driver.handle("cuStreamCreate", 0)
+        self.event = driver.handle("cuEventCreate", 0)
+        self.trace = AllocationTrace()
+        self.pool = Pool(at["pool"])
+        self.key = ""
+        self.options: dict[str, Any] = {}
+        cubins = Path(os.environ["TOY_CUBINS"])
+        self.images = [(cubins / f"toy_{name}.cubin").read_bytes() for name in "ab"]
+        # One as a library, one as a module: both kinds of handles are in the graphs.
+        self.library = driver.handle("cuLibraryLoadData", self.images[0], None, None, 0, None, None, 0)
+        self.module = driver.handle("cuModuleLoadData", self.images[1])
+
+    def write_weights(self) -> None:
+        numbers = random.Random(7)
+        count = SIZES["weights"][1] // 4
+        self.driver.write(self.at["weights"], struct.pack(f"<{count}f", *[numbers.uniform(-1, 1) for _ in range(count)]))
+        self.driver.write(self.at["kv cache"], bytes(SIZES["kv cache"][1]))
+
+    def malloc(self, size: int) -> int:
+        address = self.pool.malloc(size)
+        self.trace.malloc(address, size)
+        return address
+
+    def free(self, address: int) -> None:
+        self.pool.free(address)
+        self.trace.free(address)
+
+    def launch(
+        self, name: str, values: Iterable[bytes], *, other: bool = False, shared: int = 0, stream: int = 0,
+        attributes: dict[int, bytes] | None = None,
+    ) -> None:  # fmt: skip
+        if other:
+            function = self.driver.handle("cuModuleGetFunction", self.module, name.encode())
+        else:
+            function = self.driver.handle("cuLibraryGetKernel", self.library, name.encode())
+            if shared:
+                self.driver.call("cuKernelSetAttribute", 8, shared, function, 0)
+        buffers = [ctypes.create_string_buffer(value, len(value)) for value in values]
+        pointers = (ctypes.c_uint64 * len(buffers))(*map(ctypes.addressof, buffers))
+        listed = b"".join(struct.pack("<i4x64s", n, value) for n, value in (attributes or {}).items())
+        held = ctypes.create_string_buffer(listed, max(len(listed), 1))
+        config = struct.pack(
+            "<7I4xQQI4x", 2, 1, 1, 32, 1, 1, shared, stream or self.stream, ctypes.addressof(held), len(attributes or {})
+        )
+        self.driver.call("cuLaunchKernelEx", config, function, pointers, None)
+        self.trace.launch(self.key)
+
+    def gemv(self, weight: int, x: int, y: int, rows: int) -> None:
+        self.driver.call("cuMemsetD32Async", y, 0, rows, self.stream)
+        self.trace.launch(self.key)
+        # The structure's padding: a stale pointer to the host, a stale constant, and whatever else.
+        garbage = [ctypes.addressof(ctypes.create_string_buffer(1 << 20)), 3, self.options.get("opaque", 0), 0]
+        self.launch("gemv", [struct.pack("<QQQii4Q", weight, x, y, rows, WIDTH, *garbage)])
+
+    def step(self, row: int) -> None:
+        p, i, f = (lambda value: struct.pack("<Q", value)), (lambda value: struct.pack("<i", value)), (
+            lambda value: struct.pack("<f", value))  # fmt: skip
+        weights, x = self.at["weights"], self.malloc(ROW)
+        self.launch("embed", [p(weights), p(self.at["graph inputs"] + 4 * row), p(x), i(WIDTH)])
+        for layer in range(LAYERS):
+            matrix = weights + (VOCAB + layer * (WIDTH + 1)) * ROW
+            normed = self.malloc(ROW)
+            self.launch(RMS_NORM, [p(x), p(matrix + WIDTH * ROW), p(normed), i(WIDTH), f(1e-5)])
+            hidden = self.malloc(ROW)
+            self.gemv(matrix, normed, hidden, WIDTH)
+            self.free(normed)
+            again = self.malloc(ROW)  # at the address of what was freed: the paper's figure 6
+            self.driver.call("cuMemcpyDtoDAsync_v2", again, hidden, ROW, self.stream)
+            self.trace.launch(self.key)
+            extra = self.malloc(ROW)
+            self.driver.call("cuMemcpyDtoDAsync_v2", extra, x, ROW, self.stream)
+            self.trace.launch(self.key)
+            self.launch("scale", [p(again), i(WIDTH), f(0.5)], attributes={6: struct.pack("<i", 1)})
+            self.launch("cluster_scale", [p(again), i(WIDTH)], attributes={4: struct.pack("<III", 2, 1, 1), 6: b"\1"})
+            bias = ctypes.c_uint64()
+            self.driver.call("cuLibraryGetGlobal", ctypes.byref(bias), None, self.library, b"bias_table")
+            self.launch("add_bias", [p(bias.value), p(again), i(WIDTH)])
+            kept = self.at["kv cache"] + (layer * MAX_BATCH + row) * ROW
+            self.driver.call("cuEventRecord", self.event, self.stream)
+            self.driver.call("cuStreamWaitEvent", self.side, self.event, 0)
+            self.driver.call("cuMemcpyDtoDAsync_v2", kept, again, ROW, self.side)
+            self.trace.launch(self.key)
+            self.launch("wide", [p(again), i(WIDTH)], shared=64 << 10, attributes={8: struct.pack("<i", -2)})
+            self.driver.call("cuEventRecord", self.event, self.side)
+            self.driver.call("cuStreamWaitEvent", self.stream, self.event, 0)
+            self.launch("add_checked", [p(again), p(extra), p(self.at["workspace"] + 512), i(WIDTH)])
+            self.driver.call("cuMemcpyDtoDAsync_v2", x, extra, ROW, self.stream)
+            self.trace.launch(self.key)
+            for address in (hidden, again, extra):
+                self.free(address)
+        logits = self.at["graph outputs"] + row * VOCAB * 4
+        self.gemv(weights + (VOCAB + LAYERS * (WIDTH + 1)) * ROW, x, logits, VOCAB)
+        self.launch("scale", [p(logits), i(VOCAB), f(2.0)], other=True)
+        self.launch("argmax", [p(logits), p(self.at["graph outputs"] + MAX_BATCH * VOCAB * 4 + 4 * row), i(VOCAB)], other=True)
+        self.free(x)
+
+    def capture(self, batch: int) -> int:
+        self.key = f"decode-{batch}"
+        self.driver.call("cuStreamBeginCapture_v2", self.stream, 0)
+        for row in range(batch):
+            self.step(row)
+        if self.options.get("host") == batch:
+            self.driver.call("cuLaunchHostFunc", self.stream, 1, None)
+        made = ctypes.c_uint64()
+        self.driver.call("cuStreamEndCapture", self.stream, ctypes.byref(made))
+        graph = made.value
+        if self.options.get("conditional") == batch:
+            self.driver.call("cuGraphAddNode_v2", ctypes.byref(ctypes.c_uint64()), graph, None, None, 0, struct.pack("<i", 13))
+        return graph
+
+
+def answers(driver: CudaDriver, at: dict[str, int], stream: int, launches: dict[str, Any]) -> dict[str, list[str]]:
+    """Outputs of each graph for three inputs, twice each."""
+    found: dict[str, list[str]] = {}
+    for key, launch in launches.items():
+        batch = int(key.partition("-")[2])
+        for ids in ([1, 2, 3, 4], [31, 0, 7, 7], [5, 5, 30, 12]) * 2:
+            driver.fill(at["graph outputs"], 0, SIZES["graph outputs"][1])
+            driver.write(at["graph inputs"], struct.pack("<4i", *ids))
+            launch()
+            driver.call("cuStreamSynchronize", stream)
+            found.setdefault(key, []).append(
+                driver.read(at["graph outputs"], batch * VOCAB * 4).hex()
+                + driver.read(at["graph outputs"] + MAX_BATCH * VOCAB * 4, 4 * batch).hex()
+            )
+    return found
+
+
+def offline(options: dict[str, Any]) -> dict[str, Any]:
+    driver, stream = open_driver()
+    order = list(SIZES)
+    random.Random(options.get("order", 0)).shuffle(order)  # other distances between the regions
+    at = {name: driver.handle("cuMemAlloc_v2", SIZES[name][1]) for name in order}
+    recorder = ModuleRecorder(os.environ["FAKE_CUDA_LIBRARY"])
+    toy = Toy(driver, stream, at)
+    toy.options = options
+    recorder.close()
+    toy.write_weights()
+    driver.write(at["workspace"] + 512, MAGIC)
+    graphs = {f"decode-{batch}": toy.capture(batch) for batch in options.get("batches", [1, 2, 4])}
+    regions = [
+        DeviceRegion(name, kind, at[name], size) for name, (kind, size) in SIZES.items() if name not in options.get("unnamed", [])
+    ]
+    images = recorder.images()
+    if options.get("ambiguous"):
+        images.add(twin(toy.images[1]))
+    dump = dump_graphs(driver, graphs, regions, images=images)
+    if "dump" in options:
+        dump.save(Path(options["dump"]))
+        return {"refused": dump.refused}
+    launches = {}
+    for key, graph in graphs.items():
+        if key in dump.refused:
+            continue
+        params = bindings.byref(ctypes.create_string_buffer(32))
+        execution = driver.handle("cuGraphInstantiateWithParams", graph, params)
+        launches[key] = lambda execution=execution: driver.call("cuGraphLaunch", execution, stream)
+    number = {region.name: n for n, region in enumerate(dump.regions)}
+    inputs, outputs = {}, {}
+    for key in launches:
+        batch = int(key.partition("-")[2])
+        inputs[key] = (Piece(number["graph inputs"], 0, struct.pack("<4i", 9, 8, 7, 6)),)
+        outputs[key] = (
+            Piece(number["graph outputs"], 0, bytes(batch * VOCAB * 4)),
+            Piece(number["graph outputs"], MAX_BATCH * VOCAB * 4, bytes(4 * batch)),
+        )
+    capture = Capture(
+        launches, inputs, outputs, stream, images, trace=toy.trace, fingerprint=fingerprint(driver, {"torch": "2.13"}),
+        libraries=[Path(path) for path in options.get("libraries", [])], save_images=options.get("save_images", True),
+    )  # fmt: skip
+    second = Blueprints.load(Path(options["second"]).read_bytes()) if "second" in options else None
+    blueprints = materialize_graphs(driver, dump, capture, second=second)
+    blueprints.save(Path(options["out"]))
+    return {
+        "refused": blueprints.refused,
+        "answers": answers(driver, at, stream, launches),
+        "pinned": sorted({blueprints.regions[n].name for graph in blueprints.graphs for n in graph.pinned}),
+        "contents": [[blueprints.regions[r].name, offset, len(data)] for r, offset, data in blueprints.contents],
+        "at": at,
+    }
+
+
+def online(options: dict[str, Any]) -> dict[str, Any]:
+    driver, stream = open_driver()
+    for path in options.get("map_libraries", []):
+        ctypes.CDLL(path)
+    data = Path(options["bundle"]).read_bytes()
+    keys = options.get("keys", ["decode-1", "decode-2", "decode-4"])
+    facts = fingerprint(driver, {"torch": options.get("torch", "2.13")})
+    try:
+        blueprints = Blueprints.load(data)
+        if options.get("change"):
+            blueprints = CHANGES[options["change"]](blueprints)
+        held = [driver.handle("cuMemAddressReserve", 2 << 20, 0, address, 0) for address in options.get("take", [])]
+        wanted = [region for region in blueprints.regions if region.kind != RegionKind.MODULE]
+        if options.get("mode") == "replay":
+            named = place(driver, [region for region in wanted if region.kind != SLAB], at_recorded=False)
+            slab = driver.handle("cuMemAlloc_v2", 256 << 10)
+            pool = Pool(slab, patient=True)
+            placement = replayed(driver, blueprints, pool.malloc, pool.free, named.addresses)
+        else:
+            placement = place(driver, wanted, at_recorded=options.get("mode") != "relocate")
+    except MismatchError as mismatch:
+        return {"placement": str(mismatch)}
+    except Exception as error:  # noqa: BLE001 - a damaged bundle: restore_graphs says so
+        with restore_graphs(driver, data, place(driver, []), keys=keys, stream=stream, fingerprint=facts) as restored:
+            return {"restored": list(restored.graphs), "reasons": {k: str(m) for k, m in restored.reasons.items()}, "error": str(error)}
+    at = dict(placement.addresses)
+    trigger = None
+    if options.get("trigger"):
+        toy = Toy(driver, stream, {**at, "pool": at.get("pool", 0)})
+        trigger = lambda key: toy.capture(1)  # noqa: E731
+        if options["trigger"] == "twice":
+            for image in toy.images:
+                other = driver.handle("cuModuleLoadData", image)
+                del other
+    else:
+        toy = Toy.__new__(Toy)
+        toy.driver, toy.at = driver, at
+    toy.write_weights()
+    if options.get("wrong_weights"):
+        driver.fill(at["weights"], 0x11, 64)
+    with restore_graphs(
+        driver, blueprints, placement, keys=keys, stream=stream, fingerprint=facts, trigger=trigger,
+        validate=options.get("validate", "ends"),
+    ) as restored:  # fmt: skip
+        result = {
+            "restored": list(restored.graphs),
+            "reasons": {key: str(mismatch) for key, mismatch in restored.reasons.items()},
+            "answers": answers(driver, at, stream, {key: graph.replay for key, graph in restored.graphs.items()}),
+            "at": at,
+        }
+    placement.close()
+    return result
+
+
+def _without_attributes(blueprints: Blueprints) -> Blueprints:
+    return replace(blueprints, attribute_sets=tuple(() for _ in blueprints.attribute_sets))
+
+
+def _without_edges(blueprints: Blueprints) -> Blueprints:
+    return replace(blueprints, graphs=tuple(replace(graph, edges=graph.edges[:-1]) for graph in blueprints.graphs))
+
+
+def _without_contents(blueprints: Blueprints) -> Blueprints:
+    return replace(blueprints, contents=())
+
+
+def _without_images(blueprints: Blueprints) -> Blueprints:
+    return replace(blueprints, images={})
+
+
+def _without_variables(blueprints: Blueprints) -> Blueprints:
+    kernels = tuple(kernel._replace(name=kernel.name + "_gone") for kernel in blueprints.kernels)
+    return replace(blueprints, kernels=kernels)
+
+
+def _first_match(blueprints: Blueprints) -> Blueprints:
+    """What matching addresses alone gives: the first allocation that ever returned it (figure 6)."""
+    first: dict[int, int] = {}
+    allocations = [event for event in blueprints.events if event.size]
+    for number, event in enumerate(allocations):
+        first.setdefault(event.address, number)
+    graphs = tuple(
+        replace(
+            graph,
+            relocations=tuple(
+                r._replace(allocation=first[allocations[r.allocation].address]) if r.allocation >= 0 else r
+                for r in graph.relocations
+            ),
+        )
+        for graph in blueprints.graphs
+    )
+    return replace(blueprints, graphs=graphs)
+
+
+CHANGES = {
+    "attributes": _without_attributes,
+    "edges": _without_edges,
+    "contents": _without_contents,
+    "images": _without_images,
+    "names": _without_variables,
+    "first match": _first_match,
+}
+
+if __name__ == "__main__":
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
+    settings = json.loads(sys.argv[2])
+    print(json.dumps(online(settings) if sys.argv[1] == "restore" else offline(settings)))
