@@ -85,8 +85,12 @@ class CompiledModel:
 
 
 def config_key(config: Any) -> str:
-    """vLLM's own hash of what shapes a graph (versions, configuration, environment), without where the model lies."""
-    from vllm.compilation.caching import aot_compile_hash_factors
+    """vLLM's own hash of what shapes a graph (versions, configuration, environment).
+
+    Without where the model lies, and without the settings of a compiler that does not run again.
+    """
+    from vllm import envs
+    from vllm.config.utils import hash_factors
 
     placeless = copy.copy(config)
     placeless.model_config = copy.copy(config.model_config)
@@ -99,7 +103,8 @@ def config_key(config: Any) -> str:
                 if hasattr(nameless, name):
                     setattr(nameless, name, "")
             setattr(placeless.model_config, field, nameless)
-    return hashlib.sha256(str(aot_compile_hash_factors(placeless)).encode()).hexdigest()
+    factors = (hash_factors(envs.compile_factors()), placeless.compute_hash())
+    return hashlib.sha256(str(factors).encode()).hexdigest()
 
 
 def _compiled_modules(model: Any) -> Iterator[tuple[str, Any]]:

@@ -18,6 +18,7 @@ import torch
 from ...config import Settings
 from ...errors import EngineError, MedusaError, ModelError, RequestError
 from ...limits import cpu_count
+from ...state.compilations import compilations
 from ...timeline import Timeline
 from ...weights.region import Region
 from ..base import EngineInfo, GenerateRequest
@@ -124,6 +125,7 @@ class VllmEngine:
             "prompt_tokens_total": self._prompt_tokens,
             "generated_tokens_total": self._generated_tokens,
             "steps_total": self._steps,
+            "compilations_total": sum(compilations()),
         }
 
     def close(self) -> None:
