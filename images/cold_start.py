@@ -1,6 +1,7 @@
 """Splits /opt/medusa into layers by what a cold start reads; runs in the build, after everything is installed.
 
-A real `medusa serve` with the example model is started and asked, under a hook that notes every file that is opened.
+A real `medusa serve` with the example model is started and asked, once with each engine that the variant has and this
+machine can run, under a hook that notes every file that is opened.
 ``/layers/hot`` gets these, ``/layers/own`` the runtime, ``/layers/cold`` the rest. A registry that unpacks or fetches
 lazily then finds what a start reads in one layer. The list stays in the image as ``cold-start.txt``.
 """
@@ -44,27 +45,42 @@ def trace(model: str) -> set[Path]:
     python = str(HOME / "bin/python")
     if subprocess.run([python, "-c", "import boto3"], capture_output=True, check=False).returncode == 0:
         subprocess.run([python, "-c", STORE], env=env, check=True)
+    libraries: set[Path] = set()
+    for engine in engines(python):
+        libraries |= start(model, engine, env)
+    return {Path(os.path.normpath(line)) for line in TRACE.read_text().splitlines()} | libraries
+
+
+def engines(python: str) -> list[str]:
+    """vLLM for GPUs cannot start without one."""
+    asked = "import importlib.util, torch; print(importlib.util.find_spec('vllm') and torch.version.cuda is None)"
+    found = subprocess.run([python, "-c", asked], capture_output=True, text=True, check=True).stdout.strip()
+    return ["torch", "vllm"] if found == "True" else ["torch"]
+
+
+def start(model: str, engine: str, env: dict[str, str]) -> set[Path]:
+    """One start, one answer and one stop; the libraries that were mapped."""
     command = [str(HOME / "bin/medusa"), "serve", "--model", model, "--host", "127.0.0.1", "--port", "8099"]
-    server = subprocess.Popen(command, env=env)
+    server = subprocess.Popen([*command, "--engine", engine, "--kv-cache-mb", "64"], env=env)
     try:
         answer = complete(server)
-        print(f"the example model says: {answer!r}", flush=True)
+        print(f"the example model says with {engine}: {answer!r}", flush=True)
         libraries = mapped(server.pid)
     finally:
         server.send_signal(signal.SIGTERM)
         status = server.wait(30)
     if status != 0:
-        sys.exit(f"medusa serve ended with {status}; expected 0 after SIGTERM")
-    return {Path(os.path.normpath(line)) for line in TRACE.read_text().splitlines()} | libraries
+        sys.exit(f"medusa serve --engine {engine} ended with {status}; expected 0 after SIGTERM")
+    return libraries
 
 
 def complete(server: subprocess.Popen[bytes]) -> str:
     body = json.dumps({"prompt": "This function returns", "max_tokens": 8, "temperature": 0}).encode()
     request = urllib.request.Request(URL + "/v1/completions", body, {"Content-Type": "application/json"})
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while server.poll() is None and time.monotonic() < deadline:
         try:
-            with urllib.request.urlopen(request, timeout=120) as response:
+            with urllib.request.urlopen(request, timeout=300) as response:
                 return str(json.load(response)["choices"][0]["text"])
         except ConnectionError:
             time.sleep(0.05)

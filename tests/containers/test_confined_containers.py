@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.containers, pytest.mark.timeout(1200)]  # the first te
 
 Start = Callable[..., Any]
 
-CONFINED = ("--read-only", "--read-only-tmpfs=false", "--tmpfs", "/tmp:mode=1777", "--cap-drop", "all")
+CONFINED: tuple[str, ...] = ("--read-only", "--read-only-tmpfs=false", "--tmpfs", "/tmp:mode=1777", "--cap-drop", "all")
 CONFINED += ("--security-opt", "no-new-privileges", "--memory", "1g")
 MODEL = ("--volume", f"{EXAMPLE}:/model:ro", "--env", "MEDUSA_MODEL=/model")
 FUNCTION = ("--env", "MEDUSA_HANDLER=handler:Handler")
