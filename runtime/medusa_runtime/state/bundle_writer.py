@@ -49,7 +49,7 @@ class BundleWriter:
         except OSError:
             os.close(self._lock)
             raise StateError(
-                f"{self._folder}: somebody else is materializing there; wait until they are done"
+                f"{self._folder}: another medusa materialize is writing there; wait for it"
             ) from None
         return self
 

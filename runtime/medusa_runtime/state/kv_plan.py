@@ -121,14 +121,17 @@ def plan(
         geometry.dtype,
     )
     if settings.kv_cache_mb is not None:
-        made = _within(made, settings.kv_cache_mb << 20)
-    elif recorded is not None and (recorded.blocks, recorded.max_model_len) == (wanted, wanted_len):
+        return _checked(_within(made, settings.kv_cache_mb << 20), settings)
+    source = "computed"
+    if recorded is not None and (recorded.blocks, recorded.max_model_len) == (wanted, wanted_len):
         if recorded.needed_bytes <= free_bytes:
             return replace(recorded, source="recorded")
-        made = replace(_within(made, _room(made, free_bytes)), source="recomputed")
-    else:
-        made = _within(made, _room(made, free_bytes))
-    return _checked(made, settings)
+        source = "recomputed"
+    fitting = _within(made, _room(made, free_bytes))
+    if fitting.tokens < _least(fitting, settings):  # a record must not be what a start fails by
+        made = replace(made, activation_bytes=min(activation_bytes, made.activation_bytes))
+        fitting = _within(made, _room(made, free_bytes))
+    return _checked(replace(fitting, source=source), settings)
 
 
 def _room(made: KvPlan, free_bytes: int) -> int:
@@ -144,9 +147,14 @@ def _is_for(recorded: KvPlan, geometry: Geometry) -> bool:
     return theirs == (geometry.block_tokens, geometry.block_bytes, geometry.layout, geometry.dtype)
 
 
+def _least(made: KvPlan, settings: Settings) -> int:
+    """Tokens without which nothing can be served: one sequence of the length that was asked for, or a block."""
+    return made.max_model_len if settings.max_model_len else min(made.max_model_len, made.block_tokens)
+
+
 def _checked(made: KvPlan, settings: Settings) -> KvPlan:
     """With max_model_len as long as the cache allows. ConfigError when that is too little."""
-    least = made.max_model_len if settings.max_model_len else min(made.max_model_len, made.block_tokens)
+    least = _least(made, settings)
     if made.tokens < least:
         needed = -(-least // made.block_tokens) * made.block_bytes
         raise ConfigError(

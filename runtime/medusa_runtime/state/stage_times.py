@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
@@ -66,7 +67,10 @@ class StageTimes:
         return self.decode_s * (size - full_memory + full_memory / size) + hop_s * size
 
     def to_bytes(self) -> bytes:
-        return json.dumps({"format": _FORMAT, **asdict(self)}).encode()
+        document = {"format": _FORMAT, **asdict(self)}
+        if math.isinf(self.load_bytes_per_s):  # nothing is copied; JSON has no such number
+            document["load_bytes_per_s"] = None
+        return json.dumps(document).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> StageTimes:
@@ -74,6 +78,8 @@ class StageTimes:
         try:
             document = json.loads(data)
             found = document.pop("format")
+            if document["load_bytes_per_s"] is None:
+                document["load_bytes_per_s"] = math.inf
             times = cls(**document)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StateError(f"expected stage times, found something else ({error}); materialize again") from None

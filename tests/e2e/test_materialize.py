@@ -1,0 +1,122 @@
+"""`medusa materialize`, then a start with what it made: the command, the files, and what damage does to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MEDUSA = Path(sys.executable).with_name("medusa")
+EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
+KINDS = {"weight-index", "kv-plan", "stage-times"}
+
+
+def medusa(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("MEDUSA_")}
+    return subprocess.run([MEDUSA, *arguments], capture_output=True, text=True, timeout=110, env=environ)
+
+
+def stages(serving: Any) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for stage in serving.request("GET", "/timeline")[1]["stages"]:
+        found.setdefault(stage["name"], []).append(stage["detail"])
+    return found
+
+
+@pytest.fixture(scope="module")
+def materialized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the example with its bundle; its inodes and times are not the example's."""
+    folder = tmp_path_factory.mktemp("model") / "pydoc-lm"
+    shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns(".medusa"))
+    result = medusa("materialize", "--model", folder, "--starts", "1")
+    assert result.returncode == 0, result.stderr
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert {line[0] for line in lines[:-1]} == KINDS
+    assert f"{folder}/.medusa: 3 artifacts" in result.stdout
+    return folder
+
+
+@pytest.fixture
+def model(materialized: Path, tmp_path: Path) -> Path:
+    """A copy of one's own, to damage."""
+    shutil.copytree(materialized, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_inspect_tells_what_is_in_the_bundle_and_what_fits(materialized: Path) -> None:
+    found = json.loads(medusa("inspect", materialized, "--json", "--verify").stdout)["state"]
+    assert {artifact["kind"]: artifact["problem"] for artifact in found["artifacts"]} == dict.fromkeys(KINDS)
+    text = medusa("inspect", materialized, "--dtype", "float32").stdout
+    assert "kv-plan" in text
+    assert "not used here: it was made for dtype bfloat16, here it is float32" in text
+    assert "38 tensors, order of a forward, checksums by" in text
+    assert "state    none; make it with medusa materialize" in medusa("inspect", EXAMPLE, "--state", "none").stdout
+
+
+def test_a_start_uses_the_bundle_wherever_it_was_copied(model: Path, start: Callable[..., Any]) -> None:
+    plain = start("--model", EXAMPLE, "--state", "none")
+    expected = plain.complete()["choices"][0]["text"]
+    assert plain.stop() == 0
+    serving = start("--model", model, env={"HOME": str(model)})
+    assert serving.complete()["choices"][0]["text"] == expected
+    found = stages(serving)
+    assert {detail["artifact"] for detail in found["restore"] if "left_out" not in detail} == {
+        "weight-index",
+        "kv-plan",
+    }
+    assert [detail["source"] for detail in found["kv_plan"]] == ["recorded"]
+    assert "is not used" not in serving.output()
+    assert serving.stop() == 0
+
+
+def test_a_start_with_a_broken_bundle_answers_the_same(model: Path, start: Callable[..., Any]) -> None:
+    path = model / ".medusa" / "manifest.json"
+    document = json.loads(path.read_bytes())
+    for artifact in document["artifacts"]:
+        del artifact["inline"]
+    path.write_text(json.dumps(document))
+    for blob in (model / ".medusa" / "blobs").iterdir():
+        os.truncate(blob, blob.stat().st_size // 2)
+    serving = start("--model", model)
+    assert serving.complete()["choices"][0]["text"]
+    left_out = {detail["artifact"]: detail["left_out"] for detail in stages(serving)["restore"]}
+    assert left_out.keys() == {"weight-index", "kv-plan"}
+    assert all("bytes, expected" in reason for reason in left_out.values())
+    for kind in left_out:
+        assert serving.output().count(f"{kind} is not used") == 1
+    assert serving.stop() == 0
+
+
+def test_materializing_again_replaces_and_keeps_what_is_for_others(model: Path) -> None:
+    result = medusa("materialize", "--model", model, "--starts", "0", "--max-model-len", "64")
+    assert result.returncode == 0, result.stderr
+    manifest = json.loads((model / ".medusa" / "manifest.json").read_bytes())
+    lengths = sorted(a["key"]["max_model_len"] for a in manifest["artifacts"] if a["kind"] == "kv-plan")
+    assert lengths == ["512", "64"]
+    assert sum(artifact["kind"] == "weight-index" for artifact in manifest["artifacts"]) == 1
+    named = {artifact["sha256"] for artifact in manifest["artifacts"]}
+    assert {blob.name for blob in (model / ".medusa" / "blobs").iterdir()} == named
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--model", "s3://bucket/model"), "expected --out DIR"),
+        (("--model", "/no/such/model"), "expected a folder with a checkpoint, found nothing"),
+        ((), "expected --model"),
+        (("--model", str(EXAMPLE), "--out", "/proc/self/state"), "cannot be written there"),
+        (("--model", str(EXAMPLE), "--starts", "-1"), "--starts=-1"),
+    ],
+)
+def test_bad_input_is_one_clear_line(arguments: tuple[str, ...], expected: str) -> None:
+    result = medusa("materialize", *arguments)
+    assert result.returncode != 0
+    (line,) = result.stderr.splitlines()
+    assert expected in line
