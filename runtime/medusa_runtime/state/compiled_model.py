@@ -53,19 +53,21 @@ class CompiledModel:
             )
         (self.folder / INDEX).write_text(json.dumps({"modules": names, "config": key}))
 
+    def check(self, config: Any) -> None:
+        """Raises StateError when the functions were made for another configuration than this VllmConfig."""
+        key, found = self._index()[1], config_key(config)
+        if found != key:
+            raise StateError(
+                f"it was made for the configuration {key[:12]}, this is {found[:12]}; materialize with serve's flags"
+            )
+
     def attach(self, model: Any, config: Any) -> int:
         """Load the functions and hand them to the modules they were made from; how many they were.
 
-        Raises StateError when they were made for another configuration, source or machine, or cannot be read. The
-        model is then as it was, and compiles at its first forward.
+        For a configuration that ``check`` has accepted. Raises StateError when they were made from another source, or
+        cannot be read; the model is then as it was, and compiles at its first forward.
         """
-        try:
-            index = json.loads((self.folder / INDEX).read_bytes())
-            names, key = list(index["modules"]), index["config"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise StateError(f"{self.folder / INDEX}: expected the index of a compile cache, found {error}") from error
-        if (found := config_key(config)) != key:
-            raise StateError(f"the compile cache was made for the configuration {key[:12]}, this is {found[:12]}")
+        names = self._index()[0]
         modules = dict(model.named_modules())
         if missing := [name for name in names if name not in modules]:
             raise StateError(f"the compile cache holds functions of {missing}, which this model does not have")
@@ -82,6 +84,14 @@ class CompiledModel:
             modules[name].aot_compiled_fn = function
             modules[name].was_aot_compile_fn_loaded_from_disk = True
         return len(functions)
+
+    def _index(self) -> tuple[list[str], str]:
+        """The names of the compiled modules, and the configuration's key."""
+        try:
+            index = json.loads((self.folder / INDEX).read_bytes())
+            return [str(name) for name in index["modules"]], str(index["config"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StateError(f"{self.folder / INDEX}: expected the index of a compile cache, found {error}") from error
 
 
 def config_key(config: Any) -> str:

@@ -22,7 +22,7 @@ from ...weights.region import Region
 
 logger = logging.getLogger(__name__)
 
-_RESTORED, _CAPTURED = "medusa_compiled", "medusa_capture"  # in model_loader_extra_config
+_RESTORED, _CAPTURED, _ALWAYS = "medusa_compiled", "medusa_capture", "medusa_compile"  # in model_loader_extra_config
 
 
 class CompiledStart:
@@ -34,12 +34,31 @@ class CompiledStart:
 
     def __init__(self, region: Region, settings: Settings, timeline: Timeline, capture: Path | None = None) -> None:
         self.extra: dict[str, str] = {} if capture is None else {_CAPTURED: str(capture)}
+        self._always = settings.compile == "always"
+        self._timeline = timeline
         self._scratch: Path | None = None
         if settings.compile != "never" and capture is None:
-            self._restore(region, timeline)
-        self.wanted = settings.compile == "always" or _RESTORED in self.extra
+            self._restore(region)
 
-    def _restore(self, region: Region, timeline: Timeline) -> None:
+    @property
+    def wanted(self) -> bool:
+        return self._always or _RESTORED in self.extra
+
+    def suits(self, config: Any) -> bool:
+        """Whether a VllmConfig is the one that was compiled for; False, once, when it has to be made anew without."""
+        if _RESTORED not in self.extra:
+            return True
+        try:
+            CompiledModel(Path(self.extra[_RESTORED])).check(config)
+        except StateError as error:
+            self._leave_out(error)
+            del self.extra[_RESTORED]
+            return False
+        if self._always:
+            self.extra[_ALWAYS] = "1"
+        return True
+
+    def _restore(self, region: Region) -> None:
         start_ns = time.monotonic_ns()
         try:
             blob = region.file(file_name(COMPILE_CACHE.name))  # waits for it: the configuration depends on it
@@ -48,12 +67,15 @@ class CompiledStart:
             self._scratch = Path(tempfile.mkdtemp(prefix="medusa-compiled-"))
             restored = restore(blob, self._scratch)
         except (StateError, OSError) as error:
-            logger.warning("%s is not used: %s", COMPILE_CACHE.name, error)
-            timeline.mark("compiled", left_out=str(error)[:300])
+            self._leave_out(error)
             return
         self.extra[_RESTORED] = str(restored.folder)
         os.environ.update(restored.env)
-        timeline.record("compiled_restore", start_ns, time.monotonic_ns(), bytes=len(blob))
+        self._timeline.record("compiled_restore", start_ns, time.monotonic_ns(), bytes=len(blob))
+
+    def _leave_out(self, error: Exception) -> None:
+        logger.warning("%s is not used: %s", COMPILE_CACHE.name, error)
+        self._timeline.mark("compiled", left_out=str(error)[:300])
 
     def __enter__(self) -> Self:
         return self
@@ -72,6 +94,7 @@ class WorkerCompilation:
         extra = load_config.model_loader_extra_config
         self._restored: str | None = extra.get(_RESTORED)
         self._captured: str | None = extra.get(_CAPTURED)
+        self._always = _ALWAYS in extra
         self._timeline = timeline
         self._recording = ExitStack()
         self.warms_up = True
@@ -87,14 +110,19 @@ class WorkerCompilation:
                 except StateError as error:
                     logger.warning("%s is not used: %s", COMPILE_CACHE.name, error)
                     detail["left_out"] = str(error)[:300]
-                    _run_eagerly(model)
+                    self.warms_up = self._always
+                    if not self._always:
+                        _run_eagerly(model)
 
     def warmed_up(self) -> None:
         self._recording.close()
 
 
 def _run_eagerly(model: Any) -> None:
-    """Compiling now would take longer than any request waits."""
+    """Compiling now would take longer than any request waits. vLLM also compiles some operators for themselves."""
+    import torch
+
+    torch.compiler.set_stance("force_eager")
     for module in model.modules():
         if hasattr(module, "do_not_compile"):
             module.do_not_compile = True

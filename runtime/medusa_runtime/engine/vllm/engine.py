@@ -53,6 +53,8 @@ class VllmEngine:
         self._compiled = CompiledStart(region, settings, timeline, capture)
         with CheckpointFolder(region) as folder:
             self._config, budget = configure(folder, region, settings, timeline, self._compiled)
+            if not self._compiled.suits(self._config):
+                self._config, budget = configure(folder, region, settings, timeline, self._compiled)
         model = self._config.model_config
         self._vocab_size = model.get_vocab_size()
         self.info = EngineInfo(
