@@ -49,28 +49,32 @@ def build(
     ``exact`` and ``release``. Raises what the factory raises; what is wrong with the checkpoint is raised by the first
     forward and by ``Loader.wait``.
     """
+    wanted = torch.device(device) if device is not None else None
     with timeline.stage("construct") if timeline is not None else nullcontext():
         module = _construct(factory)
-    if device is not None or dtype is not None:
-        _convert_computed(module, torch.device(device) if device is not None else None, dtype)
+        if device is not None or dtype is not None:
+            _convert_computed(module, wanted, dtype)
+        loader = Loader(
+            region,
+            module,
+            dtype=dtype,
+            timeline=timeline,
+            rename=_renaming(module, prefix, rename),
+            device=wanted,
+            building=Building(factory, strict, copy, exact, release, memory_format),
+        )
+    return module, loader
 
-    renamed: Rename | None = rename or getattr(module, "rename", None)
 
-    def named(name: str) -> str | None:
+def _renaming(module: nn.Module, prefix: str, given: Rename | None) -> Rename:
+    own: Rename | None = given or getattr(module, "rename", None)
+
+    def rename(name: str) -> str | None:
         if not name.startswith(prefix):
             return None
-        return renamed(name[len(prefix) :]) if renamed else name[len(prefix) :]
+        return own(name[len(prefix) :]) if own else name[len(prefix) :]
 
-    loader = Loader(
-        region,
-        module,
-        dtype=dtype,
-        timeline=timeline,
-        rename=named,
-        device=torch.device(device) if device is not None else None,
-        building=Building(factory, strict, copy, exact, release, memory_format),
-    )
-    return module, loader
+    return rename
 
 
 def _construct(factory: Callable[[], M]) -> M:

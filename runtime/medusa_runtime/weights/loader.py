@@ -151,10 +151,7 @@ class Loader:
     def _run(self) -> None:
         try:
             index = self._wait_index()
-            told: AbstractContextManager[dict[str, Any]] = nullcontext({})
-            if self._timeline is not None:
-                told = self._timeline.stage("load")
-            with told as detail:
+            with self._stage("load") as detail:
                 self._apply_all(index)
                 # What the process has taken at most so far, its views of the region included; and the region itself.
                 detail |= {"peak_bytes": peak_bytes(), "region_peak_bytes": self._region.peak_bytes}
@@ -167,6 +164,9 @@ class Loader:
                     gate.open(self._error)
                 if gate.error is None:
                     gate.remove()
+
+    def _stage(self, name: str) -> AbstractContextManager[dict[str, Any]]:
+        return nullcontext({}) if self._timeline is None else self._timeline.stage(name)
 
     def _wait_index(self) -> WeightIndex:
         while True:
@@ -194,13 +194,8 @@ class Loader:
 
     def _apply_all(self, index: WeightIndex) -> None:
         building = self._building
-        self._pending, missing = plan(index, self._module, self._rename, strict=building is None or building.strict)
-        if building is not None and not index.recorded:
-            # Nobody knows in which order a forward goes; it was constructed in one that is seldom another.
-            rank = {name: number for number, name in enumerate(places(self._module))}
-            self._pending = dict(sorted(self._pending.items(), key=lambda item: rank[item[1].name]))
-            self._wishes = True
-        waiting = self._assign_gates(self._pending, missing)
+        with self._stage("plan"):
+            missing, waiting = self._plan(index)
         if missing:
             self._apply_initial(missing, waiting)
         if self._region.released_elsewhere:
@@ -212,6 +207,16 @@ class Loader:
             self._apply_views(index, waiting)
         else:
             self._upload(index, waiting, self._link)
+
+    def _plan(self, index: WeightIndex) -> tuple[list[Place], Waiting]:
+        self._pending, missing = plan(index, self._module, self._rename, strict=building is None or building.strict)
+        if building is not None and not index.recorded:
+            # Nobody knows in which order a forward goes; it was constructed in one that is seldom another.
+            rank = {name: number for number, name in enumerate(places(self._module))}
+            self._pending = dict(sorted(self._pending.items(), key=lambda item: rank[item[1].name]))
+            self._wishes = True
+        waiting = self._assign_gates(self._pending, missing)
+        return missing, waiting
 
     def _apply_views(self, index: WeightIndex, waiting: Waiting) -> None:
         views, arrivals = Views(self._region), _Arrivals(self, _LOOK_S)
