@@ -193,7 +193,6 @@ class Loader:
             self._region.ask([name for name in names if name in self._pending])
 
     def _apply_all(self, index: WeightIndex) -> None:
-        building = self._building
         with self._stage("plan"):
             missing, waiting = self._plan(index)
         if missing:
@@ -209,6 +208,7 @@ class Loader:
             self._upload(index, waiting, self._link)
 
     def _plan(self, index: WeightIndex) -> tuple[list[Place], Waiting]:
+        building = self._building
         self._pending, missing = plan(index, self._module, self._rename, strict=building is None or building.strict)
         if building is not None and not index.recorded:
             # Nobody knows in which order a forward goes; it was constructed in one that is seldom another.
