@@ -1,4 +1,4 @@
-"""Load from clients not written here: hey opens 128 streams at once on the one worker, wrk keeps 64 connections busy."""
+"""Load from clients not written here: hey opens 128 streams at once on one worker, wrk keeps 64 connections busy."""
 
 from __future__ import annotations
 
