@@ -79,7 +79,7 @@ class DecodeGraphs:
         self.replays = 0
         self._model = model
         self._cache = cache
-        self._capturer = capturer
+        self.capturer = capturer
         self._timeline = timeline
         self.inputs = StaticInputs(
             memory,
@@ -138,9 +138,9 @@ class DecodeGraphs:
         try:
             with passing(), torch.inference_mode():
                 self.inputs.fill([], self.inputs.rows)
-                self._capturer.warm_up(work)
+                self.capturer.warm_up(work)
                 warm_ns = time.monotonic_ns()
-                self.graphs[size] = self._capturer.capture(work)
+                self.graphs[size] = self.capturer.capture(work)
         except Exception as error:  # noqa: BLE001 - decoding goes on without graphs
             self._disabled = f"{type(error).__name__}: {error}"
             logger.warning("decode steps run without a CUDA graph: batch size %d: %s", size, self._disabled)

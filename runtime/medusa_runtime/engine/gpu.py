@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..config import Settings
+from ..state.kinds import CUDA_GRAPHS, file_name
 from ..timeline import Timeline
+from ..weights.region import Region
 from ..weights.upload import Link
 
 if TYPE_CHECKING:  # a start on a CPU imports nothing of this
     from ..models import DecoderModel
     from ..weights.loader import Loader
-    from .decode_graphs import Capturer
+    from .decode_graphs import Capturer, DecodeGraphs, Graph
     from .gpu_runner import GpuRunner
     from .kv_cache import KvCache
 
@@ -28,20 +32,37 @@ def open_gpu(settings: Settings, timeline: Timeline) -> Gpu | None:
         return Gpu()
 
 
+def graphs_of(region: Region) -> Callable[[], bytes | None] | None:
+    """What gives the state bundle's graphs, where this start has any."""
+    name = file_name(CUDA_GRAPHS.name)
+    return partial(region.file, name) if region.has_file(name) else None
+
+
 class Gpu:
     """One device: the way of weights into it, its free memory, and how graphs are captured on it."""
 
-    def __init__(self, ordinal: int = 0, *, way: str = "auto") -> None:
-        """``way`` of weights: see CudaLink. The context is there already, so this takes milliseconds."""
+    def __init__(
+        self, ordinal: int = 0, *, way: str = "auto", base: int | None = None, keep_graph: bool = False
+    ) -> None:
+        """``way`` of weights: see CudaLink. ``base``: where regions are placed. ``keep_graph``: see CudaCapturer.
+
+        The context is there already, so this takes milliseconds.
+        """
+        from ..state.graphs.driver import CudaDriver
         from ..weights.cuda_link import CudaLink
+        from .placed_memory import BASE, PlacedMemory
 
         self.device = torch.device("cuda", ordinal)
         torch.cuda.set_device(self.device)
-        self.link: Link = CudaLink(self.device, way=way)
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.empty(1, device=self.device)  # makes the context this thread's current one
+        self.placed = PlacedMemory(CudaDriver(), self.device, BASE if base is None else base)
+        self.link: Link = CudaLink(self.device, self.memory, way=way)
+        self._keep_graph = keep_graph
 
     def memory(self, name: str, size_bytes: int) -> Tensor:
-        """uint8 [size_bytes], mapped and not cleared. DeviceError if there is not enough."""
-        return self.link.memory(name, size_bytes)
+        """uint8 [size_bytes], mapped and not cleared, where a graph's pointers expect it. DeviceError if it is full."""
+        return self.placed(name, size_bytes)
 
     def free_beside(self, loader: Loader) -> int:
         """Bytes that are free when the weights have their place. Raises what placing them raised."""
@@ -56,7 +77,14 @@ class Gpu:
             return None
         from .cuda_capture import CudaCapturer
 
-        return CudaCapturer(self.device)
+        return CudaCapturer(self.device, keep_graph=self._keep_graph)
+
+    def restored(self, model: DecoderModel, graphs: DecodeGraphs, blueprints: bytes) -> Mapping[int, Graph]:
+        """Graphs of a state bundle by their sizes; empty where nothing fits."""
+        from .graph_state import GraphState
+
+        self._state = GraphState(model, graphs, self.placed)  # kept: the graphs' memory and kernels are its
+        return self._state.restore(blueprints)
 
     def working(self) -> AbstractContextManager[object]:
         """In this context new tensors are made on the device."""
@@ -70,9 +98,17 @@ class Gpu:
         max_concurrency: int,
         max_model_len: int,
         timeline: Timeline,
+        blueprints: Callable[[], bytes | None] | None = None,
     ) -> GpuRunner:
         from .gpu_runner import GpuRunner
 
         return GpuRunner(
-            self, model, cache, loader, max_concurrency=max_concurrency, max_model_len=max_model_len, timeline=timeline
+            self,
+            model,
+            cache,
+            loader,
+            max_concurrency=max_concurrency,
+            max_model_len=max_model_len,
+            timeline=timeline,
+            blueprints=blueprints,
         )

@@ -14,6 +14,7 @@ from ..models import ModelConfig
 from .block_pool import BlockPool
 
 BLOCK_TOKENS = 16
+SPARE_BLOCKS = 16
 
 Memory = Callable[[str, int], Tensor]  # a name and a size in bytes → uint8 of a device, with whatever was in it
 
@@ -39,14 +40,14 @@ class KvCache:
     """Keys and values of all sequences: ``pool`` [layers, 2, blocks, 16, kv_heads, head_dim], keys first.
 
     The pool is never cleared, so a page of it costs memory only when it is first written. ``memory`` places it on a
-    device; there it has one block more, ``spare``, which belongs to no sequence: padding is written to it.
+    device; there it has ``SPARE_BLOCKS`` more, from ``spare`` on, that are no sequence's: padding is written there.
     """
 
     def __init__(self, shape: KvShape, blocks: int, memory: Memory | None = None) -> None:
         self.shape = shape
         self.blocks = BlockPool(blocks)
         self.spare = blocks
-        total = blocks if memory is None else blocks + 1
+        total = blocks if memory is None else blocks + SPARE_BLOCKS
         sizes = (shape.layers, 2, total, BLOCK_TOKENS, shape.kv_heads, shape.head_dim)
         if memory is None:
             self.pool = torch.empty(sizes, dtype=shape.dtype)

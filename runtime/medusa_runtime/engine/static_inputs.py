@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .kv_cache import BLOCK_TOKENS, Memory
+from .kv_cache import BLOCK_TOKENS, SPARE_BLOCKS, Memory
 from .sequence import Span
 
 
@@ -59,6 +59,27 @@ class StaticInputs:
     def contexts(self) -> Tensor:
         return self.numbers[3]
 
+    @property
+    def kinds(self) -> int:
+        """How many different rows a reference has."""
+        return SPARE_BLOCKS
+
+    def fill_reference(self, size: int, vocab: int) -> None:
+        """Rows that need nothing but weights: first tokens, in the spare blocks; every ``kinds``-th is alike."""
+        kind = torch.arange(size) % self.kinds
+        blocks = self._spare + kind
+        self._host_numbers[:, :size] = torch.stack(
+            [kind * 37 % vocab, torch.zeros_like(kind), blocks * BLOCK_TOKENS, torch.ones_like(kind)]
+        )
+        self._host_tables[:size] = blocks[:, None].to(torch.int32)
+        self._send(size)
+
+    def pieces(self, size: int) -> list[tuple[int, bytes]]:
+        """What the last fill wrote, as (offset in the region of inputs, bytes)."""
+        rows = [(row * self.numbers.shape[1] * 8, self._host_numbers[row, :size]) for row in range(4)]
+        parts = [*rows, (self.numbers.nbytes, self._host_tables[:size])]
+        return [(offset, bytes(part.contiguous().view(-1).view(torch.uint8).tolist())) for offset, part in parts]
+
     def fill(self, spans: Sequence[Span], size: int) -> None:
         """Write these spans, each of a sequence's last token, and padding up to ``size`` rows.
 
@@ -81,5 +102,8 @@ class StaticInputs:
         tables = [[*span.sequence.blocks, *[self._spare] * (width - len(span.sequence.blocks))] for span in spans]
         tables += [[self._spare] * width] * padding
         self._host_tables[:size, :width] = torch.tensor(tables, dtype=torch.int32)
+        self._send(size)
+
+    def _send(self, size: int) -> None:
         self.numbers.copy_(self._host_numbers, non_blocking=True)
         self.tables[:size].copy_(self._host_tables[:size], non_blocking=True)

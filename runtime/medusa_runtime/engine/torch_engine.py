@@ -26,7 +26,7 @@ from .base import Delta, EngineInfo, GenerateRequest
 from .checkpoint_files import read_config, read_eos_token_ids
 from .completion import advance, ended
 from .detokenizer import Detokenizer
-from .gpu import Gpu, open_gpu
+from .gpu import Gpu, graphs_of, open_gpu
 from .inbox import Inbox
 from .kv_cache import BLOCK_TOKENS, KvCache, KvShape, blocks_for
 from .kv_size import kv_plan
@@ -72,11 +72,17 @@ class TorchEngine:
             plan = kv_plan(region, config, settings, dtype, device_free_bytes=free)
             self._cache = KvCache(KvShape.of(config, dtype), plan.blocks, gpu.memory if gpu is not None else None)
             detail |= {"tokens": plan.tokens, "source": plan.source}
-        self._runner: Runner = (
+        self.runner: Runner = (
             CpuRunner(self._model, self._cache)
             if gpu is None
             else gpu.runner(
-                self._model, self._cache, self._loader, settings.max_concurrency, plan.max_model_len, timeline
+                self._model,
+                self._cache,
+                self._loader,
+                settings.max_concurrency,
+                plan.max_model_len,
+                timeline,
+                graphs_of(region),
             )
         )
         eos = read_eos_token_ids(region, config)
@@ -140,7 +146,7 @@ class TorchEngine:
                     if spans:
                         self._step(spans)
                     else:
-                        self._inbox.wait(0.0 if self._runner.use_idle_time() else _IDLE_S)
+                        self._inbox.wait(0.0 if self.runner.use_idle_time() else _IDLE_S)
         except MedusaError as error:
             end = error
             raise
@@ -242,8 +248,8 @@ class TorchEngine:
         first = self._steps == 0
         start_ns = time.monotonic_ns()
         try:
-            logits, sequences = self._runner.step(spans)
-            sampled = [] if logits is None else self._runner.sample(logits, sequences)
+            logits, sequences = self.runner.step(spans)
+            sampled = [] if logits is None else self.runner.sample(logits, sequences)
         except MedusaError:
             raise
         except Exception as error:

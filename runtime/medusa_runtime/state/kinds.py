@@ -25,7 +25,7 @@ WEIGHT_INDEX = Kind("weight-index", ("layout",), ("torch", "vllm", "none"))
 KV_PLAN = Kind("kv-plan", (*_COMPUTED, "max_batched_tokens"), ("torch",))
 STAGE_TIMES = Kind("stage-times", ("shape", "engine", "torch", "isa", "gpu", "dtype"), ())
 COMPILE_CACHE = Kind("compile-cache", (*_COMPUTED, "python"), ("vllm",), "medusa_runtime.state.compile_cache:capture")
-CUDA_GRAPHS = Kind("cuda-graphs", (*_COMPUTED, "driver"), ("torch", "vllm"), "medusa_runtime.state.graphs:capture")
+CUDA_GRAPHS = Kind("cuda-graphs", (*_COMPUTED, "driver"), ("torch", "vllm"), "medusa_runtime.engine.graph_capture:capture")
 
 KINDS = {kind.name: kind for kind in (WEIGHT_INDEX, KV_PLAN, STAGE_TIMES, COMPILE_CACHE, CUDA_GRAPHS)}
 

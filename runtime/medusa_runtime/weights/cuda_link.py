@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections import deque
+from collections.abc import Callable
 from itertools import cycle
 from typing import Any, NamedTuple
 
@@ -49,10 +50,21 @@ class CudaCopy:
 class CudaLink:
     """Copies on several streams, urgent tensors on those of high priority. Belongs to one thread, but for ``close``."""
 
-    def __init__(self, device: torch.device, *, way: str = "auto", pieces: int = _PIECES) -> None:
-        """``way``: ``register``, ``staging``, or ``auto``, which registers until the driver refuses."""
+    def __init__(
+        self,
+        device: torch.device,
+        memory: Callable[[str, int], Tensor] | None = None,
+        *,
+        way: str = "auto",
+        pieces: int = _PIECES,
+    ) -> None:
+        """``memory`` gives named regions, else torch does.
+
+        ``way``: ``register``, ``staging``, or ``auto``, which registers until the driver refuses.
+        """
         assert way in WAYS
         self.device = device
+        self._memory = memory
         self.registered_bytes = self.staged_bytes = 0
         self._register = way != "staging"
         self._must_register = way == "register"
@@ -66,6 +78,8 @@ class CudaLink:
         self._registered: dict[int, int] = {}  # address → bytes
 
     def memory(self, name: str, size_bytes: int) -> Tensor:
+        if self._memory is not None:
+            return self._memory(name, size_bytes)
         try:
             return torch.empty(max(size_bytes, 1), dtype=torch.uint8, device=self.device)
         except torch.OutOfMemoryError as error:

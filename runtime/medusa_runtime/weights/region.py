@@ -142,6 +142,11 @@ class Region:
                 return None
         return bytes(self._memory[place[0] : place[0] + place[1]])
 
+    def has_file(self, name: str) -> bool:
+        """Whether there is a file of this name, or one may still come; does not wait for it."""
+        self.wait_index()
+        return name in self._files
+
     def shard(self, number: int) -> memoryview:
         """Read-only bytes of a shard's data section; what is behind them is true only after a wait.
 

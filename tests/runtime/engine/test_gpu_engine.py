@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 from medusa_runtime.config import Settings
-from medusa_runtime.engine.decode_graphs import BATCH_SIZES, sizes_for
+from medusa_runtime.engine import torch_engine
+from medusa_runtime.engine.decode_graphs import BATCH_SIZES, DecodeGraphs, sizes_for
 from medusa_runtime.engine.gpu import Gpu
 from medusa_runtime.engine.gpu_runner import GpuRunner
+from medusa_runtime.errors import StateError
 from medusa_runtime.timeline import Timeline
 from medusa_runtime.weights.prefetcher import prefetch
 from medusa_runtime.weights.region import Region
@@ -85,6 +87,16 @@ class HostGpu(Gpu):
         self.device = torch.device("cpu")
         self.link: HostLink = HostLink()
         self.recorder = recorder
+        self.restores: list[int] = []
+
+    def memory(self, name: str, size_bytes: int) -> Tensor:
+        return self.link.memory(name, size_bytes)
+
+    def restored(self, model: Any, graphs: DecodeGraphs, blueprints: bytes) -> dict[int, Recorded]:
+        if blueprints == b"damaged":
+            raise StateError("expected blueprints, found something else")
+        self.restores.append(int(blueprints))
+        return {size: Recorded(partial(graphs.step, size)) for size in (2, 4) if graphs}
 
     def free_beside(self, loader: Any) -> int:
         loader.wait_placed()
@@ -111,7 +123,7 @@ def start(region: Region, serve_region: Callable[..., Any]) -> Callable[..., Any
 
 
 def runner_of(served: Any) -> GpuRunner:
-    runner = served.engine._runner
+    runner = served.engine.runner
     assert isinstance(runner, GpuRunner)
     return runner
 
@@ -172,12 +184,13 @@ def test_padding_changes_nothing_that_is_read(start: Callable[..., Any]) -> None
     until(lambda: not graphs.pending)
     answers(served)
     cache = served.engine._cache
-    used = cache.pool[:, :, :-1]
-    assert cache.spare == used.shape[2] == cache.blocks.blocks
+    used, spare = cache.pool[:, :, : cache.spare], cache.pool[:, :, cache.spare :]
+    assert cache.spare == cache.blocks.blocks
     untouched = [block for block in range(used.shape[2]) if used[:, :, block].isnan().all()]
     assert untouched, "the pool was cleared, or padding was written to blocks of others"
-    assert not cache.pool[:, :, -1, 0].isnan().any()
-    assert cache.pool[:, :, -1, 1:].isnan().all()
+    assert not spare[:, :, 0, 0].isnan().any()
+    assert spare[:, :, 0, 1:].isnan().all()
+    assert spare[:, :, 1:].isnan().all()
 
 
 def test_decodes_run_by_hand_without_a_graph(start: Callable[..., Any]) -> None:
@@ -211,6 +224,40 @@ def test_graphs_are_captured_while_the_weights_still_come(start: Callable[..., A
     assert answer.incoming.empty()
     gpu.link.open.set()
     assert answer.tokens == expected[0]
+
+
+def test_restored_graphs_are_used_and_the_missing_ones_captured(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = answers(start(None))
+    monkeypatch.setattr(torch_engine, "graphs_of", lambda region: lambda: b"7")
+    gpu, recorder = HostGpu(recorder := Recorder()), recorder
+    gpu.link.open.clear()
+    served = start(gpu)
+    graphs = runner_of(served).graphs
+    assert graphs is not None
+    time.sleep(0.05)
+    assert not gpu.restores, "what validates itself by replays needs the weights"
+    assert not recorder.captured
+    gpu.link.open.set()
+    until(lambda: not graphs.pending)
+    assert gpu.restores == [7]
+    assert len(recorder.captured) == 2
+    assert list(graphs.graphs) == [2, 4, 8, 1]
+    assert answers(served) == expected
+    (stage,) = [stage for stage in served.timeline.stages() if stage.name == "restore_graphs"]
+    assert stage.detail == {"graphs": 2}
+
+
+@pytest.mark.parametrize("data", [b"damaged", None])
+def test_a_bundle_that_is_of_no_use_is_replaced_by_capturing(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, data: bytes | None
+) -> None:
+    monkeypatch.setattr(torch_engine, "graphs_of", lambda region: lambda: data)
+    recorder = Recorder()
+    served = start(HostGpu(recorder))
+    until(lambda: len(recorder.captured) == 4)
+    assert len(served.ask(PROMPTS[0], max_tokens=5).tokens) == 5
 
 
 def test_imported_requests_wait_for_the_weights_too(start: Callable[..., Any]) -> None:

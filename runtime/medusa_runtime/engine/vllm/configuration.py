@@ -11,6 +11,7 @@ from ...timeline import Timeline
 from ...weights.region import Region
 from .attached import settings_for
 from .checkpoint_folder import CheckpointFolder
+from .gpu_arguments import gpu_arguments
 from .compiled import CompiledStart
 from .imports import import_model
 from .kv_budget import KvBudget, kv_budget
@@ -79,6 +80,8 @@ def _create(
         arguments["max_model_len"] = max_model_len
     if current_platform.is_cpu():
         arguments["worker_cls"] = _CPU_WORKER
+    elif current_platform.is_cuda():
+        arguments |= gpu_arguments(settings, compiled=compiled.wanted)
     try:
         return EngineArgs(**arguments).create_engine_config()
     except MedusaError:

@@ -11,6 +11,7 @@ from ...config import Settings
 from ...errors import ConfigError
 from ...limits import memory_available_bytes
 from ...weights.region import Region
+from .gpu_arguments import free_bytes
 
 _MARGIN_BYTES = 256 << 20  # for the allocator's slack and the other processes of the instance
 _USED_SHARE = 0.9
@@ -76,6 +77,8 @@ def _free_bytes(config: Any, region: Region, settings: Settings) -> int:
     index, progress = region.wait_index(), region.progress()
     total = sum(shard.data_bytes for shard in index.shards)
     to_come = total if any(shard.path is not None for shard in index.shards) else total - progress.fetched_bytes
+    if config.device_config.device_type == "cuda":
+        return free_bytes() - total - activation_bytes(config)
     free = memory_available_bytes() - to_come - total
     if settings.memory_limit_mb is not None:
         free = min(free, (settings.memory_limit_mb << 20) - 2 * total)

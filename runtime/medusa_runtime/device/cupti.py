@@ -1,0 +1,98 @@
+"""The kernel images that the driver loads, seen through CUPTI; offline only.
+
+CUPTI tells of every module, whoever loads it: torch, cuBLAS, triton, what is compiled while running. Start it before
+anything runs on the device: a module that was loaded earlier is not told of.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from ..errors import DeviceError
+
+_RESOURCE, _MODULE_LOADED = 3, 6  # CUPTI_CB_DOMAIN_RESOURCE, CUPTI_CBID_RESOURCE_MODULE_LOADED
+_NAMES = ("libcupti.so.13", "libcupti.so.12", "libcupti.so")
+
+
+class _Module(ctypes.Structure):
+    """CUpti_ModuleResourceData."""
+
+    _fields_ = (("number", ctypes.c_uint32), ("size", ctypes.c_size_t), ("image", ctypes.c_void_p))
+
+
+class _Resource(ctypes.Structure):
+    """CUpti_ResourceData."""
+
+    _fields_ = (("context", ctypes.c_void_p), ("handle", ctypes.c_void_p), ("described", ctypes.POINTER(_Module)))
+
+
+class ModuleRecorder:
+    """While open, ``images`` collects each loaded image once. One subscriber a process: no profiler beside it."""
+
+    def __init__(self, library: str | None = None) -> None:
+        self._cupti = _load(library)
+        self._images: dict[bytes, bytes] = {}
+        self._subscriber = ctypes.c_void_p()
+        kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.POINTER(_Resource))
+        self._callback = kind(self._loaded)  # kept: CUPTI calls it until the end
+        self._call("cuptiSubscribe", ctypes.byref(self._subscriber), self._callback, None)
+        self._call("cuptiEnableCallback", ctypes.c_uint32(1), self._subscriber, _RESOURCE, _MODULE_LOADED)
+
+    @property
+    def images(self) -> list[bytes]:
+        return list(self._images.values())
+
+    def close(self) -> None:
+        """May be called twice."""
+        subscriber, self._subscriber = self._subscriber, ctypes.c_void_p()
+        if subscriber:
+            self._call("cuptiUnsubscribe", subscriber)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _loaded(self, user: Any, domain: int, number: int, resource: Any) -> None:
+        """Called by CUPTI, in the thread that loads: copies, and calls nothing of CUDA or torch."""
+        module = resource.contents.described
+        if module and module.contents.image and module.contents.size:
+            image = ctypes.string_at(module.contents.image, module.contents.size)
+            self._images.setdefault(hashlib.sha256(image).digest(), image)
+
+    def _call(self, function: str, *arguments: Any) -> None:
+        result = getattr(self._cupti, function)(*arguments)
+        if result:
+            text = ctypes.c_char_p()
+            self._cupti.cuptiGetResultString(result, ctypes.byref(text))
+            reason = text.value.decode() if text.value else "unknown"
+            raise DeviceError(f"{function} failed: {reason} ({result}); kernel images cannot be recorded")
+
+
+def _load(library: str | None) -> ctypes.CDLL:
+    candidates = [library] if library else [*map(str, _installed()), *_NAMES]
+    for candidate in candidates:
+        try:
+            return ctypes.CDLL(candidate)
+        except OSError:
+            continue
+    raise DeviceError(f"expected CUPTI ({', '.join(_NAMES)}), found none; it comes with torch for CUDA")
+
+
+def _installed() -> Iterator[Path]:
+    """In the packages that torch brings: nvidia/cu13/lib, nvidia/cuda_cupti/lib."""
+    spec = importlib.util.find_spec("nvidia")
+    for folder in spec.submodule_search_locations or () if spec is not None else ():
+        yield from sorted(Path(folder).glob("*/lib/libcupti.so*"))
+
+
+__all__ = ["ModuleRecorder"]

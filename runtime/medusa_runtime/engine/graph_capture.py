@@ -1,0 +1,109 @@
+"""Offline: capture a model's decode graphs on this GPU, and materialize them (MEDUSA §3).
+
+Two processes capture the same graphs with all memory at other addresses; the second one proves what is a pointer. A
+process of its own for each, since what the driver has loaded, and where, must not depend on what ran before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from ..config import Settings
+from ..errors import EngineError
+
+_TIMEOUT_S = 600.0
+_LIBRARIES = ("libtorch_cuda.", "libcublas")  # whose kernel images need not be saved
+_SHIFTS = (3 << 20, 24 << 20, 1 << 30)  # bytes allocated first by the second process: torch's own segments move, too
+
+
+def capture(model: str, settings: Settings, folder: Path) -> Path | None:
+    """A file with the blueprints, as the kind cuda-graphs asks for; None where there is no GPU to capture on."""
+    from ..device.choice import choose
+
+    if choose(settings.device, os.environ) != "cuda":
+        return None
+    asked = replace(settings, model=model, device="cuda", state="none")
+    second, result = folder / "second.dump", folder / "cuda-graphs"
+    run(asked, second)
+    run(asked, result, second)
+    return result if result.exists() else None
+
+
+def run(settings: Settings, out: Path, second: Path | None = None) -> None:
+    """One capturing process. EngineError with the end of what it wrote when it fails."""
+    command = [
+        sys.executable,
+        "-m",
+        "medusa_runtime.engine.graph_capture",
+        str(out),
+        *([str(second)] if second else []),
+    ]
+    done = subprocess.run(
+        command, input=json.dumps(asdict(settings)).encode(), capture_output=True, timeout=_TIMEOUT_S, check=False
+    )
+    if done.returncode:
+        raise EngineError(f"capturing CUDA graphs failed: {done.stderr.decode(errors='replace').strip()[-1500:]}")
+
+
+def main(arguments: list[str]) -> int:
+    """``out [second]``, with the settings on standard input: a dump, or, given the second one, the blueprints."""
+    settings = Settings(**json.load(sys.stdin))
+    out, second = Path(arguments[0]), Path(arguments[1]) if len(arguments) > 1 else None
+    from ..device.cupti import ModuleRecorder
+
+    with ModuleRecorder() as recorder:  # before anything is loaded
+        import torch
+
+        from ..state.graphs.blueprint import Blueprints
+        from ..state.graphs.mapped import mapped_libraries
+        from ..timeline import Timeline
+        from ..weights.prefetcher import prefetch
+        from ..weights.region import Region
+        from .cuda_capture import CudaCapturer
+        from .gpu import Gpu
+        from .gpu_runner import GpuRunner
+        from .graph_state import GraphState, summary
+        from .placed_memory import BASE, OTHER_BASE
+        from .torch_engine import TorchEngine
+
+        gpu = Gpu(base=BASE if second else OTHER_BASE, keep_graph=True)
+        shifts = [] if second else [torch.empty(size, dtype=torch.uint8, device=gpu.device) for size in _SHIFTS]
+        timeline = Timeline.create("capture")
+        region = Region.create()
+        assert settings.model is not None
+        fetch = threading.Thread(
+            target=prefetch, args=(region, settings.model), kwargs={"settings": settings, "timeline": timeline}
+        )
+        fetch.start()
+        engine = TorchEngine(region, settings, timeline, gpu)
+        engine.wait_ready()
+        fetch.join()
+        runner = engine.runner
+        if not isinstance(runner, GpuRunner) or runner.graphs is None:
+            raise EngineError("this model's decode steps cannot be captured; see the warning above")
+        graphs = runner.graphs
+        capturer = graphs.capturer
+        assert isinstance(capturer, CudaCapturer)
+        while graphs.pending:
+            graphs.capture_next()
+        state = GraphState(runner.model, graphs, gpu.placed)
+        if second is None:
+            state.dump(capturer).save(out)
+        else:
+            libraries = [path for name, path in mapped_libraries().items() if name.startswith(_LIBRARIES)]
+            made = state.materialize(capturer, recorder.images, Blueprints.load(second.read_bytes()), libraries)
+            made.save(out)
+            print(summary(made))
+        del shifts
+        engine.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,152 @@
+"""Between the engine's decode graphs and the state bundle's blueprints: names, references, what they are valid for."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..models import DecoderModel
+from ..state.graphs import CudaDriver
+from ..state.graphs.blueprint import Blueprints, DeviceRegion, Piece, RegionKind
+from ..state.graphs.dump import dump_graphs
+from ..state.graphs.fingerprint import fingerprint
+from ..state.graphs.images import ImageStore
+from ..state.graphs.materialize import Capture, materialize_graphs
+from ..state.graphs.mismatch import MismatchError
+from ..state.graphs.placement import Placement, place
+from ..state.graphs.restore import RestoredGraphs, restore_graphs
+from .cuda_capture import CudaCapturer, CudaGraph
+from .decode_graphs import DecodeGraphs
+from .placed_memory import PlacedMemory
+
+logger = logging.getLogger(__name__)
+
+_REFERENCE_BYTES = 1024  # of a row's logits
+_OURS = (RegionKind.SLAB, RegionKind.WORKSPACE)
+
+
+def key_of(size: int) -> str:
+    return f"decode {size}"
+
+
+class GraphState:
+    """One engine's graphs: ``dump`` and ``materialize`` where they were captured, ``restore`` where they were not."""
+
+    def __init__(self, model: DecoderModel, graphs: DecodeGraphs, memory: PlacedMemory) -> None:
+        self._model = model
+        self._graphs = graphs
+        self._memory = memory
+        self._driver: CudaDriver = memory.driver
+        self._placement: Placement | None = None
+        self.restored: RestoredGraphs | None = None
+
+    def restore(self, data: Blueprints | bytes, *, validate: str = "ends") -> dict[int, Any]:
+        """Graphs by size, as many as fit here; why the others do not is logged once. Weights must be there."""
+        blueprints = Blueprints.load(data) if isinstance(data, bytes) else data
+        used = {relocation.region for graph in blueprints.graphs for relocation in graph.relocations}
+        wanted = [region for n, region in enumerate(blueprints.regions) if n in used and region.kind in _OURS]
+        try:
+            placement = place(self._driver, wanted, placed=self._memory.addresses())
+        except MismatchError as mismatch:
+            logger.warning("CUDA graphs are captured, not restored: %s", mismatch)
+            return {}
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        restored = restore_graphs(
+            self._driver,
+            blueprints,
+            placement,
+            keys=[key_of(size) for size in self._graphs.sizes],
+            stream=stream.cuda_stream,
+            fingerprint=self.fingerprint(),
+            current_stream=lambda: torch.cuda.current_stream().cuda_stream,
+            validate=validate,
+        )
+        self._placement, self.restored = placement, restored  # the graphs' memory lives as long as they do
+        sizes = {key_of(size): size for size in self._graphs.sizes}
+        return {sizes[key]: graph for key, graph in restored.graphs.items()}
+
+    def dump(self, capturer: CudaCapturer) -> Blueprints:
+        """All captured graphs (``keep_graph``) as they are."""
+        handles = {key_of(size): graph.captured.raw_cuda_graph() for size, graph in self._captured().items()}
+        return dump_graphs(self._driver, handles, self.regions(capturer.pool))
+
+    def materialize(
+        self, capturer: CudaCapturer, images: Sequence[bytes], second: Blueprints | None, libraries: Sequence[Any] = ()
+    ) -> Blueprints:
+        """``images``: of all modules loaded so far; ``second``: a dump by another process with another base."""
+        dump = self.dump(capturer)
+        numbers = {region.name: number for number, region in enumerate(dump.regions)}
+        captured = self._captured()
+        stream = capturer.stream.cuda_stream
+        inputs = {key_of(size): self._inputs(size, numbers["graph inputs"]) for size in captured}
+        outputs = {key_of(size): self._outputs(size, numbers["graph outputs"]) for size in captured}
+        launches = {key_of(size): _launch(capturer, graph) for size, graph in captured.items()}
+        capture = Capture(
+            launches,
+            inputs,
+            outputs,
+            stream,
+            ImageStore(images),
+            fingerprint=self.fingerprint(),
+            libraries=libraries,
+        )
+        return materialize_graphs(self._driver, dump, capture, second=second)
+
+    def fingerprint(self) -> dict[str, str]:
+        """What must be equal where the graphs are restored: all that their kernels, sizes or offsets depend on."""
+        config = hashlib.sha256(repr(self._model.config).encode()).hexdigest()[:16]
+        sizes = {f"region.{name}": str(region.size) for name, region in self._memory.regions.items()}
+        own = {"torch": torch.__version__, "model": config, "rows": str(self._graphs.sizes[-1]), **sizes}
+        return fingerprint(self._driver, own)
+
+    def regions(self, pool: Any) -> list[DeviceRegion]:
+        """All device memory that a graph may point into: by name, the graphs' pool, and what else torch has."""
+        found = list(self._memory.regions.values())
+        counts: dict[str, int] = {}
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        for segment in sorted(segments, key=lambda segment: int(segment["address"])):
+            in_pool = tuple(segment.get("segment_pool_id", (0, 0))) == tuple(pool)
+            kind = RegionKind.SLAB if in_pool else RegionKind.WORKSPACE
+            number = counts[kind.name] = counts.get(kind.name, -1) + 1
+            found.append(DeviceRegion(f"{kind.name.lower()} {number}", kind, segment["address"], segment["total_size"]))
+        return found
+
+    def _captured(self) -> dict[int, CudaGraph]:
+        return {size: graph for size, graph in self._graphs.graphs.items() if isinstance(graph, CudaGraph)}
+
+    def _inputs(self, size: int, region: int) -> tuple[Piece, ...]:
+        self._graphs.inputs.fill_reference(size, self._model.config.vocab_size)
+        torch.cuda.synchronize()
+        return tuple(Piece(region, offset, data) for offset, data in self._graphs.inputs.pieces(size))
+
+    def _outputs(self, size: int, region: int) -> tuple[Piece, ...]:
+        row_bytes = self._graphs.inputs.logits[0].nbytes
+        rows = sorted({*range(min(size, self._graphs.inputs.kinds)), size - 1})
+        return tuple(Piece(region, row * row_bytes, bytes(min(_REFERENCE_BYTES, row_bytes))) for row in rows)
+
+
+def _launch(capturer: CudaCapturer, graph: CudaGraph) -> Any:
+    def launch() -> None:
+        with torch.cuda.stream(capturer.stream):
+            graph.replay()
+
+    return launch
+
+
+def summary(blueprints: Blueprints) -> Mapping[str, object]:
+    """For a report."""
+    return {
+        "graphs": len(blueprints.graphs),
+        "nodes": sum(len(graph.nodes) for graph in blueprints.graphs),
+        "pointers": sum(len(graph.relocations) for graph in blueprints.graphs),
+        "pinned": sum(bool(graph.pinned) for graph in blueprints.graphs),
+        "images": len(blueprints.images),
+        "image_bytes": sum(map(len, blueprints.images.values())),
+        "contents_bytes": sum(len(piece.data) for piece in blueprints.contents),
+        "refused": dict(blueprints.refused),
+    }

@@ -1,0 +1,91 @@
+"""vLLM's worker on a GPU (vLLM 0.32): a planned KV cache, restored graphs, every stage on the timeline.
+
+What vLLM does between weights and the first request is taken out where it only measures: the largest forward, whose
+free memory is recorded (MEDUSA §6), and its throw-away captures. Warm-ups of kernels stay.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from vllm.v1.worker.gpu_worker import Worker
+
+from ...errors import ConfigError
+from ...timeline import Timeline
+from .attached import Attached
+from .gpu_graphs import GraphManager, NoTimeline, Restored
+
+logger = logging.getLogger(__name__)
+
+_LEAST_FREE_BYTES = 512 << 20  # for activations; a plan that leaves less is not taken
+
+
+class GpuWorker(Worker):  # type: ignore[misc]
+    """``worker_cls``, which vLLM's documentation offers for this."""
+
+    def init_device(self) -> None:
+        with self._timeline.stage("device"):
+            super().init_device()
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        with self._timeline.stage("load"):
+            super().load_model(load_dummy_weights=load_dummy_weights)
+
+    def determine_available_memory(self) -> int:
+        """The planned bytes, where the GPU has them free now; else vLLM's own measurement, which runs a forward."""
+        with self._timeline.stage("kv_plan") as detail:
+            planned = self.cache_config.kv_cache_memory_bytes
+            if planned:
+                free = free_bytes(self.device)
+                if planned + _LEAST_FREE_BYTES <= free:
+                    detail |= {"bytes": planned, "source": "planned"}
+                    return int(planned)
+                logger.warning(
+                    "the KV cache was planned with %d MiB, but %d MiB of the GPU's memory are free; measuring",
+                    planned >> 20,
+                    free >> 20,
+                )
+                self.cache_config.kv_cache_memory_bytes = None
+            found = int(super().determine_available_memory())
+            if found <= 0:
+                raise ConfigError(
+                    "the GPU has no memory left for a KV cache beside the weights; use a larger one, or end what else "
+                    "runs on it"
+                )
+            detail |= {"bytes": found, "source": "measured"}
+            return found
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        with self._timeline.stage("kv_cache"):
+            super().initialize_from_config(kv_cache_config)
+        runner = self.model_runner
+        manager = getattr(runner, "cudagraph_manager", None)
+        if manager is None or not hasattr(manager, "run_fullgraph"):
+            logger.info("CUDA graphs are captured: this model runner of vLLM's has no graph manager")
+            return
+        runner.cudagraph_manager = GraphManager.of(manager, self.restore_graphs, self._timeline)
+
+    def compile_or_warm_up_model(self) -> Any:
+        with self._timeline.stage("warm_up"):
+            return super().compile_or_warm_up_model()
+
+    def restore_graphs(self, manager: GraphManager) -> Restored | None:
+        """The graphs that the state bundle holds for this model here; None where it holds none."""
+        return None
+
+    @property
+    def _timeline(self) -> Timeline | NoTimeline:
+        try:
+            timeline: Timeline = Attached.of(self.load_config).timeline
+        except ConfigError:  # vLLM was started by somebody else, with this worker
+            return NoTimeline()
+        return timeline
+
+
+def free_bytes(device: torch.device) -> int:
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
+__all__ = ["GpuWorker"]
