@@ -1,7 +1,7 @@
 """CUDA graphs, materialized offline and restored online instead of captured (MEDUSA).
 
 Offline: ``dump_graphs`` reads captured graphs through the driver; ``materialize_graphs`` proves with a second dump,
-made at other addresses, which bytes are pointers, and adds kernel images, contents and reference outputs: ``Blueprints``.
+made at other addresses, which bytes are pointers, and adds kernel images, contents and reference outputs.
 Online: ``place`` maps memory by name, ``restore_graphs`` builds the graphs, validates them and gives those that fit.
 """
 

@@ -83,8 +83,8 @@ class Edge(NamedTuple):
 
 
 class Relocation(NamedTuple):
-    """The eight bytes at ``position`` of the blob are an address: ``offset`` into ``region``, and (the indirect
-    index pointer of MEDUSA §4.1) ``allocation_offset`` into what the ``allocation``-th allocation returned, -1: none."""
+    """The eight bytes at ``position`` of the blob are an address: ``offset`` into ``region``, and ``allocation_offset``
+    into what the ``allocation``-th allocation returned (the indirect index pointer of MEDUSA §4.1; -1: not traced)."""
 
     position: int
     region: int

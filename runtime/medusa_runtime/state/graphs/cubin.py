@@ -40,7 +40,7 @@ def parse_cubin(data: bytes) -> Cubin:
     """Read a cubin. StateError when it is none, or is cut or damaged."""
     try:
         return _parse(data)
-    except (struct.error, IndexError, ValueError, UnicodeDecodeError) as error:
+    except (struct.error, IndexError, ValueError, OverflowError) as error:
         raise StateError(f"expected a whole cubin, found {len(data):,} bytes that are damaged: {error}") from None
 
 
@@ -63,6 +63,9 @@ def _sections(data: bytes) -> list[_Section]:
         raise StateError("expected a cubin, found an ELF file for another machine")
     (table,) = struct.unpack_from("<Q", data, 0x28)
     stride, count, names = struct.unpack_from("<HHH", data, 0x3A)
+    programs, (size, number) = struct.unpack_from("<Q", data, 0x20)[0], struct.unpack_from("<HH", data, 0x36)
+    if number and programs + size * number > len(data):
+        raise ValueError("program headers beyond the end")
     if stride != _SECTION.size:
         raise ValueError(f"section headers of {stride} bytes")
     raw = [_SECTION.unpack_from(data, table + i * stride) for i in range(count)]

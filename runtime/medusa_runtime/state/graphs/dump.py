@@ -6,7 +6,6 @@ import ctypes
 from collections.abc import Iterable, Mapping
 from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
 
-from ...errors import StateError
 from .blueprint import (
     AttributeSet,
     Blueprints,
@@ -209,21 +208,12 @@ class _Reader:
                     )
                 if not failed and value.value not in (0, -1):
                     attributes.append((attribute, value.value))
-            image = self._image(name, layout, dict(attributes).get(REGISTERS, 0))
+            image = self._images.of(name, layout, dict(attributes).get(REGISTERS, 0))
             if image:
                 self._add_variables(image, params)
             self._numbers[handle] = len(self.kernels)
             self.kernels.append(KernelRecord(name, image, layout, tuple(attributes)))
         return self._numbers[handle]
-
-    def _image(self, name: str, layout: tuple[tuple[int, int], ...], registers: int) -> str:
-        """The one image that this kernel is from; empty when that is not known, or when it must not be loaded twice."""
-        try:
-            image = self._images.find(name, layout, registers)
-        except StateError:
-            return ""
-        # What kernels write into their image's variables is not in a second copy; one byte is a tag of the compiler's.
-        return image if image and self._images.cubin(image).mutable_bytes <= 1 else ""
 
     def _add_variables(self, image: str, params: KernelNodeParams) -> None:
         func = params.func or self._driver.handle("cuKernelGetFunction", params.kern)

@@ -104,6 +104,6 @@ def _fatbin_sections(data: mmap.mmap, path: Path) -> list[tuple[int, int]]:
             name = bytes(data[at : data.find(b"\0", at)]).decode(errors="replace")
             if name in SECTIONS and header[1] != 8:
                 found.append((header[4], header[5]))
-    except (struct.error, IndexError) as error:
+    except (struct.error, IndexError, OverflowError) as error:
         raise StateError(f"{path.name} is cut or damaged: {error}") from None
     return found

@@ -46,3 +46,12 @@ class ImageStore:
         if len({kernel.code for _, kernel in matches}) > 1:
             raise StateError(f"{name} is defined with other code in {len(matches)} images")
         return matches[0][0]
+
+    def of(self, name: str, parameters: tuple[tuple[int, int], ...], registers: int = 0) -> str:
+        """The one image that a kernel is from; empty when that is not known, or when it must not be loaded twice."""
+        try:
+            image = self.find(name, parameters, registers)
+        except StateError:
+            return ""
+        # What kernels write into their image's variables is not in a second copy; one byte is a tag of the compiler's.
+        return image if image and self._parsed[image].mutable_bytes <= 1 else ""

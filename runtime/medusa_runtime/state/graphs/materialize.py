@@ -10,6 +10,7 @@ from pathlib import Path
 
 from .blueprint import Blueprints, GraphBlueprint, LibraryImage, Piece, RegionKind
 from .driver import CudaDriver
+from .dump import REGISTERS
 from .images import ImageStore
 from .mapped import locate
 from .mismatch import MismatchError, Reason
@@ -50,7 +51,7 @@ def materialize_graphs(
     proves what is a pointer. Without it the graphs can only be restored at their captured addresses. What cannot be
     materialized is in ``refused`` with its reason, and logged.
     """
-    proof = prove(dump, second)
+    proof = prove(_with_images(dump, capture.images), second)
     logger.info("words of %d graphs: %s", len(proof.blueprints.graphs), dict(proof.words))
     blueprints = _without(proof.blueprints, _foreign(driver, proof.blueprints))
     if capture.trace is not None:
@@ -90,6 +91,15 @@ def index(blueprints: Blueprints, trace: AllocationTrace) -> Blueprints:
             relocations.append(relocation)
         graphs.append(replace(graph, relocations=tuple(relocations)))
     return replace(blueprints, graphs=tuple(graphs), events=trace.events)
+
+
+def _with_images(blueprints: Blueprints, images: ImageStore) -> Blueprints:
+    """For a dump that was made without: each kernel's image. Where the dump knew better, it stays."""
+    kernels = []
+    for kernel in blueprints.kernels:
+        image = kernel.image or images.of(kernel.name, kernel.parameters, dict(kernel.attributes).get(REGISTERS, 0))
+        kernels.append(kernel._replace(image=image))
+    return replace(blueprints, kernels=tuple(kernels))
 
 
 def _pointers(blueprints: Blueprints, graph: GraphBlueprint) -> dict[int, tuple[int, int]]:

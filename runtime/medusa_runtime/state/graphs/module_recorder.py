@@ -1,4 +1,4 @@
-"""Offline: every kernel image that the driver loads, told by CUPTI. Works for libraries that hide their kernels, too."""
+"""Offline: every kernel image that the driver loads, told by CUPTI; also those that libraries hide."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A decode step on the fake driver, run as a process of its own: ``toy.py dump|materialize|restore`` (JSON in and out).
+"""A decode step on the fake driver, a process of its own: ``toy.py dump|materialize|restore`` (JSON in and out).
 
-Everything a real one has: weights, KV cache, static inputs and outputs, a pool whose addresses are used again, a workspace
-with contents from before, structures with garbage in them, a module's variable, clusters, shared memory over 48 KiB,
-programmatic edges, two streams, memsets and copies, and two kernels of one name.
+Everything a real one has: weights, KV cache, static inputs and outputs, a pool whose addresses are used again, a
+workspace with contents from before, structures with garbage in them, a module's variable, clusters, shared memory over
+48 KiB, programmatic edges, two streams, memsets and copies, and two kernels of one name.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Pool:
     def malloc(self, size: int) -> int:
         self._calls += 1
         fitting = [address for address in self._free if self._sizes[address] == size]
-        if fitting and not (self._patient and self._calls % 2):
+        if fitting and (self._calls % 2 or not self._patient):
             self._free.remove(fitting[-1])
             return fitting[-1]
         address, self._next = self._next, self._next + -(-size // 512) * 512
@@ -130,7 +130,9 @@ class Toy:
     def write_weights(self) -> None:
         numbers = random.Random(7)
         count = SIZES["weights"][1] // 4
-        self.driver.write(self.at["weights"], struct.pack(f"<{count}f", *[numbers.uniform(-1, 1) for _ in range(count)]))
+        self.driver.write(
+            self.at["weights"], struct.pack(f"<{count}f", *[numbers.uniform(-1, 1) for _ in range(count)])
+        )
         self.driver.write(self.at["kv cache"], bytes(SIZES["kv cache"][1]))
 
     def malloc(self, size: int) -> int:
@@ -157,7 +159,17 @@ class Toy:
         listed = b"".join(struct.pack("<i4x64s", n, value) for n, value in (attributes or {}).items())
         held = ctypes.create_string_buffer(listed, max(len(listed), 1))
         config = struct.pack(
-            "<7I4xQQI4x", 2, 1, 1, 32, 1, 1, shared, stream or self.stream, ctypes.addressof(held), len(attributes or {})
+            "<7I4xQQI4x",
+            2,
+            1,
+            1,
+            32,
+            1,
+            1,
+            shared,
+            stream or self.stream,
+            ctypes.addressof(held),
+            len(attributes or {}),
         )
         self.driver.call("cuLaunchKernelEx", config, function, pointers, None)
         self.trace.launch(self.key)
@@ -208,7 +220,9 @@ class Toy:
         logits = self.at["graph outputs"] + row * VOCAB * 4
         self.gemv(weights + (VOCAB + LAYERS * (WIDTH + 1)) * ROW, x, logits, VOCAB)
         self.launch("scale", [p(logits), i(VOCAB), f(2.0)], other=True)
-        self.launch("argmax", [p(logits), p(self.at["graph outputs"] + MAX_BATCH * VOCAB * 4 + 4 * row), i(VOCAB)], other=True)
+        self.launch(
+            "argmax", [p(logits), p(self.at["graph outputs"] + MAX_BATCH * VOCAB * 4 + 4 * row), i(VOCAB)], other=True
+        )
         self.free(x)
 
     def capture(self, batch: int) -> int:
@@ -216,13 +230,20 @@ class Toy:
         self.driver.call("cuStreamBeginCapture_v2", self.stream, 0)
         for row in range(batch):
             self.step(row)
+        if self.options.get("short"):
+            self.driver.call("cuMemsetD32Async", self.at["graph outputs"], 0, 1, self.stream)
+        if self.options.get("twins"):  # a second loaded module with a kernel of this name
+            self.module = self.driver.handle("cuModuleLoadData", twin(self.images[1]))
+            self.launch("scale", [bytes(8), bytes(4), bytes(4)], other=True)
         if self.options.get("host") == batch:
             self.driver.call("cuLaunchHostFunc", self.stream, 1, None)
         made = ctypes.c_uint64()
         self.driver.call("cuStreamEndCapture", self.stream, ctypes.byref(made))
         graph = made.value
         if self.options.get("conditional") == batch:
-            self.driver.call("cuGraphAddNode_v2", ctypes.byref(ctypes.c_uint64()), graph, None, None, 0, struct.pack("<i", 13))
+            self.driver.call(
+                "cuGraphAddNode_v2", ctypes.byref(ctypes.c_uint64()), graph, None, None, 0, struct.pack("<i", 13)
+            )
         return graph
 
 
@@ -256,7 +277,9 @@ def offline(options: dict[str, Any]) -> dict[str, Any]:
     driver.write(at["workspace"] + 512, MAGIC)
     graphs = {f"decode-{batch}": toy.capture(batch) for batch in options.get("batches", [1, 2, 4])}
     regions = [
-        DeviceRegion(name, kind, at[name], size) for name, (kind, size) in SIZES.items() if name not in options.get("unnamed", [])
+        DeviceRegion(name, kind, at[name], size)
+        for name, (kind, size) in SIZES.items()
+        if name not in options.get("unnamed", [])
     ]
     images = recorder.images()
     if options.get("ambiguous"):
@@ -308,7 +331,8 @@ def online(options: dict[str, Any]) -> dict[str, Any]:
         blueprints = Blueprints.load(data)
         if options.get("change"):
             blueprints = CHANGES[options["change"]](blueprints)
-        held = [driver.handle("cuMemAddressReserve", 2 << 20, 0, address, 0) for address in options.get("take", [])]
+        for address in options.get("take", []):
+            driver.handle("cuMemAddressReserve", 2 << 20, 0, address, 0)
         wanted = [region for region in blueprints.regions if region.kind != RegionKind.MODULE]
         if options.get("mode") == "replay":
             named = place(driver, [region for region in wanted if region.kind != SLAB], at_recorded=False)
@@ -321,22 +345,23 @@ def online(options: dict[str, Any]) -> dict[str, Any]:
         return {"placement": str(mismatch)}
     except Exception as error:  # noqa: BLE001 - a damaged bundle: restore_graphs says so
         with restore_graphs(driver, data, place(driver, []), keys=keys, stream=stream, fingerprint=facts) as restored:
-            return {"restored": list(restored.graphs), "reasons": {k: str(m) for k, m in restored.reasons.items()}, "error": str(error)}
+            return {
+                "restored": list(restored.graphs),
+                "reasons": {k: str(m) for k, m in restored.reasons.items()},
+                "error": str(error),
+            }
     at = dict(placement.addresses)
     trigger = None
     if options.get("trigger"):
         toy = Toy(driver, stream, {**at, "pool": at.get("pool", 0)})
+        toy.options = {"twins": options["trigger"] == "twins"}
         trigger = lambda key: toy.capture(1)  # noqa: E731
-        if options["trigger"] == "twice":
-            for image in toy.images:
-                other = driver.handle("cuModuleLoadData", image)
-                del other
     else:
         toy = Toy.__new__(Toy)
         toy.driver, toy.at = driver, at
     toy.write_weights()
     if options.get("wrong_weights"):
-        driver.fill(at["weights"], 0x11, 64)
+        driver.fill(at["weights"], 0x11, 10 * ROW)
     with restore_graphs(
         driver, blueprints, placement, keys=keys, stream=stream, fingerprint=facts, trigger=trigger,
         validate=options.get("validate", "ends"),

@@ -1,0 +1,62 @@
+"""The fake driver, compiled once, and the toy decode step as processes on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+Toy = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="session")
+def cubins() -> Path:
+    """Compiled from the .cu files beside them by build.sh."""
+    return HERE / "cubins"
+
+
+@pytest.fixture(scope="session")
+def fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    library = tmp_path_factory.mktemp("fakecuda") / "libcuda.so.1"
+    sources = sorted((HERE / "fakecuda").glob("*.c"))
+    command = ["cc", "-O1", "-shared", "-fPIC", "-o", str(library), *map(str, sources), "-lm"]
+    subprocess.run(command, check=True, timeout=120)
+    return library
+
+
+@pytest.fixture(scope="session")
+def toy(fake_cuda: Path, cubins: Path) -> Toy:
+    """``toy("restore", {...}, base=…, **environment)``: one process; its answer, with ``log``, what it logged."""
+
+    def run(phase: str, options: dict[str, Any], *, base: int = 0x600000000000, **environment: str) -> dict[str, Any]:
+        variables = {**os.environ, "FAKE_CUDA_LIBRARY": str(fake_cuda), "TOY_CUBINS": str(cubins)}
+        variables |= {"FAKE_CUDA_BASE": hex(base), **environment}
+        command = [sys.executable, str(HERE / "toy.py"), phase, json.dumps(options)]
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+        result: dict[str, Any] = json.loads(done.stdout)
+        return {**result, "log": done.stderr}
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def second(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The dump of a capture with every region and every handle elsewhere."""
+    path = tmp_path_factory.mktemp("second") / "dump"
+    toy("dump", {"dump": str(path), "order": 1}, base=0x500000000000, FAKE_CUDA_HANDLES="0x540000000000")
+    return path
+
+
+@pytest.fixture(scope="session")
+def materialized(toy: Toy, second: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the offline phase said, and ``path`` of its bundle."""
+    path = tmp_path_factory.mktemp("bundle") / "graphs"
+    return {**toy("materialize", {"out": str(path), "second": str(second)}), "path": str(path)}

@@ -1,0 +1,117 @@
+"""Blueprints as bytes: what goes in comes out, and what refers to nothing is refused though its digest is right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from medusa_runtime.errors import StateError
+from medusa_runtime.state.graphs import Blueprints, DeviceRegion, MismatchError, Piece, Reason, RegionKind
+from medusa_runtime.state.graphs.blob_format import decode, encode
+from medusa_runtime.state.graphs.blueprint import (
+    Edge,
+    GraphBlueprint,
+    KernelRecord,
+    LibraryImage,
+    Node,
+    Relocation,
+    TraceEvent,
+)
+
+NODE = Node(0, 1, 0, (2, 3, 4), (5, 6, 7), 8, 0, 16)
+MEMSET = Node(2, 0, -1, (0, 0, 0), (0, 0, 0), 0, 16, 40)
+GRAPH = GraphBlueprint(
+    "decode-1",
+    (NODE, MEMSET),
+    (Edge(0, 1, bytes(range(8))),),
+    bytes(range(56)),
+    (Relocation(0, 0, 24, 0, 8), Relocation(16, 1, 0)),
+    (1,),
+    (Piece(0, 4, b"in"),),
+    (Piece(1, 0, b"out"),),
+)
+WHOLE = Blueprints(
+    fingerprint={"gpu": "H200"},
+    regions=(
+        DeviceRegion("weights", RegionKind.NAMED, 1 << 40, 64),
+        DeviceRegion("pool", RegionKind.SLAB, 1 << 41, 64),
+    ),
+    kernels=(KernelRecord("scale", "ab" * 32, ((0, 8), (8, 4), (12, 4)), ((8, 65536),)),),
+    attribute_sets=((), ((4, bytes(64)),)),
+    graphs=(GRAPH,),
+    images={"ab" * 32: b"cubin"},
+    libraries={"ab" * 32: LibraryImage("libcublas.so.13", 4096, 100, "cd" * 32)},
+    contents=(Piece(1, 8, b"magic"),),
+    events=(TraceEvent(1 << 41, 64), TraceEvent(0, 0)),
+    refused={"decode-2": "node-kind: it has a host node"},
+)
+
+
+def test_round_trip() -> None:
+    assert decode(encode(WHOLE)) == WHOLE
+    assert decode(encode(Blueprints())) == Blueprints()
+
+
+def test_equal_graphs_are_stored_once() -> None:
+    def size(count: int) -> int:
+        large = replace(GRAPH, blob=bytes(100_000))
+        return len(encode(replace(WHOLE, graphs=tuple(replace(large, key=f"decode-{n}") for n in range(count)))))
+
+    assert size(8) < size(1) + 10_000
+
+
+def changed(**fields: Any) -> Blueprints:
+    return replace(WHOLE, graphs=(replace(GRAPH, **fields),))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        changed(nodes=(NODE._replace(kernel=1), MEMSET)),
+        changed(nodes=(NODE._replace(kernel=-1), MEMSET)),
+        changed(nodes=(NODE._replace(attributes=2), MEMSET)),
+        changed(nodes=(NODE._replace(kind=3), MEMSET)),
+        changed(nodes=(NODE._replace(size=12), MEMSET)),
+        changed(nodes=(NODE, MEMSET._replace(start=20))),
+        changed(nodes=(NODE, MEMSET._replace(size=4))),
+        changed(edges=(Edge(0, 2, bytes(8)),)),
+        changed(relocations=(Relocation(49, 0, 0),)),
+        changed(relocations=(Relocation(0, 2, 0),)),
+        changed(relocations=(Relocation(0, 0, 65),)),
+        changed(relocations=(Relocation(0, 0, 0, 1),)),
+        changed(pinned=(2,)),
+        changed(inputs=(Piece(0, 63, b"in"),)),
+        changed(outputs=(Piece(5, 0, b"out"),)),
+        replace(WHOLE, contents=(Piece(0, 60, b"magic"),)),
+    ],
+)
+def test_references_to_nothing(wrong: Blueprints) -> None:
+    with pytest.raises(StateError, match="malformed"):
+        decode(encode(wrong))
+
+
+def test_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    from medusa_runtime.state.graphs import blob_format
+
+    monkeypatch.setattr(blob_format, "VERSION", 2)
+    data = encode(WHOLE)
+    monkeypatch.undo()
+    with pytest.raises(StateError, match="expected CUDA graphs in format 1, found 2"):
+        decode(data)
+
+
+def test_every_flipped_bit_is_seen() -> None:
+    data = encode(WHOLE)
+    for at in range(len(data)):
+        with pytest.raises(StateError):
+            decode(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
+    for size in range(len(data)):
+        with pytest.raises(StateError):
+            decode(data[:size])
+
+
+def test_reasons_survive_as_text() -> None:
+    parsed = MismatchError.parse(str(MismatchError(Reason.NODE_KIND, "it has a host node")))
+    assert (parsed.reason, parsed.detail) == (Reason.NODE_KIND, "it has a host node")
+    assert MismatchError.parse("whatever").reason == Reason.CORRUPT

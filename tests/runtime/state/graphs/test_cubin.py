@@ -1,0 +1,134 @@
+"""Cubins and fat binaries: compiled ones that are kept here, fresh ones where there is nvcc, and NVIDIA's own."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from medusa_runtime.errors import StateError
+from medusa_runtime.state.graphs import ImageStore
+from medusa_runtime.state.graphs.cubin import parse_cubin
+from medusa_runtime.state.graphs.fatbin import library_fatbins, parse_fatbins, unpack
+from medusa_runtime.state.graphs.mapped import locate, mapped_libraries
+
+RMS_NORM = "_Z8rms_normILi4EEvPKfS1_Pfif"
+
+
+def test_kernels_of_a_cubin(cubins: Path) -> None:
+    cubin = parse_cubin((cubins / "toy_a.cubin").read_bytes())
+    assert cubin.arch == 90
+    assert set(cubin.kernels) == {
+        "wide", "add_bias", "cluster_scale", "add_checked", "embed", "scale", "gemv", RMS_NORM
+    }  # fmt: skip
+    assert cubin.kernels[RMS_NORM].parameters == ((0, 8), (8, 8), (16, 8), (24, 4), (28, 4))
+    assert cubin.kernels["gemv"].parameters == ((0, 64),)
+    assert cubin.kernels["scale"].parameters == ((0, 8), (8, 4), (12, 4))
+    assert cubin.kernels["scale"].registers > 0
+    assert cubin.variables == {"bias_table": 16}
+    assert cubin.mutable_bytes == 0
+
+
+def test_parameters_with_padding(cubins: Path) -> None:
+    assert parse_cubin((cubins / "toy_c.cubin").read_bytes()).kernels["scale"].parameters == ((0, 8), (8, 4), (16, 8))
+
+
+def test_one_name_in_several_images(cubins: Path) -> None:
+    images = ImageStore((cubins / f"toy_{name}.cubin").read_bytes() for name in "abc")
+    digests = {name: hashlib.sha256((cubins / f"toy_{name}.cubin").read_bytes()).hexdigest() for name in "abc"}
+    registers = {name: images.cubin(digest).kernels["scale"].registers for name, digest in digests.items()}
+    short, long = ((0, 8), (8, 4), (12, 4)), ((0, 8), (8, 4), (16, 8))
+    assert images.find("scale", long) == digests["c"]
+    assert images.find("scale", short, registers["a"]) == digests["a"]
+    assert images.find("scale", short, registers["b"]) == digests["b"]
+    with pytest.raises(StateError, match="scale is defined with other code in 2 images"):
+        images.find("scale", short)
+    assert images.of("scale", short) == ""
+    assert images.find("gone", short) is None
+
+
+@pytest.mark.parametrize("name", ["toy_plain", "toy_packed"])
+def test_cubins_in_a_fatbin(cubins: Path, name: str) -> None:
+    pytest.importorskip("zstandard")
+    data = (cubins / f"{name}.fatbin").read_bytes()
+    (fatbin,) = parse_fatbins(b"\0" * 16 + data + b"\0" * 16)
+    assert (fatbin.start, fatbin.size) == (16, len(data))
+    padded = b"\0" * 16 + data
+    (image,) = (unpack(padded, entry) for entry in fatbin.entries if entry.cubin and entry.arch == 90)
+    parsed, alone = parse_cubin(image), parse_cubin((cubins / "toy_a.cubin").read_bytes())
+    assert {kernel.name: kernel.parameters for kernel in parsed.kernels.values()} == {
+        kernel.name: kernel.parameters for kernel in alone.kernels.values()
+    }
+
+
+def test_damaged_cubins(cubins: Path) -> None:
+    data = (cubins / "toy_b.cubin").read_bytes()
+    for size in range(0, len(data), 97):
+        with pytest.raises(StateError):
+            parse_cubin(data[:size])
+    with pytest.raises(StateError, match="another machine"):
+        parse_cubin(Path(sys.executable).resolve().read_bytes())
+    for at in range(len(data)):  # whatever it says then, it is an answer or a StateError
+        try:
+            parse_cubin(data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :])
+        except StateError:
+            pass
+
+
+def test_damaged_fatbins(cubins: Path) -> None:
+    pytest.importorskip("zstandard")
+    data = (cubins / "toy_packed.fatbin").read_bytes()
+    for size in range(32, len(data), 501):
+        with pytest.raises(StateError):
+            list(parse_fatbins(data[:size]))
+    (fatbin,) = parse_fatbins(data)
+    packed = next(entry for entry in fatbin.entries if entry.stored_bytes < entry.unpacked_bytes)
+    broken = bytearray(data)
+    broken[packed.start + 40] ^= 0xFF
+    with pytest.raises(StateError, match=r"cannot be unpacked|damaged|expected"):
+        parse_cubin(unpack(bytes(broken), packed))
+
+
+def test_libraries_without_kernels(tmp_path: Path) -> None:
+    (tmp_path / "libnone.so").write_bytes(b"no library")
+    with pytest.raises(StateError, match="expected a shared library"):
+        list(library_fatbins(tmp_path / "libnone.so"))
+    assert locate({"0" * 64}, [tmp_path / "libnone.so", tmp_path / "gone.so"], 90) == {}
+    assert any(name.startswith("libc.so") for name in mapped_libraries())
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc (see cubins/build.sh)")
+def test_the_kept_cubins_are_what_nvcc_makes(cubins: Path, tmp_path: Path) -> None:
+    source, made = cubins / "toy_b.cu", tmp_path / "toy_b.cubin"
+    subprocess.run(["nvcc", "-arch=sm_90", "-O1", "-cubin", str(source), "-o", str(made)], check=True, timeout=110)
+    fresh, kept = parse_cubin(made.read_bytes()), parse_cubin((cubins / "toy_b.cubin").read_bytes())
+    assert {kernel.name: kernel.parameters for kernel in fresh.kernels.values()} == {
+        kernel.name: kernel.parameters for kernel in kept.kernels.values()
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_nvidias_own_libraries(tmp_path: Path) -> None:
+    """nvidia-nvjpeg is the smallest wheel with kernels for sm_90; its fat binaries are compressed as cuBLAS' are."""
+    pytest.importorskip("zstandard")
+    wheel = os.environ.get("MEDUSA_TEST_CUDA_WHEEL", "nvidia-nvjpeg-cu12==12.4.0.76")
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(tmp_path), wheel]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    if done.returncode:
+        pytest.skip(f"{wheel} cannot be downloaded: {done.stderr.strip()[-200:]}")
+    kernels = fatbins = 0
+    for path in tmp_path.rglob("lib*.so.*"):
+        for data, fatbin in library_fatbins(path):
+            fatbins += 1
+            for entry in fatbin.entries:
+                if entry.cubin and entry.arch == 90:
+                    cubin = parse_cubin(unpack(data, entry))
+                    assert cubin.arch == 90
+                    kernels += len(cubin.kernels)
+    assert fatbins > 10
+    assert kernels > 50

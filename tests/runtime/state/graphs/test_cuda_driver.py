@@ -1,0 +1,217 @@
+"""The driver's calls and structures, on the fake driver, and against the real header where there is one."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from medusa_runtime.errors import DeviceError
+from medusa_runtime.state.graphs import structs
+
+CUDA_HEADER = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include", "cuda.h")
+HEADERS = [CUDA_HEADER, *sorted(Path("/usr/local").glob("cuda-1[3-9]*/include/cuda.h"))]
+
+SCRIPT = """
+import os, ctypes, struct
+from ctypes import byref, c_uint64
+from pathlib import Path
+from medusa_runtime.state.graphs import CudaDriver
+from medusa_runtime.state.graphs.driver import CudaError
+from medusa_runtime.state.graphs.dump import dump_graphs, edges_of
+from medusa_runtime.state.graphs.structs import KERNEL_NODE
+import medusa_runtime.state.graphs.driver as bindings
+bindings.SIGNATURES["cuMemAlloc_v2"] = "pz"
+
+def fails(function, *arguments):
+    try:
+        driver.call(function, *arguments)
+    except CudaError as error:
+        return str(error)
+    raise AssertionError(function)
+
+driver = CudaDriver(os.environ["FAKE_CUDA_LIBRARY"])
+"""
+
+
+@pytest.fixture
+def python(fake_cuda: Path, cubins: Path) -> Any:
+    def run(code: str) -> str:
+        variables = {**os.environ, "FAKE_CUDA_LIBRARY": str(fake_cuda), "TOY_CUBINS": str(cubins)}
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT + code], env=variables, capture_output=True, text=True, timeout=100
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+CONTEXT = """
+driver.call("cuInit", 0)
+driver.call("cuCtxSetCurrent", driver.handle("cuDevicePrimaryCtxRetain", 0))
+graph = driver.handle("cuGraphCreate", 0)
+library = driver.handle("cuLibraryLoadData", Path(os.environ["TOY_CUBINS"], "toy_a.cubin").read_bytes(),
+                        None, None, 0, None, None, 0)
+"""
+
+
+def test_errors_are_named(python: Any) -> None:
+    said = python(
+        """
+print(fails("cuDeviceGet", byref(c_uint64()), 0))
+try:
+    driver.current_context()
+except Exception as error:
+    print(type(error).__name__, error)
+try:
+    bindings.SIGNATURES["cuNewerThanThis"] = ""
+    driver.call("cuNewerThanThis")
+except Exception as error:
+    print(error)
+"""
+    ).splitlines()
+    assert said[0] == "cuDeviceGet failed: CUDA_ERROR_NOT_INITIALIZED (3)"
+    assert said[1].startswith("DeviceError expected a current CUDA context in this thread, found none")
+    assert said[2].endswith("has no cuNewerThanThis; expected the driver of CUDA 12.4 or newer")
+
+
+def test_no_driver() -> None:
+    from medusa_runtime.state.graphs import CudaDriver, ModuleRecorder
+
+    with pytest.raises(DeviceError, match="cannot be loaded"):
+        CudaDriver("libno-cuda-here.so")
+    with pytest.raises(DeviceError, match="CUPTI cannot be loaded"):
+        ModuleRecorder("libno-cupti-here.so")
+
+
+def test_wrong_handles(python: Any) -> None:
+    """A handle of another kind, of another process or of something closed is an error, and no crash."""
+    said = python(
+        CONTEXT
+        + """
+kernel = driver.handle("cuLibraryGetKernel", library, b"scale")
+for function, handle in [("cuGraphGetNodes", kernel), ("cuGraphGetNodes", 0x550000000008), ("cuGraphGetNodes", 1 << 60)]:
+    print(fails(function, handle, None, byref(c_uint64())))
+params = KERNEL_NODE.pack(0, 1, 1, 1, 1, 1, 1, 0, 0, 0, graph, 0)
+print(fails("cuGraphAddKernelNode_v2", byref(c_uint64()), graph, None, 0, params))
+driver.call("cuLibraryUnload", library)
+params = KERNEL_NODE.pack(0, 1, 1, 1, 1, 1, 1, 0, 0, 0, kernel, 0)
+print(fails("cuGraphAddKernelNode_v2", byref(c_uint64()), graph, None, 0, params))
+driver.call("cuGraphDestroy", graph)
+print(fails("cuGraphGetNodes", graph, None, byref(c_uint64())))
+"""
+    ).splitlines()
+    assert len(said) == 6
+    assert all(line.endswith("failed: CUDA_ERROR_INVALID_HANDLE (400)") for line in said)
+
+
+def test_packed_parameters_are_read(python: Any) -> None:
+    """A launch with ``extra`` hands its parameters over in one buffer; shared memory over 48 KiB must be allowed first."""
+    said = python(
+        CONTEXT
+        + """
+kernel = driver.handle("cuLibraryGetKernel", library, b"wide")
+x = driver.handle("cuMemAlloc_v2", 64)
+values = ctypes.create_string_buffer(struct.pack("<Qi", x, 16), 12)
+size = c_uint64(12)
+extra = (c_uint64 * 5)(1, ctypes.addressof(values), 2, ctypes.addressof(size), 0)
+params = KERNEL_NODE.pack(0, 2, 1, 1, 32, 1, 1, 65536, 0, ctypes.addressof(extra), kernel, 0)
+print(fails("cuGraphAddKernelNode_v2", byref(c_uint64()), graph, None, 0, params))
+driver.call("cuKernelSetAttribute", 8, 65536, kernel, 0)
+driver.call("cuGraphAddKernelNode_v2", byref(c_uint64()), graph, None, 0, params)
+dump = dump_graphs(driver, {"g": graph}, [])
+print(dump.graphs[0].blob == struct.pack("<Qi", x, 16), dump.graphs[0].nodes[0], dump.kernels[0].attributes)
+"""
+    ).splitlines()
+    assert said[0].endswith("CUDA_ERROR_INVALID_VALUE (1)")
+    assert said[1].startswith("True Node(kind=")
+    assert "grid=(2, 1, 1), block=(32, 1, 1), shared_bytes=65536, start=0, size=12" in said[1]
+    assert "(8, 65536)" in said[1]
+
+
+def test_edges_are_asked_for_with_their_data(python: Any) -> None:
+    said = python(
+        CONTEXT
+        + """
+nodes = (c_uint64 * 2)()
+kernel = driver.handle("cuLibraryGetKernel", library, b"scale")
+values = ctypes.create_string_buffer(struct.pack("<Qif", 0, 0, 0.0), 16)
+at = ctypes.addressof(values)
+pointers = (c_uint64 * 3)(at, at + 8, at + 12)
+params = KERNEL_NODE.pack(0, 1, 1, 1, 1, 1, 1, 0, ctypes.addressof(pointers), 0, kernel, 0)
+for n in range(2):
+    driver.call("cuGraphAddKernelNode_v2", ctypes.addressof(nodes) + 8 * n, graph, None, 0, params)
+driver.call("cuGraphAddDependencies_v2", graph, nodes, byref(nodes, 8), bytes([1, 0, 1, 0, 0, 0, 0, 0]), 1)
+count = c_uint64(1)
+print(fails("cuGraphGetEdges_v2", graph, nodes, nodes, None, byref(count)))
+print([data for _, _, data in edges_of(driver, graph)])
+"""
+    ).splitlines()
+    assert said[0].endswith("CUDA_ERROR_LOSSY_QUERY (402)")
+    assert said[1] == r"[b'\x01\x00\x01\x00\x00\x00\x00\x00']"
+
+
+HEADER = Path(next((path for path in HEADERS if path.is_file()), CUDA_HEADER))
+LAYOUT = """
+#include <cuda.h>
+#include <stddef.h>
+#include <stdio.h>
+#define SIZE(type) printf(#type " %zu\\n", sizeof(type))
+#define AT(type, field) printf(#type "." #field " %zu\\n", offsetof(type, field))
+int main(void) {
+  SIZE(CUDA_KERNEL_NODE_PARAMS); AT(CUDA_KERNEL_NODE_PARAMS, gridDimX); AT(CUDA_KERNEL_NODE_PARAMS, blockDimX);
+  AT(CUDA_KERNEL_NODE_PARAMS, sharedMemBytes); AT(CUDA_KERNEL_NODE_PARAMS, kernelParams);
+  AT(CUDA_KERNEL_NODE_PARAMS, extra); AT(CUDA_KERNEL_NODE_PARAMS, kern); AT(CUDA_KERNEL_NODE_PARAMS, ctx);
+  SIZE(CUDA_MEMSET_NODE_PARAMS); SIZE(CUDA_MEMCPY3D); AT(CUDA_MEMCPY3D, srcMemoryType); AT(CUDA_MEMCPY3D, srcDevice);
+  AT(CUDA_MEMCPY3D, dstMemoryType); AT(CUDA_MEMCPY3D, dstDevice); SIZE(CUgraphEdgeData); SIZE(CUlaunchAttributeValue);
+  SIZE(CUDA_GRAPH_INSTANTIATE_PARAMS); SIZE(CUmemAllocationProp); AT(CUmemAllocationProp, location);
+  SIZE(CUmemAccessDesc); AT(CUmemAccessDesc, flags);
+}
+"""
+
+
+@pytest.mark.skipif(not HEADER.is_file() or shutil.which("cc") is None, reason="needs cuda.h (CUDA_HOME) and cc")
+def test_structures_against_the_header(tmp_path: Path) -> None:
+    (tmp_path / "layout.c").write_text(LAYOUT)
+    program = tmp_path / "layout"
+    command = ["cc", "-I", str(HEADER.parent), "-o", str(program), str(tmp_path / "layout.c")]
+    subprocess.run(command, check=True, timeout=60)
+    found = dict(line.split() for line in subprocess.check_output([str(program)], text=True).splitlines())
+    node = structs.KernelNodeParams
+    expected = {
+        "CUDA_KERNEL_NODE_PARAMS": ctypes.sizeof(node),
+        "CUDA_KERNEL_NODE_PARAMS.gridDimX": node.grid.offset,
+        "CUDA_KERNEL_NODE_PARAMS.blockDimX": node.block.offset,
+        "CUDA_KERNEL_NODE_PARAMS.sharedMemBytes": node.shared_bytes.offset,
+        "CUDA_KERNEL_NODE_PARAMS.kernelParams": node.params.offset,
+        "CUDA_KERNEL_NODE_PARAMS.extra": node.extra.offset,
+        "CUDA_KERNEL_NODE_PARAMS.kern": node.kern.offset,
+        "CUDA_KERNEL_NODE_PARAMS.ctx": node.ctx.offset,
+        "CUDA_MEMSET_NODE_PARAMS": structs.MEMSET_NODE.size,
+        "CUDA_MEMCPY3D": structs.MEMCPY_NODE_BYTES,
+        "CUDA_MEMCPY3D.srcMemoryType": structs.MEMCPY_TYPES[0],
+        "CUDA_MEMCPY3D.dstMemoryType": structs.MEMCPY_TYPES[1],
+        "CUDA_MEMCPY3D.srcDevice": structs.MEMCPY_POINTERS[0],
+        "CUDA_MEMCPY3D.dstDevice": structs.MEMCPY_POINTERS[1],
+        "CUgraphEdgeData": structs.EDGE_DATA_BYTES,
+        "CUlaunchAttributeValue": structs.ATTRIBUTE_BYTES,
+        "CUDA_GRAPH_INSTANTIATE_PARAMS": ctypes.sizeof(structs.InstantiateParams),
+        "CUmemAllocationProp": ctypes.sizeof(structs.MemAllocationProp),
+        "CUmemAllocationProp.location": structs.MemAllocationProp.location.offset,
+        "CUmemAccessDesc": ctypes.sizeof(structs.MemAccessDesc),
+        "CUmemAccessDesc.flags": structs.MemAccessDesc.flags.offset,
+    }
+    assert {name: int(value) for name, value in found.items()} == expected
+    assert structs.KERNEL_NODE.size == expected["CUDA_KERNEL_NODE_PARAMS"]
+    packed = structs.KERNEL_NODE.pack(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12)
+    same = node.from_buffer_copy(packed)
+    assert (same.func, tuple(same.grid), tuple(same.block), same.shared_bytes) == (1, (2, 3, 4), (5, 6, 7), 8)
+    assert (same.params, same.extra, same.kern, same.ctx) == (9, 10, 11, 12)
+    assert struct.calcsize("<Q") == 8

@@ -1,0 +1,86 @@
+"""What the offline phase refuses, and what it can only restore at the captured addresses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+OTHER_BASE = 0x580000000000
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("host", "node-kind: it has a host node"), ("conditional", "node-kind: it has a conditional node")],
+)
+def test_nodes_that_cannot_be_materialized(toy: Any, second: Path, tmp_path: Path, kind: str, reason: str) -> None:
+    bundle = tmp_path / "bundle"
+    made = toy("materialize", {"out": str(bundle), "second": str(second), kind: 2})
+    assert made["refused"] == {"decode-2": reason}
+    assert f"1 CUDA graphs are not materialized: {reason}" in made["log"]
+    restored = toy("restore", {"bundle": str(bundle)}, base=OTHER_BASE)
+    assert restored["restored"] == ["decode-1", "decode-4"]
+    assert restored["reasons"] == {"decode-2": reason}
+
+
+def test_memory_that_nobody_named(toy: Any, second: Path, tmp_path: Path) -> None:
+    made = toy("materialize", {"out": str(tmp_path / "bundle"), "second": str(second), "unnamed": ["workspace"]})
+    assert set(made["refused"]) == {"decode-1", "decode-2", "decode-4"}
+    assert all(reason.startswith(("foreign-pointer", "not-deterministic")) for reason in made["refused"].values())
+
+    made = toy("materialize", {"out": str(tmp_path / "bundle"), "unnamed": ["workspace"]})
+    assert all(reason.startswith("foreign-pointer") for reason in made["refused"].values())
+    assert len(made["refused"]) == 3
+
+
+def test_one_capture_only_holds_at_its_addresses(toy: Any, materialized: dict[str, Any], tmp_path: Path) -> None:
+    bundle = tmp_path / "bundle"
+    made = toy("materialize", {"out": str(bundle)})
+    assert set(made["pinned"]) == set(made["at"])
+    restored = toy("restore", {"bundle": str(bundle)}, base=OTHER_BASE)
+    assert restored["answers"] == materialized["answers"]
+    restored = toy("restore", {"bundle": str(bundle), "mode": "relocate"}, base=OTHER_BASE)
+    assert restored["restored"] == []
+    assert all(reason.startswith("address: expected ") for reason in restored["reasons"].values())
+
+
+def test_words_that_changed_unexplained(toy: Any, second: Path, tmp_path: Path, materialized: dict[str, Any]) -> None:
+    """As an address in a form of its own would: right where it was captured, unknown elsewhere."""
+    bundle = tmp_path / "bundle"
+    made = toy("materialize", {"out": str(bundle), "second": str(second), "opaque": 0x1234567890})
+    assert set(made["pinned"]) == set(made["at"])
+    assert toy("restore", {"bundle": str(bundle)}, base=OTHER_BASE)["answers"] == materialized["answers"]
+    taken = {"bundle": str(bundle), "take": [made["at"]["pool"]]}
+    reasons = toy("restore", taken, base=OTHER_BASE)["reasons"]
+    assert {reason.partition(" at")[0] for reason in reasons.values()} == {"address: expected pool"}
+
+
+def test_another_second_capture(toy: Any, tmp_path: Path) -> None:
+    """Captures that differ are no proof: nothing of them is kept."""
+    path = tmp_path / "dump"
+    toy("dump", {"dump": str(path), "batches": [1, 2], "order": 1}, base=0x500000000000)
+    made = toy("materialize", {"out": str(tmp_path / "bundle"), "second": str(path)})
+    assert made["refused"] == {"decode-4": "not-deterministic: captured only once"}
+
+    toy("dump", {"dump": str(path), "short": True, "order": 1}, base=0x500000000000)
+    made = toy("materialize", {"out": str(tmp_path / "bundle"), "second": str(path)})
+    assert all(reason.startswith("not-deterministic: two captures differ") for reason in made["refused"].values())
+    assert len(made["refused"]) == 3
+
+
+def test_kernels_that_cannot_be_told_apart_are_triggered(
+    toy: Any, second: Path, tmp_path: Path, materialized: dict[str, Any]
+) -> None:
+    bundle = tmp_path / "bundle"
+    toy("materialize", {"out": str(bundle), "second": str(second), "ambiguous": True})
+    restored = toy("restore", {"bundle": str(bundle)}, base=OTHER_BASE)
+    missing = "kernel-missing: scale is in no saved image, library or triggered module"
+    assert set(restored["reasons"].values()) == {missing}
+
+    restored = toy("restore", {"bundle": str(bundle), "trigger": "once"}, base=OTHER_BASE)
+    assert restored["answers"] == materialized["answers"]
+
+    restored = toy("restore", {"bundle": str(bundle), "trigger": "twins"}, base=OTHER_BASE)
+    assert restored["restored"] == []
+    assert all(reason.startswith("kernel-ambiguous: scale is defined in ") for reason in restored["reasons"].values())

@@ -1,0 +1,186 @@
+"""Graphs captured in one process and replayed in another, on the fake driver."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from medusa_runtime.state.graphs import Blueprints
+
+KEYS = ["decode-1", "decode-2", "decode-4"]
+OTHER_BASE = 0x580000000000
+
+
+def test_everything_of_a_graph_is_in_the_blueprint(materialized: dict[str, Any]) -> None:
+    blueprints = Blueprints.load(Path(materialized["path"]).read_bytes())
+    graph = blueprints.graph("decode-1")
+    assert {node.kind for node in graph.nodes} == {0, 1, 2}
+    assert {edge.data for edge in graph.edges} == {bytes(8), bytes([1, 0, 1, 0, 0, 0, 0, 0])}
+    sets = {entry for node in graph.nodes for entry in blueprints.attribute_sets[node.attributes]}
+    cluster, priority = struct.pack("<III", 2, 1, 1), struct.pack("<i", -2)
+    assert sets == {(4, cluster.ljust(64, b"\0")), (8, priority.ljust(64, b"\0"))}
+    assert len({edge.source for edge in graph.edges}) < len(graph.edges), "two streams: a node with two successors"
+    assert sum(kernel.name == "scale" for kernel in blueprints.kernels) == 2
+    assert all(kernel.image in blueprints.images for kernel in blueprints.kernels)
+    assert len(blueprints.images) == 2
+    named = {blueprints.regions[relocation.region].name.rpartition(":")[2] for relocation in graph.relocations}
+    assert named == {"weights", "kv cache", "graph inputs", "graph outputs", "pool", "workspace", "bias_table"}
+    assert all(r.allocation >= 0 for r in graph.relocations if blueprints.regions[r.region].name == "pool")
+    assert materialized["pinned"] == []
+    assert [entry[:2] for entry in materialized["contents"]] == [["workspace", 512]]
+    assert "'stale':" in materialized["log"]
+
+
+def test_restored_at_the_captured_addresses(toy: Any, materialized: dict[str, Any]) -> None:
+    restored = toy("restore", {"bundle": materialized["path"], "validate": "all"}, base=OTHER_BASE)
+    assert restored["restored"] == KEYS
+    assert restored["at"] == materialized["at"]
+    assert restored["answers"] == materialized["answers"]
+    assert "captured, not restored" not in restored["log"]
+
+
+def test_restored_at_other_addresses(toy: Any, materialized: dict[str, Any]) -> None:
+    restored = toy("restore", {"bundle": materialized["path"], "mode": "relocate"}, base=OTHER_BASE)
+    assert restored["restored"] == KEYS
+    assert not set(restored["at"].values()) & set(materialized["at"].values())
+    assert restored["answers"] == materialized["answers"]
+
+
+def test_a_taken_address_is_relocated(toy: Any, materialized: dict[str, Any]) -> None:
+    taken = materialized["at"]["weights"]
+    restored = toy("restore", {"bundle": materialized["path"], "take": [taken]}, base=OTHER_BASE)
+    assert restored["at"]["weights"] != taken
+    assert restored["at"]["pool"] == materialized["at"]["pool"]
+    assert restored["answers"] == materialized["answers"]
+    assert "is taken: weights" in restored["log"]
+
+
+def test_replayed_allocations(toy: Any, materialized: dict[str, Any]) -> None:
+    """MEDUSA §4.2, with an allocator that gives other addresses than the one that was traced."""
+    restored = toy("restore", {"bundle": materialized["path"], "mode": "replay"}, base=OTHER_BASE)
+    assert restored["restored"] == KEYS
+    assert restored["answers"] == materialized["answers"]
+
+
+def test_the_papers_false_positive_is_seen(toy: Any, materialized: dict[str, Any]) -> None:
+    """Figure 6: matched by address alone, a pointer gets another allocation, and validation tells."""
+    options = {"bundle": materialized["path"], "mode": "replay", "change": "first match", "validate": "all"}
+    restored = toy("restore", options, base=OTHER_BASE)
+    assert restored["restored"] == []
+    assert {reason.partition(":")[0] for reason in restored["reasons"].values()} == {"output"}
+
+
+@pytest.mark.parametrize("change", ["attributes", "edges", "contents"])
+def test_what_is_left_out_is_noticed(toy: Any, materialized: dict[str, Any], change: str) -> None:
+    restored = toy("restore", {"bundle": materialized["path"], "change": change}, base=OTHER_BASE)
+    assert restored["restored"] == []
+    assert {reason.partition(":")[0] for reason in restored["reasons"].values()} == {"output"}
+
+
+def test_kernels_from_a_mapped_library(
+    toy: Any, second: Path, cubins: Path, materialized: dict[str, Any], tmp_path: Path
+) -> None:
+    assembly = tmp_path / "kernels.s"
+    assembly.write_text(f'.section .nv_fatbin,"a"\n.balign 8\n.incbin "{cubins}/toy_plain.fatbin"\n')
+    library, bundle = tmp_path / "libkernels.so", tmp_path / "bundle"
+    subprocess.run(["cc", "-shared", "-nostdlib", "-o", str(library), str(assembly)], check=True, timeout=60)
+    options = {"out": str(bundle), "second": str(second), "libraries": [str(library)], "save_images": False}
+    toy("materialize", options)
+    blueprints = Blueprints.load(bundle.read_bytes())
+    assert [place.library for place in blueprints.libraries.values()] == ["libkernels.so"]
+    assert len(blueprints.images) == 1, "the image that is in no library is saved all the same"
+
+    restored = toy("restore", {"bundle": str(bundle), "map_libraries": [str(library)]}, base=OTHER_BASE)
+    assert restored["answers"] == materialized["answers"]
+
+    # Another build of it: its kernels are not taken, though they have the same names.
+    library.write_bytes(library.read_bytes().replace(b"Fake", b"fake")[:-1] + b"\1")
+    damaged = bytearray(library.read_bytes())
+    start = next(iter(blueprints.libraries.values())).start
+    damaged[start + 200] ^= 1
+    library.write_bytes(damaged)
+    restored = toy("restore", {"bundle": str(bundle), "map_libraries": [str(library)]}, base=OTHER_BASE)
+    assert restored["restored"] == []
+    assert restored["reasons"]["decode-1"].startswith("kernel-missing")
+
+
+def test_kernels_by_triggering(toy: Any, materialized: dict[str, Any]) -> None:
+    """MEDUSA §5.2: no image at all, a captured first layer gives the modules. Its variables are asked for by image."""
+    options = {"bundle": materialized["path"], "change": "images", "trigger": "once"}
+    restored = toy("restore", options, base=OTHER_BASE)
+    # One graph part needs the variable of an image that is not loaded by us: nothing else would be right.
+    assert set(restored["reasons"].values()) == {"region: the variable bias_table is in no loaded image"}
+
+
+def test_saved_images_missing(toy: Any, materialized: dict[str, Any]) -> None:
+    restored = toy("restore", {"bundle": materialized["path"], "change": "images"}, base=OTHER_BASE)
+    assert restored["restored"] == []
+    assert all(reason.startswith("kernel-missing") for reason in restored["reasons"].values())
+
+
+def test_one_log_line(toy: Any, materialized: dict[str, Any]) -> None:
+    restored = toy("restore", {"bundle": materialized["path"], "change": "names"}, base=OTHER_BASE)
+    lines = [line for line in restored["log"].splitlines() if "captured, not restored" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("3 CUDA graphs are captured, not restored: kernel-missing: ")
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        ({"FAKE_CUDA_NAME": "Fake B200"}, "gpu: made for gpu Fake H200, this is Fake B200"),
+        ({"FAKE_CUDA_DRIVER": "13010"}, "driver: made for driver 13000, this is 13010"),
+    ],
+)
+def test_another_machine(toy: Any, materialized: dict[str, Any], environment: dict[str, str], reason: str) -> None:
+    restored = toy("restore", {"bundle": materialized["path"]}, **environment)
+    assert restored["restored"] == []
+    assert set(restored["reasons"].values()) == {reason}
+
+
+def test_another_torch(toy: Any, materialized: dict[str, Any]) -> None:
+    restored = toy("restore", {"bundle": materialized["path"], "torch": "2.14"})
+    assert set(restored["reasons"].values()) == {"library: made for torch 2.13, this is 2.14"}
+
+
+def test_other_weights(toy: Any, materialized: dict[str, Any]) -> None:
+    restored = toy("restore", {"bundle": materialized["path"], "wrong_weights": True, "validate": "all"})
+    assert {reason.partition(":")[0] for reason in restored["reasons"].values()} == {"output"}
+
+
+def test_too_little_memory(toy: Any, materialized: dict[str, Any]) -> None:
+    restored = toy("restore", {"bundle": materialized["path"]}, FAKE_CUDA_MEMORY=str(4 << 20))
+    assert restored["placement"] == "memory: expected 12 MiB of free memory, found 4 MiB"
+
+
+def test_unknown_sizes(toy: Any, materialized: dict[str, Any]) -> None:
+    restored = toy("restore", {"bundle": materialized["path"], "keys": ["decode-2", "decode-3"]})
+    assert restored["restored"] == ["decode-2"]
+    assert restored["reasons"] == {"decode-3": "absent: it was not materialized"}
+
+
+def damaged(data: bytes) -> dict[str, bytes]:
+    middle = len(data) // 2
+    return {
+        "empty": b"",
+        "cut": data[:middle],
+        "one byte short": data[:-1],
+        "longer": data + b"\0",
+        "flipped in the header": data[:70] + bytes([data[70] ^ 4]) + data[71:],
+        "flipped in the body": data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :],
+        "another file": json.dumps({"not": "graphs"}).encode() * 100,
+    }
+
+
+@pytest.mark.parametrize("how", list(damaged(bytes(200))))
+def test_damaged_bundles(toy: Any, materialized: dict[str, Any], tmp_path: Path, how: str) -> None:
+    bundle = tmp_path / "bundle"
+    bundle.write_bytes(damaged(Path(materialized["path"]).read_bytes())[how])
+    restored = toy("restore", {"bundle": str(bundle)})
+    assert restored["restored"] == []
+    assert {reason.partition(":")[0] for reason in restored["reasons"].values()} == {"corrupt"}
+    assert "materialize again" in restored["error"]
