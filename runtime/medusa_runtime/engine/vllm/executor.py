@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import distributed
+from torch._C._distributed_c10d import HashStore
 from vllm import envs
 from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
@@ -45,7 +46,7 @@ def join_group_of_one(config: Any) -> None:
     """What vLLM asks of torch.distributed, with a store in memory. Idempotent."""
     if not distributed.is_initialized():
         backend = current_platform.dist_backend
-        distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
+        distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     with set_current_vllm_config(config):
         parallel_state.init_distributed_environment(1, 0, "env://", 0, current_platform.dist_backend)
         parallel_state.ensure_model_parallel_initialized(1, 1)

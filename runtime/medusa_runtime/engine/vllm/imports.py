@@ -8,9 +8,11 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 from ...config import Settings
 from ...weights.region import Region
+from .lean_imports import functions_as_they_are, lean_imports
 from .version import check_version
 
 # What vLLM reads from the environment, most of it once. What a user has set stays.
@@ -37,6 +39,7 @@ _MODULES = (
 )
 _CPU_MODULES = ("vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn")
 _GPU_MODULES = ("vllm.v1.worker.gpu_worker",)
+_OURS = tuple(f"medusa_runtime.engine.vllm.{name}" for name in ("executor", "loader", "worker"))
 
 
 def preimport(settings: Settings, region: Region | None = None) -> None:
@@ -50,14 +53,12 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
         os.environ.setdefault(name, value)
     if settings.log_level != "debug":
         logging.getLogger("vllm").setLevel(logging.ERROR)  # its warnings are about what is decided here on purpose
-    for module in _MODULES:
-        importlib.import_module(module)
+    # A process that waits for its model has the time to import all.
+    lean = region is not None and settings.compile != "always"
+    with lean_imports() if lean else nullcontext(), functions_as_they_are():
+        _import_all()
     from vllm.platforms import current_platform
 
-    for module in _CPU_MODULES if current_platform.is_cpu() else _GPU_MODULES:
-        importlib.import_module(module)
-    importlib.import_module("medusa_runtime.engine.vllm.worker")
-    importlib.import_module("medusa_runtime.engine.vllm.executor")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it looks at every name of every module, deprecated ones included
         current_platform.register_triton_kernel_overrides()
@@ -67,6 +68,15 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
     if region is not None and region.progress().state != "empty":
         for architecture in _architectures(region):
             import_model(architecture)
+
+
+def _import_all() -> None:
+    for module in _MODULES:
+        importlib.import_module(module)
+    from vllm.platforms import current_platform
+
+    for module in (*(_CPU_MODULES if current_platform.is_cpu() else _GPU_MODULES), *_OURS):
+        importlib.import_module(module)
 
 
 def import_model(architecture: str) -> None:

@@ -1,0 +1,76 @@
+"""``import vllm`` without what only its HTTP server and its compiler need: about a quarter of the time it takes.
+
+Nothing of vLLM is changed. It does without Inductor where that cannot be imported; modules that parse tool calls and
+reasoning, which pull in an OpenAI client, FastAPI and MCP, are empty classes here: our engine hands out tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+# Modules, and the classes that others bind at import and look at only when they parse text.
+_NEVER_USED: dict[str, tuple[str, ...]] = {
+    "vllm.entrypoints.mcp": (),
+    "vllm.entrypoints.mcp.tool_server": ("ToolServer",),
+    "vllm.parser": (),
+    "vllm.parser.engine": (),
+    "vllm.parser.engine.adapters": ("ParserEngineReasoningAdapter", "ParserEngineToolAdapter"),
+}
+_INDUCTOR = "torch._inductor.lowering"
+_NO_DYNAMO = "TORCHDYNAMO_DISABLE"
+
+
+@contextmanager
+def lean_imports() -> Iterator[None]:
+    """In this context ``import vllm`` is lean. For an engine that will not compile."""
+    finder = _Placeholders()
+    sys.meta_path.insert(0, finder)
+    blocked = _INDUCTOR not in sys.modules
+    if blocked:
+        vars(sys)["modules"][_INDUCTOR] = None  # what makes an import of it fail
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        if blocked:
+            sys.modules.pop(_INDUCTOR, None)
+
+
+@contextmanager
+def functions_as_they_are() -> Iterator[None]:
+    """In this context ``@torch.compile`` changes nothing; compiling a model later is not concerned.
+
+    vLLM has it on small functions, which are compiled at their first use, also in an eager engine: the first request
+    with logprobs takes seconds.
+    """
+    disabled = os.environ.get(_NO_DYNAMO)
+    os.environ[_NO_DYNAMO] = "1"
+    try:
+        yield
+    finally:
+        if disabled is None:
+            del os.environ[_NO_DYNAMO]
+        else:
+            os.environ[_NO_DYNAMO] = disabled
+
+
+class _Placeholders(MetaPathFinder, Loader):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in _NEVER_USED:
+            return None
+        return ModuleSpec(name, self, is_package=any(other.startswith(name + ".") for other in _NEVER_USED))
+
+    def exec_module(self, module: ModuleType) -> None:
+        for name in _NEVER_USED[module.__name__]:
+            setattr(module, name, type(name, (), {"__module__": module.__name__}))
+
+
+__all__ = ["functions_as_they_are", "lean_imports"]
