@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 from ...config import Settings
@@ -11,8 +12,8 @@ from ...timeline import Timeline
 from ...weights.region import Region
 from .attached import settings_for
 from .checkpoint_folder import CheckpointFolder
-from .gpu_arguments import gpu_arguments
 from .compiled import CompiledStart
+from .gpu_arguments import gpu_arguments
 from .imports import import_model
 from .kv_budget import KvBudget, kv_budget
 from .plugin import LOAD_FORMAT
@@ -92,10 +93,20 @@ def _create(
 
 def _executor(settings: Settings) -> Any:
     if settings.tensor_parallel > 1:
+        _share_cpus(settings)
         return "mp"
     from .executor import OneProcessExecutor
 
     return OneProcessExecutor
+
+
+def _share_cpus(settings: Settings) -> None:
+    """Give each rank its CPUs; without being told so vLLM wants a NUMA node for each."""
+    ranks, cpus = settings.tensor_parallel, sorted(os.sched_getaffinity(0))[: settings.threads]
+    if len(cpus) < ranks:
+        raise ConfigError(f"--tensor-parallel={ranks} cannot be used: expected a CPU for each, found {len(cpus)}")
+    shares = (",".join(map(str, cpus[rank::ranks])) for rank in range(ranks))
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(shares))
 
 
 def _dtype(folder: CheckpointFolder, settings: Settings) -> str:
