@@ -73,10 +73,11 @@ def test_steady_state_and_sharing(tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (("--model", "/nowhere"), "config.json"),
-        (("--model", str(EXAMPLE), "--vs", "tgi"), "transformers, vllm"),
+        (("--model", str(EXAMPLE), "--vs", "tgi"), "expected transformers"),
+        (("--model", str(EXAMPLE), "--rows", "torch,tgi"), "vllm-best-baseline"),
         (("--model", str(EXAMPLE), "--origin", "ftp"), "local, http, s3"),
         (("--model", str(EXAMPLE), "--runs", "0"), "above 0"),
-        (("--model", str(EXAMPLE), "--vs", "vllm", "--vllm-python", "/nowhere/python"), "pip install vllm"),
+        (("--model", str(EXAMPLE), "--rows", "vllm-cold", "--vllm-python", "/nowhere/python"), "pip install vllm"),
     ],
 )
 def test_bad_calls_are_refused(arguments: tuple[str, ...], said: str) -> None:
@@ -146,7 +147,7 @@ def test_answers_that_differ_end_the_bench() -> None:
 
 
 def test_lists_are_checked() -> None:
-    assert coldstart._list("--vs", "transformers,vllm", ("transformers", "vllm")) == ["transformers", "vllm"]
+    assert coldstart._list("--vs", "a,b", ("a", "b")) == ["a", "b"]
     assert coldstart._list("--vs", "", ("transformers",)) == []
     with pytest.raises(ConfigError, match="'x'"):
         coldstart._list("--vs", "x", ("transformers",))

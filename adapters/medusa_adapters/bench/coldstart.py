@@ -15,8 +15,9 @@ from ..gantt import largest_gap_ms, render_text
 from ..progress import note
 from .contestants import Contestant, Medusa, Question, Sample, others, yardsticks
 from .result import Result, Target, targets_table
+from .rows import ROWS, SAME_TOKENS, contestants
 
-_OTHERS = ("transformers", "vllm")
+_OTHERS = ("transformers",)
 _ORIGINS = ("local", "http", "s3")
 Samples = dict[str, list[Sample]]
 
@@ -24,6 +25,7 @@ Samples = dict[str, list[Sample]]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="M", help="checkpoint: a folder on this machine")
     parser.add_argument("--vs", default="", metavar="LIST", help=f"compare with these, of {','.join(_OTHERS)}")
+    parser.add_argument("--rows", default="", metavar="LIST", help=f"exactly these instead, of {', '.join(ROWS)}")
     parser.add_argument("--runs", type=int, default=5, metavar="N", help="samples of each, after one that warms caches")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write machine and rows to this file")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write a page with the charts (HTML)")
@@ -49,11 +51,11 @@ def run(arguments: argparse.Namespace) -> int:
     names = _list("--vs", arguments.vs, _OTHERS)
     _list("--origin", arguments.origin, _ORIGINS)
     ours = Medusa(arguments.engine)
-    contestants: list[Contestant] = [ours, *others(names, arguments.vllm_python)]
-    if not arguments.no_yardsticks:
-        contestants += yardsticks()
+    taking_part = _taking_part(arguments, ours, names)
     result, samples = Result(), Samples()
     with ExitStack() as stack:
+        for contestant in taking_part:
+            stack.callback(contestant.close)
         question = stack.enter_context(_question(arguments, folder.resolve()))
         if arguments.steady:
             from .steady import measure_steady
@@ -64,29 +66,37 @@ def run(arguments: argparse.Namespace) -> int:
 
             measure_sharing(result, ours, question, runs=arguments.runs, instances=arguments.instances)
         else:
-            samples = take_turns(contestants, question, arguments.runs)
+            samples = take_turns(taking_part, question, arguments.runs)
             add_rows(result, samples)
-    _show(result, samples, ours.name)
+    _show(result, samples, taking_part[0].name)
     if arguments.json:
         result.write(arguments.json)
     if arguments.report:
         from ..report import html
 
-        arguments.report.write_text(html(result, samples, ours.name))
+        arguments.report.write_text(html(result, samples, taking_part[0].name))
         print(f"report: {arguments.report}")
     return 0
 
 
-def take_turns(contestants: list[Contestant], question: Question, runs: int) -> Samples:
+def _taking_part(arguments: argparse.Namespace, ours: Medusa, others_: list[str]) -> list[Contestant]:
+    if chosen := [name for name in arguments.rows.split(",") if name]:
+        return contestants(chosen, arguments.vllm_python)
+    return [ours, *others(others_), *([] if arguments.no_yardsticks else yardsticks())]
+
+
+def take_turns(taking_part: list[Contestant], question: Question, runs: int) -> Samples:
     """``runs`` rounds after one that is thrown away (it fills the page cache); each samples everybody once.
 
     Raises MedusaError when ours and another's first tokens differ: the times would then compare different work.
     """
     samples: Samples = defaultdict(list)
     for number in range(runs + 1):
-        for contestant in contestants:
+        # Forth and back, so that nobody always comes after the same one.
+        for contestant in taking_part if number % 2 == 0 else reversed(taking_part):
             sample = contestant.sample(question)
-            _check_agreement(contestants[0].name, contestant.name, samples, sample)
+            _check_agreement(taking_part[0].name, contestant.name, samples, sample)
+            _check_same_tokens(contestant.name, samples, sample)
             note(f"{'warm-up' if number == 0 else f'run {number}'}: {contestant.name} {sample.ttft_s:.3f} s")
             samples[contestant.name].append(sample)
     return {name: taken[1:] for name, taken in samples.items()}
@@ -116,6 +126,14 @@ def _check_agreement(ours: str, name: str, samples: Samples, sample: Sample) -> 
         raise MedusaError(
             f"{ours} and {name} disagree on the first token: {name} says {first!r}, ours begins with {text[:40]!r}"
         )
+
+
+def _check_same_tokens(name: str, samples: Samples, sample: Sample) -> None:
+    for group in SAME_TOKENS:
+        for other in group if name in group else ():
+            for earlier in samples[other][:1]:
+                if earlier.text != sample.text:
+                    raise MedusaError(f"{name} and {other} disagree: {sample.text[:80]!r} and {earlier.text[:80]!r}")
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -52,17 +51,36 @@ class Contestant(Protocol):
 
     def sample(self, question: Question) -> Sample: ...
 
+    def close(self) -> None: ...
 
-class Medusa:
+
+class _Nothing:
+    """Of contestants that keep nothing from one sample to the next."""
+
+    def close(self) -> None:
+        pass
+
+
+class Medusa(_Nothing):
     """`medusa serve`, with a client that connects as soon as the port accepts."""
 
-    def __init__(self, engine: str = "torch") -> None:
-        self.name = engine
+    def __init__(
+        self,
+        engine: str = "torch",
+        *,
+        name: str | None = None,
+        python: str = sys.executable,
+        flags: tuple[str, ...] = (),
+    ) -> None:
+        self.name = name or engine
+        self.command = medusa_command(python)
+        self._flags = ("--engine", engine, *flags)
 
-    def start(self, question: Question, port: int) -> Process:
-        command = [*_medusa(), "serve", "--model", question.model]
-        command += ["--engine", self.name, "--host", "127.0.0.1", "--port", str(port), *question.flags]
-        return Process(command, {"MEDUSA_LOG_LEVEL": "warning", **question.env})
+    def start(self, question: Question, port: int, *flags: str) -> Process:
+        command = [*self.command, "serve", "--model", question.model, *self._flags]
+        command += ["--host", "127.0.0.1", "--port", str(port), *question.flags, *flags]
+        # An agent that happens to run on this machine is none of a cold start.
+        return Process(command, {"MEDUSA_LOG_LEVEL": "warning", "MEDUSA_NODE_SOCKET": "none", **question.env})
 
     def sample(self, question: Question) -> Sample:
         port = openai_client.free_port()
@@ -85,32 +103,7 @@ class Medusa:
             )
 
 
-class Vllm:
-    """`vllm serve` of another interpreter or this one; ``eager`` leaves out compilation and graphs."""
-
-    def __init__(self, python: str, *, eager: bool) -> None:
-        self.name = "vllm-eager" if eager else "vllm-default"
-        self._python = python
-        self._eager = eager
-
-    def sample(self, question: Question) -> Sample:
-        port = openai_client.free_port()
-        command = [self._python, "-m", "vllm.entrypoints.openai.api_server", "--model", question.folder]
-        command += ["--served-model-name", "m", "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--enforce-eager"] if self._eager else []
-        with Process(command, OFFLINE) as process:
-            connection = connect(process, port)
-            answer = ask(process, connection, question, model="m")
-            pids = process.tree()
-            return Sample(
-                ttft_s=(answer.first_token_ns - process.started_ns) / 1e9,
-                text=answer.text,
-                pss_mb=pss_bytes(pids) / 1e6,
-                rss_mb=rss_bytes(pids) / 1e6,
-            )
-
-
-class Transformers:
+class Transformers(_Nothing):
     """A bare script: AutoTokenizer and AutoModelForCausalLM from the folder, then one forward pass."""
 
     name = "transformers"
@@ -125,15 +118,16 @@ class Transformers:
             return Sample(ttft_s, text, first)
 
 
-class Script:
+class Script(_Nothing):
     """A process that does a part of the work, as a yardstick; its first line of output ends the sample."""
 
-    def __init__(self, name: str, arguments: Callable[[Question], list[str]]) -> None:
+    def __init__(self, name: str, arguments: Callable[[Question], list[str]], *, python: str = sys.executable) -> None:
         self.name = name
         self._arguments = arguments
+        self._python = python
 
     def sample(self, question: Question) -> Sample:
-        with Process([sys.executable, *self._arguments(question)]) as process:
+        with Process([self._python, *self._arguments(question)]) as process:
             process.line()
             return Sample(process.since_start_s())
 
@@ -145,7 +139,7 @@ def yardsticks() -> list[Contestant]:
     ]
 
 
-def others(names: list[str], vllm_python: str) -> list[Contestant]:
+def others(names: list[str]) -> list[Contestant]:
     """The contestants of ``--vs``. Raises MissingPackageError with the command that installs what is missing."""
     found: list[Contestant] = []
     for name in names:
@@ -153,13 +147,6 @@ def others(names: list[str], vllm_python: str) -> list[Contestant]:
             if importlib.util.find_spec("transformers") is None:
                 raise MissingPackageError("--vs transformers: it is not installed; pip install transformers")
             found.append(Transformers())
-        elif name == "vllm":
-            if not _has_vllm(vllm_python):
-                raise MissingPackageError(
-                    f"--vs vllm: {vllm_python} has no vllm; pip install vllm there, or name another interpreter that "
-                    "has it with --vllm-python (it needs a torch of its own)"
-                )
-            found += [Vllm(vllm_python, eager=False), Vllm(vllm_python, eager=True)]
     return found
 
 
@@ -191,14 +178,7 @@ def ask(
         raise process.failure(f"did not answer as expected ({error})") from error
 
 
-def _medusa() -> list[str]:
-    installed = Path(sys.executable).with_name("medusa")
-    return [str(installed)] if installed.exists() else [sys.executable, "-m", "medusa_adapters.cli"]
-
-
-def _has_vllm(python: str) -> bool:
-    check = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
-    try:
-        return subprocess.run([python, "-c", check], check=False, timeout=60).returncode == 0
-    except OSError:
-        return False
+def medusa_command(python: str) -> list[str]:
+    """The command `medusa` of an interpreter."""
+    installed = Path(python).with_name("medusa")
+    return [str(installed)] if installed.exists() else [python, "-m", "medusa_adapters.cli"]

@@ -1,0 +1,81 @@
+"""Our vLLM engine with a state bundle, which must start compiled and compile nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from medusa_runtime.errors import MedusaError
+
+from . import openai_client
+from .contestants import Question, Sample
+from .prewarmed import Prewarmed, metric
+from .process import Process
+
+_MATERIALIZE_TIMEOUT_S = 3600.0
+
+
+class Bundle:
+    """A state bundle of a checkpoint, materialized when it is first asked for; it takes a minute or more."""
+
+    def __init__(self, command: list[str]) -> None:
+        self._command = command
+        self._scratch = tempfile.TemporaryDirectory(prefix="medusa-bench-bundle-")
+        self._made: dict[str, str] = {}
+
+    def of(self, folder: str) -> str:
+        """Where the bundle lies. Raises MedusaError with what `medusa materialize` said when it fails."""
+        if folder not in self._made:
+            place = str(Path(self._scratch.name) / str(len(self._made)))
+            command = [*self._command, "materialize", "--model", folder, "--engine", "vllm"]
+            command += ["--out", place, "--starts", "0"]
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_MATERIALIZE_TIMEOUT_S)
+            if done.returncode:
+                raise MedusaError(f"`{' '.join(command)}` ended with {done.returncode}: {done.stderr[-800:]}")
+            self._made[folder] = place
+        return self._made[folder]
+
+    def close(self) -> None:
+        self._scratch.cleanup()
+
+
+class Compiled(Prewarmed):
+    """`vllm-compiled`: a warm engine process, and the compile cache of a bundle."""
+
+    def __init__(self, *, name: str, python: str) -> None:
+        super().__init__("vllm", name=name, python=python)
+        self._bundle = Bundle(self.command)
+
+    def sample(self, question: Question) -> Sample:
+        state = ("--state", self._bundle.of(question.folder))
+        sample = super().sample(replace(question, flags=(*question.flags, *state)))
+        check_attached(self.name, sample)
+        return sample
+
+    def check(self, process: Process, port: int) -> None:
+        check_nothing_compiled(process, port)
+
+    def close(self) -> None:
+        super().close()
+        self._bundle.close()
+
+
+def check_attached(name: str, sample: Sample) -> None:
+    """Raises MedusaError when the start ran eagerly, without the functions of the bundle."""
+    if not any(stage.name == "compiled_attach" and stage.detail.get("functions") for stage in sample.stages):
+        reasons = [stage.detail["left_out"] for stage in sample.stages if stage.detail.get("left_out")]
+        raise MedusaError(f"{name}: expected a compiled start, found an eager one: {'; '.join(reasons) or 'no cache'}")
+
+
+def check_nothing_compiled(process: Process, port: int) -> None:
+    """Raises MedusaError when the engine process has traced, generated or built anything."""
+    connection = openai_client.connect(port, process.alive, 10.0)
+    try:
+        count = metric(connection, "medusa_engine_compilations_total")
+    finally:
+        connection.close()
+    if count != 0:
+        found = "no count" if count is None else f"{count:.0f}"
+        raise process.failure(f"compiled something: expected 0 compilations, found {found}")

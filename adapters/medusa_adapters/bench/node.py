@@ -1,0 +1,64 @@
+"""A node agent with idle engine processes, beside which a benchmark starts functions."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from medusa_runtime.errors import MedusaError
+from medusa_runtime.node.client import NodeClient
+
+from .process import Process
+
+_WARM_TIMEOUT_S = 600.0
+_LOOK_EVERY_S = 0.05
+
+
+class Node:
+    """`medusa node` with one warm process of ``engine``. Started by the first ``wait_warm``, ended by ``close``."""
+
+    def __init__(self, medusa: Sequence[str], engine: str) -> None:
+        self._medusa = medusa
+        self._engine = engine
+        self._folder = tempfile.TemporaryDirectory(prefix="medusa-bench-node-")
+        self._process: Process | None = None
+        self.socket = str(Path(self._folder.name) / "node.sock")
+
+    def wait_warm(self) -> None:
+        """Until an engine process waits for a function. Raises MedusaError with what the agent said when none comes."""
+        if self._process is None:
+            command = [*self._medusa, "node", "--socket", self.socket, "--prewarm", f"{self._engine}=1"]
+            self._process = Process([*command, "--log-level", "warning"])
+        deadline = time.monotonic() + _WARM_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if not self._process.alive():
+                raise self._process.failure("ended")
+            engines = self._status().get("engines", {}).get(self._engine, {})
+            if engines.get("failure"):
+                raise self._process.failure(f"has no {self._engine} engine: {engines['failure']}")
+            if engines.get("warm"):
+                return
+            time.sleep(_LOOK_EVERY_S)
+        raise self._process.failure(f"has no warm {self._engine} engine after {_WARM_TIMEOUT_S:.0f} s")
+
+    def _status(self) -> dict[str, Any]:
+        """Empty while there is nobody to ask."""
+        try:
+            client = NodeClient(self.socket)
+        except (MedusaError, OSError):
+            return {}
+        try:
+            return client.status()
+        except (MedusaError, OSError):
+            return {}
+        finally:
+            client.close()
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.__exit__(None, None, None)
+            self._process = None
+        self._folder.cleanup()

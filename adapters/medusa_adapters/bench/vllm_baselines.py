@@ -1,0 +1,86 @@
+"""vLLM as it is, as contestants of the cold-start benchmark: what a user gets who starts it himself."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .contestants import OFFLINE, SCRIPTS, Question, Sample
+from .process import Process, pss_bytes, rss_bytes
+
+# Its default on a CPU is most of the machine's memory, which it writes zeros to: with that it would start later still.
+_ENV = {**OFFLINE, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+_IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ENABLE_STARTUP_PLAN": "1"}
+
+
+@dataclass(frozen=True)
+class Start:
+    """One way to start vLLM: arguments of ``LLM``, environment, and whether its caches outlive the process."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    keeps_caches: bool = True
+
+
+STARTS = {
+    "vllm-default-baseline": Start(keeps_caches=False),
+    "vllm-warm-cache-baseline": Start(),
+    "vllm-best-baseline": Start(env=_IN_PROCESS),
+    "vllm-eager-baseline": Start(options={"enforce_eager": True}),
+}
+
+
+class VllmBaseline:
+    """`LLM(...)` and its first token in a fresh interpreter. No server, no port: less than ours does.
+
+    Caches lie in a folder of the contestant's own; the first sample, which the benchmark throws away, fills it.
+    """
+
+    def __init__(self, name: str, python: str) -> None:
+        self.name = name
+        self._python = python
+        self._start = STARTS[name]
+        self._caches = tempfile.TemporaryDirectory(prefix="medusa-bench-vllm-")
+
+    def sample(self, question: Question) -> Sample:
+        with self._process(question) as process:
+            first = json.loads(process.line())
+            ttft_s = process.since_start_s()
+            whole = json.loads(process.line())
+            pids = process.tree()
+            return Sample(
+                ttft_s=ttft_s,
+                text=whole["text"],
+                first=first["text"],
+                pss_mb=pss_bytes(pids) / 1e6,
+                rss_mb=rss_bytes(pids) / 1e6,
+            )
+
+    def steady(self, question: Question, tokens: int, batches: tuple[int, ...]) -> dict[int, float]:
+        """Generated tokens per second at each batch size, once warm."""
+        with self._process(question, tokens, ",".join(map(str, batches))) as process:
+            process.line()
+            rates = json.loads(process.line())["tokens_per_s"]
+            return {int(batch): float(rate) for batch, rate in rates.items()}
+
+    def close(self) -> None:
+        self._caches.cleanup()
+
+    def _process(self, question: Question, tokens: int | None = None, *more: str) -> Process:
+        script = str(SCRIPTS / "vllm_generate.py")
+        options = json.dumps(dict(self._start.options))
+        command = [self._python, script, question.folder, question.prompt, str(tokens or question.max_tokens), options]
+        root = Path(self._caches.name)
+        if not self._start.keeps_caches:
+            root = Path(tempfile.mkdtemp(dir=root))
+        # The compiler's own temporary folders are caches too: Inductor's default is one below TMPDIR.
+        caches = {
+            "VLLM_CACHE_ROOT": str(root / "vllm"),
+            "TORCHINDUCTOR_CACHE_DIR": str(root / "inductor"),
+            "TRITON_CACHE_DIR": str(root / "triton"),
+        }
+        return Process([*command, *more], {**_ENV, **self._start.env, **caches})
