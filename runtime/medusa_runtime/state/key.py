@@ -26,7 +26,11 @@ Key = dict[str, str]
 # Fields of a config.json that change nothing that is computed.
 _IDLE_FIELDS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 # Vector extensions that generated code is chosen by; the rest of a CPU's flags varies with the hypervisor.
-_ISA_FLAGS = re.compile(r"^(sse4_\d|avx\w*|amx\w*|fma|f16c|neon|asimd\w*|sve\w*|bf16|i8mm)$")
+_ISA_FLAGS = re.compile(
+    r"^(ssse3|sse4_\d|avx\w*|amx\w*|fma|f16c|bmi\d|adx|abm|movbe|popcnt|gfni|v?aes|v?pclmulqdq|sha_ni"
+    r"|neon|asimd\w*|sve\w*|bf16|i8mm)$"
+)
+_LONG = 60  # characters of a fact
 _NVIDIA = Path("/proc/driver/nvidia")
 
 
@@ -178,7 +182,7 @@ class Facts:
             if name not in key:
                 return f"its key does not say for which {name} it was made"
             if key[name] != self[name]:
-                return f"it was made for {name} {_short(key[name])}, here it is {_short(self[name])}"
+                return _difference(name, key[name], self[name])
         return None
 
 
@@ -186,8 +190,13 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:32]
 
 
-def _short(value: str) -> str:
-    return value if len(value) <= 60 else value[:57] + "…"
+def _difference(name: str, there: str, here: str) -> str:
+    """Of long lists, such as a CPU's extensions, only what differs."""
+    if max(len(there), len(here)) <= _LONG:
+        return f"it was made for {name} {there}, here it is {here}"
+    there_only = " ".join(sorted(set(there.split()) - set(here.split()))) or "nothing"
+    here_only = " ".join(sorted(set(here.split()) - set(there.split()))) or "nothing"
+    return f"it was made for another {name}: only there {there_only[:200]}, only here {here_only[:200]}"
 
 
 __all__ = ["FACTS", "Facts", "Key", "Subject", "isa", "package_version"]

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..errors import MedusaError, StateError
@@ -39,17 +40,21 @@ _MEMORY_SHARE = 0.25  # of what is free, for one artifact
 
 
 class Restoration:
-    """One start's use of a bundle: ``settings.state``, or what lies beside the weights; ``none`` asks for none."""
+    """One start's use of a bundle: ``settings.state``, or what lies beside the weights; ``none`` asks for none.
 
-    def __init__(self, settings: Settings, timeline: Timeline) -> None:
+    ``engines``: for whom, where that is not known yet (a node's agent); they check that dtype and length are theirs.
+    """
+
+    def __init__(self, settings: Settings, timeline: Timeline, engines: Sequence[str] = ()) -> None:
         self._settings = settings
+        self._engines = engines or (settings.engine,)
         self._timeline = timeline
         self._store: Store | None = None  # the bundle's own, where it is not the checkpoint's
         self._bundle: Bundle | None = None
         self._manifest: Manifest | None = None
         self._error: Exception | None = None
         self._remote = False
-        self._facts: Facts | None = None
+        self._facts: list[Facts] = []  # one for each engine
         self._late: dict[str, Artifact] = {}
         self._reading: threading.Thread | None = None
         self._given_up = False
@@ -122,7 +127,9 @@ class Restoration:
         from .key import Facts, Subject
         from .weight_index import RecordedIndex
 
-        self._facts = Facts(Subject(index, checkpoint.files, self._settings))
+        for engine in self._engines:
+            settings = replace(self._settings, engine=engine)
+            self._facts.append(Facts(Subject(index, checkpoint.files, settings)))
         files: dict[str, bytes] = {}
         for kind in KINDS.values():
             began_ns = time.monotonic_ns()
@@ -149,17 +156,16 @@ class Restoration:
 
     def _choose(self, manifest: Manifest, kind: Kind) -> Artifact | None:
         """The artifact that is valid here; None when there is none to choose from. StateError says what differs."""
-        found = manifest.of_kind(kind.name)
-        if not found or self._settings.engine not in kind.engines:
-            return None
-        assert self._facts is not None
         reason = None
-        for artifact in found:
-            difference = self._facts.difference(artifact.key, kind.facts)
-            if difference is None:
-                return artifact
-            reason = reason or difference
-        raise StateError(reason or "")
+        for facts in self._facts:
+            for artifact in manifest.of_kind(kind.name) if facts.subject.settings.engine in kind.engines else ():
+                difference = facts.difference(artifact.key, kind.facts)
+                if difference is None:
+                    return artifact
+                reason = reason or difference
+        if reason is not None:
+            raise StateError(reason)
+        return None
 
     def start(self, writer: RegionWriter) -> None:
         """Fetch what comes later than the index into the laid-out region, beside the weights."""
