@@ -91,9 +91,24 @@ def middleman() -> Iterator[Callable[[Any, str], Middleman]]:
         one.close()
 
 
+class SlowAfterAWhile(SlowOrigin):
+    """Sends the headers and small files at once, and from the first megabyte on next to nothing."""
+
+    slow = True
+
+    @property
+    def bytes_per_s(self) -> float:
+        return 2e4 if self.slow and self.sent > 1e6 else 1e9
+
+    @bytes_per_s.setter
+    def bytes_per_s(self, value: float) -> None:
+        self.slow = value < 1e9
+
+
 @pytest.fixture
 def slow_origin(example: Path) -> Iterator[SlowOrigin]:
-    with serving_origin(example, bytes_per_s=1e5) as server:
+    with serving_origin(example, bytes_per_s=1e9) as server:
+        server.__class__ = SlowAfterAWhile
         yield server
 
 
@@ -232,7 +247,7 @@ def test_the_fetch_dies_while_a_request_waits(
         os.kill(prefetcher, signal.SIGKILL)
     slow_origin.bytes_per_s = 1e9
     request.join(60)
-    assert answers
+    assert answers, serving.output()
     assert answers[0]
     assert serving.complete()["choices"][0]["text"] == answers[0]
     assert serving.output().count(FALLBACK) == 1

@@ -58,7 +58,12 @@ class Agent:
         self._stop = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._stopping = False
         self.engines = EnginePool(
-            settings.prewarm, timeline=self._timeline, reports=self._reports, watch=self.watch, unwatch=self.unwatch
+            settings.prewarm,
+            gpu_context=settings.gpu_context,
+            timeline=self._timeline,
+            reports=self._reports,
+            watch=self.watch,
+            unwatch=self.unwatch,
         )
         self._clients = Clients(self)
         self.started_at = time.monotonic()

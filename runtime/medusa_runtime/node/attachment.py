@@ -20,6 +20,7 @@ from .messages import pair
 logger = logging.getLogger(__name__)
 
 _AGAIN_AFTER_S = 2.0
+_SEALED_WITHIN_S = 5.0  # nobody answers probes meanwhile
 
 
 class Loss(Enum):
@@ -50,7 +51,7 @@ class Attachment:
                 attachment = cls(NodeClient(path, settings.node_user), path, settings, timeline)
                 assert attachment._client is not None
                 try:
-                    attachment.region = attachment._client.region(settings.model)
+                    attachment.region = attachment._client.region(settings.model, within_s=_SEALED_WITHIN_S)
                 except BaseException:
                     attachment._client.close()
                     raise

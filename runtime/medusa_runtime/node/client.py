@@ -44,9 +44,10 @@ class NodeClient:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def region(self, url: str, *, pin: bool = False, fresh: bool = False) -> Region:
+    def region(self, url: str, *, pin: bool = False, fresh: bool = False, within_s: float = _SEALED_WITHIN_S) -> Region:
         """The region of a checkpoint, as soon as it can be read. Raises what the agent answers, or NodeError.
 
+        ``within_s``: how long the store may take to tell what the checkpoint consists of.
         ``pin``: it is never evicted; ``fresh``: it is fetched even if it is there. Both are for the agent's own user.
         """
         key = model_key(absolute(url))
@@ -56,7 +57,7 @@ class NodeClient:
         finally:
             close_all(() if seen is None else (seen,))
         if answer.kind == "wait":
-            answer = self._answer("region", _SEALED_WITHIN_S)
+            answer = self._answer("region", within_s)
         if answer.kind != "region" or len(answer.descriptors) != 2:
             answer.close()
             raise NodeError(f"the node agent answered {answer.kind!r}; expected a region")

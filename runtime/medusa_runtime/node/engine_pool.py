@@ -54,12 +54,14 @@ class EnginePool:
         self,
         wanted: Mapping[str, int],
         *,
+        gpu_context: bool,
         timeline: Timeline,
         reports: ReportPipe,
         watch: Watch,
         unwatch: Callable[[socket.socket], None],
     ) -> None:
         self._kinds = {name: _Kind(name, count) for name, count in wanted.items() if count}
+        self._gpu_context = gpu_context
         self._timeline = timeline
         self._reports = reports
         self._watch = watch
@@ -126,7 +128,7 @@ class EnginePool:
 
     def _start_zygote(self, kind: _Kind) -> None:
         mine, theirs = pair()
-        body = partial(run_zygote, kind.name, theirs, self._reports)
+        body = partial(run_zygote, kind.name, self._gpu_context, theirs, self._reports)
         pid = fork(f"{kind.name}-zygote", body, timeline=self._timeline, reports=self._reports)
         theirs.close()
         mine.setblocking(False)

@@ -33,9 +33,11 @@ class Records:
                 return {}
             with open(self._path, encoding="utf-8") as file:
                 found = json.load(file)
-        except (OSError, ValueError):
+            # Inode numbers begin anew with the machine.
+            regions = found["regions"] if found["boot"] == _boot() else {}
+        except (OSError, ValueError, KeyError, TypeError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return regions if isinstance(regions, dict) else {}
 
     def check(self, key: str, descriptor: int) -> None:
         """Raises NodeRefusedError unless the last agent made this region of this checkpoint."""
@@ -50,7 +52,7 @@ class Records:
         # Written beside and renamed: a killed agent leaves the old list or the new one.
         try:
             with open(os.open(f"{self._path}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-                json.dump(known, file)
+                json.dump({"boot": _boot(), "regions": known}, file)
             os.replace(f"{self._path}.new", self._path)
         except OSError as error:
             logger.warning("the list of regions cannot be written (%s); a restart will fetch them again", error)
@@ -58,6 +60,11 @@ class Records:
     def freeze(self) -> None:
         """Leave the list as it is."""
         self._frozen = True
+
+
+def _boot() -> str:
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()
 
 
 def _identity(descriptor: int) -> list[int] | None:

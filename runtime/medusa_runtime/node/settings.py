@@ -35,6 +35,7 @@ class NodeSettings:
     allow: tuple[Allowed, ...] = ()  # empty: everything, to everybody who can open the socket
     quota: Mapping[str, int] = field(default_factory=dict)  # prefix → bytes
     pin: tuple[str, ...] = ()
+    gpu_context: bool = False
     connections: int | None = None
     log_level: str = "info"
 
@@ -108,6 +109,12 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _yes_or_no(text: str) -> bool:
+    if text not in ("yes", "no"):
+        raise ValueError("yes or no")
+    return text == "yes"
+
+
 def _level(text: str) -> str:
     if text not in ("debug", "info", "warning", "error"):
         raise ValueError("debug, info, warning or error")
@@ -126,6 +133,12 @@ NODE_OPTIONS = (
     Option("allow", ("MEDUSA_NODE_ALLOW",), _allow, "PREFIX[=UID+UID]: models that may be had, and by whom"),
     Option("quota", ("MEDUSA_NODE_QUOTA",), _quota, "PREFIX=SIZE: the memory that models below it may take"),
     Option("pin", ("MEDUSA_NODE_PIN",), _pins, "a model to fetch at once and never to evict"),
+    Option(
+        "gpu_context",
+        ("MEDUSA_NODE_GPU_CONTEXT",),
+        _yes_or_no,
+        "yes: idle engines hold a GPU's context, half a GB each",
+    ),
     Option("connections", ("MEDUSA_CONNECTIONS",), _positive, "connections to the store of one fetch"),
     Option("log_level", ("MEDUSA_LOG_LEVEL",), _level, "how much to log"),
 )

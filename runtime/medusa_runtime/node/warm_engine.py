@@ -10,8 +10,11 @@ import gc
 import os
 import socket
 import threading
+from dataclasses import replace
 
 from ..config import Settings
+from ..device.choice import choose
+from ..device.context import DeviceContext
 from ..process import ReportPipe
 from ..timeline import Timeline
 from ..weights.region import Region
@@ -24,11 +27,20 @@ _PR_SET_PDEATHSIG = 1
 
 
 def run_idle(
-    engine_class: EngineClass, settings: Settings, channel: socket.socket, reports: ReportPipe, timeline: Timeline
+    engine_class: EngineClass,
+    settings: Settings,
+    gpu_context: bool,
+    channel: socket.socket,
+    reports: ReportPipe,
+    timeline: Timeline,
 ) -> int:
     """Warm up, wait for a function, serve it, and end with it."""
     close_others(channel.fileno(), reports.write_fd, timeline.fd)
-    _rehearse(engine_class, settings)
+    if settings.device != "cuda":
+        _rehearse(engine_class, settings)
+    elif gpu_context:
+        DeviceContext().wait()
+        _rehearse(engine_class, settings)
     send(channel, "warm")
     message = receive(channel)
     if message is None:
@@ -71,6 +83,7 @@ def _serve(engine_class: EngineClass, message: Message) -> int:
     lease = socket.socket(fileno=given["lease"])
     threading.Thread(target=_end_with, args=(lease,), name="lease", daemon=True).start()
     settings = settings_from_body(message.body["settings"])
+    settings = replace(settings, device=choose(settings.device, os.environ))
     timeline = Timeline(given["timeline"], "engine")
     timeline.mark("specialise", pid=os.getpid())
     region = Region(given["region"], asking_fd=given["asking"])

@@ -20,7 +20,7 @@ from .messages import pair, receive, send
 from .warm_engine import run_idle
 
 
-def run_zygote(kind: str, channel: socket.socket, reports: ReportPipe, timeline: Timeline) -> int:
+def run_zygote(kind: str, gpu_context: bool, channel: socket.socket, reports: ReportPipe, timeline: Timeline) -> int:
     """Until the agent closes the channel. What cannot be imported is told to it."""
     close_others(channel.fileno(), reports.write_fd, timeline.fd)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
@@ -35,7 +35,7 @@ def run_zygote(kind: str, channel: socket.socket, reports: ReportPipe, timeline:
     while (message := receive(channel)) is not None:
         assert message.kind == "fork", message
         theirs, mine = pair()
-        body = partial(run_idle, engine_class, settings, mine, reports)
+        body = partial(run_idle, engine_class, settings, gpu_context, mine, reports)
         pid = fork("engine", body, timeline=timeline, reports=reports)
         mine.close()
         send(channel, "forked", {"pid": pid}, [theirs.fileno()])
