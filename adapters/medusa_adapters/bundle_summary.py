@@ -70,7 +70,7 @@ def _content(kind: str, data: bytes) -> str | None:
         return f"{plan.tokens} tokens, {size(plan.cache_bytes)}, activations {size(plan.activation_bytes)}"
     if kind == STAGE_TIMES.name:
         times = StageTimes.from_bytes(data)
-        return f"{times.starts} starts, first token after {times.ttft_s * 1e3:.0f} ms"
+        return f"{times.starts} start{'s' * (times.starts != 1)}, first token after {times.ttft_s * 1e3:.0f} ms"
     return None
 
 

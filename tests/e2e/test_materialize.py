@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,9 +19,9 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
 KINDS = {"weight-index", "kv-plan", "stage-times"}
 
 
-def medusa(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def medusa(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     environ = {key: value for key, value in os.environ.items() if not key.startswith("MEDUSA_")}
-    return subprocess.run([MEDUSA, *arguments], capture_output=True, text=True, timeout=110, env=environ)
+    return subprocess.run([MEDUSA, *arguments], capture_output=True, text=True, timeout=110, env=environ, cwd=cwd)
 
 
 def stages(serving: Any) -> dict[str, list[dict[str, Any]]]:
@@ -33,7 +34,7 @@ def stages(serving: Any) -> dict[str, list[dict[str, Any]]]:
 @pytest.fixture(scope="module")
 def materialized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the example with its bundle; its inodes and times are not the example's."""
-    folder = tmp_path_factory.mktemp("model") / "pydoc-lm"
+    folder = tmp_path_factory.mktemp("page") / "model"
     shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns(".medusa"))
     result = medusa("materialize", "--model", folder, "--starts", "1")
     assert result.returncode == 0, result.stderr
@@ -41,6 +42,27 @@ def materialized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert {line[0] for line in lines[:-1]} == KINDS
     assert f"{folder}/.medusa: 3 artifacts" in result.stdout
     return folder
+
+
+def masked(text: str) -> list[str]:
+    """Without what differs between runs and machines: sizes, times, algorithms, and the blanks that align them."""
+    text = re.sub(r"checksums by .*", "checksums", text)
+    text = re.sub(r"\b[\d.]+ (bytes|kB|MB|s|ms|starts?)\b", "N", text)
+    return [" ".join(line.split()) for line in text.splitlines()]
+
+
+def test_the_page_about_it_shows_what_happens(materialized: Path) -> None:
+    """The printed session, in a folder where ``model`` is the example."""
+    page = (Path(__file__).parents[2] / "docs" / "state-bundle.md").read_text()
+    session = re.findall(r"```\n(.*?)```", page, re.DOTALL)[0]
+    _, making, inspecting, serving = re.split(r"^\$ medusa (.*\n)", session, flags=re.MULTILINE)[::2][:4]
+    assert serving == ""
+    commands = re.findall(r"^\$ medusa (.*)", session, re.MULTILINE)
+    assert [command.split()[0] for command in commands] == ["materialize", "inspect", "serve"]
+    shown = medusa("inspect", "model", cwd=materialized.parent)
+    assert masked(shown.stdout) == masked(inspecting)
+    made = json.loads((materialized / ".medusa" / "manifest.json").read_bytes())["artifacts"]
+    assert {line.split()[0] for line in making.splitlines()[:-1]} == {artifact["kind"] for artifact in made}
 
 
 @pytest.fixture
