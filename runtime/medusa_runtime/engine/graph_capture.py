@@ -94,7 +94,7 @@ def main(arguments: list[str]) -> int:
             graphs.capture_next()
         state = GraphState(runner.model, graphs, gpu.placed)
         if second is None:
-            state.dump(capturer).save(out)
+            state.dump(capturer, recorder.images).save(out)
         else:
             libraries = [path for name, path in mapped_libraries().items() if name.startswith(_LIBRARIES)]
             made = state.materialize(capturer, recorder.images, Blueprints.load(second.read_bytes()), libraries)

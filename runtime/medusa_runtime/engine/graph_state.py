@@ -70,16 +70,16 @@ class GraphState:
         sizes = {key_of(size): size for size in self._graphs.sizes}
         return {sizes[key]: graph for key, graph in restored.graphs.items()}
 
-    def dump(self, capturer: CudaCapturer) -> Blueprints:
-        """All captured graphs (``keep_graph``) as they are."""
+    def dump(self, capturer: CudaCapturer, images: Sequence[bytes] = ()) -> Blueprints:
+        """All captured graphs (``keep_graph``) as they are. ``images``: of all modules loaded so far."""
         handles = {key_of(size): graph.captured.raw_cuda_graph() for size, graph in self._captured().items()}
-        return dump_graphs(self._driver, handles, self.regions(capturer.pool))
+        return dump_graphs(self._driver, handles, self.regions(capturer.pool), images=ImageStore(images))
 
     def materialize(
         self, capturer: CudaCapturer, images: Sequence[bytes], second: Blueprints | None, libraries: Sequence[Any] = ()
     ) -> Blueprints:
         """``images``: of all modules loaded so far; ``second``: a dump by another process with another base."""
-        dump = self.dump(capturer)
+        dump = self.dump(capturer, images)
         numbers = {region.name: number for number, region in enumerate(dump.regions)}
         captured = self._captured()
         stream = capturer.stream.cuda_stream

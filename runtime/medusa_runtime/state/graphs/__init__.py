@@ -14,7 +14,6 @@ from .fingerprint import fingerprint
 from .images import ImageStore
 from .materialize import Capture, materialize_graphs
 from .mismatch import MismatchError, Reason
-from .module_recorder import ModuleRecorder
 from .placement import Placement, place, replayed
 from .restore import RestoredGraph, RestoredGraphs, restore_graphs
 from .trace import AllocationTrace
@@ -27,7 +26,6 @@ __all__ = [
     "DeviceRegion",
     "ImageStore",
     "MismatchError",
-    "ModuleRecorder",
     "Piece",
     "Placement",
     "Reason",

@@ -70,6 +70,8 @@ def _entries(data: Buffer, at: int, stop: int) -> Iterator[FatbinEntry]:
 def unpack(data: Buffer, entry: FatbinEntry) -> bytes:
     """The cubin or PTX itself. StateError when damaged, MissingPackageError without a package for zstd."""
     stored = bytes(data[entry.start : entry.start + entry.stored_bytes])
+    if entry.cubin and stored[:4] not in (_ZSTD, b"\x7fELF"):
+        raise StateError(f"expected a cubin, plain or compressed by CUDA 12.8 or newer, found {stored[:4]!r}")
     if stored[:4] != _ZSTD:
         return stored
     try:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import defaultdict
 from collections.abc import Iterable
 
 from ...errors import StateError
 from .cubin import Cubin, CubinKernel, parse_cubin
+
+logger = logging.getLogger(__name__)
 
 
 class ImageStore:
@@ -18,7 +21,10 @@ class ImageStore:
         self._parsed: dict[str, Cubin] = {}
         self._by_kernel: defaultdict[str, list[str]] = defaultdict(list)
         for image in images:
-            self.add(image)
+            try:
+                self.add(image)
+            except StateError as error:
+                logger.info("a loaded module of %d bytes is left out: %s", len(image), error)
 
     def add(self, image: bytes) -> str:
         """Keep an image; its digest. StateError when it is no cubin."""

@@ -114,9 +114,9 @@ def test_the_kept_cubins_are_what_nvcc_makes(cubins: Path, tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_nvidias_own_libraries(tmp_path: Path) -> None:
-    """nvidia-nvjpeg is the smallest wheel with kernels for sm_90; its fat binaries are compressed as cuBLAS' are."""
+    """nvidia-nvjpeg is a small wheel with kernels for sm_90; its fat binaries are compressed as those of cuBLAS are."""
     pytest.importorskip("zstandard")
-    wheel = os.environ.get("MEDUSA_TEST_CUDA_WHEEL", "nvidia-nvjpeg-cu12==12.4.0.76")
+    wheel = os.environ.get("MEDUSA_TEST_CUDA_WHEEL", "nvidia-nvjpeg==13.*")
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(tmp_path), wheel]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)
     if done.returncode:
@@ -130,5 +130,5 @@ def test_nvidias_own_libraries(tmp_path: Path) -> None:
                     cubin = parse_cubin(unpack(data, entry))
                     assert cubin.arch == 90
                     kernels += len(cubin.kernels)
-    assert fatbins > 10
-    assert kernels > 50
+    assert fatbins >= 10
+    assert kernels >= 200

@@ -19,14 +19,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from medusa_runtime.device.cupti import ModuleRecorder
 from medusa_runtime.state.graphs import (
     AllocationTrace,
     Blueprints,
     Capture,
     CudaDriver,
     DeviceRegion,
+    ImageStore,
     MismatchError,
-    ModuleRecorder,
     Piece,
     RegionKind,
     dump_graphs,
@@ -281,7 +282,7 @@ def offline(options: dict[str, Any]) -> dict[str, Any]:
         for name, (kind, size) in SIZES.items()
         if name not in options.get("unnamed", [])
     ]
-    images = recorder.images()
+    images = ImageStore(recorder.images)
     if options.get("ambiguous"):
         images.add(twin(toy.images[1]))
     dump = dump_graphs(driver, graphs, regions, images=images)

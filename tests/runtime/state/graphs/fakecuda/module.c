@@ -27,6 +27,7 @@ int cuptiSubscribe(void **subscription, void *callback, void *data) {
   *subscription = subscriber = (Callback)callback;
   return 0;
 }
+int cuptiGetResultString(int code, const char **text) { return *text = code == 39 ? "CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED" : "CUPTI_ERROR", 0; }
 int cuptiUnsubscribe(void *subscription) { return subscriber = NULL, enabled = 0; }
 int cuptiEnableCallback(uint32_t enable, void *subscription, int domain, uint32_t id) {
   if (domain == 3 && id == 6) enabled = enable;
