@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-slow check format bench image audit test-containers clean
+.PHONY: help setup setup-dev demo test test-slow check format bench image audit test-containers test-sagemaker clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -73,6 +73,11 @@ audit: image ## List what the images hold (out/sbom-*.json) and look for known v
 
 test-containers: setup-dev ## Build the slim image and a function on it, and run them confined
 	$(BIN)/python -m pytest -m containers tests/containers
+
+test-sagemaker: setup-dev ## Serve the slim image through the SageMaker SDK's local mode
+	$(PYTHON) -m venv out/sagemaker
+	out/sagemaker/bin/pip install --quiet --disable-pip-version-check "sagemaker<3" podman-compose
+	$(BIN)/python -m pytest -m containers tests/containers/test_sagemaker_sdk.py
 
 clean: ## Remove the environment and everything made by the targets
 	rm -rf $(VENV) out build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
