@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 from medusa_adapters.bench.result import Result
@@ -14,23 +15,31 @@ from benchmarks.cicada.runner import Container, Inference
 from benchmarks.cicada.sample import Request
 
 RATE_BYTES_PER_S = 100e6
+_START_S = 5.0  # of a container and an origin, before they are asked
 # name, every how many large ranges one is late, and by how many seconds
 _ORIGINS = (("limited", 0, 0.0), ("delayed", 8, 0.5))
 
 
 def measure_limited(
-    result: Result, model: str, checkpoints: Path, runs: int, scratch: Path, rate: float = RATE_BYTES_PER_S
+    result: Result,
+    model: str,
+    checkpoints: Path,
+    runs: int,
+    scratch: Path,
+    *,
+    rate: float = RATE_BYTES_PER_S,
+    strategies: Sequence[str] = ("full",),
 ) -> None:
-    """Adds rows ``<model>/limited`` and ``<model>/delayed`` (ours), each also with ``-sequential`` and ``-bound``.
+    """Adds rows ``<model>/limited`` and ``<model>/delayed`` (ours), each also with ``-bound``.
 
-    The first of these downloads, loads, and runs. The bound is what no loader can beat: the bytes over the bandwidth,
-    and then the last layer, whose time is taken from the sample itself.
+    The bound is what no loader can beat: the bytes over the bandwidth, and then the last layer, whose time is taken
+    from the sample itself. With the strategy ``sequential`` also ``-sequential``: download, load, and run.
     """
-    size_bytes = (checkpoints / model / "model.safetensors").stat().st_size
+    size_bytes = _size_bytes(model, checkpoints)
     for name, every, delay_s in _ORIGINS:
         seconds: dict[str, list[float]] = defaultdict(list)
         digests = set()
-        for strategy in ("full", "sequential") * runs:
+        for strategy in tuple(strategies) * runs:
             with serving(checkpoints, rate, every, delay_s) as url, Container(scratch) as container:
                 container.wait_ready()
                 found = container.infer(Request(model, strategy, f"{url}/{model}"))
@@ -42,10 +51,19 @@ def measure_limited(
             if strategy == "full":
                 seconds[f"{model}/{name}-bound"].append(size_bytes / rate + _last_layer_s(found))
             print(f"  {row}: {found.seconds:.3f} s", file=sys.stderr, flush=True)
-        if len(digests) > 2:
+        if len(digests) > len(strategies):
             raise CorruptError(f"{model}/{name}: the same inference gave several outputs")
         for row, samples in seconds.items():
             result.add(row, "latency_s", "s", samples)
+
+
+def seconds_needed(model: str, checkpoints: Path, runs: int, rate: float = RATE_BYTES_PER_S) -> float:
+    """About how long that takes."""
+    return len(_ORIGINS) * runs * (_size_bytes(model, checkpoints) / rate + _START_S)
+
+
+def _size_bytes(model: str, checkpoints: Path) -> int:
+    return (checkpoints / model / "model.safetensors").stat().st_size
 
 
 def _last_layer_s(found: Inference) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-UNITS = {"construct": "L", "retrieve": "R", "index": "R", "fetch": "R", "apply": "A", "execute": "E"}
+UNITS = {"construct": "L", "retrieve": "R", "index": "R", "fetch": "R", "plan": "A", "apply": "A", "execute": "E"}
 UNITS["forward"] = "E"  # all layers and what is between them
 NAMES = {"L": "construction", "R": "retrieval", "A": "application", "E": "execution"}
 

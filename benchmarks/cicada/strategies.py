@@ -115,10 +115,14 @@ def preload(job: Job) -> Tensor:
 def full(job: Job) -> Tensor:
     """The loader applies views of the region while the forward runs; gates hold it up where it is too early."""
     assert job.region is not None
-    make, rename = job.workload.factory, job.workload.rename
-    model, loader = build(job.region, lambda: make().eval(), rename=rename, timeline=job.timeline)
-    with loader:
+
+    def make() -> nn.Module:
+        model = job.workload.factory().eval()
         trace_layers(model, job.workload, job.timeline)
+        return model
+
+    model, loader = build(job.region, make, rename=job.workload.rename, timeline=job.timeline)
+    with loader:
         with job.timeline.stage("forward"):
             output = job.workload.forward(model, job.workload.inputs())
         loader.wait()

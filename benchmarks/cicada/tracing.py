@@ -12,7 +12,7 @@ from benchmarks.cicada.workload import Workload
 
 
 def trace_layers(model: nn.Module, workload: Workload, timeline: Timeline) -> None:
-    """Record a stage ``execute`` for each layer of a forward. Gates must have been set before."""
+    """Record a stage ``execute`` for each layer of a forward."""
     for step in workload.steps:
         _Watch(step.name, model.get_submodule(step.name), timeline)
 

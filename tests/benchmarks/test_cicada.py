@@ -17,7 +17,7 @@ from medusa_runtime.weights.prefetcher import prefetch
 from medusa_runtime.weights.region import Region
 
 from benchmarks.cicada import __main__ as command
-from benchmarks.cicada import pipeline
+from benchmarks.cicada import pipeline, session
 from benchmarks.cicada.checkpoint import checkpoint
 from benchmarks.cicada.limited import measure_limited
 from benchmarks.cicada.origin import LimitedServer, serving
@@ -25,6 +25,7 @@ from benchmarks.cicada.pipeline import Stage
 from benchmarks.cicada.replay import invocations, replay
 from benchmarks.cicada.runner import Container, Inference
 from benchmarks.cicada.sample import Request
+from benchmarks.cicada.session import Session
 from benchmarks.cicada.strategies import STRATEGIES, Job
 from benchmarks.cicada.workload import NAMES, workload
 
@@ -111,17 +112,27 @@ def test_the_limited_origin_serves_ranges_and_delays_some(tmp_path: Path) -> Non
 
 def test_the_command_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    arguments = ["--models", "tiny-bert", "--strategies", "full", "--runs", "1"]
+    arguments = ["--models", "tiny-bert", "--strategies", "pisel,full", "--runs", "2", "--gates", "3"]
     arguments += ["--checkpoints", str(tmp_path / "kept"), "--json", str(tmp_path / "out.json")]
     assert command.main([*arguments, "--figures", str(tmp_path / "figures")]) == 0
     rows = {(row["name"], row["metric"]): row for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
-    assert {name for name, _ in rows} == {"tiny-bert/full"}
+    names = {"full", "pisel", "limited", "limited-bound", "delayed", "delayed-bound", "built", "plain"}
+    assert {name for name, _ in rows} == {f"tiny-bert/{name}" for name in names}
+    assert rows["tiny-bert/full", "latency_s"]["runs"] == 2
     assert rows["tiny-bert/full", "latency_s"]["median"] > 0
     assert rows["tiny-bert/full", "peak_mb"]["median"] > rows["tiny-bert/full", "added_mb"]["median"]
     assert 0 < rows["tiny-bert/full", "utilisation"]["median"] <= 1
     assert (tmp_path / "figures" / "tiny-bert.svg").read_text().count("<path") > 10
     assert (tmp_path / "figures" / "tiny-bert.png").read_bytes().startswith(b"\x89PNG")
-    assert "tiny-bert: pipeline utilisation" in capsys.readouterr().out
+    verdicts = capsys.readouterr().out.partition("verdict, found, promised")[2]
+    for figure in (
+        "pipeline utilisation",
+        "a warm forward",
+        "limited origin",
+        "delayed origin",
+        "latency_s over PISeL's",
+    ):
+        assert f"tiny-bert: {figure}" in verdicts
 
 
 @pytest.mark.slow
@@ -130,10 +141,11 @@ def test_origins_and_trace(tmp_path: Path) -> None:
     scratch.mkdir()
     folder = checkpoint(workload("tiny-bert"), tmp_path)
     result = Result()
-    measure_limited(result, "tiny-bert", tmp_path, 1, scratch)
+    measure_limited(result, "tiny-bert", tmp_path, 1, scratch, strategies=("full", "sequential"))
     replay(result, {"tiny-bert": folder}, ["full", "sequential"], 3, scratch, mean_distance_s=0.05)
     metrics = {(row.name, row.metric): row.median for row in result.rows}
     for origin in ("limited", "delayed"):
+        assert metrics[f"tiny-bert/{origin}-sequential", "latency_s"] > 0
         assert metrics[f"tiny-bert/{origin}", "latency_s"] > metrics[f"tiny-bert/{origin}-bound", "latency_s"] > 0
     assert 0 < metrics["trace/full", "p50_s"] <= metrics["trace/full", "p95_s"] <= metrics["trace/full", "p99_s"]
     assert list(scratch.iterdir()) == []
@@ -147,9 +159,17 @@ def test_another_output_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
             found = super().infer(request, watch=watch)
             return found._replace(digest=found.digest[::-1]) if request.strategy == "mini" else found
 
-    monkeypatch.setattr(command, "Container", Wrong)
+    monkeypatch.setattr(session, "Container", Wrong)
     with pytest.raises(CorruptError, match="tiny-bert/mini: the output is not that of eager loading"):
         command.main(["--models", "tiny-bert", "--strategies", "mini", "--runs", "1", "--checkpoints", str(tmp_path)])
+
+
+def test_no_round_begins_that_would_end_too_late(tmp_path: Path) -> None:
+    folders = {"tiny-bert": checkpoint(workload("tiny-bert"), tmp_path)}
+    rounds = Session(folders, ("full",), tmp_path, minutes=0.0)
+    rounds.round(0)  # whatever the time, of the first one there is a sample
+    rounds.round(1)
+    assert len(rounds.timed["tiny-bert", "full"]) == 1
 
 
 def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
