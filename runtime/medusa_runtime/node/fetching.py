@@ -39,12 +39,22 @@ def end_fetch(fetch: Fetch) -> None:
 
 def _run(held: HeldRegion, channel: socket.socket, settings: Settings, reports: ReportPipe, timeline: Timeline) -> int:
     close_others(channel.fileno(), held.region.fd, held.asking_fd, timeline.fd, reports.write_fd)
+    from ..state.restore import Restoration
     from ..weights.prefetcher import prefetch
 
+    restoring = Restoration(settings, timeline, engines=("torch", "vllm"))  # nobody has said yet whose model it will be
     writer = held.region.writer()
     writer.listen(held.asking_fd)
     try:
-        prefetch(held.region, held.key, settings=settings, timeline=timeline, writer=writer, keeper=_Agent(channel))
+        prefetch(
+            held.region,
+            held.key,
+            settings=settings,
+            timeline=timeline,
+            writer=writer,
+            keeper=_Agent(channel),
+            restoring=restoring,
+        )
     except Exception:  # noqa: BLE001  it stands in the region, where the agent finds it
         return 1
     return 0

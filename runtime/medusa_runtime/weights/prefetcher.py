@@ -124,7 +124,7 @@ def _fill(
 ) -> None:
     index, checksums = restored.index, restored.checksums
     if keeper is not None:
-        keeper.admit(index.region_bytes)
+        keeper.admit(index.region_bytes + sum(restored.late.values()))
     if writer.state == State.EMPTY:
         more_bytes = max(index.region_bytes + sum(restored.late.values()) - writer.reserved_bytes, 0)
         check_memory(index.total_bytes, more_bytes, settings.memory_limit_mb)
