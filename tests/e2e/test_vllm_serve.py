@@ -1,0 +1,121 @@
+"""`medusa serve --engine vllm`: routes, streams, cancellation, handlers and faults, as with the torch engine."""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+Start = Callable[..., Any]
+PATIENCE_S = 300.0  # vLLM is imported in every one of these, on slow cores beside other work
+FUNCTIONS = Path(__file__).parents[1] / "functions"
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; see `make test-vllm`"),
+]
+
+
+def complete(serving: Any, prompt: Any = "Return the", **body: Any) -> tuple[int, Any]:
+    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0} | body
+    status, answer, _ = serving.request("POST", "/v1/completions", body, timeout_s=PATIENCE_S)
+    return status, answer
+
+
+def running(serving: Any) -> int:
+    text = serving.request("GET", "/metrics")[1].decode()
+    line = next(line for line in text.splitlines() if line.startswith("medusa_engine_running"))
+    return int(float(line.split()[-1]))
+
+
+def stage_names(serving: Any) -> set[str]:
+    return {stage["name"] for stage in serving.request("GET", "/timeline")[1]["stages"]}
+
+
+def test_it_answers_as_the_torch_engine_does(start: Start, example: Path) -> None:
+    torch_engine = start("--model", example)
+    expected = torch_engine.complete("Return the", max_tokens=8)
+    assert torch_engine.stop() == 0
+    serving = start("--model", example, "--engine", "vllm", "--kv-cache-mb", "64")
+    status, answer = complete(serving)  # sent while vLLM is being imported: held, and answered
+    assert status == 200, answer
+    assert answer["choices"][0]["text"] == expected["choices"][0]["text"]
+    assert answer["usage"] == expected["usage"]
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{serving.port}/v1", api_key="none", timeout=PATIENCE_S)
+    model = client.models.list().data[0].id
+    pieces = client.completions.create(model=model, prompt="Return the", max_tokens=8, temperature=0, stream=True)
+    assert "".join(piece.choices[0].text for piece in pieces if piece.choices) == answer["choices"][0]["text"]
+    messages = [{"role": "user", "content": "What does len return?"}]
+    chat = client.chat.completions.create(model=model, messages=messages, max_tokens=4, temperature=0)
+    assert chat.choices[0].message.content
+    with pytest.raises(openai.BadRequestError, match="max_tokens"):
+        client.completions.create(model=model, prompt="x", max_tokens=-1)
+    client.close()
+    stopped = complete(serving, stop=[answer["choices"][0]["text"][3:6]])[1]["choices"][0]
+    assert stopped["finish_reason"] == "stop"
+    assert answer["choices"][0]["text"].startswith(stopped["text"])
+    assert {"import", "config", "kv_plan", "skeleton", "apply", "first_forward", "first_token"} <= stage_names(serving)
+    assert serving.stop() == 0
+
+
+def test_a_lost_client_ends_its_request_and_a_killed_engine_is_replaced(start: Start, example: Path) -> None:
+    serving = start("--model", example, "--engine", "vllm", "--kv-cache-mb", "64")
+    assert complete(serving)[0] == 200
+    connection = http.client.HTTPConnection("127.0.0.1", serving.port, timeout=PATIENCE_S)
+    body = {"prompt": "Return the", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    assert connection.getresponse().readline().startswith(b"data:")
+    connection.close()
+    deadline = time.monotonic() + PATIENCE_S
+    while running(serving) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert running(serving) == 0
+    os.kill(serving.child("engine"), signal.SIGKILL)
+    assert complete(serving)[0] == 200  # by a new engine, forked from the same zygote
+    assert serving.stop() == 0
+
+
+def test_a_handler_gets_the_same_model(start: Start, example: Path) -> None:
+    handler = f"{FUNCTIONS / 'model' / 'handler.py'}:Handler"
+    serving = start("--model", example, "--engine", "vllm", "--kv-cache-mb", "64", "--handler", handler)
+    status, answer, _ = serving.request("POST", "/", {"prompt": "Return the", "max_tokens": 4}, timeout_s=PATIENCE_S)
+    assert status == 200, answer
+    assert answer["answer"]
+    assert serving.stop() == 0
+
+
+def test_what_vllm_cannot_serve_is_refused_in_one_line(start: Start, example: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "model"
+    shutil.copytree(example, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"architectures": ["NoSuchForCausalLM"]}))
+    serving = start("--model", copy, "--engine", "vllm")
+    assert serving.process.wait(PATIENCE_S) != 0
+    assert "NoSuchForCausalLM" in serving.output()
+    assert "Model.Unsupported" in serving.output()
+    assert "Traceback" not in serving.output()
+
+
+def test_ranks_take_their_slices_from_one_region(start: Start, example: Path) -> None:
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("two ranks need two CPUs")
+    one = start("--model", example, "--engine", "vllm", "--kv-cache-mb", "64")
+    expected = complete(one)[1]["choices"][0]["text"]
+    assert one.stop() == 0
+    two = start("--model", example, "--engine", "vllm", "--kv-cache-mb", "64", "--tensor-parallel", "2")
+    status, answer = complete(two)
+    assert status == 200, answer
+    assert answer["choices"][0]["text"] == expected
+    applied = [stage for stage in two.request("GET", "/timeline")[1]["stages"] if stage["name"] == "apply"]
+    assert len(applied) == 2
+    two.stop()

@@ -1,0 +1,48 @@
+"""Weights through the region into vLLM's models: the tokens are those of vLLM's own loader."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; see `make test-vllm`"),
+]
+
+
+def written(folder: Path, quantization: str | None) -> Path:
+    spec = importlib.util.spec_from_file_location("quantized", HERE / "quantized.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return Path(module.write_checkpoint(folder, quantization))
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_a_sharded_checkpoint_gives_the_tokens_of_vllms_own_loader(tmp_path: Path, quantization: str | None) -> None:
+    ran = subprocess.run(
+        [sys.executable, HERE / "run_vllm.py", written(tmp_path, quantization)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
+    )
+    assert ran.returncode == 0, ran.stderr
+    answer: dict[str, Any] = json.loads(ran.stdout)
+    assert answer["tokens"] == answer["theirs"]
+    assert answer["reason"] == "length"
+    assert len(answer["logprobs"]) == len(answer["tokens"])
+    assert {"config", "kv_plan", "core", "skeleton", "apply", "kv_cache", "first_token"} <= set(answer["stages"])
+    embeddings = 512 * 256 * 2
+    assert answer["shared_parameter_bytes"] >= embeddings  # not copied: they lie in the mapped file
+    assert answer["compilations"] == 0

