@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import zipfile
 from collections.abc import Callable
@@ -143,3 +144,44 @@ def test_what_cannot_be_streamed_says_why(tmp_path: Path, write: Callable[[Path]
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ObjectNotFoundError, match=r"m\.pt"):
         open_checkpoint(str(tmp_path / "m.pt"))
+
+
+def sharded(folder: Path, **shards: dict[str, torch.Tensor]) -> None:
+    """As transformers wrote large models before safetensors."""
+    for name, tensors in shards.items():
+        torch.save(tensors, folder / f"{name}.bin")
+    places = {tensor: f"{name}.bin" for name, tensors in shards.items() for tensor in tensors}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+def test_shards_that_an_index_names(tmp_path: Path) -> None:
+    one = {name: TENSORS[name] for name in ("layers.0.w", "turned", "front", "scalar")}
+    two = {name: tensor for name, tensor in TENSORS.items() if name not in one}
+    sharded(tmp_path, one=one, two=two)
+    same(loaded(str(tmp_path)), TENSORS)
+    checkpoint = open_checkpoint(str(tmp_path))
+    assert checkpoint.sharded
+    assert [shard.name for shard in checkpoint.index.shards] == ["one.bin", "two.bin"]
+
+
+def test_shards_over_http(origin: Any, tmp_path: Path) -> None:
+    sharded(tmp_path, one={"a": torch.arange(9.0)}, two={"b": torch.randn(700, 700)})
+    for file in tmp_path.iterdir():
+        origin.put(f"/m/{file.name}", file.read_bytes())
+    found = loaded(origin.url + "/m")
+    assert torch.equal(found["a"], torch.arange(9.0))
+    assert torch.equal(found["b"], torch.load(tmp_path / "two.bin")["b"])
+
+
+def test_shards_that_contradict_their_index(tmp_path: Path) -> None:
+    sharded(tmp_path, one={"a": torch.zeros(2)}, two={"b": torch.zeros(2)})
+    (tmp_path / "two.bin").unlink()
+    with pytest.raises(ObjectNotFoundError, match=r"pytorch_model\.bin\.index\.json names the shard two\.bin"):
+        open_checkpoint(str(tmp_path))
+    torch.save({"c": torch.zeros(2)}, tmp_path / "two.bin")
+    with pytest.raises(CorruptError, match=r"tensor 'b' is in two\.bin, found it in none"):
+        open_checkpoint(str(tmp_path))
+    for names in ({"a": "../one.bin"}, {"a": "one.safetensors"}, {}):
+        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": names}))
+        with pytest.raises(CorruptError, match=r"pytorch_model\.bin\.index\.json"):
+            open_checkpoint(str(tmp_path))

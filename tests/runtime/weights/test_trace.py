@@ -58,3 +58,26 @@ def test_names_of_convolutional_stages() -> None:
     for names in (expected, stages, both):
         placed = {name: TensorEntry(0, n, n, "U8", (0,)) for n, name in enumerate(sorted(names))}
         assert execution_order(placed) == names
+
+
+def test_heads_of_several_layers_and_files_sorted_by_type() -> None:
+    vgg = [*(f"features.{n}.weight" for n in (0, 2, 10, 28)), *(f"classifier.{n}.weight" for n in (0, 3, 6))]
+    placed = {name: TensorEntry(0, n, n, "U8", (0,)) for n, name in enumerate(sorted(vgg))}
+    assert execution_order(placed) == vgg
+    # safetensors puts the larger elements first: counters of norms, then all else, from the stem on.
+    counters = ["bn1.num_batches_tracked", "layer4.2.bn3.num_batches_tracked"]
+    floats = ["bn1.weight", "conv1.weight", "fc.weight", "layer1.0.conv1.weight", "layer4.2.bn3.weight"]
+    typed = [(name, "I64") for name in counters] + [(name, "F32") for name in floats]
+    placed = {name: TensorEntry(0, n, n, dtype, (0,)) for n, (name, dtype) in enumerate(typed)}
+    assert execution_order(placed) == [
+        *("bn1.num_batches_tracked", "bn1.weight", "conv1.weight", "layer1.0.conv1.weight"),
+        *("layer4.2.bn3.num_batches_tracked", "layer4.2.bn3.weight", "fc.weight"),
+    ]
+
+
+def test_a_recorded_order_is_told_from_one_that_was_read() -> None:
+    index = WeightIndex([Shard("s", 3, 0)], {name: TensorEntry(0, 0, 1, "U8", (1,)) for name in "abc"})
+    assert not index.recorded
+    assert index.reordered(["c"]).recorded
+    assert WeightIndex.from_json(index.reordered(["c"]).to_json()).recorded
+    assert not WeightIndex.from_json(index.to_json()).recorded
