@@ -120,9 +120,19 @@ def stages(serving: Any) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def test_a_function_takes_region_and_engine_from_the_agent(start: Start, start_node: Start, example: Path) -> None:
+def ready_node(start_node: Start, example: Path) -> Any:
+    """An agent with the example in memory and a warm engine."""
     node = start_node("--prewarm", "torch=1")
+    client = node.client()
+    client.region(str(example)).close()
+    client.close()
     node.wait_warm()
+    node.until(lambda: [held["state"] for held in node.status()["regions"]] == ["done"])
+    return node
+
+
+def test_a_function_takes_region_and_engine_from_the_agent(start: Start, start_node: Start, example: Path) -> None:
+    node = ready_node(start_node, example)
     (warm,) = node.status()["engines"]["torch"]["pids"]
     serving = start("--model", example, "--node-socket", node.socket)
     with_agent = serving.complete()["choices"][0]["text"]
@@ -189,8 +199,7 @@ def test_attaching_to_an_agent_that_dies_on_the_way(
 def test_the_agent_dies_around_the_handing_over_of_an_engine(
     start: Start, start_node: Start, middleman: Callable[..., Middleman], example: Path, step: str
 ) -> None:
-    node = start_node("--prewarm", "torch=1")
-    node.wait_warm()
+    node = ready_node(start_node, example)
     (warm,) = node.status()["engines"]["torch"]["pids"]
     middle = middleman(node, step)
     serving = start("--model", example, "--node-socket", middle.path)
@@ -203,8 +212,7 @@ def test_the_agent_dies_around_the_handing_over_of_an_engine(
 
 
 def test_the_agent_dies_while_a_function_serves(start: Start, start_node: Start, example: Path) -> None:
-    node = start_node("--prewarm", "torch=1")
-    node.wait_warm()
+    node = ready_node(start_node, example)
     (engine,) = node.status()["engines"]["torch"]["pids"]
     serving = start("--model", example, "--node-socket", node.socket)
     text = serving.complete()["choices"][0]["text"]
@@ -235,18 +243,18 @@ def test_the_fetch_dies_while_a_request_waits(
         node.wait_warm()
     before = node.children()
     serving = start("--model", slow_origin.url, "--node-socket", node.socket)
+    node.until(lambda: "listening" in serving.output())
+    node.until(lambda: [held["state"] for held in node.status()["regions"]] == ["fetching"])
     answers: list[Any] = []
     request = threading.Thread(target=lambda: answers.append(serving.complete()["choices"][0]["text"]))
     request.start()
-    node.until(lambda: [held["state"] for held in node.status()["regions"]] == ["fetching"])
-    node.until(lambda: "listening" in serving.output())
     if victim == "agent":
         node.kill()
     else:
         (prefetcher,) = [pid for pid in node.children() if process_name(pid) == "prefetcher"]
         os.kill(prefetcher, signal.SIGKILL)
     slow_origin.bytes_per_s = 1e9
-    request.join(60)
+    request.join(90)
     assert answers, serving.output()
     assert answers[0]
     assert serving.complete()["choices"][0]["text"] == answers[0]
@@ -257,8 +265,7 @@ def test_the_fetch_dies_while_a_request_waits(
 
 
 def test_a_warm_process_dies_while_it_is_specialised(start: Start, start_node: Start, example: Path) -> None:
-    node = start_node("--prewarm", "torch=1")
-    node.wait_warm()
+    node = ready_node(start_node, example)
     (engine,) = node.status()["engines"]["torch"]["pids"]
     os.kill(engine, signal.SIGSTOP)  # so that it is still at the beginning when it is killed
     serving = start("--model", example, "--node-socket", node.socket)
@@ -270,9 +277,54 @@ def test_a_warm_process_dies_while_it_is_specialised(start: Start, start_node: S
     assert node.stop() == 0
 
 
+def test_an_engine_that_is_asked_for_by_the_first_request(start: Start, start_node: Start, example: Path) -> None:
+    node = ready_node(start_node, example)
+    serving = start("--model", example, "--node-socket", node.socket, "--engine-start", "request")
+    serving.wait_ready()
+    assert serving.request("GET", "/readyz")[1]["engine"] == "idle"
+    assert node.status()["engines"]["torch"]["taken"] == 0
+    text = serving.complete()["choices"][0]["text"]
+    assert node.status()["engines"]["torch"]["taken"] == 1
+    assert serving.stop() == 0
+    without = start("--model", example, "--node-socket", "none", "--engine-start", "request")
+    without.wait_ready()
+    assert set(without.children().values()) <= {"prefetcher", "function", "worker"}
+    assert without.complete()["choices"][0]["text"] == text
+    assert without.stop() == 0
+    assert node.stop() == 0
+
+
+def test_two_functions_of_one_model_share_its_bytes(
+    start: Start, start_node: Start, slow_origin: SlowOrigin, example: Path
+) -> None:
+    slow_origin.bytes_per_s = 1e9
+    node = start_node()
+    client = node.client()
+    client.region(slow_origin.url).close()
+    node.until(lambda: [held["state"] for held in node.status()["regions"]] == ["done"])
+    sent = slow_origin.sent
+    functions = [start("--model", slow_origin.url, "--node-socket", node.socket) for _ in range(2)]
+    texts = [serving.complete()["choices"][0]["text"] for serving in functions]
+    assert texts[0] == texts[1]
+    assert slow_origin.sent == sent, "nothing was fetched for them"
+    inodes = {mapped_region(serving.child("engine")) for serving in functions}
+    assert len(inodes) == 1, "both engines map one memfd"
+    for serving in functions:
+        assert serving.stop() == 0
+    client.close()
+    assert node.stop() == 0
+
+
+def mapped_region(pid: int) -> str:
+    """The inode of the region that this process maps."""
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        if "memfd:medusa-region" in line:
+            return line.split()[4]
+    pytest.fail(f"process {pid} maps no region")
+
+
 def test_an_engine_of_the_agent_dies_while_it_serves(start: Start, start_node: Start, example: Path) -> None:
-    node = start_node("--prewarm", "torch=1")
-    node.wait_warm()
+    node = ready_node(start_node, example)
     (engine,) = node.status()["engines"]["torch"]["pids"]
     serving = start("--model", example, "--node-socket", node.socket)
     text = serving.complete()["choices"][0]["text"]
@@ -282,8 +334,7 @@ def test_an_engine_of_the_agent_dies_while_it_serves(start: Start, start_node: S
 
 
 def test_a_killed_function_takes_its_engine_along(start: Start, start_node: Start, example: Path) -> None:
-    node = start_node("--prewarm", "torch=1")
-    node.wait_warm()
+    node = ready_node(start_node, example)
     (engine,) = node.status()["engines"]["torch"]["pids"]
     serving = start("--model", example, "--node-socket", node.socket)
     assert serving.complete()["choices"][0]["text"]
