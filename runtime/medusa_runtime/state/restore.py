@@ -26,7 +26,7 @@ from .locate import FOLDER, read_manifest
 if TYPE_CHECKING:
     from ..config import Settings
     from ..timeline import Timeline
-    from ..weights.checkpoint import Checkpoint
+    from ..weights.checkpoint import Checkpoint, KnownArchive
     from ..weights.index import WeightIndex
     from ..weights.region_writer import RegionWriter
     from .bundle import Bundle
@@ -107,6 +107,21 @@ class Restoration:
         """What ``weights.checkpoint.Known`` asks. Of local files nothing is taken on trust: looking costs nothing."""
         manifest = self._wait()
         return manifest.files if manifest and self._remote else None
+
+    def archive(self, name: str) -> KnownArchive | None:
+        """What ``weights.checkpoint.Known`` asks. It is verified, so any artifact that has it may answer."""
+        manifest = self._wait()
+        for artifact in manifest.of_kind(WEIGHT_INDEX.name) if manifest and self._bundle else ():
+            from .weight_index import RecordedIndex
+
+            assert self._bundle is not None
+            try:
+                known = RecordedIndex.from_bytes(self._bundle.read(artifact)).archive(name)
+            except MedusaError:
+                continue  # restore says so
+            if known is not None:
+                return known
+        return None
 
     def confirms(self, index: WeightIndex, files: Mapping[str, bytes]) -> bool:
         from .key import Facts, Subject

@@ -7,27 +7,41 @@ A zlib-compressed JSON object: ``{"index": …, "chunk_bytes": n, "checksums": {
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import sys
 import zlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..errors import CorruptError, StateError
+from ..weights.archive import SUFFIXES, directory_start
+from ..weights.checkpoint import KnownArchive
 from ..weights.checksums import ALGORITHMS, Checksums, checksum_function
 from ..weights.chunks import Chunks, chunk_bytes_for
-from ..weights.index import WeightIndex
+from ..weights.index import Shard, WeightIndex
 from ..weights.region import Region
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedIndex:
-    """``versions``: what the store called each shard when the checksums were computed."""
+    """``versions``: what the store called each shard when the checksums were computed. ``directories``: of each PyTorch
+    file where its directory begins, and that directory's sha256."""
 
     index: WeightIndex
     chunk_bytes: int
     checksums: dict[str, array[int]]
+    directories: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    def archive(self, name: str) -> KnownArchive | None:
+        """What a PyTorch file's index would find."""
+        if name not in self.directories:
+            return None
+        number, shard = next((n, shard) for n, shard in enumerate(self.index.shards) if shard.name == name)
+        tensors = {key: entry for key, entry in self.index.tensors.items() if entry.shard == number}
+        start, digest = self.directories[name]
+        return KnownArchive(shard.size_bytes, start, digest, tensors)
 
     @property
     def versions(self) -> list[str | None]:
@@ -49,6 +63,8 @@ class RecordedIndex:
             "chunk_bytes": self.chunk_bytes,
             "checksums": {name: base64.b64encode(_little(values)).decode() for name, values in self.checksums.items()},
         }
+        if self.directories:
+            document["directories"] = self.directories
         return zlib.compress(json.dumps(document, separators=(",", ":")).encode(), 9)
 
     @classmethod
@@ -61,7 +77,11 @@ class RecordedIndex:
                 checksums[name] = array("Q", base64.b64decode(text))
                 if sys.byteorder == "big":
                     checksums[name].byteswap()
-            return cls(WeightIndex.from_json(json.dumps(document["index"])), int(document["chunk_bytes"]), checksums)
+            index = WeightIndex.from_json(json.dumps(document["index"]))
+            names = {shard.name for shard in index.shards}
+            found = document.get("directories", {}).items()
+            directories = {name: (int(start), str(digest)) for name, (start, digest) in found if name in names}
+            return cls(index, int(document["chunk_bytes"]), checksums, directories)
         except (ValueError, KeyError, TypeError, AttributeError, zlib.error, CorruptError) as error:
             raise StateError(f"expected a weight index, found something else ({error}); materialize again") from None
 
@@ -81,7 +101,23 @@ def record(region: Region, order: Sequence[str] | None) -> RecordedIndex:
         with region.shard(shard)[start:stop] as data:
             for name, function in functions.items():
                 checksums[name][chunk] = function(data)
-    return RecordedIndex(index, chunks.chunk_bytes, checksums)
+    return RecordedIndex(index, chunks.chunk_bytes, checksums, _directories(region))
+
+
+def _directories(region: Region) -> dict[str, tuple[int, str]]:
+    return {
+        shard.name: _directory(shard, region.shard(number))
+        for number, shard in enumerate(region.wait_index().shards)
+        if shard.name.endswith(SUFFIXES)
+    }
+
+
+def _directory(shard: Shard, data: memoryview) -> tuple[int, str]:
+    def read(start: int, stop: int) -> bytes:
+        return bytes(data[start:stop])
+
+    start = directory_start(shard.size_bytes, read)
+    return start, hashlib.sha256(data[start:]).hexdigest()
 
 
 def _portable(index: WeightIndex) -> WeightIndex:

@@ -59,6 +59,12 @@ def read_archive(name: str, size_bytes: int, head: bytes, read: Read) -> dict[st
     return found
 
 
+def directory_start(size_bytes: int, read: Read) -> int:
+    """Where the archive's directory begins, which ends the file: it holds a checksum of each record."""
+    with zipfile.ZipFile(_File(size_bytes, read)) as archive:
+        return archive.start_dir
+
+
 _AGAIN = 'expected torch.save(model.state_dict(), "model.pt") of PyTorch 1.6 or later, or safetensors'
 
 

@@ -143,6 +143,8 @@ def test_the_engine_starts_by_the_plan_in_its_region(region: Region, recorded: s
 
         def files(self) -> None: ...
 
+        def archive(self, name: str) -> None: ...
+
         def confirms(self, *_: object) -> bool:
             return True
 

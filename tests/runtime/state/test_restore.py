@@ -21,6 +21,7 @@ from medusa_runtime.state.bundle_writer import BundleWriter
 from medusa_runtime.state.key import Facts, Subject
 from medusa_runtime.state.kinds import COMPILE_CACHE, KV_PLAN, WEIGHT_INDEX, Kind, file_name
 from medusa_runtime.state.manifest import Artifact, Manifest
+from medusa_runtime.state.materialize import Materialization
 from medusa_runtime.state.restore import Restoration
 from medusa_runtime.state.weight_index import RecordedIndex
 from medusa_runtime.timeline import Stage, Timeline
@@ -384,3 +385,48 @@ def test_a_killed_prefetcher_is_continued_with_its_bundle_or_without(
     restored = region.file(file_name("compile-cache"), timeout_s=60)
     assert restored == (LARGE if again == "same" else None)
     assert artifact.size == len(LARGE)
+
+
+@pytest.fixture
+def archived(origin: Any, tmp_path: Path) -> Callable[[dict[str, bytes]], str]:
+    """A file of torch.save at ``/p``, with the bundle of what was there first."""
+    import torch
+
+    def save(tensors: dict[str, bytes]) -> str:
+        path = tmp_path / "p" / "model.pt"
+        path.parent.mkdir(exist_ok=True)
+        torch.save({name: torch.frombuffer(bytearray(data), dtype=torch.uint8) for name, data in tensors.items()}, path)
+        origin.put("/p/model.pt", path.read_bytes())
+        if not (tmp_path / "p" / ".medusa").exists():
+            with Materialization(Settings(model=str(path), engine="none"), None) as making:
+                making.prepare()
+                making.commit()
+            for blob in (tmp_path / "p" / ".medusa").rglob("*"):
+                if blob.is_file():
+                    origin.put(f"/p/{blob.relative_to(tmp_path / 'p')}", blob.read_bytes())
+        origin.requests.clear()
+        return f"{origin.url}/p/model.pt"
+
+    return save
+
+
+def test_a_pytorch_file_is_indexed_by_the_bundle_in_one_read(
+    archived: Callable[[dict[str, bytes]], str], origin: Any, region: Region
+) -> None:
+    data = {f"layers.{number}.w": os.urandom(MIB // 4 + number) for number in range(8)}
+    url = archived(data)
+    assert used(fill(region, url)) == {"weight-index"}
+    check(region, {name: ("U8", [len(body)], body) for name, body in data.items()})
+    reads = [start for start, _ in origin.asked("/p/model.pt") if start]
+    assert sum(start > 2 * MIB for start in reads) == 1  # the directory; everything else is weights
+    assert not any(stop == 520 for _, stop in origin.asked("/p/model.pt"))  # nor the head
+
+
+def test_another_pytorch_file_of_the_same_size_is_indexed_anew(
+    archived: Callable[[dict[str, bytes]], str], region: Region
+) -> None:
+    data = {f"layers.{number}.w": os.urandom(MIB // 4) for number in range(4)}
+    archived(data)
+    changed = dict(zip(reversed(data), data.values(), strict=True))
+    fill(region, archived(changed))
+    check(region, {name: ("U8", [len(body)], body) for name, body in changed.items()})
