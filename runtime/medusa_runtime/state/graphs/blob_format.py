@@ -22,6 +22,7 @@ from .blueprint import (
     Relocation,
     TraceEvent,
 )
+from .structs import MEMCPY_NODE_BYTES, MEMSET_NODE
 
 VERSION = 1
 _MAGIC = b"MEDUSAG\n"
@@ -30,6 +31,7 @@ _NODE = struct.Struct("<HHi3I3IIII")
 _EDGE = struct.Struct("<II8s")
 _RELOCATION = struct.Struct("<IIQiQ")
 _EVENT = struct.Struct("<QQ")
+_SIZES = {NodeKind.MEMSET: MEMSET_NODE.size, NodeKind.MEMCPY: MEMCPY_NODE_BYTES, NodeKind.EMPTY: 0}
 
 Span = list[int]
 
@@ -171,14 +173,14 @@ def check(blueprints: Blueprints) -> None:
     regions, kernels, sets = len(blueprints.regions), len(blueprints.kernels), len(blueprints.attribute_sets)
     allocations = sum(1 for event in blueprints.events if event.size)
     _check_pieces(blueprints, blueprints.contents)
+    extents = [max((offset + size for offset, size in kernel.parameters), default=0) for kernel in blueprints.kernels]
     for graph in blueprints.graphs:
         size, count = len(graph.blob), len(graph.nodes)
         for node in graph.nodes:
-            kind = NodeKind(node.kind)
-            kernel = node.kernel in range(kernels) if kind == NodeKind.KERNEL else node.kernel == -1
-            if not kernel or node.attributes >= sets or node.start + node.size > size:
+            known = 0 <= node.kernel < kernels if node.kind == NodeKind.KERNEL else node.kernel == -1
+            if not known or node.attributes >= sets or node.start + node.size > size:
                 raise ValueError(f"a node of {graph.key}")
-            if any(stop > node.start + node.size for _, stop in blueprints.words(node)):
+            if node.size < (extents[node.kernel] if node.kind == NodeKind.KERNEL else _SIZES[NodeKind(node.kind)]):
                 raise ValueError(f"parameters of a node of {graph.key}")
         if any(edge.source >= count or edge.target >= count for edge in graph.edges):
             raise ValueError(f"an edge of {graph.key}")
@@ -186,7 +188,7 @@ def check(blueprints: Blueprints) -> None:
             if relocation.position + 8 > size or relocation.region >= regions:
                 raise ValueError(f"a relocation of {graph.key}")
             inside = relocation.offset <= blueprints.regions[relocation.region].size
-            if not inside or relocation.allocation not in range(-1, allocations):
+            if not inside or not -1 <= relocation.allocation < allocations:
                 raise ValueError(f"a relocation of {graph.key}")
         if any(region not in range(regions) for region in graph.pinned):
             raise ValueError(f"a region of {graph.key}")

@@ -7,6 +7,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
+from .structs import MEMCPY_POINTERS, MEMSET_POINTERS
+
 
 class NodeKind(IntEnum):
     """CUgraphNodeType, of those that can be materialized."""
@@ -149,8 +151,6 @@ class Blueprints:
 
     def words(self, node: Node) -> list[tuple[int, int]]:
         """(start, stop) in the blob of each parameter of a node that can hold addresses."""
-        from .structs import MEMCPY_POINTERS, MEMSET_POINTERS
-
         if node.kind == NodeKind.KERNEL:
             parameters = self.kernels[node.kernel].parameters
             return [(node.start + offset, node.start + offset + size) for offset, size in parameters]

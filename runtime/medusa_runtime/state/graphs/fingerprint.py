@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from ctypes import byref, c_int
+from pathlib import Path
 
 from .driver import CudaDriver
 from .mapped import mapped_libraries
@@ -12,6 +13,7 @@ from .mismatch import MismatchError, Reason
 
 # Their kernels, or the choice among them, are in the graphs.
 _LIBRARIES = ("libtorch_cuda.so", "libcublas.so", "libcublasLt.so", "libcudnn", "libcudart.so")
+_DRIVER_BUILD = Path("/proc/driver/nvidia/version")
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR, _PROCESSORS = 75, 76, 16
 
 
@@ -34,6 +36,8 @@ def fingerprint(driver: CudaDriver, extra: Mapping[str, str] | None = None) -> d
         "gpu.processors": str(attribute(_PROCESSORS)),
         "driver": str(version.value),
     }
+    if _DRIVER_BUILD.exists():
+        found["driver.build"] = _DRIVER_BUILD.read_text().partition("\n")[0]
     for library, path in sorted(mapped_libraries().items()):
         if library.startswith(_LIBRARIES):
             found[f"library.{library}"] = str(path.stat().st_size)

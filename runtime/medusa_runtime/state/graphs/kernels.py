@@ -97,7 +97,10 @@ class KernelFinder:
     def _by_trigger(self, record: KernelRecord, graph: str) -> KernelHandle:
         if self._trigger is not None and graph not in self._done:
             self._done.add(graph)
-            self._collect(self._trigger(graph))
+            try:
+                self._collect(self._trigger(graph))
+            except Exception as error:  # whatever the capture of a layer raises, capturing all of them is right
+                raise MismatchError(Reason.KERNEL_MISSING, f"triggering {graph} failed: {error}") from error
         candidates = self._triggered.get(record.name, {})
         matches = [handle for handle, layout in candidates.items() if layout == record.parameters]
         if len(matches) > 1 and (registers := dict(record.attributes).get(REGISTERS)):

@@ -113,7 +113,7 @@ def restore_graphs(
             restored.graphs[key] = RestoredGraph(driver, handle, current_stream or (lambda: stream))
         except MismatchError as mismatch:
             restored.reasons[key] = mismatch
-        except CudaError as error:
+        except DeviceError as error:
             restored.reasons[key] = MismatchError(Reason.DRIVER_CALL, str(error))
     if restored.graphs:
         try:

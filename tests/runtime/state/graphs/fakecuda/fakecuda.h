@@ -96,12 +96,13 @@ typedef struct Function {
 } Function;
 
 typedef struct {
-  int type;
+  int type, number;
+  struct Graph *graph;
   Function *target;
   int by_kernel; // added with .kern rather than .func
   KernelNodeParams kernel;
   void *pointers[MAX_PARAMS];
-  uint8_t storage[4096];
+  uint8_t storage[1024];
   MemsetNodeParams memset;
   Memcpy3D memcpy;
   uint8_t attributes[MAX_ATTRIBUTES][64];
@@ -111,7 +112,7 @@ typedef struct {
   int from, to;
   EdgeData data;
 } Edge;
-typedef struct {
+typedef struct Graph {
   Node **nodes;
   Edge *edges;
   int node_count, edge_count;

@@ -8,13 +8,13 @@ typedef struct {
 } Exec;
 
 int node_index(Graph *graph, void *handle) {
-  for (int i = 0; i < graph->node_count; i++)
-    if (graph->nodes[i]->handle == handle) return i;
-  return -1;
+  Node *node = handle_get(NODE, handle);
+  return node && node->graph == graph ? node->number : -1;
 }
 
 CUresult graph_add(Graph *graph, Node *node, const int *dependencies, const EdgeData *data, int count, void **handle) {
   graph->nodes = realloc(graph->nodes, (graph->node_count + 1) * sizeof *graph->nodes);
+  node->graph = graph, node->number = graph->node_count;
   graph->nodes[graph->node_count++] = node;
   node->handle = handle_new(NODE, node);
   graph->edges = realloc(graph->edges, (graph->edge_count + count + 1) * sizeof(Edge));
@@ -169,31 +169,38 @@ CUresult cuGraphKernelNodeSetAttribute(void *handle, int id, const void *value) 
   return memcpy(node->attributes[id], value, 64), CUDA_SUCCESS;
 }
 
+static CUresult copy_node(Node *copy, const Node *node) {
+  *copy = *node, copy->kernel.params = copy->pointers;
+  for (int p = 0; copy->target && p < copy->target->count; p++) copy->pointers[p] = copy->storage + copy->target->offset[p];
+  unsigned cluster = *(unsigned *)copy->attributes[ATTRIBUTE_CLUSTER];
+  return cluster && copy->kernel.grid[0] % cluster ? CUDA_ERROR_INVALID_CLUSTER_SIZE : CUDA_SUCCESS;
+}
+
 // Takes its own copy of every node, in an order in which each comes behind what it depends on.
 CUresult cuGraphInstantiateWithParams(void **handle, void *graph, InstantiateParams *params) {
   Graph *home = handle_get(GRAPH, graph);
   if (!home) return CUDA_ERROR_INVALID_HANDLE;
   Exec *exec = calloc(1, sizeof *exec);
   exec->nodes = calloc(home->node_count + 1, sizeof(Node));
-  char *done = calloc(home->node_count + 1, 1);
-  for (int progress = 1; progress && exec->count < home->node_count;) {
-    progress = 0;
-    for (int i = home->node_count - 1; i >= 0; i--) { // backwards: an order that holds only if the edges do
-      int ready = !done[i];
-      for (int e = 0; ready && e < home->edge_count; e++) ready = home->edges[e].to != i || done[home->edges[e].from];
-      if (!ready) continue;
-      Node *copy = &exec->nodes[exec->count++];
-      *copy = *home->nodes[i], done[i] = progress = 1;
-      copy->kernel.params = copy->pointers;
-      for (int p = 0; copy->target && p < copy->target->count; p++)
-        copy->pointers[p] = copy->storage + copy->target->offset[p];
-      unsigned cluster = *(unsigned *)copy->attributes[ATTRIBUTE_CLUSTER];
-      if (cluster && copy->kernel.grid[0] % cluster)
-        return params->error_node = home->nodes[i]->handle, params->result = 1, CUDA_ERROR_INVALID_CLUSTER_SIZE;
-    }
+  int n = home->node_count, *waits = calloc(n + 1, sizeof(int)), *ready = calloc(n + 1, sizeof(int)), last = 0;
+  int *first = calloc(n + 2, sizeof(int)), *targets = calloc(home->edge_count + 1, sizeof(int));
+  for (int e = 0; e < home->edge_count; e++) waits[home->edges[e].to]++, first[home->edges[e].from + 1]++;
+  for (int i = 0; i < n; i++) first[i + 1] += first[i];
+  int *filled = memcpy(calloc(n + 2, sizeof(int)), first, (n + 1) * sizeof(int));
+  for (int e = 0; e < home->edge_count; e++) targets[filled[home->edges[e].from]++] = home->edges[e].to;
+  for (int i = 0; i < n; i++)
+    if (!waits[i]) ready[last++] = i;
+  CUresult result = CUDA_SUCCESS;
+  while (last && !result) { // the last that is ready first: an order that is right only if the edges are
+    int number = ready[--last];
+    result = copy_node(&exec->nodes[exec->count++], home->nodes[number]);
+    if (result) params->error_node = home->nodes[number]->handle, params->result = 1;
+    for (int t = first[number]; t < first[number + 1]; t++)
+      if (!--waits[targets[t]]) ready[last++] = targets[t];
   }
-  free(done);
-  if (exec->count < home->node_count) return params->result = 2, CUDA_ERROR_INVALID_VALUE; // a cycle
+  free(waits), free(ready), free(first), free(targets), free(filled);
+  if (result) return result;
+  if (exec->count < n) return params->result = 2, CUDA_ERROR_INVALID_VALUE; // a cycle
   return params->result = 0, *handle = handle_new(EXEC, exec), CUDA_SUCCESS;
 }
 CUresult cuGraphUpload(void *exec, void *stream) { return handle_get(EXEC, exec) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE; }

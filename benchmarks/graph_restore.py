@@ -1,0 +1,86 @@
+"""How long building graphs from blueprints takes, but for the driver's own part: on a driver that does nothing slow.
+
+    python -m benchmarks.graph_restore --library libcuda.so.1 [--graphs 35] [--nodes 400]
+
+``--library``: the fake driver of tests/runtime/state/graphs/fakecuda, compiled with cc -O2 -shared -fPIC … -lm. What a
+real driver takes for the same calls comes on top; benchmarks/gpu measures the sum on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import struct
+import sys
+import time
+from pathlib import Path
+
+from medusa_runtime.state.graphs import Blueprints, CudaDriver, DeviceRegion, RegionKind, place, restore_graphs
+from medusa_runtime.state.graphs.blob_format import encode
+from medusa_runtime.state.graphs.blueprint import Edge, GraphBlueprint, KernelRecord, Node, Relocation
+from medusa_runtime.state.graphs.images import ImageStore
+
+CUBIN = Path("tests/runtime/state/graphs/cubins/toy_a.cubin")
+BASE = 0x6000_0000_0000
+
+
+def blueprints(graphs: int, nodes: int) -> Blueprints:
+    """Chains of add_checked and gemv, as a decode step has: 4 parameters and 1 of 64 bytes, 6 pointers in two nodes."""
+    images = ImageStore([CUBIN.read_bytes()])
+    digest = next(iter(images.data))
+    cubin = images.cubin(digest)
+    kernels = tuple(KernelRecord(name, digest, cubin.kernels[name].parameters, ()) for name in ("add_checked", "gemv"))
+    regions = (
+        DeviceRegion("weights", RegionKind.NAMED, BASE, 4 << 20),
+        DeviceRegion("pool", RegionKind.SLAB, BASE + (1 << 30), 4 << 20),
+    )
+    made = []
+    for graph in range(graphs):
+        blob, relocations, listed = bytearray(), [], []
+        for number in range(nodes):
+            start, kernel = len(blob), number % 2
+            blob += (
+                struct.pack("<3Q2i4Q", 0, 0, 0, 16, 16, 0, 0, 0, graph) if kernel else bytes(24) + struct.pack("<Q", 16)
+            )
+            relocations += [
+                Relocation(start + 8 * word, word % 2, 512 * (number % 1000) + word * 64) for word in range(3)
+            ]
+            listed.append(Node(0, 0, kernel, (16, 1, 1), (128, 1, 1), 0, start, len(blob) - start - 4 * (1 - kernel)))
+        edges = tuple(Edge(number, number + 1, bytes(8)) for number in range(nodes - 1))
+        made.append(GraphBlueprint(f"decode-{graph}", tuple(listed), edges, bytes(blob), tuple(relocations)))
+    return Blueprints(regions=regions, kernels=kernels, graphs=tuple(made), images=dict(images.data))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--library", required=True)
+    parser.add_argument("--graphs", type=int, default=35)
+    parser.add_argument("--nodes", type=int, default=400)
+    parser.add_argument("--runs", type=int, default=5)
+    options = parser.parse_args()
+    driver = CudaDriver(options.library)
+    driver.call("cuInit", 0)
+    driver.call("cuCtxSetCurrent", driver.handle("cuDevicePrimaryCtxRetain", 0))
+    stream = driver.handle("cuStreamCreate", 0)
+    data = encode(blueprints(options.graphs, options.nodes))
+    rows = []
+    for _ in range(options.runs):
+        start = time.perf_counter()
+        loaded = Blueprints.load(data)
+        read = time.perf_counter()
+        with place(driver, loaded.regions) as placement:
+            keys = [graph.key for graph in loaded.graphs]
+            built = time.perf_counter()
+            with restore_graphs(
+                driver, loaded, placement, keys=keys, stream=stream, fingerprint={}, validate="none"
+            ) as restored:
+                rows.append({"load_s": read - start, "build_s": time.perf_counter() - built})
+                assert len(restored.graphs) == options.graphs, restored.reasons
+    best = {name: min(row[name] for row in rows) for name in rows[0]}
+    result = {"graphs": options.graphs, "nodes": options.graphs * options.nodes, "bundle_bytes": len(data), **best}
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
