@@ -40,8 +40,8 @@ class GpuRunner:
         """``blueprints`` gives the state bundle's graphs; called once, when the weights are there, and may wait."""
         self._gpu = gpu
         self.model = model
-        self._cache = cache
-        self._loader = loader
+        self.cache = cache
+        self.loader = loader
         self._timeline = timeline
         self._blueprints = blueprints
         self.graphs: DecodeGraphs | None = None
@@ -63,10 +63,10 @@ class GpuRunner:
     def step(self, spans: list[Span]) -> tuple[Tensor | None, list[Sequence]]:
         """As ``run_step``. A graph passes no gates, so it runs only when all weights are there."""
         graphs = self.graphs
-        if graphs is not None and self._loader.applied and self._blueprints is not None:
+        if graphs is not None and self.loader.applied and self._blueprints is not None:
             self._restore(graphs)  # waits for nothing else: the first decode is as good a moment as an idle one
-        if graphs is None or not self._loader.applied or not graphs.can_run(spans):
-            return run_step(self.model, self._cache, spans, GpuAttention)
+        if graphs is None or not self.loader.applied or not graphs.can_run(spans):
+            return run_step(self.model, self.cache, spans, GpuAttention)
         logits = graphs.run(spans)
         for span in spans:
             span.sequence.computed = span.stop
@@ -83,10 +83,10 @@ class GpuRunner:
         it was in vain.
         """
         graphs = self.graphs
-        if graphs is None or not self._loader.placed or not graphs.pending:
+        if graphs is None or not self.loader.placed or not graphs.pending:
             return False
         if self._blueprints is not None:
-            if not self._loader.applied:
+            if not self.loader.applied:
                 return False
             self._restore(graphs)
             return True

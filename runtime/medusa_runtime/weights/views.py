@@ -38,7 +38,7 @@ class Views:
         dtype = DTYPES[entry.dtype]
         shard = self._shards.get(entry.shard)
         if shard is None:
-            shard = self._shards[entry.shard] = _bytes_tensor(self._region.shard(entry.shard))
+            shard = self._shards[entry.shard] = bytes_tensor(self._region.shard(entry.shard))
         data = shard[entry.start : entry.stop]
         if entry.start % dtype.itemsize or data.data_ptr() % dtype.itemsize:
             data = data.clone()
@@ -47,7 +47,7 @@ class Views:
         return data.view(dtype).view(entry.shape)
 
 
-def _bytes_tensor(memory: memoryview) -> Tensor:
+def bytes_tensor(memory: memoryview) -> Tensor:
     """uint8 [bytes] over read-only memory.
 
     torch.frombuffer warns of such memory, and a warning can only be silenced for all threads at once; an array at the

@@ -1,0 +1,116 @@
+"""Decode steps: captured against launched by hand, and whether two processes' graphs compute the same bits."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import time
+from typing import Any
+
+import torch
+from medusa_runtime.engine.kv_cache import BLOCK_TOKENS
+
+from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.started import Started
+
+_CONTEXT = 512  # tokens of each sequence when steps are timed
+_SEEDS = (1, 2, 3)
+_REPLAYS = 2
+
+
+def capture_all(one: Started) -> dict[str, Any]:
+    """Warm up and capture every size; seconds of each part, from the timeline."""
+    begin = time.perf_counter()
+    while one.graphs.pending:
+        one.graphs.capture_next()
+    seconds = time.perf_counter() - begin
+    stages = one.timeline.stages()
+    parts = {
+        name: sum(s.end_ns - s.start_ns for s in stages if s.name == name) / 1e9 for name in ("warm_up", "capture")
+    }
+    return {"seconds": seconds, "graphs": len(one.graphs.graphs), **parts}
+
+
+def fill(one: Started, size: int, seed: int, context: int | None = None) -> None:
+    """Inputs and a KV cache that depend on the seed alone; ``context`` for all, else each sequence has its own."""
+    graphs, cache = one.graphs, one.engine.runner.cache  # type: ignore[attr-defined]
+    inputs, width = graphs.inputs, graphs.inputs.tables.shape[1]
+    dice = torch.Generator().manual_seed(seed)
+    # Blocks are shared by sequences: attention only reads, and each writes to a last block of its own.
+    last = torch.arange(size) % cache.spare
+    tables = torch.randint(cache.spare, (size, width), generator=dice)
+    longest = width * BLOCK_TOKENS if context is None else context
+    contexts = torch.randint(1, longest + 1, (size,), generator=dice)
+    if context is not None:
+        contexts = torch.full((size,), min(context, width * BLOCK_TOKENS))
+    tables[torch.arange(size), (contexts - 1) // BLOCK_TOKENS] = last
+    slots = last * BLOCK_TOKENS + (contexts - 1) % BLOCK_TOKENS
+    ids = torch.randint(one.engine.info.vocab_size, (size,), generator=dice)
+    inputs.numbers[:, :size] = torch.stack([ids, contexts - 1, slots, contexts]).to(inputs.numbers.device)
+    inputs.tables[:size] = tables.to(torch.int32).to(inputs.tables.device)
+
+
+def fill_cache(one: Started) -> None:
+    """The same bits in every process: one random block, written to all."""
+    pool = one.engine.runner.cache.pool  # type: ignore[attr-defined]
+    block = torch.randn(pool.shape[3:], generator=torch.Generator().manual_seed(0)).to(pool.dtype).to(pool.device)
+    pool[:] = block
+    scale = 1 + torch.arange(pool.shape[2], device=pool.device).remainder(7).to(pool.dtype) / 8
+    pool *= scale[:, None, None, None]
+
+
+def hashes(machine: Machine, one: Started) -> dict[str, list[str]]:
+    """For each size the digests of its logits: three inputs, two replays each."""
+    found: dict[str, list[str]] = {}
+    for size, graph in sorted(one.graphs.graphs.items()):
+        digests = []
+        for seed in _SEEDS:
+            for _ in range(_REPLAYS):
+                fill_cache(one)
+                fill(one, size, seed)
+                one.graphs.inputs.logits.fill_(float("nan"))
+                graph.replay()
+                machine.synchronize()
+                logits = one.graphs.inputs.logits[:size]
+                assert not logits.isnan().any(), f"batch size {size}: a row was not written"
+                data = logits.cpu().view(torch.uint8)
+                digests.append(hashlib.sha256(data.numpy().tobytes()).hexdigest()[:16])
+        found[str(size)] = digests
+    return found
+
+
+def steps(machine: Machine, one: Started, repeats: int = 20) -> dict[str, dict[str, float]]:
+    """Milliseconds of a step, eager and replayed, at 512 tokens of context; medians."""
+    found: dict[str, dict[str, float]] = {}
+    graphs = one.graphs
+    shown = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size in graphs.graphs]
+    fill_cache(one)
+    with torch.inference_mode():
+        for size in shown:
+            fill(one, size, seed=size, context=_CONTEXT)
+            eager = statistics.median(machine.time_ms(lambda size=size: graphs.step(size), repeats))  # type: ignore[misc]
+            replay = statistics.median(machine.time_ms(graphs.graphs[size].replay, repeats))
+            found[str(size)] = {"eager_ms": eager, "replay_ms": replay, "speedup": eager / replay}
+    return found
+
+
+def against_eager(machine: Machine, one: Started) -> dict[str, float]:
+    """How far a replay's logits are from the same step launched by hand: largest relative difference of a size."""
+    worst = 0.0
+    fill_cache(one)
+    with torch.inference_mode():
+        for size, graph in graphs_of(one):
+            fill(one, size, seed=5)
+            graph.replay()
+            machine.synchronize()
+            replayed = one.graphs.inputs.logits[:size].float().clone()
+            fill(one, size, seed=5)
+            one.graphs.step(size)
+            machine.synchronize()
+            stepped = one.graphs.inputs.logits[:size].float()
+            worst = max(worst, float((replayed - stepped).norm() / stepped.norm()))
+    return {"worst_relative_difference": worst}
+
+
+def graphs_of(one: Started) -> list[tuple[int, Any]]:
+    return sorted(one.graphs.graphs.items())

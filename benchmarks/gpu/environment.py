@@ -1,0 +1,103 @@
+"""E0: what the machine has, and whether the driver does what restoring relies on. Each fact stands for itself."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.machine import Machine
+
+
+def environment(machine: Machine) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, fact in _FACTS.items():
+        try:
+            found[name] = fact(machine)
+        except Exception as error:  # noqa: BLE001 - one that fails is a fact, too
+            found[name] = f"failed: {type(error).__name__}: {error}"
+    return found
+
+
+def _triton(machine: Machine) -> str:
+    import triton
+
+    return str(triton.__version__)
+
+
+def _driver(machine: Machine) -> str:
+    import ctypes
+
+    from medusa_runtime.device.driver import Driver
+
+    version = ctypes.c_int()
+    Driver().call("cuDriverGetVersion", ctypes.byref(version))
+    return str(version.value)
+
+
+def _placement(machine: Machine) -> dict[str, object]:
+    """Whether memory can be had at the addresses that graphs are captured with."""
+    from medusa_runtime.engine.placed_memory import BASE, OTHER_BASE, PlacedMemory
+    from medusa_runtime.state.graphs.driver import CudaDriver
+
+    torch.empty(1, device=machine.device)
+    found: dict[str, object] = {}
+    for base in (BASE, OTHER_BASE):
+        memory = PlacedMemory(CudaDriver(), machine.device, base)
+        tensor = memory("probe", 64 << 20)
+        tensor.fill_(7)
+        found[hex(base)] = {
+            "at": hex(memory.addresses()["probe"]),
+            "writes": bool((tensor == 7).all()),
+            "granted": memory.addresses()["probe"] == base,
+        }
+    return found
+
+
+def _cupti(machine: Machine) -> dict[str, int]:
+    """How many kernel images CUPTI tells of when a product is computed."""
+    from medusa_runtime.device.cupti import ModuleRecorder
+
+    with ModuleRecorder() as recorder:
+        x = torch.randn(64, 4096, device=machine.device, dtype=torch.bfloat16)
+        torch.cuda.synchronize()
+        (x @ x.T).relu().sum().item()
+        return {"images": len(recorder.images), "bytes": sum(map(len, recorder.images))}
+
+
+def _register(machine: Machine) -> str:
+    """Whether a read-only mapping of a memfd can be registered."""
+    import ctypes
+    import mmap
+
+    from medusa_runtime.device.driver import Driver
+
+    fd = os.memfd_create("probe")
+    os.ftruncate(fd, 64 << 20)
+    memory = mmap.mmap(fd, 64 << 20, mmap.MAP_SHARED, mmap.PROT_READ)
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    torch.empty(1, device=machine.device)
+    Driver().call("cuMemHostRegister_v2", ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), 8)
+    return "read-only memfd registered"
+
+
+_FACTS: dict[str, Callable[[Machine], Any]] = {
+    "device": lambda machine: machine.name,
+    "python": lambda _: platform.python_version(),
+    "kernel": lambda _: platform.release(),
+    "torch": lambda _: torch.__version__,
+    "cuda": lambda _: str(torch.version.cuda),
+    "cpus": lambda _: len(os.sched_getaffinity(0)),
+    "memory_gib": lambda _: Path("/proc/meminfo").read_text().split()[1].rjust(1),
+    "compiler": lambda _: shutil.which("g++") or shutil.which("gcc"),
+    "triton": _triton,
+    "driver": _driver,
+    "placement": _placement,
+    "cupti": _cupti,
+    "register": _register,
+}

@@ -1,0 +1,147 @@
+"""The machine that the parts run on: a GPU, or, for a dry run, host memory in its place."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from medusa_runtime.config import Settings
+from medusa_runtime.engine.gpu import Gpu
+from torch import Tensor
+
+
+class Machine(Protocol):
+    name: str
+    device: torch.device
+
+    def gpu(self, way: str = "auto") -> Gpu: ...
+
+    def synchronize(self) -> None: ...
+
+    def time_ms(self, work: Callable[[], object], repeats: int) -> list[float]:
+        """Milliseconds of each of ``repeats`` runs, after one that is not counted."""
+
+    def materialize(self, settings: Settings, folder: Path) -> Path | None: ...
+
+
+def machine(*, dry_run: bool) -> Machine:
+    return HostMachine() if dry_run else CudaMachine()
+
+
+class CudaMachine:
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", 0)
+        self.name = torch.cuda.get_device_name(self.device)
+
+    def gpu(self, way: str = "auto") -> Gpu:
+        return Gpu(way=way)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def time_ms(self, work: Callable[[], object], repeats: int) -> list[float]:
+        work()
+        torch.cuda.synchronize()
+        times = []
+        for _ in range(repeats):
+            begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            begin.record()
+            work()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        return times
+
+    def materialize(self, settings: Settings, folder: Path) -> Path | None:
+        from medusa_runtime.engine.graph_capture import capture
+
+        assert settings.model is not None
+        return capture(settings.model, settings, folder)
+
+
+class HostMachine:
+    """Numbers from it mean nothing; it is there so that nothing is run for the first time when a GPU is lent."""
+
+    name = "dry run, no GPU"
+    device = torch.device("cpu")
+
+    def gpu(self, way: str = "auto") -> Gpu:
+        return HostGpu()
+
+    def synchronize(self) -> None: ...
+
+    def time_ms(self, work: Callable[[], object], repeats: int) -> list[float]:
+        work()
+        times = []
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            work()
+            times.append((time.perf_counter() - begin) * 1e3)
+        return times
+
+    def materialize(self, settings: Settings, folder: Path) -> Path | None:
+        path = folder / "cuda-graphs"
+        path.write_bytes(b"dry run")
+        return path
+
+
+class _Arrived:
+    def done(self) -> bool:
+        return True
+
+
+class _HostLink:
+    registered_bytes = staged_bytes = 0
+
+    def memory(self, name: str, size_bytes: int) -> Tensor:
+        return torch.zeros(size_bytes, dtype=torch.uint8)
+
+    def copy(self, target: Tensor, source: Tensor, *, urgent: bool) -> _Arrived:
+        target.copy_(source)
+        self.staged_bytes += source.nbytes
+        return _Arrived()
+
+    def forget(self, source: Tensor) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _Recorded:
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.replay = work
+
+
+class _Recorder:
+    def warm_up(self, work: Callable[[], None]) -> None:
+        work()
+
+    def capture(self, work: Callable[[], None]) -> _Recorded:
+        return _Recorded(work)
+
+
+class HostGpu(Gpu):
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.link = _HostLink()
+
+    def memory(self, name: str, size_bytes: int) -> Tensor:
+        return self.link.memory(name, size_bytes)
+
+    def free_beside(self, loader: Any) -> int:
+        loader.wait_placed()
+        return 1 << 30
+
+    def capturer(self) -> Any:
+        return _Recorder()
+
+    def working(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def restored(self, model: Any, graphs: Any, blueprints: bytes) -> Mapping[int, Any]:
+        return {size: _Recorded(partial(graphs.step, size)) for size in graphs.sizes}

@@ -1,0 +1,123 @@
+"""One part of the check, in this process: ``python -m benchmarks.gpu.part NAME OUT [options]``. Writes OUT, JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from medusa_runtime.device.context import DeviceContext
+from medusa_runtime.timeline import Timeline
+
+if TYPE_CHECKING:  # torch is imported in main, beside the context
+    from benchmarks.gpu.machine import Machine
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=sorted(PARTS))
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--model", default="", help="a checkpoint's folder")
+    parser.add_argument("--bundle", type=Path, help="the graphs' blueprints: written by materialize, read by others")
+    parser.add_argument("--strategy", default="", help="of the part phase")
+    parser.add_argument("--dry-run", action="store_true", help="host memory in place of a GPU")
+    options = parser.parse_args(arguments)
+    began = time.monotonic_ns()
+    timeline = Timeline.create("engine")
+    context = None if options.dry_run else DeviceContext(timeline=timeline)  # beside the imports, as the engine does
+    with timeline.stage("import"):
+        from benchmarks.gpu.machine import machine
+    info = context.wait() if context is not None else None
+    found = PARTS[options.name](machine(dry_run=options.dry_run), options)
+    start = {stage.name: [(stage.start_ns - began) / 1e9, (stage.end_ns - began) / 1e9] for stage in timeline.stages()}
+    found |= {"start": start, "process_s": (time.monotonic_ns() - began) / 1e9, "device": info.name if info else ""}
+    options.out.write_text(json.dumps(found))
+    return 0
+
+
+def _settings(options: Any) -> Any:
+    from benchmarks.gpu.started import settings_for
+
+    return settings_for(options.model, dry_run=options.dry_run)
+
+
+def environment(machine: Machine, options: Any) -> dict[str, Any]:
+    from benchmarks.gpu.environment import environment
+
+    return environment(machine)
+
+
+def transfer(machine: Machine, options: Any) -> dict[str, Any]:
+    from benchmarks.gpu.transfer import transfer
+
+    return transfer(machine, total_bytes=(192 << 20) if options.dry_run else (4 << 30))
+
+
+def loading(machine: Machine, options: Any) -> dict[str, Any]:
+    from benchmarks.gpu.transfer import loading
+
+    return loading(machine, _settings(options))
+
+
+def materialize(machine: Machine, options: Any) -> dict[str, Any]:
+    """The offline phase (figure 9)."""
+    began = time.perf_counter()
+    made = machine.materialize(_settings(options), options.bundle.parent)
+    seconds = time.perf_counter() - began
+    if made is None:
+        raise RuntimeError("nothing was materialized")
+    made.rename(options.bundle)
+    return {"seconds": seconds, "bytes": options.bundle.stat().st_size}
+
+
+def captured(machine: Machine, options: Any) -> dict[str, Any]:
+    """Warm-up and capture, and what the graphs compute (figures 2 and 3)."""
+    from benchmarks.gpu.decoding import against_eager, capture_all, hashes, steps
+    from benchmarks.gpu.started import started
+
+    with started(machine, _settings(options)) as one:
+        capture = capture_all(one)
+        found = {"capture": capture, "eager": against_eager(machine, one), "hashes": hashes(machine, one)}
+        return {**found, "steps": steps(machine, one)}
+
+
+def restored(machine: Machine, options: Any) -> dict[str, Any]:
+    """The same of graphs that were restored, in this process, which captures nothing."""
+    from benchmarks.gpu.decoding import hashes, steps
+    from benchmarks.gpu.started import started
+
+    with started(machine, _settings(options)) as one:
+        data = options.bundle.read_bytes()
+        began = time.perf_counter()
+        one.graphs.adopt(one.gpu.restored(one.runner.model, one.graphs, data))
+        machine.synchronize()
+        seconds = time.perf_counter() - began
+        missing = list(one.graphs.pending)
+        restore = {"seconds": seconds, "graphs": len(one.graphs.graphs), "missing": missing}
+        if not one.graphs.graphs:
+            raise RuntimeError("no graph was restored; the log says why")
+        return {"restore": restore, "hashes": hashes(machine, one), "steps": steps(machine, one)}
+
+
+def phase(machine: Machine, options: Any) -> dict[str, Any]:
+    from benchmarks.gpu.phases import phase
+
+    return phase(machine, _settings(options), options.strategy, options.bundle)
+
+
+PARTS: dict[str, Callable[[Machine, Any], dict[str, Any]]] = {
+    "environment": environment,
+    "transfer": transfer,
+    "loading": loading,
+    "materialize": materialize,
+    "captured": captured,
+    "restored": restored,
+    "phase": phase,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

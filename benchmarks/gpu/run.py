@@ -1,0 +1,174 @@
+"""The whole check of a GPU, in four runs of a few minutes: ``python -m benchmarks.gpu.run --run 1 --out DIR``.
+
+    1  what the machine has; transfer limits; the loader's rate; the GPU tests
+    2  Llama-3-8B's shape: materialize, capture, restore in a new process, same bits?, decode speed
+    3  the same for Qwen2.5-0.5B's, OPT-1.3B's and (if minutes allow) Falcon-7B's
+    4  the loading phase by three strategies, three times each
+
+Every part is a process of its own with a timeout, and its result is written at once: what fails or hangs costs its own
+minutes and nothing else. ``--dry-run`` runs all of it here, on tiny shapes, with host memory in place of a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.gpu.summary import lines
+
+ROOT = Path(__file__).parents[2]
+SHAPES = {
+    2: ("llama-3-8b",),
+    3: ("qwen2.5-0.5b", "opt-1.3b", "falcon-7b"),
+    4: ("llama-3-8b", "qwen2.5-0.5b", "opt-1.3b"),
+}
+DRY_SHAPES = {2: ("tiny-llama",), 3: ("tiny-qwen2", "tiny-opt", "tiny-falcon"), 4: ("tiny-llama",)}
+_REPEATS = 3
+
+
+class Part(NamedTuple):
+    """``key`` names its result; ``arguments`` are those of benchmarks.gpu.part."""
+
+    key: str
+    name: str
+    arguments: tuple[str, ...] = ()
+    timeout_s: float = 180.0
+    makes: Path | None = None  # without this file it is not done, whatever results say: a machine that is lent is bare
+
+
+class Check:
+    """Runs parts and keeps results; what is there already is not run again."""
+
+    def __init__(self, out: Path, work: Path, *, dry_run: bool, budget_s: float) -> None:
+        self._out = out
+        self._work = work
+        self._dry_run = dry_run
+        self._end = time.monotonic() + budget_s
+        self._file = out / "results.json"
+        self.results: dict[str, Any] = json.loads(self._file.read_text()) if self._file.exists() else {}
+
+    def run(self, part: Part) -> None:
+        done = "failed" not in self.results.get(part.key, {"failed": ""})
+        if done and (part.makes is None or part.makes.exists()):
+            return
+        left = self._end - time.monotonic()
+        if left < 5:
+            self.keep(part.key, {"failed": "the minutes were used up"})
+            return
+        result, log = self._work / "part.json", self._out / f"{part.key.replace(' ', '-')}.log"
+        result.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "benchmarks.gpu.part", part.name, str(result), *part.arguments]
+        command += ["--dry-run"] if self._dry_run else []
+        began = time.monotonic()
+        with log.open("wb") as file:
+            process = subprocess.Popen(command, cwd=ROOT, env=_environ(), stdout=file, stderr=subprocess.STDOUT)
+            try:
+                status: int | str = process.wait(min(part.timeout_s, left))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                status = "timeout"
+        took = time.monotonic() - began
+        if result.exists() and status == 0:
+            self.keep(part.key, {**json.loads(result.read_text()), "took_s": took})
+        else:
+            end = log.read_text(errors="replace").strip()[-600:]
+            self.keep(part.key, {"failed": f"status {status} after {took:.0f} s: {end}"})
+        print(f"{took:6.1f} s  {part.key}" + ("" if status == 0 else f"  FAILED ({status})"), flush=True)
+
+    def keep(self, key: str, found: dict[str, Any]) -> None:
+        self.results[key] = found
+        self._file.write_text(json.dumps(self.results, indent=1))
+
+    def checkpoint(self, shape: str) -> Path:
+        """A folder with random weights of this shape; made once."""
+        folder = self._work / shape
+        if not (folder / "done").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            began = time.monotonic()
+            command = [sys.executable, "-m", "benchmarks.make_checkpoint", "--shape", shape, "--out", str(folder)]
+            subprocess.run(command, cwd=ROOT, env=_environ(), check=True, stdout=subprocess.DEVNULL)
+            (folder / "done").touch()
+            print(f"{time.monotonic() - began:6.1f} s  checkpoint {shape}", flush=True)
+        return folder
+
+
+def parts(number: int, check: Check, *, dry_run: bool) -> Iterator[Part]:
+    """Made one by one: a checkpoint is written when its first part is due."""
+    shapes = DRY_SHAPES if dry_run else SHAPES
+    if number == 1:
+        yield Part("environment", "environment", timeout_s=90)
+        yield Part("transfer", "transfer", timeout_s=120)
+        model = str(check.checkpoint("tiny-llama" if dry_run else "llama-3-8b"))
+        yield Part("loading", "loading", ("--model", model), 150)
+        return
+    for shape in shapes[number]:
+        model = str(check.checkpoint(shape))
+        bundle = ("--model", model, "--bundle", f"{model}.graphs")
+        yield Part(f"{shape} materialize", "materialize", bundle, 240, Path(f"{model}.graphs"))
+        if number == 4:
+            for strategy in ("capture", "async", "medusa"):
+                for repeat in range(_REPEATS):
+                    yield Part(f"{shape} phase {strategy} {repeat}", "phase", (*bundle, "--strategy", strategy), 120)
+        else:
+            yield Part(f"{shape} captured", "captured", bundle, 180)
+            yield Part(f"{shape} restored", "restored", bundle, 180)
+
+
+def gpu_tests(check: Check, out: Path) -> None:
+    """The tests marked gpu; their report is a part's result like any other."""
+    log = out / "gpu-tests.log"
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests/runtime"]
+    with log.open("wb") as file:
+        try:
+            status = subprocess.run(
+                command, cwd=ROOT, env=_environ(), stdout=file, stderr=subprocess.STDOUT, timeout=240, check=False
+            ).returncode
+        except subprocess.TimeoutExpired:
+            status = -1
+    end = log.read_text(errors="replace").strip().splitlines()[-1:]
+    check.keep("gpu tests", {"status": status, "end": end} if status == 0 else {"failed": f"status {status}: {end}"})
+    print(f"          gpu tests: {end}", flush=True)
+
+
+def _environ() -> dict[str, str]:
+    """The packages by their source roots: nothing of ours is installed on a machine that is lent."""
+    roots = [str(ROOT / name) for name in ("runtime", "handler", "adapters")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([*roots, str(ROOT), os.environ.get("PYTHONPATH", "")])}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=int, choices=(1, 2, 3, 4), action="append", help="which; more than once; all")
+    parser.add_argument("--out", type=Path, required=True, help="results.json (added to), logs, report.html")
+    parser.add_argument(
+        "--work", type=Path, default=Path("/tmp/medusa-gpu"), help="checkpoints and bundles, to be kept"
+    )
+    parser.add_argument("--minutes", type=float, default=9.0, help="of each run; what is left over is left out")
+    parser.add_argument("--dry-run", action="store_true")
+    options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    options.work.mkdir(parents=True, exist_ok=True)
+    for number in options.run or (1, 2, 3, 4):
+        check = Check(options.out, options.work, dry_run=options.dry_run, budget_s=options.minutes * 60)
+        for part in parts(number, check, dry_run=options.dry_run):
+            check.run(part)
+        if number == 1 and not options.dry_run:
+            gpu_tests(check, options.out)
+    from benchmarks.gpu.figures import report
+
+    (options.out / "report.html").write_text(report(check.results))
+    print("\n".join(lines(check.results)))
+    return int(any("failed" in found for found in check.results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""An engine on the machine's GPU, up to where its weights are there, with nothing captured yet."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from medusa_runtime.config import Settings
+from medusa_runtime.engine.decode_graphs import DecodeGraphs
+from medusa_runtime.engine.gpu import Gpu
+from medusa_runtime.engine.gpu_runner import GpuRunner
+from medusa_runtime.engine.torch_engine import TorchEngine
+from medusa_runtime.timeline import Timeline
+from medusa_runtime.weights.prefetcher import prefetch
+from medusa_runtime.weights.region import Region
+
+from benchmarks.gpu.machine import Machine
+
+SETTINGS = Settings(max_concurrency=256, max_waiting=512, max_model_len=2048, state="none")
+
+
+def settings_for(model: str, *, dry_run: bool) -> Settings:
+    """The KV cache has a fixed size, so that two processes have the same addresses and the same offsets."""
+    if dry_run:
+        return replace(SETTINGS, model=model, max_concurrency=8, max_model_len=64, kv_cache_mb=4, threads=1)
+    return replace(SETTINGS, model=model, kv_cache_mb=16384, device="cuda")
+
+
+@dataclass
+class Started:
+    engine: TorchEngine
+    gpu: Gpu
+    region: Region
+    timeline: Timeline
+
+    @property
+    def runner(self) -> GpuRunner:
+        runner = self.engine.runner
+        assert isinstance(runner, GpuRunner)
+        return runner
+
+    @property
+    def graphs(self) -> DecodeGraphs:
+        graphs = self.runner.graphs
+        assert graphs is not None, "this model's decode steps cannot be captured"
+        return graphs
+
+
+@contextmanager
+def started(machine: Machine, settings: Settings, *, way: str = "auto", wait: bool = True) -> Iterator[Started]:
+    """``wait`` for the weights; the checkpoint is a folder here, whose files are in the page cache if memory allows."""
+    assert settings.model is not None
+    timeline = Timeline.create("engine")
+    region = Region.create()
+    fetch = threading.Thread(
+        target=prefetch,
+        args=(region, settings.model),
+        kwargs={"settings": settings, "timeline": timeline.named("prefetcher")},
+    )
+    fetch.start()
+    gpu = machine.gpu(way)
+    engine = TorchEngine(region, settings, timeline, gpu)
+    try:
+        if wait:
+            engine.wait_ready()
+        yield Started(engine, gpu, region, timeline)
+    finally:
+        fetch.join()
+        engine.close()
+        region.close()

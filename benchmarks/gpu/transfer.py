@@ -1,0 +1,97 @@
+"""How fast bytes reach the device: the limit, and each way of the loader's, over the same bytes."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import statistics
+import time
+from typing import Any
+
+import torch
+from medusa_runtime.config import Settings
+from medusa_runtime.weights.upload import Link, Uploads
+from medusa_runtime.weights.views import bytes_tensor
+
+from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.started import started
+
+_PIECE = 64 << 20
+
+
+def transfer(machine: Machine, *, total_bytes: int, repeats: int = 5) -> dict[str, Any]:
+    """GB/s into the device: pinned (the limit), pageable, and through a link from a read-only memfd, both ways."""
+    found: dict[str, Any] = {"bytes": total_bytes}
+    target = torch.empty(total_bytes, dtype=torch.uint8, device=machine.device)
+    pinned = torch.empty(total_bytes, dtype=torch.uint8, pin_memory=machine.device.type == "cuda").fill_(1)
+    found["pinned_gb_s"] = _rate(machine, total_bytes, repeats, lambda: target.copy_(pinned, non_blocking=True))
+    pageable = torch.ones(min(total_bytes, 1 << 30), dtype=torch.uint8)
+    found["pageable_gb_s"] = _rate(machine, pageable.nbytes, repeats, lambda: target[: pageable.nbytes].copy_(pageable))
+    source = _memfd(total_bytes)
+    for way in ("register", "staging"):
+        try:
+            found[way] = _through(machine, way, target, source)
+        except Exception as error:  # noqa: BLE001 - the other way may work
+            found[way] = {"failed": f"{type(error).__name__}: {error}"}
+    return found
+
+
+def _rate(machine: Machine, size: int, repeats: int, work: Any) -> float:
+    return size / statistics.median(machine.time_ms(work, repeats)) / 1e6
+
+
+def _memfd(total_bytes: int) -> torch.Tensor:
+    """A region's memory as a reader has it, all of it there."""
+    fd = os.memfd_create("transfer")
+    os.ftruncate(fd, total_bytes)
+    with mmap.mmap(fd, total_bytes) as writable:
+        for start in range(0, total_bytes, _PIECE):
+            writable[start : start + _PIECE] = bytes([start // _PIECE % 251]) * min(_PIECE, total_bytes - start)
+    memory = mmap.mmap(fd, total_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+    os.close(fd)
+    return bytes_tensor(memoryview(memory))
+
+
+def _through(machine: Machine, way: str, target: torch.Tensor, source: torch.Tensor) -> dict[str, Any]:
+    """Twice: the second time nothing is registered or allocated any more."""
+    link: Link = machine.gpu(way).link
+    seconds = []
+    for _ in range(2):
+        begin = time.perf_counter()
+        uploads = Uploads(link)
+        for start in range(0, source.nbytes, _PIECE):
+            while not uploads.has_room:
+                uploads.pause(lambda: None)
+            part = slice(start, start + _PIECE)
+            uploads.begin(str(start), target[part], source[part], urgent=False)
+        while uploads:
+            uploads.pause(lambda: None)
+        machine.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    right = all(bool((target[s : s + 1].cpu() == source[s : s + 1]).all()) for s in range(0, source.nbytes, _PIECE))
+    link.close()
+    first, again = (source.nbytes / second / 1e9 for second in seconds)
+    return {"first_gb_s": first, "again_gb_s": again, "right": right}
+
+
+def loading(machine: Machine, settings: Settings) -> dict[str, Any]:
+    """The whole loader on a checkpoint whose files are in the page cache, once a way."""
+    found: dict[str, Any] = {}
+    with started(machine, settings):  # reads the files
+        pass
+    for way in ("register", "staging"):
+        try:
+            with started(machine, settings, way=way) as one:
+                applied = [stage for stage in one.timeline.stages() if stage.name == "apply"]
+                seconds = (max(s.end_ns for s in applied) - min(s.start_ns for s in applied)) / 1e9
+                slab = one.runner.loader.slab
+                assert slab is not None
+                found[way] = {
+                    "gb_s": slab.nbytes / seconds / 1e9,
+                    "seconds": seconds,
+                    "bytes": slab.nbytes,
+                    "registered_bytes": one.gpu.link.registered_bytes,  # type: ignore[attr-defined]
+                }
+        except Exception as error:  # noqa: BLE001
+            found[way] = {"failed": f"{type(error).__name__}: {error}"}
+    return found

@@ -1,0 +1,119 @@
+"""The script that checks a GPU: its plumbing here, without one, so that nothing is run for the first time on one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu import run, summary
+from benchmarks.gpu.figures import report
+from benchmarks.gpu.run import Check, Part
+
+
+def check(tmp_path: Path) -> Check:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "out").mkdir()
+    return Check(tmp_path / "out", tmp_path / "work", dry_run=True, budget_s=300)
+
+
+def test_a_dry_run_goes_through_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_REPEATS", 1)
+    arguments = ["--dry-run", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+    assert run.main([*arguments, "--run", "2", "--run", "4"]) == 0
+    results = json.loads((tmp_path / "out/results.json").read_text())
+    assert list(results) == [
+        *(f"tiny-llama {name}" for name in ("materialize", "captured", "restored")),
+        *(f"tiny-llama phase {strategy} 0" for strategy in ("capture", "async", "medusa")),
+    ]
+    captured, restored = results["tiny-llama captured"], results["tiny-llama restored"]
+    assert captured["capture"]["graphs"] == restored["restore"]["graphs"] == 4
+    assert captured["hashes"] == restored["hashes"]
+    assert {len(digests) for digests in captured["hashes"].values()} == {6}
+    assert len({digest for digests in captured["hashes"].values() for digest in digests}) == 12, "inputs are all alike"
+    assert captured["eager"]["worst_relative_difference"] == 0
+    stages = {stage["name"] for stage in results["tiny-llama phase capture 0"]["stages"]}
+    assert {"skeleton", "apply", "kv_plan", "profile", "warm_up", "capture", "ready"} <= stages
+    medusas = {stage["name"] for stage in results["tiny-llama phase medusa 0"]["stages"]}
+    assert "restore_graphs" in medusas
+    assert not medusas & {"profile", "capture"}
+    page = (tmp_path / "out/report.html").read_text()
+    assert "WITHOUT A GPU" in page
+    assert page.count("<svg") >= 8
+
+
+def test_a_part_that_fails_costs_nothing_but_itself(tmp_path: Path) -> None:
+    checking = check(tmp_path)
+    model = str(checking.checkpoint("tiny-llama"))
+    checking.run(Part("broken", "restored", ("--model", model, "--bundle", str(tmp_path / "nowhere"))))
+    assert "FileNotFoundError" in checking.results["broken"]["failed"]
+    checking.run(Part("slow", "loading", ("--model", model), timeout_s=0.05))
+    assert "timeout" in checking.results["slow"]["failed"]
+    checking.run(Part("environment", "environment"))
+    facts = checking.results["environment"]
+    assert facts["device"] == ""
+    assert facts["driver"].startswith("failed: DeviceError")
+    kept = json.loads((tmp_path / "out/results.json").read_text())
+    assert set(kept) == {"broken", "slow", "environment"}
+    facts["torch"] = "kept"
+    checking.run(Part("environment", "environment"))
+    assert checking.results["environment"]["torch"] == "kept", "what is there was run again"
+
+
+def test_what_no_minutes_are_left_for_is_named(tmp_path: Path) -> None:
+    checking = check(tmp_path)
+    checking._end = 0.0
+    checking.run(Part("environment", "environment"))
+    assert checking.results["environment"] == {"failed": "the minutes were used up"}
+
+
+def results(**changes: Any) -> dict[str, Any]:
+    steps = {"1": {"eager_ms": 5.0, "replay_ms": 2.0, "speedup": 2.5}}
+    captured = {"capture": {"seconds": 10.0}, "hashes": {"1": ["a", "a", "b", "b"]}, "steps": steps}
+    restored = {"restore": {"seconds": 0.5, "graphs": 35, "missing": []}, "hashes": {"1": ["a", "a", "b", "b"]}}
+    found: dict[str, Any] = {
+        "transfer": {"pinned_gb_s": 50.0, "register": {"first_gb_s": 45.0, "again_gb_s": 48.0}},
+        "m materialize": {"seconds": 30.0},
+        "m captured": captured,
+        "m restored": {**restored, "steps": steps, **changes},
+    }
+    for strategy, seconds in (("capture", 4.0), ("async", 3.0), ("medusa", 2.0)):
+        for number, off in enumerate((0.0, 0.5, -0.5)):
+            run = {"strategy": strategy, "loading_s": seconds + off, "first_token_s": seconds + 1, "stages": []}
+            found[f"m phase {strategy} {number}"] = run
+    return found
+
+
+def missed(found: dict[str, Any]) -> list[str]:
+    return [line for line in summary.lines(found) if line.startswith("MISS")]
+
+
+def test_targets_that_are_reached_are_said_to_be() -> None:
+    said = summary.lines(results())
+    assert not missed(results())
+    assert "ok    m: loading phase 2.00 s against 4.00 s, 50.0% shorter" in said
+    assert any("20.0 times" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"restore": {"seconds": 1.5, "graphs": 35, "missing": []}}, "restored in 1.50 s"),
+        ({"restore": {"seconds": 0.5, "graphs": 34, "missing": [8]}}, "1 missing"),
+        ({"hashes": {"1": ["a", "a", "b", "c"]}}, "bits differ: ['1']"),
+        ({"hashes": {}}, "bits differ: ['1']"),
+        ({"steps": {"1": {"eager_ms": 5.0, "replay_ms": 2.1, "speedup": 2.4}}}, "1.050 of captured"),
+    ],
+)
+def test_targets_that_are_missed_are_said_to_be(changes: dict[str, Any], line: str) -> None:
+    assert any(line in said for said in missed(results(**changes)))
+
+
+def test_replays_that_differ_among_themselves_are_no_agreement() -> None:
+    assert summary.differing({"4": ["a", "b"]}, {"4": ["a", "b"]}) == ["4"]
+
+
+def test_a_report_of_nothing_says_so() -> None:
+    assert "nothing was measured" in report({})

@@ -1,0 +1,112 @@
+"""On a real GPU: the context, the link, attention, capture. What they do without one is tested beside their modules."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytestmark = pytest.mark.gpu
+
+
+def memfd(size_bytes: int) -> Tensor:
+    from medusa_runtime.weights.views import bytes_tensor
+
+    fd = os.memfd_create("gpu-test")
+    os.ftruncate(fd, size_bytes)
+    with mmap.mmap(fd, size_bytes) as writable:
+        writable[:] = bytes(range(251)) * (size_bytes // 251) + bytes(size_bytes % 251)
+    memory = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+    os.close(fd)
+    return bytes_tensor(memoryview(memory))
+
+
+def test_torch_works_in_the_context_that_was_retained(cuda: torch.device) -> None:
+    from medusa_runtime.device.context import DeviceContext
+    from medusa_runtime.device.driver import Driver
+
+    with DeviceContext() as context:
+        info = context.wait()
+        torch.empty(1, device=cuda)
+        current = ctypes.c_void_p()
+        Driver().call("cuCtxGetCurrent", ctypes.byref(current))
+        assert current.value == info.context
+        assert info.name == torch.cuda.get_device_name(cuda)
+        assert info.total_bytes == torch.cuda.get_device_properties(cuda).total_memory
+
+
+@pytest.mark.parametrize("way", ["auto", "register", "staging"])
+def test_a_link_copies_every_byte(cuda: torch.device, way: str) -> None:
+    from medusa_runtime.weights.cuda_link import CudaLink
+
+    source = memfd(40 << 20)
+    link = CudaLink(cuda, way=way)
+    target = link.memory("weights", source.nbytes)
+    target.fill_(0)
+    torch.cuda.synchronize()
+    pieces = [(0, 100), (100, 5000), (5000, 9 << 20), (9 << 20, source.nbytes)]
+    copies = [link.copy(target[a:b], source[a:b], urgent=n % 2 == 0) for n, (a, b) in enumerate(pieces)]
+    while not all(copy.done() for copy in copies):
+        pass
+    assert torch.equal(target.cpu(), source)
+    wide = link.memory("wide", 4 << 20).view(torch.float32)
+    halves = source[: 2 << 20].view(torch.float16).nan_to_num()
+    copy = link.copy(wide, halves, urgent=True)
+    while not copy.done():
+        pass
+    assert torch.equal(wide.cpu(), halves.float())
+    link.close()
+    link.close()
+
+
+@pytest.mark.parametrize("shape", [(32, 8, 128), (14, 2, 64), (32, 32, 64), (71, 1, 64)])
+def test_decode_attention_is_right(cuda: torch.device, shape: tuple[int, int, int]) -> None:
+    from medusa_runtime.kernels import paged, paged_triton
+
+    heads, kv_heads, size = shape
+    torch.manual_seed(0)
+    contexts = torch.tensor([1, 16, 63, 64, 65, 700, 1000], device=cuda)
+    pools = [torch.randn(512, 16, kv_heads, size, device=cuda, dtype=torch.bfloat16) for _ in range(2)]
+    tables = torch.randperm(512, device=cuda)[: 7 * 64].view(7, 64).to(torch.int32)
+    q = torch.randn(7, heads, size, device=cuda, dtype=torch.bfloat16)
+    rows = torch.arange(7, dtype=torch.int32, device=cuda)
+    found = paged_triton.decode(q, *pools, tables, contexts, scale=size**-0.5, window=None).float()
+    wide = [pool.float() for pool in pools]
+    expected = paged.attention(q.float(), *wide, tables, rows, contexts.int(), scale=size**-0.5, window=None)
+    assert (found - expected).norm() / expected.norm() < 1e-2
+
+
+def test_capture_and_replay(cuda: torch.device) -> None:
+    from medusa_runtime.engine.cuda_capture import CudaCapturer
+
+    capturer = CudaCapturer(cuda)
+    x, out = torch.ones(64, 64, device=cuda), torch.zeros(64, 64, device=cuda)
+    works: list[Any] = [lambda: out.copy_(x @ x), lambda: out.copy_(x + 1)]
+    for work in works:
+        capturer.warm_up(work)
+    graphs = [capturer.capture(work) for work in works]
+    x.fill_(2)
+    graphs[0].replay()
+    torch.cuda.synchronize()
+    assert (out == 256).all()
+    graphs[1].replay()
+    torch.cuda.synchronize()
+    assert (out == 3).all()
+
+
+def test_memory_is_placed_where_it_was_asked_for(cuda: torch.device) -> None:
+    from medusa_runtime.engine.placed_memory import BASE, PlacedMemory
+    from medusa_runtime.state.graphs.driver import CudaDriver
+
+    torch.empty(1, device=cuda)
+    memory = PlacedMemory(CudaDriver(), cuda, BASE + (1 << 40))
+    first, second = memory("a", 5 << 20), memory("b", 100)
+    assert first.data_ptr() == BASE + (1 << 40)
+    assert second.data_ptr() > first.data_ptr() + first.nbytes
+    first.fill_(3)
+    assert (first == 3).all()
