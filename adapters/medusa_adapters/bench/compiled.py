@@ -17,25 +17,28 @@ from .process import Process
 _MATERIALIZE_TIMEOUT_S = 3600.0
 
 
-class Bundle:
-    """A state bundle of a checkpoint, materialized when it is first asked for; it takes a minute or more."""
+class Bundled:
+    """A folder with links to a checkpoint's files and a state bundle beside them, made when it is first asked for."""
 
     def __init__(self, command: list[str]) -> None:
         self._command = command
         self._scratch = tempfile.TemporaryDirectory(prefix="medusa-bench-bundle-")
-        self._made: dict[str, str] = {}
+        self._made: dict[str, Path] = {}
 
     def of(self, folder: str) -> str:
-        """Where the bundle lies. Raises MedusaError with what `medusa materialize` said when it fails."""
+        """Takes a minute or more, once. Raises MedusaError with what `medusa materialize` said when it fails."""
         if folder not in self._made:
-            place = str(Path(self._scratch.name) / str(len(self._made)))
-            command = [*self._command, "materialize", "--model", folder, "--engine", "vllm"]
-            command += ["--out", place, "--starts", "0"]
+            place = Path(self._scratch.name) / str(len(self._made))
+            place.mkdir()
+            for file in Path(folder).iterdir():
+                if file.is_file():
+                    (place / file.name).symlink_to(file)
+            command = [*self._command, "materialize", "--model", str(place), "--engine", "vllm", "--starts", "0"]
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_MATERIALIZE_TIMEOUT_S)
             if done.returncode:
                 raise MedusaError(f"`{' '.join(command)}` ended with {done.returncode}: {done.stderr[-800:]}")
             self._made[folder] = place
-        return self._made[folder]
+        return str(self._made[folder])
 
     def close(self) -> None:
         self._scratch.cleanup()
@@ -46,11 +49,10 @@ class Compiled(Prewarmed):
 
     def __init__(self, *, name: str, python: str) -> None:
         super().__init__("vllm", name=name, python=python)
-        self._bundle = Bundle(self.command)
+        self._bundled = Bundled(self.command)
 
     def sample(self, question: Question) -> Sample:
-        state = ("--state", self._bundle.of(question.folder))
-        sample = super().sample(replace(question, flags=(*question.flags, *state)))
+        sample = super().sample(replace(question, model=self._bundled.of(question.folder)))
         check_attached(self.name, sample)
         return sample
 
@@ -59,7 +61,7 @@ class Compiled(Prewarmed):
 
     def close(self) -> None:
         super().close()
-        self._bundle.close()
+        self._bundled.close()
 
 
 def check_attached(name: str, sample: Sample) -> None:

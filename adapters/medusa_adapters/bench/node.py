@@ -30,7 +30,16 @@ class Node:
     def wait_warm(self) -> None:
         """Until an engine process waits for a function. Raises MedusaError with what the agent said when none comes."""
         if self._process is None:
-            command = [*self._medusa, "node", "--socket", self.socket, "--prewarm", f"{self._engine}=1"]
+            command = [
+                *self._medusa,
+                "node",
+                "--socket",
+                self.socket,
+                "--prewarm",
+                f"{self._engine}=1",
+                "--trust-state",
+                "yes",
+            ]
             self._process = Process([*command, "--log-level", "warning"])
         deadline = time.monotonic() + _WARM_TIMEOUT_S
         while time.monotonic() < deadline:

@@ -32,6 +32,7 @@ class Client:
         self.connection = connection
         self.peer = Peer.of(connection)
         self.held: HeldRegion | None = None
+        self.has_engine = False
         self.greeted = False
         self.since = time.monotonic()
 
@@ -115,16 +116,24 @@ class Client:
         held = self.held
         if held is None or not held.sealed:
             raise NodeError("expected a region first; an engine process is given one")
+        if self.has_engine:
+            raise NodeRefusedError(
+                "expected to be asked for one engine process, and not for another by the same function"
+            )
         settings = message.body.get("settings")
         if not isinstance(settings, dict):
             raise NodeError(f"settings: expected an object, found {settings!r}")
         if len(message.descriptors) != len(GIVEN) - 2:
             raise NodeError(f"expected {len(GIVEN) - 2} descriptors, found {len(message.descriptors)}")
         mine = held.descriptors()
+        bundle_of = held.key if self._agent.settings.trust_state else None
         try:
-            pid = self._agent.engines.take(text(message.body, "kind"), settings, [*mine, *message.descriptors])
+            pid = self._agent.engines.take(
+                text(message.body, "kind"), settings, [*mine, *message.descriptors], bundle_of=bundle_of
+            )
         finally:
             close_all(mine)
+        self.has_engine = True
         self.answer("engine", {"pid": pid})
 
     def _keep(self, message: Message) -> None:

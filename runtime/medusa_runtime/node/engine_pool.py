@@ -84,8 +84,13 @@ class EnginePool:
                 except OSError:
                     self._lost_zygote(kind)
 
-    def take(self, name: str, settings: Mapping[str, Any], descriptors: Sequence[int]) -> int:
-        """Give an idle process a function; its pid. Raises NodeError when there is none."""
+    def take(
+        self, name: str, settings: Mapping[str, Any], descriptors: Sequence[int], *, bundle_of: str | None = None
+    ) -> int:
+        """Give an idle process a function; its pid. Raises NodeError when there is none.
+
+        ``bundle_of``: the model whose state bundle the process may use.
+        """
         kind = self._kinds.get(name)
         if kind is None:
             known = ", ".join(self._kinds) or "none"
@@ -93,7 +98,7 @@ class EnginePool:
         for idle in [idle for idle in kind.idle if idle.warm]:
             self._forget(kind, idle)
             try:
-                send(idle.channel, "take", {"settings": settings}, descriptors)
+                send(idle.channel, "take", {"settings": settings, "bundle_of": bundle_of}, descriptors)
             except OSError:
                 continue  # it has just died
             finally:

@@ -36,6 +36,7 @@ class NodeSettings:
     quota: Mapping[str, int] = field(default_factory=dict)  # prefix → bytes
     pin: tuple[str, ...] = ()
     gpu_context: bool = False
+    trust_state: bool = False  # compiled code in the bundles beside models runs in the agent's engine processes
     connections: int | None = None
     log_level: str = "info"
 
@@ -138,6 +139,12 @@ NODE_OPTIONS = (
         ("MEDUSA_NODE_GPU_CONTEXT",),
         _yes_or_no,
         "yes: idle engines hold a GPU's context, half a GB each",
+    ),
+    Option(
+        "trust_state",
+        ("MEDUSA_NODE_TRUST_STATE",),
+        _yes_or_no,
+        "yes: idle engines use the state bundles beside models, which hold compiled code",
     ),
     Option("connections", ("MEDUSA_CONNECTIONS",), _positive, "connections to the store of one fetch"),
     Option("log_level", ("MEDUSA_LOG_LEVEL",), _level, "how much to log"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import os
 import socket
 import threading
@@ -24,6 +25,7 @@ from .inheritance import close_others
 from .messages import Message, receive, send
 
 _PR_SET_PDEATHSIG = 1
+_LENDING = "medusa_runtime.state.lending"  # what reads bundles; not for the agent, whose process forks this one
 
 
 def run_idle(
@@ -41,6 +43,7 @@ def run_idle(
     elif gpu_context:
         DeviceContext().wait()
         _rehearse(engine_class, settings)
+    importlib.import_module(_LENDING)
     send(channel, "warm")
     message = receive(channel)
     if message is None:
@@ -87,6 +90,8 @@ def _serve(engine_class: EngineClass, message: Message) -> int:
     timeline = Timeline(given["timeline"], "engine")
     timeline.mark("specialise", pid=os.getpid())
     region = Region(given["region"], asking_fd=given["asking"])
+    if (bundle_of := message.body.get("bundle_of")) and settings.state is None:
+        importlib.import_module(_LENDING).lend(region, bundle_of, settings, timeline)
     listener = socket.socket(fileno=given["listener"])
     listener.setblocking(True)
     reports = ReportPipe.of(given["reports"])

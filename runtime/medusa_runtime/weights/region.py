@@ -58,6 +58,7 @@ class Region:
         self._index: WeightIndex | None = None
         self._chunks: Chunks | None = None
         self._files: dict[str, tuple[int, ...]] = {}
+        self._lent: dict[str, bytes] = {}
         self._shards: dict[int, memoryview] = {}
         self._lonely_since: float | None = None
 
@@ -127,6 +128,8 @@ class Region:
 
         Waits for one that comes later than the index (a restored artifact); TimeoutError after ``timeout_s``.
         """
+        if name in self._lent:
+            return self._lent[name]
         self.wait_index(timeout_s)
         assert self._memory is not None
         place = self._files.get(name)
@@ -146,6 +149,10 @@ class Region:
         """Whether there is a file of this name, or one may still come; does not wait for it."""
         self.wait_index()
         return name in self._files
+
+    def lend(self, name: str, data: bytes) -> None:
+        """A file that this reader alone finds in the region."""
+        self._lent[name] = data
 
     def shard(self, number: int) -> memoryview:
         """Read-only bytes of a shard's data section; what is behind them is true only after a wait.
