@@ -157,3 +157,21 @@ def test_finding_facts_imports_no_torch() -> None:
         "facts.key(tuple(FACTS))\nassert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", script], check=True, timeout=60)
+
+
+def test_gpus_are_named_without_touching_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key, "_NVIDIA", tmp_path)
+    monkeypatch.setattr(key, "_DEVICES", tmp_path)
+    found = key._gpu_names.__wrapped__
+    assert (found(), key._driver.__wrapped__()) == ("none", "none")
+    (tmp_path / "nvidia0").touch()
+    assert found() == "of unknown name"
+    for number, name in enumerate(("NVIDIA H200", "NVIDIA L4")):
+        folder = tmp_path / "gpus" / f"0000:{number}"
+        folder.mkdir(parents=True)
+        (folder / "information").write_text(f"Model: \t\t {name}\nIRQ:   \t\t 16\n")
+    (tmp_path / "version").write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan\nGCC version:\n"
+    )
+    assert (found(), key._driver.__wrapped__()) == ("NVIDIA H200, NVIDIA L4", "570.86.15")
+    assert Facts(subject(device="cpu"))["gpu"] == "none"
