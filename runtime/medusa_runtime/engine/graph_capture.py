@@ -12,10 +12,15 @@ import subprocess
 import sys
 import threading
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..config import Settings
-from ..errors import EngineError
+from ..errors import DeviceError, EngineError
+
+if TYPE_CHECKING:
+    from ..state.graphs.allocation_recorder import AllocationRecorder
 
 _TIMEOUT_S = 600.0
 _LIBRARIES = ("libtorch_cuda.", "libcublas")  # whose kernel images need not be saved
@@ -60,6 +65,7 @@ def main(arguments: list[str]) -> int:
     with ModuleRecorder() as recorder:  # before anything is loaded
         import torch
 
+        from ..state.graphs.allocation_recorder import trace_of
         from ..state.graphs.blueprint import Blueprints
         from ..state.graphs.mapped import mapped_libraries
         from ..timeline import Timeline
@@ -68,7 +74,7 @@ def main(arguments: list[str]) -> int:
         from .cuda_capture import CudaCapturer
         from .gpu import Gpu
         from .gpu_runner import GpuRunner
-        from .graph_state import GraphState, summary
+        from .graph_state import GraphState, key_of, summary
         from .placed_memory import BASE, OTHER_BASE
         from .torch_engine import TorchEngine
 
@@ -90,19 +96,39 @@ def main(arguments: list[str]) -> int:
         graphs = runner.graphs
         capturer = graphs.capturer
         assert isinstance(capturer, CudaCapturer)
+        allocations = _allocations(out.parent) if second else None
+        captures: dict[str, tuple[int, int]] = {}
         while graphs.pending:
+            key, start = key_of(graphs.pending[0]), len(allocations or ())
             graphs.capture_next()
+            captures[key] = start, len(allocations or ())
         state = GraphState(runner.model, graphs, gpu.placed)
         if second is None:
             state.dump(capturer, recorder.images).save(out)
         else:
             libraries = [path for name, path in mapped_libraries().items() if name.startswith(_LIBRARIES)]
-            made = state.materialize(capturer, recorder.images, Blueprints.load(second.read_bytes()), libraries)
+            trace = None
+            if allocations is not None:
+                allocations.close()
+                trace = partial(trace_of, allocations.events(), captures)
+            dumped = Blueprints.load(second.read_bytes())
+            made = state.materialize(capturer, recorder.images, dumped, libraries, trace)
             made.save(out)
             print(summary(made))
         del shifts
         engine.close()
     return 0
+
+
+def _allocations(folder: Path) -> AllocationRecorder | None:
+    """For the paper's indirect index pointers; without them pointers are by region and offset alone."""
+    from ..state.graphs.allocation_recorder import AllocationRecorder
+
+    try:
+        return AllocationRecorder(folder)
+    except DeviceError as error:
+        print(f"allocations are not traced: {error}", file=sys.stderr)
+        return None
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from ..state.graphs.materialize import Capture, materialize_graphs
 from ..state.graphs.mismatch import MismatchError
 from ..state.graphs.placement import Placement, place
 from ..state.graphs.restore import RestoredGraphs, restore_graphs
+from ..state.graphs.trace import AllocationTrace
 from .cuda_capture import CudaCapturer, CudaGraph
 from .decode_graphs import DecodeGraphs
 from .placed_memory import PlacedMemory
@@ -76,9 +77,15 @@ class GraphState:
         return dump_graphs(self._driver, handles, self.regions(capturer.pool), images=ImageStore(images))
 
     def materialize(
-        self, capturer: CudaCapturer, images: Sequence[bytes], second: Blueprints | None, libraries: Sequence[Any] = ()
+        self,
+        capturer: CudaCapturer,
+        images: Sequence[bytes],
+        second: Blueprints | None,
+        libraries: Sequence[Any] = (),
+        trace: Callable[[Mapping[str, int]], AllocationTrace] | None = None,
     ) -> Blueprints:
-        """``images``: of all modules loaded so far; ``second``: a dump by another process with another base."""
+        """``images``: of all modules loaded so far; ``second``: a dump by another process with another base;
+        ``trace``: the allocations, given how many nodes each graph has."""
         dump = self.dump(capturer, images)
         numbers = {region.name: number for number, region in enumerate(dump.regions)}
         captured = self._captured()
@@ -92,6 +99,7 @@ class GraphState:
             outputs,
             stream,
             ImageStore(images),
+            trace=trace({graph.key: len(graph.nodes) for graph in dump.graphs}) if trace else None,
             fingerprint=self.fingerprint(),
             libraries=libraries,
         )
