@@ -24,7 +24,7 @@ exec setpriv --reuid=12345 --regid=12345 --clear-groups --no-new-privs --inh-cap
 
 
 def may_confine() -> bool:
-    if os.geteuid() != 0 or not (shutil.which("unshare") and shutil.which("setpriv")):
+    if os.geteuid() != 0 or not all(shutil.which(name) for name in ("unshare", "setpriv", "prlimit")):
         return False
     return subprocess.run(["unshare", "--mount", "mount", "-o", "remount,bind,ro", "/"], check=False).returncode == 0
 
@@ -72,3 +72,18 @@ def test_a_disk_that_takes_no_file_is_named(start: Start, example: Path) -> None
     assert "No space left on device" in serving.output()
     assert "TMPDIR" in serving.output()
     assert "Traceback" not in serving.output()
+
+
+@pytest.mark.skipif(not may_confine(), reason="needs root and setpriv to become a user with limits")
+@pytest.mark.parametrize(
+    ("limit", "named"), [("--nproc=2", "ulimit -u"), ("--nproc=4", "ulimit -u"), ("--as=300000000", "memory")]
+)
+def test_small_limits_end_it_in_one_line(start: Start, example: Path, limit: str, named: str) -> None:
+    nobody = "setpriv --reuid=12345 --regid=12345 --clear-groups --no-new-privs --inh-caps=-all"
+    script = f'chmod 777 "$TMPDIR"; exec prlimit {limit} {nobody} "$@"'
+    serving = start("--model", example, wrapper=["sh", "-c", script, "sh"])
+    assert serving.wait_gone() == 1, serving.output()
+    assert "Traceback" not in serving.output()
+    said = [line for line in serving.output().splitlines() if line.startswith("medusa: ")]
+    assert len(said) == 1
+    assert named in said[0]
