@@ -52,6 +52,7 @@ class Attachment:
                 assert attachment._client is not None
                 try:
                     attachment.region = attachment._client.region(settings.model, within_s=_SEALED_WITHIN_S)
+                    _check_usable(attachment.region, settings)
                 except BaseException:
                     attachment._client.close()
                     raise
@@ -153,6 +154,13 @@ class Attachment:
         if self._client is not None:
             self._client.close()
             self._client = None
+
+
+def _check_usable(region: Region, settings: Settings) -> None:
+    """A handler's own module cannot be moved to another region, should this one never be complete."""
+    if settings.engine == "none" and region.progress().state != "done":
+        region.close()
+        raise NodeError("it is still fetching the model; with --engine none expected a complete one")
 
 
 def _tell(timeline: Timeline, error: Exception) -> None:

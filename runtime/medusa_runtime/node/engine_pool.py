@@ -124,9 +124,6 @@ class EnginePool:
     def close(self) -> None:
         """End the zygotes, and with them their idle children; those that serve a function go on."""
         for kind in self._kinds.values():
-            for idle in tuple(kind.idle):
-                self._forget(kind, idle)
-                idle.channel.close()
             if kind.zygote is not None:
                 self._end_zygote(kind)
             kind.failure = "the node agent is stopping"
@@ -183,6 +180,9 @@ class EnginePool:
         assert kind.zygote is not None
         pid, channel = kind.zygote
         kind.zygote, kind.forking = None, 0
+        for idle in tuple(kind.idle):  # they die with it
+            self._forget(kind, idle)
+            idle.channel.close()
         self._unwatch(channel)
         channel.close()
         os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
@@ -199,8 +199,5 @@ class EnginePool:
         """Give this kind up; functions start engines of their own."""
         logger.error("%s; no more of them are kept until the node agent is restarted", message)
         kind.failure = message
-        for idle in tuple(kind.idle):
-            self._forget(kind, idle)
-            idle.channel.close()
         if kind.zygote is not None:
             self._end_zygote(kind)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from medusa_runtime.errors import ConfigError, NodeError, NodeRefusedError
 from medusa_runtime.node.model_key import model_key
 from medusa_runtime.node.peer import Peer
 from medusa_runtime.node.policy import Policy, below
-from medusa_runtime.node.settings import Allowed, node_settings
+from medusa_runtime.node.settings import NODE_OPTIONS, Allowed, flag_of, node_settings
+
+PAGE = Path(__file__).parents[3] / "docs" / "node.md"
 
 
 def test_flags_win_over_variables() -> None:
@@ -49,6 +53,13 @@ def test_a_socket_path_that_is_too_long() -> None:
 )
 def test_sizes(text: str, size: int) -> None:
     assert node_settings({}, {"memory_budget_bytes": text}).memory_budget_bytes == size
+
+
+def test_the_page_names_every_flag_and_variable() -> None:
+    text = PAGE.read_text()
+    for option in NODE_OPTIONS:
+        for name in (flag_of(option), *option.variables):
+            assert f"`{name}`" in text, name
 
 
 def test_prefixes_end_at_a_slash() -> None:

@@ -1,0 +1,110 @@
+"""Idle engine processes: taken once, refilled, and given up when they cannot live."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from medusa_runtime.config import Settings
+from medusa_runtime.errors import NodeError, NodeRefusedError
+from medusa_runtime.node.handover import settings_from_body, settings_to_body
+from medusa_runtime.node.messages import pair
+from medusa_runtime.process import ReportPipe
+from medusa_runtime.timeline import Timeline
+
+Start = Callable[..., Any]
+Put = Callable[..., str]
+
+
+@pytest.fixture
+def given() -> Iterator[tuple[list[int], socket.socket]]:
+    """What a function hands over, and its end of the lease."""
+    listener, timeline, reports, (mine, theirs) = (
+        socket.socket(socket.AF_UNIX),
+        Timeline.create("t"),
+        ReportPipe(),
+        pair(),
+    )
+    yield [listener.fileno(), timeline.fd, reports.write_fd, theirs.fileno()], mine
+    for one in (listener, mine, theirs):
+        one.close()
+    os.close(timeline.fd)
+    reports.close()
+
+
+def test_settings_travel_without_secrets() -> None:
+    settings = Settings(model="m", token="secret", max_model_len=7, handler="h:f", dtype="float32")
+    body = settings_to_body(settings)
+    assert "secret" not in str(body)
+    assert settings_from_body(body) == Settings(model="m", max_model_len=7, dtype="float32")
+    for bad in ({"model": "m", "unheard_of": 1}, ["m"], {"token": "x"}):
+        with pytest.raises(NodeError, match="expected the same version"):
+            settings_from_body(bad)
+
+
+def test_no_engine_of_a_kind(start_node: Start, put_model: Put, given: Any) -> None:
+    client = start_node().client()
+    client.region(put_model("m")).close()
+    with pytest.raises(NodeError, match=r"keeps no torch engines; it keeps none \(--prewarm\)"):
+        client.engine("torch", {}, given[0])
+
+
+def test_a_function_that_makes_no_sense_ends_one_process_alone(start_node: Start, put_model: Put, given: Any) -> None:
+    node = start_node("--prewarm", "torch=1")
+    node.wait_warm()
+    descriptors, _ = given
+    client = node.client()
+    client.region(put_model("m")).close()
+    with pytest.raises(NodeError, match="expected 4 descriptors, found 1"):
+        client.engine("torch", {}, descriptors[:1])
+    pid = client.engine("torch", {"unheard_of": 1}, descriptors)
+    node.until(lambda: not _alive(pid))
+    with pytest.raises(NodeRefusedError, match="one engine process"):
+        client.engine("torch", {}, descriptors)
+    node.wait_warm()
+    assert node.status()["engines"]["torch"]["taken"] == 1
+
+
+def test_what_ends_while_idle_is_replaced(start_node: Start) -> None:
+    node = start_node("--prewarm", "torch=1")
+    node.wait_warm()
+    (first,) = node.status()["engines"]["torch"]["pids"]
+    os.kill(first, signal.SIGKILL)
+    node.until(lambda: node.status()["engines"]["torch"]["pids"] not in ([], [first]))
+    zygotes = [pid for pid in node.children() if _name(pid) == "torch-zygote"]
+    assert len(zygotes) == 1
+    os.kill(zygotes[0], signal.SIGKILL)
+    node.until(lambda: zygotes[0] not in node.children())
+    node.wait_warm()
+    assert node.stop() == 0
+
+
+def test_an_engine_that_cannot_be_imported_is_given_up(start_node: Start) -> None:
+    import importlib.util
+
+    if importlib.util.find_spec("vllm") is not None:
+        pytest.skip("vllm is installed here")
+    node = start_node("--prewarm", "vllm=1")
+    node.until(lambda: node.status()["engines"]["vllm"]["failure"])
+    assert "the vllm engine cannot be imported" in node.status()["engines"]["vllm"]["failure"]
+    assert node.children() == set()
+
+
+def _name(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/comm", encoding="utf-8") as comm:
+            return comm.read().strip()
+    except OSError:
+        return ""
+
+
+def _alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
