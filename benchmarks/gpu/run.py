@@ -126,7 +126,7 @@ def parts(number: int, check: Check, *, dry_run: bool) -> Iterator[Part]:
 def gpu_tests(check: Check, out: Path) -> None:
     """The tests marked gpu; their report is a part's result like any other."""
     log = out / "gpu-tests.log"
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests/runtime"]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests/runtime/gpu"]
     with log.open("wb") as file:
         try:
             status = subprocess.run(

@@ -83,6 +83,7 @@ class Gpu:
         """Graphs of a state bundle by their sizes; empty where nothing fits."""
         from .graph_state import GraphState
 
+        self.placed.make_current()
         self._state = GraphState(model, graphs, self.placed)  # kept: the graphs' memory and kernels are its
         return self._state.restore(blueprints)
 

@@ -25,7 +25,9 @@ class PlacedMemory:
     """A ``Memory``. What it gave stays mapped as long as this lives."""
 
     def __init__(self, driver: CudaDriver, device: torch.device, base: int = BASE) -> None:
+        """In a thread whose current context is the device's."""
         self.driver = driver
+        self._context = driver.current_context()
         self.regions: dict[str, DeviceRegion] = {}
         self._device = device
         self._next = base
@@ -35,6 +37,7 @@ class PlacedMemory:
         """uint8 [size_bytes], not cleared. DeviceError when the GPU has too little memory."""
         if name in self.regions:
             raise DeviceError(f"expected one region named {name}, asked for a second")
+        self.make_current()
         region = DeviceRegion(name, RegionKind.NAMED, self._next, max(size_bytes, 1))
         try:
             placement = place(self.driver, [region])
@@ -47,6 +50,10 @@ class PlacedMemory:
         self.regions[name] = region._replace(address=address)
         self._next += -(-region.size // _GRANULE) * _GRANULE + _GAP
         return tensor_at(address, region.size, self._device)
+
+    def make_current(self) -> None:
+        """For the driver's calls in this thread: the loader's, or the engine's, may not have used the device yet."""
+        self.driver.call("cuCtxSetCurrent", self._context)
 
     def addresses(self) -> dict[str, int]:
         return {name: region.address for name, region in self.regions.items()}
