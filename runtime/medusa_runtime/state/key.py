@@ -96,6 +96,13 @@ def package_version(*names: str) -> str:
     return next((found[name] for name in names if name in found), "not installed")
 
 
+def find_machine() -> None:
+    """Find what the facts say about this machine, ahead of time."""
+    isa()
+    _gpu_names()
+    _installed(tuple(sys.path))
+
+
 @cache
 def _installed(path: tuple[str, ...]) -> dict[str, str]:
     versions: dict[str, str] = {}

@@ -80,11 +80,13 @@ class Restoration:
                     place = redacted(self._settings.state)
                     self._error = StateError(f"expected a manifest.json in {place}, found none; materialize it")
                 return
+            from . import key, weight_index  # noqa: F401  restore needs them soon, and headers are on their way still
             from .bundle import Bundle
             from .manifest import Manifest
 
             self._bundle = Bundle(self._store or store, prefix)
             self._manifest = Manifest.parse(text)
+            key.find_machine()
         except Exception as error:  # noqa: BLE001  whatever it is, the start goes on without
             self._error = error
 
