@@ -323,6 +323,36 @@ def mapped_region(pid: int) -> str:
     pytest.fail(f"process {pid} maps no region")
 
 
+@pytest.mark.parametrize("url", ["folder", "http"])
+def test_a_handlers_own_module_from_the_agents_region(
+    start: Start, start_node: Start, tmp_path: Path, url: str
+) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    handler = Path(__file__).parents[1] / "functions" / "own_module" / "handler.py"
+    scope: dict[str, Any] = {"__name__": "own_module"}
+    exec(compile(handler.read_text(), str(handler), "exec"), scope)
+    net = scope["Net"]().eval()
+    save_file({f"net.{name}": tensor for name, tensor in net.state_dict().items()}, tmp_path / "model.safetensors")
+    node = start_node()
+    client = node.client()
+    with serving_origin(tmp_path, bytes_per_s=1e9) as server:
+        model = server.url if url == "http" else str(tmp_path)
+        client.region(model).close()
+        node.until(lambda: [held["state"] for held in node.status()["regions"]] == ["done"])
+        arguments = ("--model", model, "--engine", "none", "--handler", handler)
+        serving = start(*arguments, "--node-socket", node.socket)
+        status, answer, _ = serving.request("POST", "/", {"value": 0.5})
+        assert status == 200, answer
+    with torch.inference_mode():
+        expected = net(torch.full((1, 3, 8, 8), 0.5))[0]
+    torch.testing.assert_close(torch.tensor(answer["logits"]), expected)
+    assert "prefetcher" not in serving.children().values()
+    assert FALLBACK not in serving.output()
+    assert serving.stop() == 0
+
+
 def test_an_engine_of_the_agent_dies_while_it_serves(start: Start, start_node: Start, example: Path) -> None:
     node = ready_node(start_node, example)
     (engine,) = node.status()["engines"]["torch"]["pids"]
