@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +33,10 @@ class Awaited(nn.Parameter):
     to_dtype: torch.dtype
     to_device: torch.device
     arrived: nn.Parameter | None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        memo[id(self)] = copied = deepcopy(_value(self), memo)
+        return copied
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

@@ -83,6 +83,11 @@ class Gate:
         if self.error is not None:
             raise self.error
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
+        """A copy of the module is a copy of its values, so it waits for them."""
+        self.wait()
+        return self
+
     def _check(self, module: nn.Module, args: Any) -> None:
         if getattr(_thread, "passing", False):
             return
