@@ -38,6 +38,13 @@ def running(serving: Any) -> int:
     return int(float(line.split()[-1]))
 
 
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def stage_names(serving: Any) -> set[str]:
     return {stage["name"] for stage in serving.request("GET", "/timeline")[1]["stages"]}
 
@@ -118,4 +125,11 @@ def test_ranks_take_their_slices_from_one_region(start: Start, example: Path) ->
     assert answer["choices"][0]["text"] == expected
     applied = [stage for stage in two.request("GET", "/timeline")[1]["stages"] if stage["name"] == "apply"]
     assert len(applied) == 2
-    two.stop()
+    ranks = [pid for pid, name in two.children().items() if name.startswith("VLLM::Worker")]
+    assert len(ranks) == 2
+    two.process.send_signal(signal.SIGTERM)
+    two.process.wait(PATIENCE_S)
+    deadline = time.monotonic() + PATIENCE_S
+    while any(lives(pid) for pid in ranks) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(lives(pid) for pid in ranks)

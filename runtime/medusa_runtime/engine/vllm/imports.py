@@ -8,7 +8,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 
 from ...config import Settings
 from ...weights.region import Region
@@ -25,6 +25,7 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",  # what is not in the checkpoint is not there; nothing is asked of the network
     "TOKENIZERS_PARALLELISM": "false",
 }
+_CACHE_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 _MODULES = (
     "vllm",
     "vllm.engine.arg_utils",
@@ -55,7 +56,7 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
         logging.getLogger("vllm").setLevel(logging.ERROR)  # its warnings are about what is decided here on purpose
     # A process that waits for its model has the time to import all.
     lean = region is not None and settings.compile != "always"
-    with lean_imports() if lean else nullcontext(), functions_as_they_are():
+    with lean_imports() if lean else nullcontext(), functions_as_they_are(), _no_cache_folder():
         _import_all()
     from vllm.platforms import current_platform
 
@@ -77,6 +78,16 @@ def _import_all() -> None:
 
     for module in (*(_CPU_MODULES if current_platform.is_cpu() else _GPU_MODULES), *_OURS):
         importlib.import_module(module)
+
+
+@contextmanager
+def _no_cache_folder() -> Iterator[None]:
+    """Importing torch's compiler makes a folder in the temporary one, which nobody would remove."""
+    given = _CACHE_FOLDER in os.environ
+    yield
+    if not given and (folder := os.environ.pop(_CACHE_FOLDER, None)):
+        with suppress(OSError):  # something is in it
+            os.rmdir(folder)
 
 
 def import_model(architecture: str) -> None:
