@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MOST_PREFETCHERS = 4  # the first and three that take over from a killed one
+_MOST_QUICK_ENDS, _QUICK_S = 4, 60.0  # of the zygote, which otherwise lives as long as the instance
 _KILL_AFTER_S = 5.0
 _NOW = -1.0  # as the time at which to stop: without draining
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -117,6 +118,7 @@ class Instance:
         self._reports = ReportPipe()
         self._children: dict[int, str] = {}
         self._prefetchers = 0
+        self._zygote_ends: list[float] = []
         self._engine_listener: socket.socket | None = None
         self._region: Region | None = None
         self._node: Attachment | None = None
@@ -286,6 +288,14 @@ class Instance:
             logger.error("the prefetcher ended early (%s); another takes over", _describe(status))
             self._fork_prefetcher()
         else:
+            self._zygote_ends = [end for end in self._zygote_ends if end > time.monotonic() - _QUICK_S]
+            self._zygote_ends.append(time.monotonic())
+            if len(self._zygote_ends) >= _MOST_QUICK_ENDS:
+                raise EngineError(
+                    f"the process that imports the engine ended {_MOST_QUICK_ENDS} times within a minute "
+                    f"({_describe(status)}); if this is SIGKILL, memory ran out: expected some 300 MB beside the "
+                    f"weights, give the container more"
+                )
             logger.error("the zygote ended (%s); starting another", _describe(status))
             self._fork("zygote", self._run_zygote)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -68,6 +69,24 @@ def test_a_process_killed_during_the_start_is_replaced(start: Start, slow_origin
     os.kill(pid, signal.SIGKILL)
     assert serving.complete()["choices"][0]["text"]
     assert serving.stop() == 0
+
+
+def test_an_engine_that_never_comes_up_ends_the_instance(start: Start, slow_origin: SlowOrigin) -> None:
+    """As where the container's memory is too small for the imports: the kernel kills each zygote in turn."""
+    serving = start("--model", slow_origin.url)
+    killed: set[int] = set()
+    while serving.process.poll() is None:
+        for pid, name in serving.children().items():
+            if name == "zygote" and pid not in killed:
+                killed.add(pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    assert serving.wait_gone() == 1
+    assert len(killed) >= 4
+    (said,) = [line for line in serving.output().splitlines() if line.startswith("medusa: ")]
+    assert "memory" in said
+    assert "Engine.Failed" in said
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.1, 0.4, 0.8, 1.6])
