@@ -81,6 +81,9 @@ def test_kernels_that_cannot_be_told_apart_are_triggered(
     restored = toy("restore", {"bundle": str(bundle), "trigger": "once"}, base=OTHER_BASE)
     assert restored["answers"] == materialized["answers"]
 
+    restored = toy("restore", {"bundle": str(bundle), "trigger": "fails"}, base=OTHER_BASE)
+    assert restored["reasons"]["decode-1"].startswith("kernel-missing: triggering decode-1 failed: ")
+
     restored = toy("restore", {"bundle": str(bundle), "trigger": "twins"}, base=OTHER_BASE)
     assert restored["restored"] == []
     assert all(reason.startswith("kernel-ambiguous: scale is defined in ") for reason in restored["reasons"].values())

@@ -157,6 +157,24 @@ def test_too_little_memory(toy: Any, materialized: dict[str, Any]) -> None:
     assert restored["placement"] == "memory: expected 12 MiB of free memory, found 4 MiB"
 
 
+def test_memory_that_is_taken_meanwhile(toy: Any, materialized: dict[str, Any]) -> None:
+    """Enough is free when looked at, and not when asked for: nothing stays mapped, and it is no crash."""
+    restored = toy("restore", {"bundle": materialized["path"]}, FAKE_CUDA_LIES="1", FAKE_CUDA_MEMORY=str(4 << 20))
+    assert restored["placement"] == "memory: cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY (2)"
+
+
+def test_regions_that_were_not_placed(toy: Any, materialized: dict[str, Any]) -> None:
+    restored = toy("restore", {"bundle": materialized["path"], "forget": ["kv cache"]}, base=OTHER_BASE)
+    assert set(restored["reasons"].values()) == {"region: kv cache was not placed"}
+
+
+def test_a_replay_that_breaks_the_context(toy: Any, materialized: dict[str, Any]) -> None:
+    """Told before any token, and as an error: nothing can be captured in this process either."""
+    options = {"bundle": materialized["path"], "misplace": {"kv cache": 0x123400000000}}
+    lost = toy("restore", options, base=OTHER_BASE)["lost"]
+    assert "broke the context (cuGraphLaunch failed: CUDA_ERROR_ILLEGAL_ADDRESS (700)); start with --state none" in lost
+
+
 def test_unknown_sizes(toy: Any, materialized: dict[str, Any]) -> None:
     restored = toy("restore", {"bundle": materialized["path"], "keys": ["decode-2", "decode-3"]})
     assert restored["restored"] == ["decode-2"]

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_runtime.device.cupti import ModuleRecorder
+from medusa_runtime.errors import DeviceError
 from medusa_runtime.state.graphs import (
     AllocationTrace,
     Blueprints,
@@ -352,21 +353,28 @@ def online(options: dict[str, Any]) -> dict[str, Any]:
                 "error": str(error),
             }
     at = dict(placement.addresses)
+    placement.addresses.update(options.get("misplace", {}))
+    for name in options.get("forget", []):
+        del placement.addresses[name]
     trigger = None
     if options.get("trigger"):
         toy = Toy(driver, stream, {**at, "pool": at.get("pool", 0)})
         toy.options = {"twins": options["trigger"] == "twins"}
-        trigger = lambda key: toy.capture(1)  # noqa: E731
+        trigger = (lambda key: 1 // 0) if options["trigger"] == "fails" else (lambda key: toy.capture(1))
     else:
         toy = Toy.__new__(Toy)
         toy.driver, toy.at = driver, at
     toy.write_weights()
     if options.get("wrong_weights"):
         driver.fill(at["weights"], 0x11, 10 * ROW)
-    with restore_graphs(
-        driver, blueprints, placement, keys=keys, stream=stream, fingerprint=facts, trigger=trigger,
-        validate=options.get("validate", "ends"),
-    ) as restored:  # fmt: skip
+    try:
+        restored = restore_graphs(
+            driver, blueprints, placement, keys=keys, stream=stream, fingerprint=facts, trigger=trigger,
+            validate=options.get("validate", "ends"),
+        )  # fmt: skip
+    except DeviceError as error:
+        return {"lost": str(error)}
+    with restored:
         result = {
             "restored": list(restored.graphs),
             "reasons": {key: str(mismatch) for key, mismatch in restored.reasons.items()},

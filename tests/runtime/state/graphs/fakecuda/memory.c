@@ -131,7 +131,7 @@ CUresult cuMemUnmap(CUdeviceptr address, size_t size) {
   return CUDA_SUCCESS;
 }
 
-CUresult cuMemGetInfo_v2(size_t *available, size_t *all) { return *all = total(), *available = total() - taken, CUDA_SUCCESS; }
+CUresult cuMemGetInfo_v2(size_t *available, size_t *all) { return *all = total(), *available = setting("FAKE_CUDA_LIES", 0) ? 1ull << 40 : total() - taken, CUDA_SUCCESS; }
 CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void *from, size_t size) {
   return device_range(to, size) ? (memcpy((void *)to, from, size), CUDA_SUCCESS) : CUDA_ERROR_INVALID_VALUE;
 }
