@@ -19,6 +19,7 @@ from .index import Shard, TensorEntry, WeightIndex
 
 SINGLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
 ARCHIVE, ARCHIVES = "pytorch_model.bin", "pytorch_model.bin.index.json"
+DIFFUSION, DIFFUSIONS = "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.safetensors.index.json"
 MODULES, SENTENCES = "modules.json", "sentence_bert_config.json"  # of sentence-transformers
 SMALL_FILES = (
     "config.json",
@@ -156,26 +157,29 @@ class _Reader:
                 return self._sharded(SHARDED, names), {SHARDED: names}
             if sharded is None or isinstance(error, ForbiddenError):
                 raise
-            return self._archives(error)
+            return self._otherwise(error)
         return WeightIndex.from_headers([shard], [entries]), {}
 
-    def _archives(self, missing: Exception) -> tuple[WeightIndex, dict[str, bytes]]:
-        try:
-            shard, entries = self._archive(ARCHIVE)
-        except ObjectNotFoundError:
-            names = self._small(ARCHIVES)
-            if names is None:
-                raise ObjectNotFoundError(
-                    f"{redacted(self._store.url)}: expected {SINGLE}, {SHARDED}, {ARCHIVE} or {ARCHIVES}, found none "
-                    f"of them ({missing})"
-                ) from None
-            return self._sharded(ARCHIVES, names), {ARCHIVES: names}
-        return WeightIndex.from_headers([shard], [entries]), {}
+    def _otherwise(self, missing: Exception) -> tuple[WeightIndex, dict[str, bytes]]:
+        """From the files that torch.save and diffusers write, whole or in shards."""
+        for single, read, several in ((ARCHIVE, self._archive, ARCHIVES), (DIFFUSION, self._header, DIFFUSIONS)):
+            try:
+                shard, entries = read(single)
+            except ObjectNotFoundError:
+                names = self._small(several)
+                if names is not None:
+                    return self._sharded(several, names), {several: names}
+            else:
+                return WeightIndex.from_headers([shard], [entries]), {}
+        raise ObjectNotFoundError(
+            f"{redacted(self._store.url)}: expected {SINGLE}, {ARCHIVE} or {DIFFUSION}, or the index.json of its "
+            f"shards, found none of them ({missing})"
+        )
 
     def _sharded(self, what: str, text: bytes) -> WeightIndex:
         wanted = weight_map(what, text)
         names = sorted(set(wanted.values()))
-        futures = [self._pool.submit(self._header if what == SHARDED else self._archive, name) for name in names]
+        futures = [self._pool.submit(self._archive if what == ARCHIVES else self._header, name) for name in names]
         read = []
         for name, future in zip(names, futures, strict=True):
             try:
@@ -259,7 +263,7 @@ def weight_map(what: str, text: bytes) -> dict[str, str]:
         items = list(wanted.items())
     except (ValueError, KeyError, TypeError, AttributeError):
         raise CorruptError(f"{what}: expected JSON with a weight_map, found {text[:80]!r}") from None
-    suffix = ".safetensors" if what == SHARDED else ".bin"
+    suffix = ".bin" if what == ARCHIVES else ".safetensors"
     for tensor, name in items:
         if not isinstance(name, str) or not name.endswith(suffix):
             raise CorruptError(f"{what}: tensor {tensor!r}: expected a {suffix} file, found {name!r}")
