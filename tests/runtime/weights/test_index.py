@@ -174,3 +174,12 @@ def test_a_bundle_from_another_time() -> None:
         WeightIndex.from_json(b'{"format": 99}')
     with pytest.raises(CorruptError, match="expected a weight index"):
         WeightIndex.from_json(b"[]")
+
+
+def test_a_folder_of_diffusers(tmp_path: Path, safetensors_file: Make) -> None:
+    shards(tmp_path, safetensors_file, diffusion_pytorch_model=["a"])
+    assert open_checkpoint(str(tmp_path)).index.order == ("a",)
+    (tmp_path / "diffusion_pytorch_model.safetensors").rename(tmp_path / "one.safetensors")
+    named = {"weight_map": {"a": "one.safetensors"}}
+    (tmp_path / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(named))
+    assert open_checkpoint(str(tmp_path)).sharded
