@@ -17,6 +17,8 @@ from medusa_runtime.engine.vllm.lazy_zeros import LazyZeros
 from medusa_runtime.engine.vllm.lean_imports import functions_as_they_are, lean_imports
 from medusa_runtime.engine.vllm.version import check_version
 from medusa_runtime.errors import ConfigError, MissingPackageError, ModelError
+from medusa_runtime.state.kv_plan import KvPlan
+from medusa_runtime.weights.index import WeightIndex
 
 MIB = 1 << 20
 
@@ -82,7 +84,7 @@ def test_small_and_other_zeros_are_torchs_own() -> None:
     assert not isinstance(large.untyped_storage(), mmap.mmap)
 
 
-def configuration(max_model_len: int = 1000, **model: Any) -> Any:
+def configuration(max_model_len: int) -> Any:
     return SimpleNamespace(
         model_config=SimpleNamespace(
             max_model_len=max_model_len,
@@ -93,51 +95,52 @@ def configuration(max_model_len: int = 1000, **model: Any) -> Any:
             get_num_layers=lambda parallel: 8,
             get_hidden_size=lambda: 512,
             get_vocab_size=lambda: 4096,
-            hf_text_config=SimpleNamespace(intermediate_size=1472),
-            **model,
         ),
         cache_config=SimpleNamespace(block_size=128, cache_dtype="auto"),
         parallel_config=None,
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048, max_num_seqs=64),
     )
 
 
 TOKEN_BYTES = 2 * 4 * 64 * 2 * 8  # keys and values, heads, head size, bfloat16, layers
 
 
-def budget(monkeypatch: pytest.MonkeyPatch, free_bytes: int, **settings: Any) -> budgets.KvBudget:
-    monkeypatch.setattr(budgets, "_free_bytes", lambda config, region, settings: free_bytes)
-    length = settings.get("max_model_len") or 1000
-    return budgets.kv_budget(configuration(length), None, Settings(engine="vllm", **settings))  # type: ignore[arg-type]
+class Weights:
+    """What a budget asks of a region."""
+
+    def wait_index(self) -> WeightIndex:
+        return WeightIndex([], {})
 
 
-def test_the_cache_is_what_all_requests_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def budget(monkeypatch: pytest.MonkeyPatch, free_bytes: int, **settings: Any) -> KvPlan:
+    monkeypatch.setattr(budgets, "_free_bytes", lambda region, settings: free_bytes)
+    region: Any = Weights()
+    return budgets.kv_budget(configuration(settings.get("max_model_len") or 1000), region, Settings(**settings))
+
+
+def test_the_cache_is_what_all_requests_need_and_a_block_of_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     found = budget(monkeypatch, 100 << 30, max_concurrency=4)
-    assert found.size_bytes == (4 * 8 + 1) * 128 * TOKEN_BYTES  # 8 blocks each, and the one vLLM pads with
+    assert found.blocks == 4 * 8
+    assert budgets.cache_bytes(found) == (4 * 8 + 1) * 128 * TOKEN_BYTES
     assert found.max_model_len == 1000
 
 
 def test_the_cache_is_what_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = budget(monkeypatch, (256 + 5) * MIB, max_concurrency=64)
+    needed = budget(monkeypatch, 100 << 30)
+    beside = needed.activation_bytes + needed.margin_bytes
+    found = budget(monkeypatch, beside + 4 * MIB + MIB // 2)
     assert found.block_bytes == MIB
-    assert found.size_bytes == 4 * MIB  # nine tenths of five, in whole blocks
+    assert budgets.cache_bytes(found) == 4 * MIB
     assert found.max_model_len == 3 * 128
 
 
 def test_a_length_that_was_asked_for_and_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="lower --max-model-len"):
-        budget(monkeypatch, 266 * MIB, max_model_len=4000)
+        budget(monkeypatch, 300 * MIB, max_model_len=4000)
 
 
 def test_no_memory_at_all_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="room for 0 tokens"):
         budget(monkeypatch, -MIB)
-
-
-def test_activations_grow_with_the_batch() -> None:
-    small, large = configuration(), configuration()
-    large.scheduler_config.max_num_batched_tokens *= 4
-    assert budgets.activation_bytes(large) > 3 * budgets.activation_bytes(small) > 0
 
 
 def test_what_only_a_server_needs_is_left_out_only_in_the_context() -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import Any
 
 from ...config import Settings
 from ...errors import ConfigError, MedusaError, ModelError
+from ...state.kv_plan import KvPlan
 from ...timeline import Timeline
 from ...weights.region import Region
 from .attached import settings_for
@@ -15,10 +15,8 @@ from .checkpoint_folder import CheckpointFolder
 from .compiled import CompiledStart
 from .gpu_arguments import gpu_arguments
 from .imports import import_model
-from .kv_budget import KvBudget, kv_budget
+from .kv_budget import cache_bytes, kv_budget
 from .plugin import LOAD_FORMAT
-
-logger = logging.getLogger(__name__)
 
 _CPU_WORKER = "medusa_runtime.engine.vllm.worker.CpuWorker"
 _PLACEHOLDER_BYTES = 1 << 30
@@ -26,7 +24,7 @@ _PLACEHOLDER_BYTES = 1 << 30
 
 def configure(
     folder: CheckpointFolder, region: Region, settings: Settings, timeline: Timeline, compiled: CompiledStart
-) -> tuple[Any, KvBudget]:
+) -> tuple[Any, KvPlan]:
     """A VllmConfig with the KV cache's size. Raises ModelError and ConfigError for what vLLM cannot serve."""
     architectures = folder.config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
@@ -38,13 +36,8 @@ def configure(
     with timeline.stage("kv_plan") as detail:
         budget = kv_budget(config, region, settings)
         if budget.max_model_len < config.model_config.max_model_len:
-            logger.warning(
-                "the KV cache has room for %d tokens, so max_model_len is that, not %d",
-                budget.max_model_len,
-                config.model_config.max_model_len,
-            )
             config = _create(folder, region, settings, timeline, compiled, budget.max_model_len)
-        config.cache_config.kv_cache_memory_bytes = budget.size_bytes
+        config.cache_config.kv_cache_memory_bytes = cache_bytes(budget)
         detail["tokens"] = budget.tokens
     return config, budget
 
