@@ -77,7 +77,8 @@ def _content(kind: str, data: bytes) -> str | None:
 def as_text(found: dict[str, Any] | None) -> str:
     if found is None:
         return "  state    none; make it with medusa materialize"
-    lines = [f"  state    {len(found['artifacts'])} artifacts in {found['url']}"]
+    count = len(found["artifacts"])
+    lines = [f"  state    {count} artifact{'s' * (count != 1)} in {found['url']}"]
     for artifact in found["artifacts"]:
         told = artifact.get("content") or ""
         if artifact["problem"]:

@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     with Materialization(settings, arguments.out, _tell) as making:
         making.prepare()
         manifest = making.commit()
-        if arguments.starts and settings.engine != "none":
+        if arguments.starts and settings.engine != "none" and making.continues_text:
             measuring = time.monotonic()
             try:
                 times = measure(settings, making.folder, arguments.starts)
@@ -56,7 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
                 manifest = making.commit()
     total = sum(artifact.size for artifact in manifest.artifacts)
     took_s = time.monotonic() - began
-    print(f"{making.folder}: {len(manifest.artifacts)} artifacts, {size(total)}, in {took_s:.1f} s")
+    count = len(manifest.artifacts)
+    print(f"{making.folder}: {count} artifact{'s' * (count != 1)}, {size(total)}, in {took_s:.1f} s")
     return 0
 
 

@@ -13,13 +13,16 @@ from ..config import Settings
 from ..models import DecoderModel, build_model
 from ..models.base import ModelConfig
 from ..models.causal import CausalAttention
+from ..models.registry import is_encoder
 from ..state.kv_plan import KvPlan, plan
 from ..timeline import Timeline
 from ..weights.loader import Loader
+from ..weights.plan import Rename
 from ..weights.region import Region
 from ..weights.trace import record_execution_order
 from .base import GenerateRequest, SamplingParams
-from .checkpoint_files import read_config
+from .checkpoint_files import read_config, read_json
+from .encoder import Encoder
 from .kv_cache import KvCache, KvShape, blocks_for
 from .kv_size import activations, geometry
 from .runner import run_step
@@ -36,14 +39,16 @@ _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class Profile(NamedTuple):
-    """``order``: the checkpoint's tensors as a forward uses them."""
+    """``order``: the checkpoint's tensors as a forward uses them. ``plan``: None of an encoder, which has no cache."""
 
     order: list[str]
-    plan: KvPlan
+    plan: KvPlan | None
 
 
 def profile(region: Region, settings: Settings) -> Profile:
-    """Of a decoder in a region, on this machine's CPU. Raises what an engine would raise for it."""
+    """Of a model in a region, on this machine's CPU. Raises what an engine would raise for it."""
+    if is_encoder(read_json(region, "config.json") or {}):
+        return Profile(_encoder_order(region), None)
     config = read_config(region)
     dtype = config.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
     model = build_model(config)
@@ -64,9 +69,18 @@ def profile(region: Region, settings: Settings) -> Profile:
     return Profile(order, plan(shape, settings, free_bytes=_PLENTY_BYTES, activation_bytes=measured))
 
 
-def _order(model: DecoderModel, region: Region, config: ModelConfig) -> list[str]:
-    """The checkpoint's names; several of them may have become one parameter."""
+def _encoder_order(region: Region) -> list[str]:
+    encoder = Encoder(region, Timeline.create("profile"))
+    try:
+        encoder.wait()
+        with torch.inference_mode():
+            used = record_execution_order(encoder._model, torch.zeros((1, _ORDER_TOKENS), dtype=torch.long))
+    finally:
+        encoder.close()
+    return _named(used, encoder._model.rename, region)
 
+
+def _order(model: DecoderModel, region: Region, config: ModelConfig) -> list[str]:
     def forward(token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         hidden = model.run_layers(model.embed(token_ids, positions), positions, CausalAttention(_ORDER_TOKENS))
         return model.logits(hidden)
@@ -77,9 +91,13 @@ def _order(model: DecoderModel, region: Region, config: ModelConfig) -> list[str
         used = record_execution_order(model, places % config.vocab_size, places)
     finally:
         del model.forward
+    return _named(used, model.rename, region)
+
+
+def _named(used: list[str], rename: Rename, region: Region) -> list[str]:
+    """The checkpoint's names of parameters in this order; what has none comes last."""
     rank = {name: number for number, name in enumerate(used)}
-    names = region.wait_index().order
-    return sorted(names, key=lambda name: rank.get(model.rename(name) or "", len(rank)))
+    return sorted(region.wait_index().order, key=lambda name: rank.get(rename(name) or "", len(rank)))
 
 
 def _activations(model: DecoderModel, shape: KvShape, settings: Settings, config: ModelConfig) -> int | None:

@@ -59,6 +59,7 @@ class Materialization:
         self._region = Region.create()
         self._made: list[Artifact] = []
         self._facts: Facts | None = None
+        self.continues_text = True  # an encoder does not; known after prepare
 
     def __enter__(self) -> Self:
         try:
@@ -82,11 +83,11 @@ class Materialization:
         files = {name: data for name in SMALL_FILES if (data := self._region.file(name)) is not None}
         self._facts = Facts(Subject(index, files, self._settings))
         began = time.monotonic()
-        order, plan = list(index.order), None
+        order, plan = None, None
         try:
-            profile = _found(_PROFILES[self._settings.engine]) if self._settings.engine in _PROFILES else None
-            if profile is not None:
-                order, plan = profile(self._region, self._settings)
+            if self._settings.engine in _PROFILES:
+                order, plan = _found(_PROFILES[self._settings.engine])(self._region, self._settings)
+                self.continues_text = plan is not None
         except MedusaError as error:
             self._told(Made(KV_PLAN.name, left_out=str(error)))
         if plan is not None and self._facts["gpu"] != "none":
@@ -94,7 +95,7 @@ class Materialization:
         elif plan is not None:
             self.add(KV_PLAN, plan.to_bytes(), began)
         began = time.monotonic()
-        recorded = record(self._region, order if plan is not None else None)
+        recorded = record(self._region, order)
         self.add(WEIGHT_INDEX, recorded.to_bytes(), began)
         for kind in KINDS.values():
             if kind.capture and self._settings.engine in kind.engines:
