@@ -114,3 +114,17 @@ def test_bill_of_materials(base_image: str) -> None:
     pins = subprocess.run([*command, "--requirements"], capture_output=True, text=True, check=True).stdout.splitlines()
     assert any(pin.startswith("torch==2.") and "+" not in pin for pin in pins)
     assert not any(pin.startswith("medusa") for pin in pins)
+
+
+def test_the_base_of_the_cuda_variant_has_a_compiler(base_image: str) -> None:
+    """Triton compiles with it. The variant itself is not built here: gigabytes, and a GPU to try it on."""
+    bases = [name for name in ("docker.io/library/python:3.11-slim-bookworm", "localhost/medusa-debian:bookworm")
+             if podman("image", "exists", name, check=False).returncode == 0]  # fmt: skip
+    assert bases, f"{base_image} was built from one of them"
+    name = "localhost/medusa-test-cuda-base"
+    build = ("build", "--network", "host", "--target", "base", "--build-arg", "VARIANT=cuda", "--tag", name)
+    try:
+        podman(*build, "--build-arg", f"BASE_IMAGE={bases[0]}", str(ROOT), timeout_s=600)
+        assert "gcc" in podman("run", "--rm", "--network", "none", name, "gcc", "--version").stdout
+    finally:
+        podman("rmi", "--force", name, check=False)
