@@ -1,0 +1,161 @@
+"""What two captures say of each word, on made-up graphs."""
+
+from __future__ import annotations
+
+import random
+import struct
+from dataclasses import replace
+
+import pytest
+from medusa_runtime.state.graphs import Blueprints, DeviceRegion, MismatchError, Reason, RegionKind
+from medusa_runtime.state.graphs.blueprint import Edge, GraphBlueprint, KernelRecord, Node
+from medusa_runtime.state.graphs.fingerprint import compare
+from medusa_runtime.state.graphs.placement import _spans
+from medusa_runtime.state.graphs.relocate import prove
+
+WEIGHTS, POOL, NEXT = 0x6000_0000_0000, 0x6000_1000_0000, 0x6000_1000_1000
+OTHER = {"weights": 0x5000_7000_0000, "pool": 0x5000_0000_0000, "next": 0x5000_3000_0000}
+REGIONS = (
+    DeviceRegion("weights", RegionKind.NAMED, WEIGHTS, 0x1000),
+    DeviceRegion("pool", RegionKind.SLAB, POOL, 0x1000),
+    DeviceRegion("next", RegionKind.NAMED, NEXT, 0x1000),  # begins where the pool ends
+)
+ELSEWHERE = tuple(region._replace(address=OTHER[region.name]) for region in REGIONS)
+
+
+def dump(words: list[int], regions: tuple[DeviceRegion, ...] = REGIONS) -> Blueprints:
+    kernel = KernelRecord("k", "", tuple((8 * n, 8) for n in range(len(words))), ())
+    node = Node(0, 0, 0, (1, 1, 1), (1, 1, 1), 0, 0, 8 * len(words))
+    graph = GraphBlueprint("g", (node,), (), struct.pack(f"<{len(words)}Q", *words))
+    return Blueprints(regions=regions, kernels=(kernel,), graphs=(graph,))
+
+
+def found(first: list[int], second: list[int]) -> list[tuple[int, str, int]]:
+    proof = prove(dump(first), dump(second, ELSEWHERE))
+    (graph,) = proof.blueprints.graphs
+    return [(r.position, REGIONS[r.region].name, r.offset) for r in graph.relocations]
+
+
+def test_pointers_move_with_their_region() -> None:
+    first = [WEIGHTS, POOL + 0x80, 7, NEXT + 0xFFF]
+    second = [OTHER["weights"], OTHER["pool"] + 0x80, 7, OTHER["next"] + 0xFFF]
+    assert found(first, second) == [(0, "weights", 0), (8, "pool", 0x80), (24, "next", 0xFFF)]
+
+
+def test_what_looks_like_a_pointer_and_stays_is_a_constant() -> None:
+    assert found([WEIGHTS + 64, 1], [WEIGHTS + 64, 1]) == []
+
+
+def test_one_past_the_end() -> None:
+    """Alone it could be the start of the next region; the two captures tell."""
+    assert found([NEXT], [OTHER["pool"] + 0x1000]) == [(0, "pool", 0x1000)]
+    assert found([NEXT], [OTHER["next"]]) == [(0, "next", 0)]
+
+
+def test_stale_words_of_the_stack_are_kept() -> None:
+    proof = prove(dump([0x7FFC_1234_5678]), dump([0x7FFD_0000_1238], ELSEWHERE))
+    assert proof.words == {"stale": 1}
+    assert proof.blueprints.graphs[0].pinned == ()
+
+
+def test_unexplained_words_pin_the_graph() -> None:
+    proof = prove(dump([0x1234_0000_0000]), dump([0x1234_0000_0040], ELSEWHERE))
+    assert proof.words == {"opaque": 1}
+    assert proof.blueprints.graphs[0].pinned == (0, 1, 2)
+
+
+def test_a_region_that_did_not_move_is_pinned() -> None:
+    unmoved = (REGIONS[0], *ELSEWHERE[1:])
+    proof = prove(dump([WEIGHTS + 8, POOL]), dump([WEIGHTS + 8, OTHER["pool"]], unmoved))
+    (graph,) = proof.blueprints.graphs
+    assert len(graph.relocations) == 2
+    assert graph.pinned == (0,)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ([WEIGHTS], [OTHER["pool"]]),  # another region
+        ([WEIGHTS + 8], [OTHER["weights"] + 16]),  # another place in it
+        ([WEIGHTS], [0x1234_5678_9ABC]),  # memory that was not named in the second
+        ([3], [OTHER["pool"]]),
+    ],
+)
+def test_captures_that_differ(first: list[int], second: list[int]) -> None:
+    proof = prove(dump(first), dump(second, ELSEWHERE))
+    assert proof.blueprints.graphs == ()
+    assert proof.blueprints.refused["g"].startswith("not-deterministic: two captures differ")
+
+
+def test_shapes_that_differ() -> None:
+    one, two = dump([1]), dump([1], ELSEWHERE)
+    (graph,) = two.graphs
+    others = [
+        replace(two, kernels=(two.kernels[0]._replace(name="other"),)),
+        replace(two, graphs=(replace(graph, nodes=(graph.nodes[0]._replace(grid=(2, 1, 1)),)),)),
+        replace(two, attribute_sets=(((4, bytes(64)),),)),
+        replace(two, graphs=(replace(graph, nodes=(*graph.nodes, *graph.nodes), edges=(Edge(0, 1, bytes(8)),)),)),
+    ]
+    for other in others:
+        assert prove(one, other).blueprints.refused["g"].startswith("not-deterministic")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_words(seed: int) -> None:
+    numbers = random.Random(seed)
+    first, second, expected = [], [], []
+    for position in range(0, 8 * 200, 8):
+        kind = numbers.choice(["pointer", "constant", "stale"])
+        if kind == "pointer":
+            region, offset = numbers.randrange(3), numbers.randrange(0x1000)
+            first.append(REGIONS[region].address + offset)
+            second.append(ELSEWHERE[region].address + offset)
+            expected.append((position, REGIONS[region].name, offset))
+        elif kind == "constant":
+            first.append(numbers.choice([0, numbers.getrandbits(32), WEIGHTS + numbers.randrange(1 << 29)]))
+            second.append(first[-1])
+        else:
+            first.append(0x7F00_0000_0000 + numbers.getrandbits(32))
+            second.append(0x5500_0000_0000 + numbers.getrandbits(32))
+    assert found(first, second) == expected
+
+
+def test_words_of_a_parameter_are_aligned_to_the_parameters_block() -> None:
+    """A structure at offset 4 has its pointer at 8; four bytes and four bytes are no pointer together."""
+    kernel = KernelRecord("k", "", ((0, 4), (4, 20)), ())
+    node = Node(0, 0, 0, (1, 1, 1), (1, 1, 1), 0, 16, 24)
+
+    def made(address: int, regions: tuple[DeviceRegion, ...]) -> Blueprints:
+        blob = bytes(16) + struct.pack("<II", 1, 2) + struct.pack("<QQ", address, 5)
+        return Blueprints(regions=regions, kernels=(kernel,), graphs=(GraphBlueprint("g", (node,), (), blob),))
+
+    proof = prove(made(WEIGHTS, REGIONS), made(OTHER["weights"], ELSEWHERE))
+    assert [r.position for r in proof.blueprints.graphs[0].relocations] == [24]
+
+
+def test_regions_on_one_page_are_mapped_together() -> None:
+    granule = 2 << 20
+    regions = [
+        DeviceRegion("a", RegionKind.NAMED, WEIGHTS + 512, 100),
+        DeviceRegion("b", RegionKind.NAMED, WEIGHTS + 4096, granule),
+        DeviceRegion("c", RegionKind.NAMED, WEIGHTS + 2 * granule, 1),
+    ]
+    spans = _spans(list(reversed(regions)), granule)
+    assert [(span.start, span.size, [region.name for region in span.regions]) for span in spans] == [
+        (WEIGHTS, 2 * granule, ["a", "b"]),
+        (WEIGHTS + 2 * granule, granule, ["c"]),
+    ]
+
+
+def test_fingerprints() -> None:
+    here = {"gpu": "H200", "driver": "13000", "torch": "2.13", "library.libcublas.so.13": "100"}
+    compare(here, here)
+    compare({**here, "library.libcudnn.so.9": "7"}, here)  # loaded at its first use
+    for key, reason in [("gpu", Reason.GPU), ("driver", Reason.DRIVER), ("torch", Reason.LIBRARY)]:
+        with pytest.raises(MismatchError) as caught:
+            compare({**here, key: "other", "aaa": "1"}, {**here, "aaa": "1"})
+        assert caught.value.reason == reason
+    with pytest.raises(MismatchError, match=r"made for library.libcublas.so.13 99, this is 100"):
+        compare({**here, "library.libcublas.so.13": "99"}, here)
+    with pytest.raises(MismatchError, match="gpu: made for gpu H200, this is none"):
+        compare(here, {"driver": "1"})
