@@ -16,7 +16,7 @@ from ..weights.index import Shard, TensorEntry, WeightIndex
 from ..weights.region import Region
 from .base import Delta, Engine, GenerateRequest, SamplingParams
 
-_HIDDEN, _HEADS, _HEAD, _INNER, _VOCAB, _LAYERS = 64, 4, 16, 128, 256, 2
+_HIDDEN, _HEADS, _HEAD, _INNER, _VOCAB, _LAYERS = 64, 2, 32, 128, 256, 2  # vLLM has no smaller heads on a CPU
 _CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

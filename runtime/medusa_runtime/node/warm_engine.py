@@ -59,8 +59,8 @@ def _rehearse(engine_class: EngineClass, settings: Settings) -> None:
 
     In a thread of the lowest priority, which does not stick to the process: functions that start now go first.
     """
-    if settings.engine != "torch":
-        return
+    if settings.engine == "vllm" and settings.device == "cuda":
+        return  # not tried
     from ..engine.rehearsal import rehearse
 
     failures: list[BaseException] = []
