@@ -13,7 +13,7 @@ from medusa_runtime.errors import ConfigError, MedusaError
 
 from ..gantt import largest_gap_ms, render_text
 from ..progress import note
-from .contestants import Contestant, Medusa, Question, Sample, others, yardsticks
+from .contestants import Contestant, Medusa, Question, Sample, Script, others, yardsticks
 from .result import Result, Target, targets_table
 from .rows import ROWS, SAME_TOKENS, contestants
 
@@ -60,7 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.steady:
             from .steady import measure_steady
 
-            measure_steady(result, ours, question, tokens=arguments.steady_tokens, runs=arguments.runs, vs=names)
+            timed = [contestant for contestant in taking_part if not isinstance(contestant, Script)]
+            measure_steady(result, timed, question, tokens=arguments.steady_tokens, runs=arguments.runs)
         elif arguments.instances > 1:
             from .sharing import measure_sharing
 
@@ -186,11 +187,17 @@ def _show(result: Result, samples: Samples, ours: str) -> None:
 def _targets(result: Result, ours: str) -> list[Target]:
     """The ratios this project holds itself to, where both sides were measured."""
     found = []
-    for metric, name, bound, text in (
-        ("tokens_per_s_b1", "transformers", 1.0, "tokens/s at batch 1, ours to transformers"),
-        ("tokens_per_s_b8", "transformers", 2.0, "tokens/s at batch 8, ours to transformers"),
+    for metric, name, other, bound, text in (
+        ("tokens_per_s_b1", ours, "transformers", 1.0, "tokens/s at batch 1, ours to transformers"),
+        ("tokens_per_s_b8", ours, "transformers", 2.0, "tokens/s at batch 8, ours to transformers"),
+        ("tokens_per_s_b1", "vllm-compiled", "vllm-warm-cache-baseline", 0.95, "tokens/s at batch 1, ours to vLLM"),
+        ("tokens_per_s_b8", "vllm-compiled", "vllm-warm-cache-baseline", 0.95, "tokens/s at batch 8, ours to vLLM"),
+        ("ttft_s", "vllm-eager-baseline", "vllm-prewarmed", 20.0, "first token, vLLM eager to ours pre-warmed"),
+        ("ttft_s", "vllm-eager-baseline", "vllm-cold", 2.5, "first token, vLLM eager to ours cold"),
+        ("ttft_s", "vllm-warm-cache-baseline", "vllm-compiled", 8.0, "first token, vLLM's warm cache to ours compiled"),
+        ("ttft_s", "transformers", "torch-prewarmed", 30.0, "first token, transformers to ours pre-warmed"),
     ):
-        ratio = result.ratio(metric, ours, name)
+        ratio = result.ratio(metric, name, other)
         if ratio is not None:
             found.append(Target(text, ratio, bound))
     return found

@@ -51,8 +51,11 @@ class Compiled(Prewarmed):
         super().__init__("vllm", name=name, python=python)
         self._bundled = Bundled(self.command)
 
+    def prepared(self, question: Question) -> Question:
+        return replace(question, model=self._bundled.of(question.folder))
+
     def sample(self, question: Question) -> Sample:
-        sample = super().sample(replace(question, model=self._bundled.of(question.folder)))
+        sample = super().sample(question)
         check_attached(self.name, sample)
         return sample
 

@@ -76,6 +76,10 @@ class Medusa(_Nothing):
         self.command = medusa_command(python)
         self._flags = ("--engine", engine, *flags)
 
+    def prepared(self, question: Question) -> Question:
+        """The question as it can be asked; may take long, the first time."""
+        return question
+
     def start(self, question: Question, port: int, *flags: str) -> Process:
         command = [*self.command, "serve", "--model", question.model, *self._flags]
         command += ["--host", "127.0.0.1", "--port", str(port), *question.flags, *flags]

@@ -24,6 +24,7 @@ class Prewarmed(Medusa):
         self._node = Node(self.command, engine)
 
     def sample(self, question: Question) -> Sample:
+        question = self.prepared(question)
         self._node.wait_warm()
         port = openai_client.free_port()
         flags = ("--node-socket", self._node.socket, "--engine-start", "request")

@@ -6,35 +6,30 @@ import json
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from medusa_runtime.errors import MedusaError
+from medusa_runtime.errors import ConfigError, MedusaError
 
 from ..progress import note
 from . import openai_client
-from .contestants import OFFLINE, SCRIPTS, START_TIMEOUT_S, Medusa, Question, connect
+from .contestants import OFFLINE, SCRIPTS, START_TIMEOUT_S, Contestant, Medusa, Question, Transformers, connect
 from .process import Process
 from .result import Result
+from .vllm_baselines import VllmBaseline
 
 BATCHES = (1, 8)
 
 
 def measure_steady(
-    result: Result,
-    ours: Medusa,
-    question: Question,
-    *,
-    tokens: int,
-    runs: int,
-    vs: list[str],
+    result: Result, contestants: Sequence[Contestant], question: Question, *, tokens: int, runs: int
 ) -> None:
     """Rows ``tokens_per_s_b1`` and ``_b8``: generated tokens over the time from first request to last token."""
     found: dict[tuple[str, int], list[float]] = {}
     for number in range(runs):
-        rates = {ours.name: _ours(ours, question, tokens)}
-        if "transformers" in vs:
-            rates["transformers"] = _transformers(question, tokens)
-        for name, by_batch in rates.items():
+        for contestant in contestants if number % 2 == 0 else reversed(contestants):
+            by_batch = _rates(contestant, question, tokens)
+            name = contestant.name
             note(
                 f"run {number + 1}: {name} " + ", ".join(f"{rate:.1f} tokens/s at {b}" for b, rate in by_batch.items())
             )
@@ -42,6 +37,16 @@ def measure_steady(
                 found.setdefault((name, batch), []).append(rate)
     for (name, batch), rates_found in found.items():
         result.add(name, f"tokens_per_s_b{batch}", "tokens/s", rates_found)
+
+
+def _rates(contestant: Contestant, question: Question, tokens: int) -> dict[int, float]:
+    if isinstance(contestant, Medusa):
+        return _ours(contestant, contestant.prepared(question), tokens)
+    if isinstance(contestant, Transformers):
+        return _transformers(question, tokens)
+    if isinstance(contestant, VllmBaseline):
+        return contestant.steady(question, tokens, BATCHES)
+    raise ConfigError(f"--steady: {contestant.name} generates no text")
 
 
 def _ours(ours: Medusa, question: Question, tokens: int) -> dict[int, float]:
