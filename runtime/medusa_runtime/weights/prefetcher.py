@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from .index import WeightIndex
     from .region import Region
     from .region_writer import RegionWriter
+
+logger = logging.getLogger(__name__)
 
 # What the prefetcher itself needs beside the region: connections, headers, the interpreter.
 _SPARE_BYTES = 64 << 20
@@ -100,7 +103,7 @@ def prefetch(
             if restoring is not None:
                 restored = restoring.restore(checkpoint)
             with loading(settings.load_priority):
-                _fill(writer, checkpoint, restored, settings, timeline, nice, keeper, restoring)
+                _fill(writer, checkpoint, restored, _Way(settings, timeline, nice, keeper, restoring))
         finally:
             if restoring is not None:
                 restoring.close()
@@ -112,26 +115,44 @@ def prefetch(
         writer.close()
 
 
-def _fill(
-    writer: RegionWriter,
-    checkpoint: Checkpoint,
-    restored: Restored,
-    settings: Settings,
-    timeline: Timeline,
-    nice: int,
-    keeper: Keeper | None,
-    restoring: Restoring | None,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How one fetch is made: what prefetch was told."""
+
+    settings: Settings
+    timeline: Timeline
+    nice: int
+    keeper: Keeper | None
+    restoring: Restoring | None
+
+
+def _admitted(writer: RegionWriter, restored: Restored, way: _Way) -> Mapping[str, int]:
+    """The late files for which there is room beside the weights: all or none. TooLargeError when not even for those."""
+    index = restored.index
+    for late in (restored.late, {}):
+        region_bytes = index.region_bytes + sum(late.values())
+        try:
+            if way.keeper is not None:
+                way.keeper.admit(region_bytes)
+            if writer.state == State.EMPTY:
+                more_bytes = max(region_bytes - writer.reserved_bytes, 0)
+                check_memory(index.total_bytes, more_bytes, way.settings.memory_limit_mb)
+            break
+        except TooLargeError as error:
+            if not late:
+                raise
+            logger.warning("there is no room for large artifacts of the state bundle: %s", error)
+    return late
+
+
+def _fill(writer: RegionWriter, checkpoint: Checkpoint, restored: Restored, way: _Way) -> None:
     index, checksums = restored.index, restored.checksums
-    if keeper is not None:
-        keeper.admit(index.region_bytes + sum(restored.late.values()))
-    if writer.state == State.EMPTY:
-        more_bytes = max(index.region_bytes + sum(restored.late.values()) - writer.reserved_bytes, 0)
-        check_memory(index.total_bytes, more_bytes, settings.memory_limit_mb)
-    with timeline.stage("fetch", bytes=index.total_bytes) as detail:
-        index = writer.lay_out(index, {**checkpoint.files, **restored.files}, restored.late)
-        if keeper is not None:
-            keeper.laid_out(writer)
+    settings, restoring = way.settings, way.restoring
+    late = _admitted(writer, restored, way)
+    with way.timeline.stage("fetch", bytes=index.total_bytes) as detail:
+        index = writer.lay_out(index, {**checkpoint.files, **restored.files}, late)
+        if way.keeper is not None:
+            way.keeper.laid_out(writer)
         if restoring is not None:
             restoring.start(writer)
         assert writer.chunks is not None
@@ -140,7 +161,13 @@ def _fill(
         if index.region_bytes:
             schedule = Schedule(writer, background=settings.load_priority == "background")
             streams = Streams(
-                checkpoint.store, index, writer, schedule, fixed=settings.connections, checksums=checksums, nice=nice
+                checkpoint.store,
+                index,
+                writer,
+                schedule,
+                fixed=settings.connections,
+                checksums=checksums,
+                nice=way.nice,
             )
             streams.run()
             detail |= {"connections": streams.connections, "hedges": streams.hedges}

@@ -387,6 +387,19 @@ def test_a_killed_prefetcher_is_continued_with_its_bundle_or_without(
     assert artifact.size == len(LARGE)
 
 
+def test_artifacts_that_do_not_fit_beside_the_weights_are_left_out(
+    published: Published, region: Region, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    published.publish((WEIGHT_INDEX, published.recorded()), (COMPILE_CACHE, LARGE))
+    room = sum(SIZES.values()) + len(LARGE) // 2 + (64 << 20)  # what the prefetcher itself needs
+    monkeypatch.setattr("medusa_runtime.limits.memory_available_bytes", lambda: room)
+    monkeypatch.setattr("medusa_runtime.state.restore.memory_available_bytes", lambda: room)
+    fill(region, published.url)
+    check(region)
+    assert region.file(file_name("compile-cache")) is None
+    assert ["no room for large artifacts" in record.message for record in caplog.records] == [True]
+
+
 @pytest.fixture
 def archived(origin: Any, tmp_path: Path) -> Callable[[dict[str, bytes]], str]:
     """A file of torch.save at ``/p``, with the bundle of what was there first."""
