@@ -41,12 +41,14 @@ def compile_it(shape: dict[str, Any]) -> dict[str, Any]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    constants = {"WINDOW": 0, "GROUP": shape["heads"] // shape["kv_heads"], "HEAD_DIM": shape["head_dim"]}
-    constants |= {"BLOCK_SIZE": 16, "ROWS": 16, "DIMS": 128, "TILE": 64, "SPLITS": 4}
+    group, size = shape["heads"] // shape["kv_heads"], shape["head_dim"]
+    rows, dims = max(triton.next_power_of_2(group), 16), triton.next_power_of_2(size)
+    constants = {"WINDOW": shape.get("window", 0), "GROUP": group, "HEAD_DIM": size, "BLOCK_SIZE": 16}
+    constants |= {"ROWS": rows, "DIMS": dims, "TILE": 64, "SPLITS": 4}
     kinds = {"q": "*bf16", "keys": "*bf16", "values": "*bf16", "tables": "*i32", "contexts": "*i64", "scale": "fp32"}
     kinds |= {"out": "*fp32", "sums": "*fp32", "maxima": "*fp32"}
     target = GPUTarget("cuda", 90, 32)
-    total = 0
+    total = shared = 0
     for kernel, known in (
         (paged_triton._attend, kinds),
         (paged_triton._combine, {"parts": "*fp32", "sums": "*fp32", "maxima": "*fp32", "out": "*bf16"}),
@@ -54,10 +56,12 @@ def compile_it(shape: dict[str, Any]) -> dict[str, Any]:
         names = kernel.arg_names
         signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in names}
         used = {(names.index(name),): value for name, value in constants.items() if name in names}
-        compiled = triton.compile(ASTSource(kernel, signature, used), target=target, options={"num_warps": 4})
+        options = {"num_warps": 8 if rows > 64 else 4, "num_stages": 2}
+        compiled = triton.compile(ASTSource(kernel, signature, used), target=target, options=options)
         total += len(compiled.asm["cubin"])
+        shared = max(shared, compiled.metadata.shared)
         assert ".target sm_90" in compiled.asm["ptx"]
-    return {"target": "sm_90", "cubin_bytes": total}
+    return {"target": "sm_90", "cubin_bytes": total, "shared_bytes": shared}
 
 
 if __name__ == "__main__":

@@ -41,7 +41,9 @@ def test_it_computes_what_torch_computes(name: str) -> None:
     assert float(str(found["error"])) < (1e-3 if name == "half" else 1e-5)
 
 
-def test_it_compiles_for_hopper(tmp_path: Path) -> None:
-    found = run("compile", SHAPES["half"], TRITON_CACHE_DIR=str(tmp_path))
+@pytest.mark.parametrize("name", SHAPES)
+def test_it_compiles_for_hopper(name: str, tmp_path: Path) -> None:
+    found = run("compile", SHAPES[name], TRITON_CACHE_DIR=str(tmp_path))
     assert found["target"] == "sm_90"
     assert int(str(found["cubin_bytes"])) > 1000
+    assert int(str(found["shared_bytes"])) <= 227 << 10, "more than a processor has"
