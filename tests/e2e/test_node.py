@@ -298,7 +298,7 @@ def test_two_functions_of_one_model_share_its_bytes(
     start: Start, start_node: Start, slow_origin: SlowOrigin, example: Path
 ) -> None:
     slow_origin.bytes_per_s = 1e9
-    node = start_node()
+    node = start_node("--look-every-s", "0")
     client = node.client()
     client.region(slow_origin.url).close()
     node.until(lambda: [held["state"] for held in node.status()["regions"]] == ["done"])

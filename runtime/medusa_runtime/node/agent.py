@@ -34,6 +34,7 @@ from .model_key import model_key
 from .policy import Policy
 from .records import Records
 from .region_pool import RegionPool
+from .revalidation import Revalidation
 from .settings import NodeSettings
 from .socket_file import SocketFile
 
@@ -65,6 +66,14 @@ class Agent:
             watch=self.watch,
             unwatch=self.unwatch,
         )
+        self._revalidation = Revalidation(
+            settings.look_every_s,
+            self._changed,
+            timeline=self._timeline,
+            reports=self._reports,
+            watch=self.watch,
+            unwatch=self.unwatch,
+        )
         self._clients = Clients(self)
         self.started_at = time.monotonic()
 
@@ -81,6 +90,7 @@ class Agent:
             while not self._stopping:
                 self.engines.tick()
                 self._clients.tick()
+                self._revalidation.tick(self.regions)
                 for key, _ in self._selector.select(_TICK_S):
                     if key.fd in self._selector.get_map():  # an earlier one may have ended it
                         try:
@@ -100,15 +110,18 @@ class Agent:
     def want(self, key: str, *, fresh: bool = False) -> HeldRegion:
         """The region of a checkpoint, which is fetched if it is not there, or (``fresh``, changed files) not any more.
 
-        Never waits: it may take a while before it is sealed. NodeError while functions use what shall be replaced.
+        Never waits: it may take a while before it is sealed. Functions that have the old one keep it.
         """
         held = self.regions.get(key)
+        pinned = False
         if held is not None and (fresh or not held.is_current()):
             logger.info("%s is fetched again: %s", redacted(key), "as asked" if fresh else "its files have changed")
+            pinned = held.pinned
             self.regions.drop(held)
             held = None
         if held is None:
             held = HeldRegion(key)
+            held.pinned = pinned
             self.regions.add(held)
             settings = Settings(model=key, connections=self.settings.connections)
             held.fetch = start_fetch(held, settings, timeline=self._timeline, reports=self._reports)
@@ -181,7 +194,9 @@ class Agent:
     def _dropped(self, held: HeldRegion) -> None:
         if held.fetch is not None:
             self._end_fetch(held)
-            self._tell(held, NodeError("the node agent needs the memory for others"))
+            error = NodeError("the node agent has given this fetch up")
+            self._tell(held, error)
+            self._clients.lost(held, error)
         held.close()
         self._record()
 
@@ -190,6 +205,15 @@ class Agent:
         self.unwatch(held.fetch.channel)
         end_fetch(held.fetch)
         held.fetch = None
+
+    def _changed(self, held: HeldRegion) -> None:
+        """Its objects were replaced; what is pinned is fetched again, and the rest when somebody asks."""
+        if self.regions.get(held.key) is not held:
+            return
+        if held.pinned:
+            self.want(held.key, fresh=True)
+        else:
+            self.regions.drop(held)
 
     def _pin(self, url: str) -> None:
         try:
@@ -219,6 +243,7 @@ class Agent:
         self.socket_file.close()
         self._clients.close()
         self.engines.close()
+        self._revalidation.close()
         self._records.freeze()  # those who hold a region may bring it to the next agent
         self.regions.close()
         self._selector.close()

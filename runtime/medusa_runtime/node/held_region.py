@@ -38,7 +38,7 @@ class HeldRegion:
         self.pinned = False
         self.leases: set[int] = set()  # descriptors of the connections that use it
         self.waiting: list[Callable[[MedusaError | None], None]] = []  # told when it is sealed, or what went wrong
-        self.used_at = time.monotonic()
+        self.used_at = self.looked_at = time.monotonic()
         self.fetch: Fetch | None = None
         self.handed = 0
 

@@ -35,6 +35,7 @@ class NodeSettings:
     allow: tuple[Allowed, ...] = ()  # empty: everything, to everybody who can open the socket
     quota: Mapping[str, int] = field(default_factory=dict)  # prefix → bytes
     pin: tuple[str, ...] = ()
+    look_every_s: float = 60.0  # at objects in a store, whether they were replaced; 0: never
     gpu_context: bool = False
     trust_state: bool = False  # compiled code in the bundles beside models runs in the agent's engine processes
     connections: int | None = None
@@ -110,6 +111,16 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text.removesuffix("s"))
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise ValueError("seconds, 0 or more")
+    return seconds
+
+
 def _yes_or_no(text: str) -> bool:
     if text not in ("yes", "no"):
         raise ValueError("yes or no")
@@ -134,6 +145,12 @@ NODE_OPTIONS = (
     Option("allow", ("MEDUSA_NODE_ALLOW",), _allow, "PREFIX[=UID+UID]: models that may be had, and by whom"),
     Option("quota", ("MEDUSA_NODE_QUOTA",), _quota, "PREFIX=SIZE: the memory that models below it may take"),
     Option("pin", ("MEDUSA_NODE_PIN",), _pins, "a model to fetch at once and never to evict"),
+    Option(
+        "look_every_s",
+        ("MEDUSA_NODE_LOOK_EVERY",),
+        _seconds,
+        "seconds between looks whether models in a store have changed; 0: never",
+    ),
     Option(
         "gpu_context",
         ("MEDUSA_NODE_GPU_CONTEXT",),

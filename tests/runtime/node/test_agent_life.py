@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -65,7 +67,9 @@ def test_no_agent_where_one_is_expected(tmp_path: Path) -> None:
         NodeClient(str(tmp_path / "node.sock"))
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give files and processes to other users")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root and setpriv to start an agent as another user"
+)
 def test_a_strangers_agent_is_refused(start_node: Start) -> None:
     node = start_node()
     os.chown(node.socket, 1000, 1000)
@@ -135,7 +139,7 @@ def test_bad_requests_are_answered(start_node: Start, put_model: Put) -> None:
 
 
 def test_a_region_outlives_its_agent_and_comes_back_to_the_next(start_node: Start, put_model: Put, origin: Any) -> None:
-    node = start_node()
+    node = start_node("--look-every-s", "0")
     url = put_model("m")
     first = node.client()
     region = first.region(url)
@@ -177,6 +181,19 @@ def test_nobody_can_bring_a_region_of_his_own(start_node: Start, put_model: Put)
     assert node.status()["regions"] == []
     forged.close()
     region.close()
+
+
+def test_who_has_half_of_a_model_is_told_when_it_is_replaced(start_node: Start, put_model: Put, origin: Any) -> None:
+    url = put_model("m", 8 << 20)
+    origin.bytes_per_s = 1e6
+    node = start_node()
+    first, second = node.client(), node.client()
+    first.region(url).close()
+    second.region(url, fresh=True).close()
+    node.until(lambda: select.select([first], [], [], 0)[0])
+    assert "given this fetch up" in str(first.lost())
+    (held,) = node.status()["regions"]
+    assert held["in_use_by"] == 1
 
 
 def test_sigterm_leaves_nothing(start_node: Start, put_model: Put, origin: Any) -> None:
