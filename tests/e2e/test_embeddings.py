@@ -211,3 +211,21 @@ def test_a_real_model(client: Callable[[Path], Any]) -> None:
     answer = client(folder).embeddings.create(model="model", input=texts)
     expected = reference(folder, texts, "mean", unit=True)
     torch.testing.assert_close(vectors_of(answer), expected, rtol=0, atol=1e-5)
+
+
+def test_settings_of_an_encoder(start: Start, tmp_path: Path) -> None:
+    folder = write_encoder(tmp_path / "m", "mean", unit=True)
+    refused = start("--model", folder, "--max-model-len", "25")
+    assert refused.process.wait(60) != 0
+    assert "--max-model-len=25 cannot be used: expected at most the 24 tokens" in refused.output()
+    serving = start("--model", folder, "--max-model-len", "6", "--dtype", "bfloat16", "--max-batched-tokens", "6")
+    status, answer, _ = serving.request("POST", "/v1/embeddings", {"input": ["a cat", "sat", "the mat was"]})
+    assert status == 200, answer
+    found = torch.tensor([item["embedding"] for item in answer["data"]])
+    expected = reference(folder, ["a cat", "sat", "the mat was"], "mean", unit=True)
+    assert (found * expected).sum(1).min() > 0.99
+    assert serving.request("POST", "/v1/embeddings", {"input": TEXTS[1]})[0] == 400
+    assert serving.request("GET", "/v1/models")[1]["data"][0]["max_model_len"] == 6
+    metrics = serving.request("GET", "/metrics")[1].decode()
+    assert "medusa_engine_embeddings_total 3" in metrics
+    assert serving.stop() == 0
