@@ -35,6 +35,7 @@ class KernelFinder:
         self._blueprints = blueprints
         self._trigger = trigger
         self._libraries: dict[str, int] = {}
+        self._modules: dict[str, int] = {}  # image → the module that a triggered kernel of it is in
         self._kept: list[object] = []
         self._found: dict[int, KernelHandle] = {}
         self._triggered: defaultdict[str, dict[KernelHandle, tuple[tuple[int, int], ...]]] = defaultdict(dict)
@@ -57,13 +58,14 @@ class KernelFinder:
         return self._found[number]
 
     def variable(self, name: str) -> int | None:
-        """Where a variable "<image>:<name>" is; None when its image is not loaded."""
+        """Where a variable "<image>:<name>" is, once its image's kernels were found; None when it is not loaded."""
         image, _, variable = name.partition(":")
-        library = self._library(image)
-        if not library:
+        library, module = self._library(image), self._modules.get(image)
+        if not library and not module:
             return None
+        call = "cuLibraryGetGlobal" if library else "cuModuleGetGlobal_v2"
         address, size = c_uint64(), c_size_t()
-        failed = self._driver.result("cuLibraryGetGlobal", byref(address), byref(size), library, variable.encode())
+        failed = self._driver.result(call, byref(address), byref(size), library or module, variable.encode())
         return None if failed else address.value
 
     def close(self) -> None:
@@ -113,6 +115,8 @@ class KernelFinder:
             )
         if len(matches) > 1:
             raise MismatchError(Reason.KERNEL_AMBIGUOUS, f"{record.name} is defined in {len(matches)} loaded modules")
+        if record.image:
+            self._modules[record.image] = self._driver.handle("cuFuncGetModule", matches[0].func)
         return matches[0]
 
     def _collect(self, graph: int) -> None:

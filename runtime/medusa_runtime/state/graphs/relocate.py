@@ -14,7 +14,10 @@ from .blueprint import Blueprints, GraphBlueprint, Node, NodeKind, RegionKind, R
 from .mismatch import MismatchError, Reason
 from .regions import Place, RegionMap
 
-_HOST_ADDRESSES = (range(0x5500_0000_0000, 0x5700_0000_0000), range(0x7000_0000_0000, 0x8000_0000_0000))
+_HOST_ADDRESSES = (
+    *(range(0x5500_0000_0000, 0x5700_0000_0000), range(0x7000_0000_0000, 0x8000_0000_0000)),  # x86-64
+    *(range(0xAAAA_0000_0000, 0xAAAC_0000_0000), range(0xFF00_0000_0000, 0x1_0000_0000_0000)),  # arm64
+)
 
 
 class Proof(NamedTuple):
