@@ -1,0 +1,80 @@
+"""The recorded index: order, checksums by several algorithms, and no path of the machine that made it."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from medusa_runtime.config import Settings
+from medusa_runtime.errors import StateError
+from medusa_runtime.state.weight_index import RecordedIndex, record
+from medusa_runtime.timeline import Timeline
+from medusa_runtime.weights import checksums
+from medusa_runtime.weights.prefetcher import prefetch
+from medusa_runtime.weights.region import Region
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "pydoc-lm"
+
+
+@pytest.fixture
+def region() -> Iterator[Region]:
+    region = Region.create()
+    prefetch(region, str(EXAMPLE), settings=Settings(), timeline=Timeline.create("test"))
+    yield region
+    region.close()
+
+
+def test_it_survives_its_bytes_and_holds_no_path(region: Region) -> None:
+    index = region.wait_index()
+    recorded = record(region, list(reversed(index.order)))
+    again = RecordedIndex.from_bytes(recorded.to_bytes())
+    assert again.index.order == tuple(reversed(index.order))
+    assert again.index.recorded
+    assert (again.checksums, again.chunk_bytes) == (recorded.checksums, recorded.chunk_bytes)
+    assert again.index.shards[0].path is None
+    assert str(EXAMPLE).encode() not in zlib.decompress(recorded.to_bytes())
+
+
+def test_chunks_are_verified_by_the_fastest_algorithm_there_is(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = region.wait_index()
+    recorded = RecordedIndex.from_bytes(record(region, None).to_bytes())
+    data = region.shard(0)[: recorded.chunk_bytes]
+    found = recorded.verifier(index)
+    assert found
+    assert found.algorithm == "xxh3_64"
+    assert found.right(0, data)
+    wrong = bytearray(data)
+    wrong[-1] ^= 1
+    assert not found.right(0, memoryview(wrong))
+    monkeypatch.setitem(checksums._IMPLEMENTATIONS, "xxh3_64", (("no_such_package", "digest"),))
+    found = recorded.verifier(index)
+    assert found
+    assert found.algorithm == "crc32"
+    assert found.right(0, data)
+    assert not found.right(0, memoryview(wrong))
+
+
+def test_checksums_are_held_against_the_store_only_for_its_very_version(region: Region) -> None:
+    recorded, index = record(region, None), region.wait_index()
+    found = recorded.verifier(index)
+    assert found
+    assert found.pinned
+    moved = type(index)([shard._replace(version="of another store") for shard in index.shards], index.tensors)
+    found = recorded.verifier(moved)
+    assert found
+    assert not found.pinned
+
+
+def test_an_algorithm_of_the_future_is_passed_over(region: Region) -> None:
+    document = json.loads(zlib.decompress(record(region, None).to_bytes()))
+    document["checksums"] = {"blake9": document["checksums"]["crc32"]}
+    assert RecordedIndex.from_bytes(zlib.compress(json.dumps(document).encode())).verifier(region.wait_index()) is None
+
+
+@pytest.mark.parametrize("data", [b"", b"plain", zlib.compress(b"{}"), zlib.compress(b'{"index": {"format": 99}}')])
+def test_what_is_none_is_refused(data: bytes) -> None:
+    with pytest.raises(StateError, match="expected a weight index"):
+        RecordedIndex.from_bytes(data)
