@@ -42,6 +42,13 @@ def test_restored_at_the_captured_addresses(toy: Any, materialized: dict[str, An
     assert restored["answers"] == materialized["answers"]
     assert "captured, not restored" not in restored["log"]
 
+    def built(log: str) -> list[str]:
+        return [line for line in log.splitlines() if line.startswith("graph: ")]
+
+    assert built(restored["log"]) == built(materialized["log"])
+    assert len(built(restored["log"])) == len(KEYS)
+    assert ", 0 programmatic" not in restored["log"]
+
 
 def test_restored_at_other_addresses(toy: Any, materialized: dict[str, Any]) -> None:
     restored = toy("restore", {"bundle": materialized["path"], "mode": "relocate"}, base=OTHER_BASE)

@@ -1,4 +1,5 @@
 #include "fakecuda.h"
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -176,10 +177,26 @@ static CUresult copy_node(Node *copy, const Node *node) {
   return cluster && copy->kernel.grid[0] % cluster ? CUDA_ERROR_INVALID_CLUSTER_SIZE : CUDA_SUCCESS;
 }
 
+// One line about a graph, so that a captured and a restored one can be compared in what no output shows.
+static void describe(const Graph *graph) {
+  unsigned attributes = 0, dims = 0, shared = 0, programmatic = 0;
+  for (int i = 0; i < graph->node_count; i++) {
+    const Node *node = graph->nodes[i];
+    for (int a = 0; a < MAX_ATTRIBUTES; a++)
+      for (int b = 0; b < 64; b++) attributes = attributes * 31 + node->attributes[a][b];
+    for (int d = 0; d < 3; d++) dims = (dims * 31 + node->kernel.grid[d]) * 31 + node->kernel.block[d];
+    shared += node->kernel.shared_bytes;
+  }
+  for (int e = 0; e < graph->edge_count; e++) programmatic += graph->edges[e].data.type == 1 && graph->edges[e].data.from_port == 1;
+  fprintf(stderr, "graph: %d nodes, %d edges, %u programmatic, attributes %08x, dimensions %08x, %u bytes shared\n",
+          graph->node_count, graph->edge_count, programmatic, attributes, dims, shared);
+}
+
 // Takes its own copy of every node, in an order in which each comes behind what it depends on.
 CUresult cuGraphInstantiateWithParams(void **handle, void *graph, InstantiateParams *params) {
   Graph *home = handle_get(GRAPH, graph);
   if (!home) return CUDA_ERROR_INVALID_HANDLE;
+  if (getenv("FAKE_CUDA_DESCRIBE")) describe(home);
   Exec *exec = calloc(1, sizeof *exec);
   exec->nodes = calloc(home->node_count + 1, sizeof(Node));
   int n = home->node_count, *waits = calloc(n + 1, sizeof(int)), *ready = calloc(n + 1, sizeof(int)), last = 0;
