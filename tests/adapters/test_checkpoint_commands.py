@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
     rng = np.random.default_rng(0)
-    shards = {
+    shards: dict[str, dict[str, Any]] = {
         "model-1.safetensors": {"model.embed_tokens.weight": rng.random((600, 4096)).astype(np.float32)},
         "model-2.safetensors": {
             "lm_head.weight": rng.random((40, 4096)).astype(np.float32),
@@ -143,6 +144,51 @@ def test_a_checkpoint_that_is_not_there(command: str, tmp_path: Path) -> None:
     result = medusa(command, tmp_path / "none")
     assert result.returncode == 1
     assert result.stderr.splitlines()[-1].endswith("[Storage.NotFound]")
+
+
+@pytest.fixture
+def refusing() -> Iterator[str]:
+    """A server that forbids everything."""
+
+    class Refusing(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(403)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_: object) -> None: ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/model"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("command", ["inspect", "fetch"])
+@pytest.mark.parametrize(
+    ("url", "status", "code", "text"),
+    [
+        ("", 2, "Config.Invalid", "empty"),
+        ("http://", 2, "Config.Invalid", "http(s)://host"),
+        ("ht!tp://a:b@host/x?token=secret", 2, "Config.Invalid", "ht!tp://host/x: unknown scheme"),
+        ("s3://", 2, "Config.Invalid", "no bucket"),
+        ("http://127.0.0.1:1/model", 1, "Storage.Unreachable", "127.0.0.1 port 1"),
+        ("{refusing}", 1, "Storage.Forbidden", "403"),
+        ("{tmp}", 1, "Storage.NotFound", "model.safetensors"),
+        ("{tmp}/readme.txt", 1, "Storage.NotFound", "found a file"),
+    ],
+)
+def test_what_is_no_checkpoint_is_told_in_one_line(
+    command: str, url: str, status: int, code: str, text: str, refusing: str, tmp_path: Path
+) -> None:
+    (tmp_path / "readme.txt").write_text("hello")
+    result = medusa(command, url.format(refusing=refusing, tmp=tmp_path))
+    assert result.returncode == status
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("medusa: ")
+    assert line.endswith(f"[{code}]")
+    assert text in line
+    assert "secret" not in line
 
 
 def test_fetch_into_memory(origin: str) -> None:

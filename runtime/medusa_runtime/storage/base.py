@@ -71,6 +71,8 @@ FSSPEC_EXTRAS = {
 
 def open_store(url: str) -> Store:
     """The store of a checkpoint's folder. ConfigError lists the known schemes; MissingPackageError installs one."""
+    if not url:
+        raise ConfigError("expected a checkpoint's folder or URL, found an empty text")
     scheme = scheme_of(url)
     target = STORES.get(scheme) or ("fsspec_store:FsspecStore" if _known_to_fsspec(scheme) else None)
     if target is None:
@@ -103,6 +105,6 @@ def redacted(url: str) -> str:
     """The URL for messages: without user, password and query, which may be credentials."""
     if not scheme_of(url):
         return url
-    parts = urlsplit(url)
-    host = parts.netloc.rpartition("@")[2]
-    return f"{parts.scheme}://{host}{parts.path}"
+    scheme, _, rest = url.partition("://")  # urlsplit would find none in a scheme with a bad character
+    parts = urlsplit("//" + rest)
+    return f"{scheme.lower()}://{parts.netloc.rpartition('@')[2]}{parts.path}"
