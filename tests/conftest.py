@@ -19,7 +19,7 @@ from medusa_runtime.errors import NodeError
 from medusa_runtime.node.client import NodeClient
 
 MEDUSA = Path(sys.executable).with_name("medusa")
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 class NodeProcess:

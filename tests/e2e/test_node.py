@@ -19,6 +19,8 @@ from medusa_runtime.timeline import Timeline
 
 from .slow_origin import SlowOrigin, serving_origin
 
+pytestmark = pytest.mark.timeout(400)
+
 Start = Callable[..., Any]
 FALLBACK = "starting without the node agent"
 

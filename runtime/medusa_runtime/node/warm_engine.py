@@ -25,6 +25,7 @@ from .inheritance import close_others
 from .messages import Message, receive, send
 
 _PR_SET_PDEATHSIG = 1
+_NICE = 10
 _LENDING = "medusa_runtime.state.lending"  # what reads bundles; not for the agent, whose process forks this one
 
 
@@ -57,7 +58,8 @@ def run_idle(
 def _rehearse(engine_class: EngineClass, settings: Settings) -> None:
     """Generate from a model of no meaning, so that what is done once per process is done.
 
-    In a thread of the lowest priority, which does not stick to the process: functions that start now go first.
+    In a thread of low priority, which does not stick to the process: functions that start now go first. Not of idle
+    priority: on a machine that is never idle no process would ever be warm.
     """
     if settings.engine == "vllm" and settings.device == "cuda":
         return  # not tried
@@ -66,7 +68,7 @@ def _rehearse(engine_class: EngineClass, settings: Settings) -> None:
     failures: list[BaseException] = []
 
     def run() -> None:
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        os.nice(_NICE)  # on Linux this is the thread's alone, and that of threads it starts
         try:
             rehearse(engine_class, settings)
         except BaseException as error:  # noqa: BLE001

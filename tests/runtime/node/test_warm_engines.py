@@ -16,6 +16,8 @@ from medusa_runtime.node.messages import pair
 from medusa_runtime.process import ReportPipe
 from medusa_runtime.timeline import Timeline
 
+pytestmark = pytest.mark.timeout(400)
+
 Start = Callable[..., Any]
 Put = Callable[..., str]
 
