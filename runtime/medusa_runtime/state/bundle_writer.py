@@ -48,9 +48,7 @@ class BundleWriter:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(self._lock)
-            raise StateError(
-                f"{self._folder}: another medusa materialize is writing there; wait for it"
-            ) from None
+            raise StateError(f"{self._folder}: another medusa materialize is writing there; wait for it") from None
         return self
 
     def __exit__(

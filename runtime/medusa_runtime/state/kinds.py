@@ -9,7 +9,7 @@ class Kind(NamedTuple):
     """One kind of artifact.
 
     ``facts``: what its key holds (see ``key.FACTS``), so a change of anything else leaves it valid. ``engines``: whose
-    start uses it. ``capture``: ``module:function`` that makes its blob, ``function(model, settings, folder) -> Path | None``
+    start uses it. ``capture``: ``module:function`` that makes its blob, by ``(model, settings, folder) -> Path | None``
     (None: there is nothing to keep); empty for what ``materialize`` makes itself.
     """
 
@@ -25,7 +25,7 @@ WEIGHT_INDEX = Kind("weight-index", ("layout",), ("torch", "vllm", "none"))
 KV_PLAN = Kind("kv-plan", (*_COMPUTED, "max_batched_tokens"), ("torch",))
 STAGE_TIMES = Kind("stage-times", ("shape", "engine", "torch", "isa", "gpu", "dtype"), ())
 COMPILE_CACHE = Kind("compile-cache", (*_COMPUTED, "python"), ("vllm",), "medusa_runtime.state.compile_cache:capture")
-CUDA_GRAPHS = Kind("cuda-graphs", (*_COMPUTED, "driver"), ("torch", "vllm"), "medusa_runtime.engine.graph_capture:capture")
+CUDA_GRAPHS = Kind("cuda-graphs", (*_COMPUTED, "driver"), capture="medusa_runtime.engine.graph_capture:capture")
 
 KINDS = {kind.name: kind for kind in (WEIGHT_INDEX, KV_PLAN, STAGE_TIMES, COMPILE_CACHE, CUDA_GRAPHS)}
 
