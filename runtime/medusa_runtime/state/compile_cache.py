@@ -1,9 +1,9 @@
 """The compile cache of a state bundle: what compiling a model made, as one file for any process on a like machine.
 
 Offline, ``capture`` starts the engine once in a process of its own, with empty caches, and packs what came of it.
-Online, ``restore`` unpacks that into a private folder before the engine makes its model; the engine's worker attaches
-it to the model. The file holds no path, host name or user of the machine it was made on. What it is valid for (engine,
-torch, Python, CPU, model) is its key in the manifest; what only vLLM can tell is checked when it is attached.
+Online, the engine's worker unpacks that with ``restore`` and attaches it to its model. The file holds no path, host name
+or user of the machine it was made on. What it is valid for (engine, torch, Python, CPU, model) is its key in the
+manifest; what only vLLM can tell is checked before it is used.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import subprocess
 import sys
 import zipfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
 
 from ..config import Settings
 from ..errors import StateError
@@ -67,25 +68,30 @@ def pack(folder: Path, blob: Path) -> Path:
     return blob
 
 
-class Restored(NamedTuple):
-    """``folder``: a CompiledModel's. ``env``: what keeps the engine's own caches beside it."""
+def restore(blob: bytes, folder: Path) -> Path:
+    """Unpack into ``folder``, which is private to this process; the folder within that is a CompiledModel's.
 
-    folder: Path
-    env: dict[str, str]
-
-
-def restore(blob: Path | bytes, folder: Path) -> Restored:
-    """Unpack into ``folder``, which is private to this instance.
-
-    Raises StateError when the file is damaged or of another format; the engine then compiles as if there were none.
+    Raises StateError when the file is damaged or of another format; the engine then starts as if there were none.
     """
+    with _opened(blob) as archive:
+        for name in archive.namelist():
+            _write(folder, name, archive.read(name))  # checks its CRC
+    return folder / _MODEL
+
+
+def read_file(blob: bytes, name: str) -> bytes:
+    """One file of those that were packed. Raises StateError."""
+    with _opened(blob) as archive:
+        return archive.read(f"{_MODEL}/{name}")
+
+
+@contextmanager
+def _opened(blob: bytes) -> Iterator[zipfile.ZipFile]:
     try:
-        with zipfile.ZipFile(io.BytesIO(blob) if isinstance(blob, bytes) else blob) as archive:
-            for name in archive.namelist():
-                _write(folder, name, archive.read(name))  # checks its CRC
+        with zipfile.ZipFile(io.BytesIO(blob)) as archive:
+            yield archive
     except _DAMAGE as error:
         raise StateError(f"the compile cache cannot be read ({error}); materialize it again") from error
-    return Restored(folder / _MODEL, cache_folders(folder))
 
 
 def cache_folders(folder: Path) -> dict[str, str]:

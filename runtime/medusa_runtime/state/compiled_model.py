@@ -53,21 +53,16 @@ class CompiledModel:
             )
         (self.folder / INDEX).write_text(json.dumps({"modules": names, "config": key}))
 
-    def check(self, config: Any) -> None:
-        """Raises StateError when the functions were made for another configuration than this VllmConfig."""
-        key, found = self._index()[1], config_key(config)
-        if found != key:
-            raise StateError(
-                f"it was made for the configuration {key[:12]}, this is {found[:12]}; materialize with serve's flags"
-            )
-
     def attach(self, model: Any, config: Any) -> int:
         """Load the functions and hand them to the modules they were made from; how many they were.
 
-        For a configuration that ``check`` has accepted. Raises StateError when they were made from another source, or
-        cannot be read; the model is then as it was, and compiles at its first forward.
+        For a configuration that ``check_index`` has accepted. Raises StateError when they were made from another
+        source, or cannot be read; the model is then as it was, and compiles at its first forward.
         """
-        names = self._index()[0]
+        try:
+            names = _parse((self.folder / INDEX).read_bytes())[0]
+        except OSError as error:
+            raise StateError(f"the compile cache has no index ({error.strerror}); materialize it again") from None
         modules = dict(model.named_modules())
         if missing := [name for name in names if name not in modules]:
             raise StateError(f"the compile cache holds functions of {missing}, which this model does not have")
@@ -85,13 +80,14 @@ class CompiledModel:
             modules[name].was_aot_compile_fn_loaded_from_disk = True
         return len(functions)
 
-    def _index(self) -> tuple[list[str], str]:
-        """The names of the compiled modules, and the configuration's key."""
-        try:
-            index = json.loads((self.folder / INDEX).read_bytes())
-            return [str(name) for name in index["modules"]], str(index["config"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise StateError(f"{self.folder / INDEX}: expected the index of a compile cache, found {error}") from error
+
+def check_index(index: bytes, config: Any) -> None:
+    """Raises StateError when functions of this index were made for another configuration than this VllmConfig."""
+    key, found = _parse(index)[1], config_key(config)
+    if found != key:
+        raise StateError(
+            f"it was made for the configuration {key[:12]}, this is {found[:12]}; materialize with serve's flags"
+        )
 
 
 def config_key(config: Any) -> str:
@@ -115,6 +111,15 @@ def config_key(config: Any) -> str:
             setattr(placeless.model_config, field, nameless)
     factors = (hash_factors(envs.compile_factors()), placeless.compute_hash())
     return hashlib.sha256(str(factors).encode()).hexdigest()
+
+
+def _parse(index: bytes) -> tuple[list[str], str]:
+    """The names of the compiled modules, and the configuration's key."""
+    try:
+        found = json.loads(index)
+        return [str(name) for name in found["modules"]], str(found["config"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise StateError(f"the compile cache has no index that can be read ({error}); materialize it again") from None
 
 
 def _compiled_modules(model: Any) -> Iterator[tuple[str, Any]]:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import tempfile
-import time
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from ...config import Settings
 from ...errors import StateError
-from ...state.compile_cache import restore
-from ...state.compiled_model import CompiledModel
+from ...state.compile_cache import cache_folders, read_file, restore
+from ...state.compiled_model import INDEX, CompiledModel, check_index
 from ...state.kinds import COMPILE_CACHE, file_name
 from ...timeline import Timeline
 from ...weights.region import Region
@@ -26,65 +23,51 @@ _RESTORED, _CAPTURED, _ALWAYS = "medusa_compiled", "medusa_capture", "medusa_com
 
 
 class CompiledStart:
-    """Of one engine: ``wanted`` compiled or eager, with the bundle's compile cache in a private folder if there is one.
+    """Of one engine: ``wanted`` compiled or eager, and with the bundle's compile cache if there is one.
 
-    ``auto`` compiles only where a bundle saves the compiler; ``always`` compiles where there is none. The folder is
-    removed on exit, when the worker has loaded what is in it.
+    ``auto`` compiles only where a bundle saves the compiler; ``always`` compiles where there is none. ``extra`` tells
+    the workers, in the load configuration.
     """
 
     def __init__(self, region: Region, settings: Settings, timeline: Timeline, capture: Path | None = None) -> None:
         self.extra: dict[str, str] = {} if capture is None else {_CAPTURED: str(capture)}
         self._always = settings.compile == "always"
         self._timeline = timeline
-        self._scratch: Path | None = None
+        self._fd = -1
+        self._blob: bytes | None = None
         if settings.compile != "never" and capture is None:
-            self._restore(region)
+            with timeline.stage("compiled_restore"):  # waits for it: the configuration depends on it
+                self._blob = region.file(file_name(COMPILE_CACHE.name))
 
     @property
     def wanted(self) -> bool:
-        return self._always or _RESTORED in self.extra
+        return self._always or self._blob is not None
 
     def suits(self, config: Any) -> bool:
         """Whether a VllmConfig is the one that was compiled for; False, once, when it has to be made anew without."""
-        if _RESTORED not in self.extra:
+        if self._blob is None:
             return True
         try:
-            CompiledModel(Path(self.extra[_RESTORED])).check(config)
+            check_index(read_file(self._blob, INDEX), config)
         except StateError as error:
-            self._leave_out(error)
-            del self.extra[_RESTORED]
+            logger.warning("%s is not used: %s", COMPILE_CACHE.name, error)
+            self._timeline.mark("compiled", left_out=str(error)[:300])
+            self._blob = None
             return False
-        if self._always:
-            self.extra[_ALWAYS] = "1"
+        # Workers of further ranks are new interpreters: a path through /proc names the same memory there.
+        self._fd = os.memfd_create("medusa-compile-cache", os.MFD_CLOEXEC)
+        with open(self._fd, "wb", closefd=False) as file:
+            file.write(self._blob)
+        self.extra |= {_RESTORED: f"/proc/{os.getpid()}/fd/{self._fd}"} | ({_ALWAYS: "1"} if self._always else {})
+        config.load_config.model_loader_extra_config |= self.extra
         return True
 
-    def _restore(self, region: Region) -> None:
-        start_ns = time.monotonic_ns()
-        try:
-            blob = region.file(file_name(COMPILE_CACHE.name))  # waits for it: the configuration depends on it
-            if blob is None:
-                return
-            self._scratch = Path(tempfile.mkdtemp(prefix="medusa-compiled-"))
-            restored = restore(blob, self._scratch)
-        except (StateError, OSError) as error:
-            self._leave_out(error)
-            return
-        self.extra[_RESTORED] = str(restored.folder)
-        os.environ.update(restored.env)
-        self._timeline.record("compiled_restore", start_ns, time.monotonic_ns(), bytes=len(blob))
-
-    def _leave_out(self, error: Exception) -> None:
-        logger.warning("%s is not used: %s", COMPILE_CACHE.name, error)
-        self._timeline.mark("compiled", left_out=str(error)[:300])
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+    def close(self) -> None:
+        """When the workers have loaded."""
+        self._blob = None
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
 class WorkerCompilation:
@@ -106,8 +89,8 @@ class WorkerCompilation:
             self.warms_up = False  # there is nothing to compile
             with self._timeline.stage("compiled_attach") as detail:
                 try:
-                    detail["functions"] = CompiledModel(Path(self._restored)).attach(model, config)
-                except StateError as error:
+                    detail["functions"] = _attach(Path(self._restored), model, config)
+                except (StateError, OSError) as error:
                     logger.warning("%s is not used: %s", COMPILE_CACHE.name, error)
                     detail["left_out"] = str(error)[:300]
                     self.warms_up = self._always
@@ -116,6 +99,16 @@ class WorkerCompilation:
 
     def warmed_up(self) -> None:
         self._recording.close()
+
+
+def _attach(blob: Path, model: Any, config: Any) -> int:
+    """Through a folder that lives as long as this takes: what is in it is mapped or read then."""
+    from unittest.mock import patch
+
+    with tempfile.TemporaryDirectory(prefix="medusa-compiled-", ignore_cleanup_errors=True) as scratch:
+        folder = restore(blob.read_bytes(), Path(scratch))
+        with patch.dict(os.environ, cache_folders(Path(scratch))):
+            return CompiledModel(folder).attach(model, config)
 
 
 def _run_eagerly(model: Any) -> None:

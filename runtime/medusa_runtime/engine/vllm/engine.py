@@ -8,6 +8,7 @@ Text is made and stop strings are found here, as with the torch engine; vLLM see
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from pathlib import Path
@@ -150,13 +151,11 @@ class VllmEngine:
         except MedusaError as error:
             self._load_error = error
             raise
-        except (ValueError, NotImplementedError, AssertionError, KeyError) as error:
-            self._load_error = ModelError(f"vLLM cannot load this model: {error or type(error).__name__}")
+        except Exception as error:
+            self._load_error = _reason(error)
             raise self._load_error from error
-        except BaseException as error:
-            self._load_error = EngineError(f"the weights could not be applied: {type(error).__name__}: {error}")
-            raise
         finally:
+            self._compiled.close()
             self._loaded.set()
 
     def _begin(self, sequence: Sequence) -> None:
@@ -213,3 +212,16 @@ def _sampled(output: Any, position: int, token: int) -> Sampled:
         return Sampled(token)
     ids, values = found.logprob_token_ids[position].tolist(), found.logprobs[position].tolist()
     return Sampled(token, values[0], tuple(zip(ids[1:], values[1:], strict=True)))
+
+
+def _reason(error: Exception) -> MedusaError:
+    """Why a model could not be loaded, as an error of ours."""
+    missing = re.search(r"'_OpNamespace' '(\w+)' object has no attribute '(\w+)'", str(error))
+    if missing is not None:
+        return ModelError(
+            f"vLLM has no {missing[2]} for this machine's processor; expected one that has it (on x86 often AVX-512), or "
+            f"a checkpoint that is not quantized so"
+        )
+    if isinstance(error, ValueError | NotImplementedError | AssertionError | KeyError):
+        return ModelError(f"vLLM cannot load this model: {error or type(error).__name__}")
+    return EngineError(f"vLLM could not load the model: {type(error).__name__}: {error}")
