@@ -1,8 +1,8 @@
 """The compile cache of a state bundle: what compiling a model made, as one file for any process on a like machine.
 
 Offline, ``capture`` starts the engine once in a process of its own, with empty caches, and packs what came of it.
-Online, the engine's worker unpacks that with ``restore`` and attaches it to its model. The file holds no path, host name
-or user of the machine it was made on. What it is valid for (engine, torch, Python, CPU, model) is its key in the
+Online, the engine's worker unpacks that with ``restore`` and attaches it to its model. The file holds no path, host
+name or user of the machine it was made on. What it is valid for (engine, torch, Python, CPU, model) is its key in the
 manifest; what only vLLM can tell is checked before it is used.
 """
 
