@@ -32,6 +32,7 @@ SHAPES = {
 }
 DRY_SHAPES = {2: ("tiny-llama",), 3: ("tiny-qwen2", "tiny-opt", "tiny-falcon"), 4: ("tiny-llama",)}
 _REPEATS = 3
+_STRATEGIES = ("capture", "async", "medusa")
 
 
 class Part(NamedTuple):
@@ -115,7 +116,7 @@ def parts(number: int, check: Check, *, dry_run: bool) -> Iterator[Part]:
         bundle = ("--model", model, "--bundle", f"{model}.graphs")
         yield Part(f"{shape} materialize", "materialize", bundle, 240, Path(f"{model}.graphs"))
         if number == 4:
-            for strategy in ("capture", "async", "medusa"):
+            for strategy in _STRATEGIES:
                 for repeat in range(_REPEATS):
                     yield Part(f"{shape} phase {strategy} {repeat}", "phase", (*bundle, "--strategy", strategy), 120)
         else:

@@ -19,14 +19,16 @@ def check(tmp_path: Path) -> Check:
     return Check(tmp_path / "out", tmp_path / "work", dry_run=True, budget_s=300)
 
 
+@pytest.mark.timeout(600)  # six processes, each of which imports torch
 def test_a_dry_run_goes_through_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_REPEATS", 1)
+    monkeypatch.setattr(run, "_STRATEGIES", ("capture", "medusa"))
     arguments = ["--dry-run", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
     assert run.main([*arguments, "--run", "2", "--run", "4"]) == 0
     results = json.loads((tmp_path / "out/results.json").read_text())
     assert list(results) == [
         *(f"tiny-llama {name}" for name in ("materialize", "captured", "restored")),
-        *(f"tiny-llama phase {strategy} 0" for strategy in ("capture", "async", "medusa")),
+        *(f"tiny-llama phase {strategy} 0" for strategy in ("capture", "medusa")),
     ]
     captured, restored = results["tiny-llama captured"], results["tiny-llama restored"]
     assert captured["capture"]["graphs"] == restored["restore"]["graphs"] == 4
@@ -41,9 +43,10 @@ def test_a_dry_run_goes_through_all_parts(tmp_path: Path, monkeypatch: pytest.Mo
     assert not medusas & {"profile", "capture"}
     page = (tmp_path / "out/report.html").read_text()
     assert "WITHOUT A GPU" in page
-    assert page.count("<svg") >= 8
+    assert page.count("<svg") == 7  # two timelines, figures 2, 7, 7b, 3 and 9
 
 
+@pytest.mark.timeout(300)
 def test_a_part_that_fails_costs_nothing_but_itself(tmp_path: Path) -> None:
     checking = check(tmp_path)
     model = str(checking.checkpoint("tiny-llama"))
