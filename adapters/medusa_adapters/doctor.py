@@ -20,6 +20,7 @@ from typing import NamedTuple
 from medusa_runtime.config import Settings, from_env
 from medusa_runtime.errors import MedusaError
 from medusa_runtime.limits import cpu_count, memory_available_bytes, memory_limit_bytes
+from medusa_runtime.shortage import LEAST_FILES
 
 from .progress import size
 
@@ -114,10 +115,12 @@ def _files() -> Iterator[Finding]:
         yield Finding("fail", "temporary", f"{folder} is not writable", "mount a writable /tmp, or set TMPDIR")
     else:
         yield Finding("ok", "temporary", f"{folder} is writable")
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    low = soft != resource.RLIM_INFINITY and soft < _LOW_FILES
-    advice = f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}" if low else ""
-    yield Finding("warn" if low else "ok", "open files", f"at most {soft}", advice)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # a start raises the soft limit to it
+    most = "any number" if hard == resource.RLIM_INFINITY else f"at most {hard}"
+    low = hard != resource.RLIM_INFINITY and hard < _LOW_FILES
+    level = "fail" if low and hard < LEAST_FILES else "warn" if low else "ok"
+    advice = f"each client is one: raise the hard limit (ulimit -Hn {_LOW_FILES})" if low else ""
+    yield Finding(level, "open files", most, advice)
 
 
 def _compiler() -> Iterator[Finding]:
@@ -162,7 +165,13 @@ def _torch() -> Iterator[Finding]:
     if find_spec("torch") is None:
         yield Finding("fail", "torch", "not installed", f"{sys.executable} -m pip install 'torch>=2.7'")
         return
-    import torch  # a second; the quick checks have been printed by then
+    try:
+        import torch  # a second; the quick checks have been printed by then
+    except ImportError as error:
+        yield Finding(
+            "fail", "torch", f"cannot be imported: {error}", "give it memory (ulimit -v), or install it again"
+        )
+        return
 
     built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
     if torch.version.cuda and not torch.cuda.is_available():

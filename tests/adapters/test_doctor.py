@@ -32,13 +32,25 @@ def test_a_port_in_use_fails_with_what_to_do() -> None:
     assert "--port" in finding.advice
 
 
-def test_a_temporary_folder_that_cannot_hold_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    deep = tmp_path / ("x" * 90)
-    deep.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(deep))
+def test_a_temporary_folder_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nothing"))
     finding = next(doctor._files())
     assert finding.level == "fail"
     assert "TMPDIR" in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("limit", "level"), [("-n 40", "fail"), ("-n 500", "warn"), ("-Sn 500", "ok"), ("-v 300000", "fail")]
+)
+def test_small_limits_are_findings(limit: str, level: str) -> None:
+    script = f'ulimit {limit}; exec "$@"'
+    command = ["bash", "-c", script, "bash", str(MEDUSA), "doctor", "--port", "0"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    lines = [line.split(maxsplit=1) for line in result.stdout.splitlines() if not line.strip().startswith("→")]
+    name = "torch" if "-v" in limit else "open files"
+    assert [found for found, rest in lines if rest.startswith(name)] == [level], result.stdout
+    assert "Traceback" not in result.stderr
+    assert result.returncode == (1 if level == "fail" else 0)
 
 
 def test_a_missing_package_comes_with_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:
