@@ -9,7 +9,10 @@ from ..errors import CorruptError, MedusaError, RequestError
 from ..timeline import Timeline
 
 _LONG_CHARACTERS = 1 << 16  # below, a text is tokenized before its length could be judged
-_HINT = "give the prompt as token ids, or put a tokenizer.json beside the weights"
+_HINT = (
+    "give the prompt as token ids, or put a tokenizer.json beside the weights (from a tokenizer.model alone "
+    "transformers makes one: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR))"
+)
 
 
 class Tokenizer:
