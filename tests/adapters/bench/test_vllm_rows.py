@@ -1,0 +1,184 @@
+"""The rows of vLLM in the cold-start benchmark: what is measured, and what ends it."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from medusa_adapters.bench import coldstart
+from medusa_adapters.bench.compiled import Bundled, check_attached, check_nothing_compiled
+from medusa_adapters.bench.contestants import Question, Sample
+from medusa_adapters.bench.node import Node
+from medusa_adapters.bench.process import Process
+from medusa_adapters.bench.result import Result
+from medusa_adapters.bench.rows import ROWS, contestants
+from medusa_adapters.bench.vllm_baselines import STARTS, VllmBaseline
+from medusa_runtime.errors import ConfigError, MedusaError, MissingPackageError
+from medusa_runtime.timeline import Stage
+
+MEDUSA = Path(sys.executable).with_name("medusa")
+EXAMPLE = Path(__file__).parents[3] / "examples" / "pydoc-lm"
+QUESTION = Question(model="m", folder="m", prompt="p", max_tokens=3)
+
+# As much of vLLM as the script asks for: it logs to stdout, and says what it was started with.
+VLLM = """
+import os, pathlib
+class SamplingParams:
+    def __init__(self, **options): self.options = options
+class Output: pass
+class LLM:
+    def __init__(self, model, **options):
+        print("vLLM logs a line")
+        os.system("echo and so do its processes")
+        cache = pathlib.Path(os.environ["VLLM_CACHE_ROOT"])
+        self.said = ["cold", "warm"][cache.exists()] + (" eager" if options.get("enforce_eager") else "")
+        self.said += " inside" if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0" else ""
+        cache.mkdir(parents=True, exist_ok=True)
+        if model == "broken": raise SystemExit("no such model")
+    def generate(self, prompts, params, use_tqdm):
+        answer, request = Output(), Output()
+        answer.text, answer.token_ids = (self.said + "...")[: params.options["max_tokens"] * 9], [1]
+        request.outputs = [answer]
+        return [request] * len(prompts)
+"""
+
+
+@pytest.fixture
+def with_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "vllm.py").write_text(VLLM)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+@pytest.mark.usefixtures("with_vllm")
+@pytest.mark.parametrize(
+    ("name", "texts"),
+    [
+        ("vllm-default-baseline", ["cold...", "cold..."]),
+        ("vllm-warm-cache-baseline", ["cold...", "warm..."]),
+        ("vllm-best-baseline", ["cold inside...", "warm inside..."]),
+        ("vllm-eager-baseline", ["cold eager...", "warm eager..."]),
+    ],
+)
+def test_each_baseline_starts_vllm_in_its_way(name: str, texts: list[str]) -> None:
+    assert set(STARTS) <= set(ROWS)
+    (baseline,) = contestants([name], sys.executable)
+    try:
+        for text in texts:
+            sample = baseline.sample(QUESTION)
+            assert sample.text == text
+            assert text.startswith(sample.first)
+            assert sample.ttft_s > 0
+    finally:
+        baseline.close()
+
+
+@pytest.mark.usefixtures("with_vllm")
+def test_a_baseline_that_fails_is_quoted_and_one_that_runs_is_timed() -> None:
+    baseline = VllmBaseline("vllm-eager-baseline", sys.executable)
+    try:
+        with pytest.raises(MedusaError, match="no such model"):
+            baseline.sample(Question("broken", "broken", "p", 1))
+        rates = baseline.steady(QUESTION, 4, (1, 8))
+        assert set(rates) == {1, 8}
+        assert all(rate > 0 for rate in rates.values())
+    finally:
+        baseline.close()
+
+
+def test_names_and_interpreters_are_checked() -> None:
+    with pytest.raises(ConfigError, match="torch-prewarmed"):
+        contestants(["torch", "tgi"], sys.executable)
+    with pytest.raises(MissingPackageError, match="--vllm-python"):
+        contestants(["vllm-cold"], "/nowhere/python")
+
+
+def test_the_same_code_must_give_the_same_text() -> None:
+    samples = coldstart.Samples({"vllm-warm-cache-baseline": [Sample(1.0, "a b")], "vllm-compiled": []})
+    samples |= {name: [] for name in ROWS if name not in samples}
+    coldstart._check_same_tokens("vllm-compiled", samples, Sample(1.0, "a b"))
+    coldstart._check_same_tokens("vllm-prewarmed", samples, Sample(1.0, "a c"))  # eager, and rounds otherwise
+    with pytest.raises(MedusaError, match="vllm-compiled and vllm-warm-cache-baseline disagree"):
+        coldstart._check_same_tokens("vllm-compiled", samples, Sample(1.0, "a c"))
+
+
+def test_an_eager_start_is_no_compiled_one() -> None:
+    check_attached("c", Sample(1.0, stages=(Stage("compiled_attach", "engine", 1, 2, {"functions": 1}),)))
+    for stages in ((), (Stage("compiled_attach", "engine", 1, 2, {"left_out": "another source"}),)):
+        with pytest.raises(MedusaError, match="another source" if stages else "no cache"):
+            check_attached("c", Sample(1.0, stages=stages))
+
+
+@pytest.fixture
+def metrics() -> Iterator[http.server.ThreadingHTTPServer]:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body: bytes = self.server.page  # type: ignore[attr-defined]
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(("page", "said"), [("_total 0", ""), ("_total 2", "found 2"), ("s 0", "found no count")])
+def test_one_compilation_ends_the_bench(metrics: http.server.ThreadingHTTPServer, page: str, said: str) -> None:
+    metrics.page = f"# HELP\nmedusa_engine_compilations{page}\n".encode()  # type: ignore[attr-defined]
+    with Process([sys.executable, "-c", "input()"]) as process:
+        process.alive = lambda: True  # type: ignore[method-assign]
+        if not said:
+            check_nothing_compiled(process, metrics.server_port)
+            return
+        with pytest.raises(MedusaError, match=said):
+            check_nothing_compiled(process, metrics.server_port)
+
+
+def test_a_bundle_that_cannot_be_made_and_a_node_without_its_engine_are_quoted(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    bundled = Bundled([sys.executable, "-c", "import sys; sys.exit('no vLLM here')"])
+    with pytest.raises(MedusaError, match="no vLLM here"):
+        bundled.of(str(tmp_path))
+    bundled.close()
+    node = Node([sys.executable, "-c", "import sys; sys.exit('no sockets here')"], "vllm")
+    with pytest.raises(MedusaError, match="no sockets here"):
+        node.wait_warm()
+    node.close()
+
+
+def test_promised_ratios_are_told() -> None:
+    result = Result({})
+    for name, seconds in {"vllm-compiled": 2.0, "vllm-warm-cache-baseline": 15.0, "vllm-cold": 1.0}.items():
+        result.add(name, "ttft_s", "s", [seconds])
+    (target,) = coldstart._targets(result, "vllm-compiled")
+    assert (target.ratio, target.met) == (7.5, False)
+
+
+@pytest.mark.slow
+def test_a_warm_engine_process_serves_the_first_request(tmp_path: Path) -> None:
+    command = [str(MEDUSA), "bench", "coldstart", "--model", str(EXAMPLE), "--rows", "torch-prewarmed,transformers"]
+    ran = subprocess.run(
+        [*command, "--runs", "1", "--max-tokens", "4", "--json", str(tmp_path / "rows.json")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=110,
+    )
+    assert ran.returncode == 0, ran.stderr
+    rows = {(row["name"], row["metric"]): row for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
+    assert rows["torch-prewarmed", "ttft_s"]["runs"] == 1
+    assert "specialise" in ran.stdout
+    assert "transformers to ours pre-warmed" in ran.stdout
