@@ -76,11 +76,12 @@ def _register(machine: Machine) -> str:
     import mmap
 
     from medusa_runtime.device.driver import Driver
+    from medusa_runtime.weights.views import bytes_tensor
 
     fd = os.memfd_create("probe")
     os.ftruncate(fd, 64 << 20)
     memory = mmap.mmap(fd, 64 << 20, mmap.MAP_SHARED, mmap.PROT_READ)
-    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    tensor = bytes_tensor(memoryview(memory))
     torch.empty(1, device=machine.device)
     Driver().call("cuMemHostRegister_v2", ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), 8)
     return "read-only memfd registered"
@@ -93,7 +94,7 @@ _FACTS: dict[str, Callable[[Machine], Any]] = {
     "torch": lambda _: torch.__version__,
     "cuda": lambda _: str(torch.version.cuda),
     "cpus": lambda _: len(os.sched_getaffinity(0)),
-    "memory_gib": lambda _: Path("/proc/meminfo").read_text().split()[1].rjust(1),
+    "memory_gib": lambda _: int(Path("/proc/meminfo").read_text().split()[1]) >> 20,
     "compiler": lambda _: shutil.which("g++") or shutil.which("gcc"),
     "triton": _triton,
     "driver": _driver,

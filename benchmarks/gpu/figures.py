@@ -52,7 +52,7 @@ def report(results: Results) -> str:
 
 def _facts(results: Results) -> str:
     found = {k: v for k, v in results.get("environment", {}).items() if isinstance(v, str | int)}
-    return "<p>" + escape(" · ".join(f"{name} {value}" for name, value in found.items())) + "</p>"
+    return "<p>" + escape(" · ".join(f"{name} {str(value)[:80]}" for name, value in found.items())) + "</p>"
 
 
 def _timelines(phased: Mapping[str, Mapping[str, Results]]) -> Iterable[str]:

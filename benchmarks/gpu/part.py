@@ -30,6 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
     timeline = Timeline.create("engine")
     context = None if options.dry_run else DeviceContext(timeline=timeline)  # beside the imports, as the engine does
     with timeline.stage("import"):
+        import tokenizers  # noqa: F401  as the zygote does
+
         from benchmarks.gpu.machine import machine
     info = context.wait() if context is not None else None
     found = PARTS[options.name](machine(dry_run=options.dry_run), options)

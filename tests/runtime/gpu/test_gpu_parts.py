@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from medusa_runtime.errors import DeviceError
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu
@@ -50,7 +51,13 @@ def test_a_link_copies_every_byte(cuda: torch.device, way: str) -> None:
     target.fill_(0)
     torch.cuda.synchronize()
     pieces = [(0, 100), (100, 5000), (5000, 9 << 20), (9 << 20, source.nbytes)]
-    copies = [link.copy(target[a:b], source[a:b], urgent=n % 2 == 0) for n, (a, b) in enumerate(pieces)]
+    try:
+        copies = [link.copy(target[a:b], source[a:b], urgent=n % 2 == 0) for n, (a, b) in enumerate(pieces)]
+    except DeviceError as error:
+        if way != "register":
+            raise
+        pytest.skip(f"this driver registers no read-only memory: {error}")
+    assert way != "register" or link.registered_bytes
     while not all(copy.done() for copy in copies):
         pass
     assert torch.equal(target.cpu(), source)
