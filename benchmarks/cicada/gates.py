@@ -13,10 +13,11 @@ from medusa_runtime.weights.prefetcher import prefetch
 from medusa_runtime.weights.region import Region
 
 _WARM_UP = 3
+_FEWEST, _LONGEST_S = 5, 60.0  # of a machine that is busy with other things, fewer forwards
 
 
 def measure_gates(result: Result, model: str, folder: Path, forwards: int) -> None:
-    """Adds rows ``<model>/built`` and ``<model>/plain``, metric ``warm_s``, of ``forwards`` forwards each."""
+    """Adds rows ``<model>/built`` and ``<model>/plain``, metric ``warm_s``, of at most ``forwards`` forwards each."""
     import torch
     from medusa_runtime.weights.build import build
 
@@ -45,7 +46,10 @@ def measure_gates(result: Result, model: str, folder: Path, forwards: int) -> No
 def _in_turns(chosen: Any, modules: dict[str, Any], forwards: int) -> dict[str, list[float]]:
     inputs = chosen.inputs()
     seconds: dict[str, list[float]] = {name: [] for name in modules}
+    ends = time.monotonic() + _LONGEST_S
     for number in range(_WARM_UP + forwards):
+        if number >= _WARM_UP + _FEWEST and time.monotonic() > ends:
+            break
         for name in list(modules) if number % 2 == 0 else reversed(modules):
             began = time.perf_counter()
             chosen.forward(modules[name], inputs)
