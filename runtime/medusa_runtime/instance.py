@@ -220,9 +220,7 @@ class Instance:
         assert self._settings.model is not None
         model, settings = self._settings.model, self._settings
         restoring = Restoration(settings, timeline)
-        prefetch(
-            self._region, model, settings=settings, timeline=timeline, nice=BESIDE_IMPORTS, restoring=restoring
-        )
+        prefetch(self._region, model, settings=settings, timeline=timeline, nice=BESIDE_IMPORTS, restoring=restoring)
         return 0
 
     def _run_zygote(self, timeline: Timeline) -> int:
