@@ -143,7 +143,9 @@ OPTIONS = (
         "torch (fast start), vllm (throughput) or none (the handler's own module)",
     ),
     Option("platform", ("MEDUSA_PLATFORM",), _one_of(*PLATFORMS), "whose protocol to speak"),
-    Option("state", ("MEDUSA_STATE",), _text, "where the state bundle lies (default: beside the weights); none: use none"),
+    Option(
+        "state", ("MEDUSA_STATE",), _text, "where the state bundle lies (default: beside the weights); none: use none"
+    ),
     Option("served_model_name", ("MEDUSA_SERVED_MODEL_NAME",), _text, "the model's name in the OpenAI routes"),
     Option("host", ("MEDUSA_HOST",), _text, "address to bind"),
     Option("port", ("PORT",), _port, "port to bind; 0 takes a free one"),
