@@ -90,6 +90,8 @@ class ScriptedStream:
 
 
 class ScriptedEngine:
+    started = True
+
     def __init__(self, token_s: float, seen_fd: int) -> None:
         self.token_s = token_s
         self.up, self.held, self.lost, self.full = (threading.Event() for _ in range(4))
