@@ -38,8 +38,8 @@ class Inference(NamedTuple):
 class Container:
     """A process with everything imported, that waits for its one request. A context manager."""
 
-    def __init__(self, scratch: Path, **environment: str) -> None:
-        environment = {**os.environ, "MEDUSA_BENCH_SCRATCH": str(scratch), **environment}
+    def __init__(self, scratch: Path) -> None:
+        environment = {**os.environ, "MEDUSA_BENCH_SCRATCH": str(scratch)}
         self._errors = TemporaryFile("w+")  # noqa: SIM115  a pipe that nobody reads could stop the child
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.cicada.sample"],
