@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import MedusaError, StateError
 from ..limits import memory_available_bytes
-from ..storage.base import Store, open_store, redacted
+from ..storage.base import Store, open_store, redacted, scheme_of
 from ..weights.prefetcher import Restored
 from ..weights.region_layout import Late
 from .kinds import KINDS, WEIGHT_INDEX, Kind, file_name
@@ -93,7 +93,7 @@ class Restoration:
     def _wait(self) -> Manifest | None:
         if self._reading is not None:
             began_ns = time.monotonic_ns()
-            self._reading.join(_PATIENCE_S)
+            self._reading.join(_PATIENCE_S if self._far() else None)
             if self._reading.is_alive():
                 self._given_up = True
                 self._leave_out("the state bundle", f"its manifest did not come within {_PATIENCE_S:g} s", began_ns)
@@ -104,6 +104,10 @@ class Restoration:
                     self._leave_out(kind, reason, began_ns)
             self._reading = None
         return None if self._given_up else self._manifest
+
+    def _far(self) -> bool:
+        """Whether the bundle is not on this machine, and so may take any time."""
+        return self._remote if self._settings.state is None else scheme_of(self._settings.state) not in ("", "file")
 
     def files(self) -> Collection[str] | None:
         """What ``weights.checkpoint.Known`` asks. Of local files nothing is taken on trust: looking costs nothing."""

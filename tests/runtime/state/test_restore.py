@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
+import subprocess
+import sys
 import threading
 import time
 import zlib
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 from medusa_runtime.config import Settings
-from medusa_runtime.errors import CorruptError, MedusaError
+from medusa_runtime.errors import CorruptError
 from medusa_runtime.state.bundle_writer import BundleWriter
 from medusa_runtime.state.key import Facts, Subject
 from medusa_runtime.state.kinds import COMPILE_CACHE, KV_PLAN, WEIGHT_INDEX, Kind, file_name
@@ -84,6 +85,12 @@ class Published:
         document = json.loads(self.origin.objects["/m/.medusa/manifest.json"])
         change(document)
         self.origin.put("/m/.medusa/manifest.json", json.dumps(document).encode())
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine is no reason to go on without a bundle."""
+    monkeypatch.setattr("medusa_runtime.state.restore._PATIENCE_S", 60.0)
 
 
 @pytest.fixture
@@ -222,18 +229,39 @@ def test_small_and_large_artifacts_reach_the_engine(published: Published, region
     assert (used(stages), left_out(stages)) == ({"compile-cache"}, {})
 
 
+# A prefetcher in a process of its own: this one has threads, and a fork of it may inherit a lock that one holds.
+_PREFETCHER = """
+import sys
+import medusa_runtime.state.restore
+medusa_runtime.state.restore._PATIENCE_S = 60.0
+from medusa_runtime.config import Settings
+from medusa_runtime.state.restore import Restoration
+from medusa_runtime.timeline import Timeline
+from medusa_runtime.weights.prefetcher import prefetch
+from medusa_runtime.weights.region import Region
+settings, timeline = Settings(engine="vllm", connections=2), Timeline.create("prefetcher")
+region = Region(int(sys.argv[1]))
+prefetch(region, sys.argv[2], settings=settings, timeline=timeline, restoring=Restoration(settings, timeline))
+"""
+
+
+def prefetcher(region: Region, url: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", _PREFETCHER, str(region.fd), url]
+    process = subprocess.Popen(command, pass_fds=[region.fd])
+    deadline = time.monotonic() + 60
+    while region.progress().state == "empty":
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return process
+
+
 def test_readers_in_other_processes_wait_for_a_large_artifact(published: Published, region: Region) -> None:
     published.publish((COMPILE_CACHE, LARGE))
-    child = os.fork()
-    if not child:
-        try:
-            fill(region, published.url)
-            os._exit(0)
-        finally:
-            os._exit(9)
-    assert region.file(file_name("compile-cache"), timeout_s=60) == LARGE
-    check(region)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    with prefetcher(region, published.url) as process:
+        assert region.file(file_name("compile-cache"), timeout_s=60) == LARGE
+        check(region)
+        assert process.wait(60) == 0
 
 
 def damage_flip(published: Published, artifact: Artifact) -> None:
@@ -362,20 +390,13 @@ def test_a_killed_prefetcher_is_continued_with_its_bundle_or_without(
 ) -> None:
     (_, artifact) = published.publish((WEIGHT_INDEX, published.recorded()), (COMPILE_CACHE, LARGE)).artifacts
     published.origin.bytes_per_s = 2e6
-    child = os.fork()
-    if not child:
-        try:
-            fill(region, published.url)
-        except MedusaError:
-            pass
-        finally:
-            os._exit(0)
-    deadline = time.monotonic() + 60
-    while region.progress().fetched_bytes < MIB:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    with prefetcher(region, published.url) as process:
+        deadline = time.monotonic() + 60
+        while region.progress().fetched_bytes < MIB:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        process.kill()
     published.origin.bytes_per_s = None
     if again == "gone":
         del published.origin.objects["/m/.medusa/manifest.json"]
