@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
 import socket
@@ -28,6 +29,8 @@ def run_zygote(kind: str, gpu_context: bool, channel: socket.socket, reports: Re
     gc.disable()
     try:
         engine_class = load_engine_class(settings)
+        if kind == "vllm" and settings.device != "cuda":
+            importlib.import_module("medusa_runtime.engine.vllm.compiled_imports").import_compiled()
     except (ImportError, MedusaError) as error:
         send(channel, "failed", {"message": f"the {kind} engine cannot be imported: {error}"})
         return 1
