@@ -93,6 +93,8 @@ class _Connection:
         try:
             while (frame := reader.read()) is not None:
                 self._handle(frame)
+        except OSError:
+            pass  # it broke, or the engine's end has closed it
         except Exception:
             logger.exception("engine connection dropped: its client sent something unreadable")
         finally:
