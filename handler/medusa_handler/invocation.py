@@ -115,7 +115,7 @@ def _request(service: Service) -> Request:
 
 
 def _infer(service: Service, called: Request, gone: Callable[[], bool]) -> Response:
-    """A JSON body as in the OpenAI routes (``messages``: a chat, ``input``: embeddings); any other body is the prompt."""
+    """A JSON body as in the OpenAI routes (``messages``: a chat, ``input``: embeddings); any other is the prompt."""
     if _mimetype(called) == "application/json":
         return _ask(service, as_json_object(called.body), gone)
     prompt = called.body.decode(errors="replace")
