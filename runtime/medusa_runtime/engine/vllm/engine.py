@@ -219,8 +219,8 @@ def _reason(error: Exception) -> MedusaError:
     missing = re.search(r"'_OpNamespace' '(\w+)' object has no attribute '(\w+)'", str(error))
     if missing is not None:
         return ModelError(
-            f"vLLM has no {missing[2]} for this machine's processor; expected one that has it (on x86 often AVX-512), or "
-            f"a checkpoint that is not quantized so"
+            f"vLLM has no {missing[2]} for this machine's processor; expected one that has it (on x86 often AVX-512), "
+            f"or a checkpoint that is not quantized so"
         )
     if isinstance(error, ValueError | NotImplementedError | AssertionError | KeyError):
         return ModelError(f"vLLM cannot load this model: {error or type(error).__name__}")
