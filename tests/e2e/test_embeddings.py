@@ -198,9 +198,7 @@ def test_a_handler_embeds_by_the_engine(start: Start, tmp_path: Path) -> None:
     serving = start("--model", folder, "--handler", handler)
     status, answer, _ = serving.request("POST", "/", TEXTS)
     assert status == 200, answer
-    torch.testing.assert_close(
-        torch.tensor(answer), reference(folder, TEXTS, "mean", unit=True), rtol=0, atol=1e-5
-    )
+    torch.testing.assert_close(torch.tensor(answer), reference(folder, TEXTS, "mean", unit=True), rtol=0, atol=1e-5)
 
 
 def test_a_real_model(client: Callable[[Path], Any]) -> None:
