@@ -64,6 +64,8 @@ class _Nothing:
 class Medusa(_Nothing):
     """`medusa serve`, with a client that connects as soon as the port accepts."""
 
+    model: str | None = None  # to name in requests; ours serves one
+
     def __init__(
         self,
         engine: str = "torch",

@@ -41,19 +41,20 @@ def measure_steady(
 
 def _rates(contestant: Contestant, question: Question, tokens: int) -> dict[int, float]:
     if isinstance(contestant, Medusa):
-        return _ours(contestant, contestant.prepared(question), tokens)
+        return _served(contestant, contestant.prepared(question), tokens)
     if isinstance(contestant, Transformers):
         return _transformers(question, tokens)
     if isinstance(contestant, VllmBaseline):
-        return contestant.steady(question, tokens, BATCHES)
+        return _served(contestant, question, tokens)
     raise ConfigError(f"--steady: {contestant.name} generates no text")
 
 
-def _ours(ours: Medusa, question: Question, tokens: int) -> dict[int, float]:
+def _served(server: Medusa | VllmBaseline, question: Question, tokens: int) -> dict[int, float]:
+    """Over HTTP, from the same client; vLLM listens when it is ready, ours before."""
     port = openai_client.free_port()
-    with ours.start(question, port) as process:
+    with server.start(question, port) as process:
         connection = connect(process, port)
-        while openai_client.get(connection, "/readyz")[0] != 200:
+        while isinstance(server, Medusa) and openai_client.get(connection, "/readyz")[0] != 200:
             if not process.alive():
                 raise process.failure("ended before it was ready")
             time.sleep(0.05)
@@ -62,7 +63,7 @@ def _ours(ours: Medusa, question: Question, tokens: int) -> dict[int, float]:
             "temperature": 0,
             "ignore_eos": True,
             "stream_options": {"include_usage": True},
-        }
+        } | ({"model": server.model} if server.model else {})
         openai_client.stream(connection, body | {"max_tokens": 4})
         return {batch: _together(port, body | {"max_tokens": tokens}, batch) for batch in BATCHES}
 

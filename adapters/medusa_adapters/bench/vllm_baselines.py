@@ -40,6 +40,8 @@ class VllmBaseline:
     Caches lie in a folder of the contestant's own; the first sample, which the benchmark throws away, fills it.
     """
 
+    model = "m"
+
     def __init__(self, name: str, python: str) -> None:
         self.name = name
         self._python = python
@@ -60,20 +62,23 @@ class VllmBaseline:
                 rss_mb=rss_bytes(pids) / 1e6,
             )
 
-    def steady(self, question: Question, tokens: int, batches: tuple[int, ...]) -> dict[int, float]:
-        """Generated tokens per second at each batch size, once warm."""
-        with self._process(question, tokens, ",".join(map(str, batches))) as process:
-            process.line()
-            rates = json.loads(process.line())["tokens_per_s"]
-            return {int(batch): float(rate) for batch, rate in rates.items()}
+    def start(self, question: Question, port: int) -> Process:
+        """vLLM's own OpenAI server, with the same settings; its model has the name ``model``."""
+        command = [self._python, "-m", "vllm.entrypoints.openai.api_server", "--model", question.folder]
+        command += ["--served-model-name", self.model, "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--enforce-eager"] if self._start.options.get("enforce_eager") else []
+        return Process(command, self._env())
 
     def close(self) -> None:
         self._caches.cleanup()
 
-    def _process(self, question: Question, tokens: int | None = None, *more: str) -> Process:
+    def _process(self, question: Question) -> Process:
         script = str(SCRIPTS / "vllm_generate.py")
         options = json.dumps(dict(self._start.options))
-        command = [self._python, script, question.folder, question.prompt, str(tokens or question.max_tokens), options]
+        command = [self._python, script, question.folder, question.prompt, str(question.max_tokens), options]
+        return Process(command, self._env())
+
+    def _env(self) -> dict[str, str]:
         root = Path(self._caches.name)
         if not self._start.keeps_caches:
             root = Path(tempfile.mkdtemp(dir=root))
@@ -83,4 +88,4 @@ class VllmBaseline:
             "TORCHINDUCTOR_CACHE_DIR": str(root / "inductor"),
             "TRITON_CACHE_DIR": str(root / "triton"),
         }
-        return Process([*command, *more], {**_ENV, **self._start.env, **caches})
+        return {**_ENV, **self._start.env, **caches}

@@ -79,14 +79,11 @@ def test_each_baseline_starts_vllm_in_its_way(name: str, texts: list[str]) -> No
 
 
 @pytest.mark.usefixtures("with_vllm")
-def test_a_baseline_that_fails_is_quoted_and_one_that_runs_is_timed() -> None:
+def test_a_baseline_that_fails_is_quoted() -> None:
     baseline = VllmBaseline("vllm-eager-baseline", sys.executable)
     try:
         with pytest.raises(MedusaError, match="no such model"):
             baseline.sample(Question("broken", "broken", "p", 1))
-        rates = baseline.steady(QUESTION, 4, (1, 8))
-        assert set(rates) == {1, 8}
-        assert all(rate > 0 for rate in rates.values())
     finally:
         baseline.close()
 

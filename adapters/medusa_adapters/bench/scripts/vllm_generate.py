@@ -1,13 +1,11 @@
 """vLLM's own cold start, a fresh process: `LLM(...)`, then one JSON line at its first token, and one at the end.
 
-Arguments: model folder, prompt, tokens to generate, arguments of LLM as JSON. With a fifth, batch sizes as 1,8, it goes
-on to measure those. Needs vLLM and nothing of ours.
+Arguments: model folder, prompt, tokens to generate, arguments of LLM as JSON. Needs vLLM and nothing of ours.
 """
 
 import json
 import os
 import sys
-import time
 
 
 def main() -> None:
@@ -19,21 +17,12 @@ def main() -> None:
 
     engine = LLM(model=folder, **options)
 
-    def generate(tokens: int, batch: int = 1) -> dict[str, object]:
+    def generate(tokens: int) -> dict[str, object]:
         params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
-        output = engine.generate([prompt] * batch, params, use_tqdm=False)[0].outputs[0]
+        output = engine.generate([prompt], params, use_tqdm=False)[0].outputs[0]
         return {"text": output.text, "token_ids": list(output.token_ids)}
 
     print(json.dumps(generate(1)), file=answers, flush=True)
-    if len(sys.argv) > 5:
-        generate(4)
-        rates = {}
-        for batch in (int(size) for size in sys.argv[5].split(",")):
-            began = time.perf_counter()
-            generate(max_tokens, batch)
-            rates[batch] = batch * max_tokens / (time.perf_counter() - began)
-        print(json.dumps({"tokens_per_s": rates}), file=answers, flush=True)
-        return
     print(json.dumps(generate(max_tokens)), file=answers, flush=True)
 
 
