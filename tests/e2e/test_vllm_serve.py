@@ -19,6 +19,7 @@ import pytest
 Start = Callable[..., Any]
 PATIENCE_S = 300.0  # vLLM is imported in every one of these, on slow cores beside other work
 FUNCTIONS = Path(__file__).parents[1] / "functions"
+QUANTIZED = Path(__file__).parents[1] / "runtime" / "engine" / "quantized.py"
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(600),
@@ -113,6 +114,21 @@ def test_what_vllm_cannot_serve_is_refused_in_one_line(start: Start, example: Pa
     assert "Traceback" not in serving.output()
 
 
+def test_a_quantization_without_kernels_here_is_told_in_one_line(start: Start, tmp_path: Path) -> None:
+    if "avx512" in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this CPU has the kernels")
+    spec = importlib.util.spec_from_file_location("quantized", QUANTIZED)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    serving = start("--model", module.write_checkpoint(tmp_path, "awq"), "--engine", "vllm")
+    assert complete(serving, [3, 4, 5])[0] >= 500
+    assert serving.process.wait(PATIENCE_S) != 0
+    assert "Model.Unsupported" in serving.output()
+    assert "AVX-512" in serving.output()
+
+
 def test_ranks_take_their_slices_from_one_region(start: Start, example: Path) -> None:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("two ranks need two CPUs")
@@ -133,3 +149,22 @@ def test_ranks_take_their_slices_from_one_region(start: Start, example: Path) ->
     while any(lives(pid) for pid in ranks) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(lives(pid) for pid in ranks)
+
+
+def test_a_node_gives_an_engine_that_has_imported_and_rehearsed(start: Start, start_node: Start, example: Path) -> None:
+    node = start_node("--prewarm", "vllm=1")
+    deadline = time.monotonic() + PATIENCE_S
+    while not (engines := node.status()["engines"]["vllm"])["warm"] and time.monotonic() < deadline:
+        assert engines["failure"] is None, node.output()
+        time.sleep(0.1)
+    (warm,) = node.status()["engines"]["vllm"]["pids"]
+    serving = start(
+        "--model", example, "--engine", "vllm", "--kv-cache-mb", "64", env={"MEDUSA_NODE_SOCKET": node.socket}
+    )
+    status, answer = complete(serving)
+    assert status == 200, answer
+    assert answer["choices"][0]["text"]
+    stages = serving.request("GET", "/timeline")[1]["stages"]
+    assert warm in [stage["detail"].get("pid") for stage in stages]
+    assert not [stage for stage in stages if stage["name"] == "import" and stage["detail"].get("engine")]
+    assert serving.stop() == 0

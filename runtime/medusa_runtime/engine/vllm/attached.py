@@ -43,7 +43,7 @@ class Attached:
     @cached_property
     def region(self) -> Region:
         """Mapped private and writable: what vLLM changes in place is this process's copy of a page."""
-        return Region(os.open(self._paths[0], os.O_RDWR | os.O_CLOEXEC), private=True)
+        return Region(os.open(self._paths[0], os.O_RDONLY | os.O_CLOEXEC), private=True)
 
     @cached_property
     def timeline(self) -> Timeline:

@@ -97,7 +97,7 @@ class VllmEngine:
             end = error
             raise
         except Exception as error:
-            end = EngineError(f"the engine failed: {type(error).__name__}: {error}")
+            end = _missing_kernel(error) or EngineError(f"the engine failed: {type(error).__name__}: {error}")
             raise end from error
         finally:
             self._requests.close(end)
@@ -214,14 +214,21 @@ def _sampled(output: Any, position: int, token: int) -> Sampled:
     return Sampled(token, values[0], tuple(zip(ids[1:], values[1:], strict=True)))
 
 
+def _missing_kernel(error: Exception) -> ModelError | None:
+    """Some quantizations load on any CPU, and miss their kernel at the first forward."""
+    missing = re.search(r"'_OpNamespace' '(\w+)' object has no attribute '(\w+)'", str(error))
+    if missing is None:
+        return None
+    return ModelError(
+        f"vLLM has no {missing[2]} for this machine's processor; expected one that has it (on x86 often AVX-512), "
+        f"or a checkpoint that is not quantized so"
+    )
+
+
 def _reason(error: Exception) -> MedusaError:
     """Why a model could not be loaded, as an error of ours."""
-    missing = re.search(r"'_OpNamespace' '(\w+)' object has no attribute '(\w+)'", str(error))
-    if missing is not None:
-        return ModelError(
-            f"vLLM has no {missing[2]} for this machine's processor; expected one that has it (on x86 often AVX-512), "
-            f"or a checkpoint that is not quantized so"
-        )
+    if (missing := _missing_kernel(error)) is not None:
+        return missing
     if isinstance(error, ValueError | NotImplementedError | AssertionError | KeyError):
         return ModelError(f"vLLM cannot load this model: {error or type(error).__name__}")
     return EngineError(f"vLLM could not load the model: {type(error).__name__}: {error}")
