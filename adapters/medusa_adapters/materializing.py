@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from medusa_runtime.config import OPTIONS, Settings, from_env
@@ -31,6 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(flag, metavar=option.field.rpartition("_")[2].upper(), help=option.help)
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the bundle there; default: .medusa in the model")
     parser.add_argument(
+        "--convert", type=Path, metavar="FILE",
+        help="write what torch.save wrote as this safetensors file first; model.safetensors in the model's folder is "
+        "what starts then read",
+    )  # fmt: skip
+    parser.add_argument(
         "--starts", type=int, default=3, metavar="N", help="starts to measure; 0 leaves out their times"
     )
 
@@ -41,6 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("expected --model: the checkpoint to materialize")
     if arguments.starts < 0:
         raise ConfigError(f"--starts={arguments.starts} cannot be used: expected a whole number, 0 or more")
+    if arguments.convert is not None:
+        settings = replace(settings, model=convert(settings, arguments.convert))
     began = time.monotonic()
     with Materialization(settings, arguments.out, _tell) as making:
         making.prepare()
@@ -59,6 +67,35 @@ def run(arguments: argparse.Namespace) -> int:
     count = len(manifest.artifacts)
     print(f"{making.folder}: {count} artifact{'s' * (count != 1)}, {size(total)}, in {took_s:.1f} s")
     return 0
+
+
+def convert(settings: Settings, file: Path) -> str:
+    """Write torch.save's tensors as one safetensors file; returns what to serve.
+
+    ConfigError when there is nothing to convert, or no place for the file.
+    """
+    from medusa_runtime.timeline import Timeline
+    from medusa_runtime.weights.archive import SUFFIXES
+    from medusa_runtime.weights.checkpoint import SINGLE
+    from medusa_runtime.weights.conversion import write_safetensors
+    from medusa_runtime.weights.prefetcher import prefetch
+    from medusa_runtime.weights.region import Region
+
+    assert settings.model is not None
+    if file.exists() or file.suffix != ".safetensors" or not file.parent.is_dir():
+        raise ConfigError(
+            f"--convert={str(file)!r}: expected a .safetensors file that does not exist, in a folder that does"
+        )
+    began, region = time.monotonic(), Region.create()
+    try:
+        prefetch(region, settings.model, settings=settings, timeline=Timeline.create("convert"))
+        if not region.wait_index().shards[0].name.endswith(SUFFIXES):
+            raise ConfigError(f"--convert: {settings.model} is safetensors already; expected what torch.save wrote")
+        write_safetensors(region, file)
+    finally:
+        region.close()
+    print(f"  {file.name:14} {size(file.stat().st_size):>10}  {time.monotonic() - began:6.2f} s", flush=True)
+    return str(file.parent if file.name == SINGLE else file)
 
 
 def measure(settings: Settings, folder: Path, starts: int) -> StageTimes:
@@ -97,4 +134,4 @@ def _tell(made: Made) -> None:
     sys.stdout.flush()
 
 
-__all__ = ["measure"]
+__all__ = ["convert", "measure"]

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 MEDUSA = Path(sys.executable).with_name("medusa")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
@@ -142,3 +144,21 @@ def test_bad_input_is_one_clear_line(arguments: tuple[str, ...], expected: str) 
     assert result.returncode != 0
     (line,) = result.stderr.splitlines()
     assert expected in line
+
+
+def test_what_torch_saved_is_converted_and_materialized(tmp_path: Path) -> None:
+    tensors = {"0.weight": torch.arange(12.0).reshape(3, 4), "0.bias": torch.ones(3)}
+    torch.save(tensors, tmp_path / "net.pt")
+    arguments = ("materialize", "--engine", "none", "--model", tmp_path / "net.pt", "--convert")
+    result = medusa(*arguments, tmp_path / "net.safetensors")
+    assert result.returncode == 0, result.stderr
+    assert [line.split()[0] for line in result.stdout.splitlines()[:-1]] == ["net.safetensors", "weight-index"]
+    found = load_file(tmp_path / "net.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    again = medusa(*arguments, tmp_path / "net.safetensors")
+    assert again.returncode == 2
+    assert "expected a .safetensors file that does not exist" in again.stderr
+    (tmp_path / "two").mkdir()
+    known = medusa(*arguments[:4], tmp_path / "net.safetensors", "--convert", tmp_path / "two" / "n.safetensors")
+    assert "is safetensors already" in known.stderr
+    assert not any((tmp_path / "two").iterdir())

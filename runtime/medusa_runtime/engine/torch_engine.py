@@ -10,41 +10,36 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..config import Settings
-from ..errors import EngineError, MedusaError, OverloadedError, RequestError, from_code
+from ..errors import EngineError, MedusaError, RequestError
 from ..limits import cpu_count
 from ..models import build_model
 from ..timeline import Timeline
 from ..weights.loader import Loader
 from ..weights.region import Region
-from .base import Delta, EngineInfo, GenerateRequest
+from .base import EngineInfo, GenerateRequest
 from .checkpoint_files import read_config, read_eos_token_ids
-from .completion import advance, ended
-from .detokenizer import Detokenizer
+from .completion import advance
 from .gpu import Gpu, graphs_of, open_gpu
 from .inbox import Inbox
 from .kv_cache import BLOCK_TOKENS, KvCache, KvShape, blocks_for
 from .kv_size import kv_plan
 from .migration import ExportedRequest, export, request_of, resume
+from .requests import Requests, Sink
 from .runner import CpuRunner, Runner
 from .scheduler import Scheduler
 from .sequence import Sequence, Span
-from .throughput import Throughput
 from .tokenizer import Tokenizer
-from .transcript import Transcript
-from .validation import check_params, check_prompt, check_token_ids
+from .validation import check_token_ids
 
 logger = logging.getLogger(__name__)
 
 _IDLE_S = 0.2  # how often an idle engine looks at its stop event, which a signal handler may set
 _MOST_FAILED_STEPS = 3
-
-Sink = Callable[[Delta], None]
 
 
 class TorchEngine:
@@ -87,35 +82,24 @@ class TorchEngine:
         )
         eos = read_eos_token_ids(region, config)
         self.info = EngineInfo("torch", config.architecture, config.vocab_size, plan.max_model_len, eos, plan.tokens)
-        self._eos_token_ids = frozenset(eos)
         self._scheduler = Scheduler(
             self._cache.blocks,
             max_concurrency=settings.max_concurrency,
             max_batched_tokens=settings.max_batched_tokens,
         )
         self._inbox = Inbox()
-        self._sequences: dict[str, Sequence] = {}  # all that have not ended; guarded by the lock
-        self._lock = threading.Lock()
-        self._throughput = Throughput()
+        self._requests = Requests(settings, self._tokenizer, self.info, self._scheduler.remove)
         self._prompt_tokens = self._generated_tokens = self._steps = self._failed_steps = 0
-        self._end: MedusaError | None = None  # why no more requests are taken
         self._load_error: MedusaError | None = None
         self._watcher = threading.Thread(target=self._watch, name="engine-watch", daemon=True)
         self._watcher.start()
 
     def add(self, request: GenerateRequest, sink: Sink) -> None:
-        self._check_room()
-        if isinstance(request.prompt, str):
-            self._tokenizer.check_length(request.prompt, self.info.max_model_len)
-            prompt = self._tokenizer.encode(request.prompt, request.add_special_tokens)
-        else:
-            prompt = list(request.prompt)
-        sequence = self._sequence(request, prompt, sink)
-        self._register(sequence)
+        sequence = self._requests.open(request, sink)
         self._inbox.post(lambda: self._begin(sequence))
 
     def cancel(self, request_id: str) -> None:
-        sequence = self._sequences.get(request_id)
+        sequence = self._requests.get(request_id)
         if sequence is not None:
             sequence.cancelled = True  # at once, so that the step that is running gives it no token
             self._inbox.post(lambda: self._cancel(sequence))
@@ -130,9 +114,7 @@ class TorchEngine:
     def import_request(self, exported: ExportedRequest, sink: Sink) -> None:
         """Go on with a request of another engine of the same model. Raises RequestError and OverloadedError."""
         request = request_of(exported, self._cache.shape)
-        self._check_room()
-        sequence = self._sequence(request, list(request.prompt), sink)  # type: ignore[arg-type]
-        self._register(sequence)
+        sequence = self._requests.register(request, list(request.prompt), sink)  # type: ignore[arg-type]
         self._inbox.ask(lambda: self._import(sequence, exported))
 
     def run(self, stop: threading.Event) -> None:
@@ -154,7 +136,8 @@ class TorchEngine:
             end = EngineError(f"the engine failed: {type(error).__name__}: {error}")
             raise end from error
         finally:
-            self._end_all(end)
+            self._requests.close(end)
+            self._inbox.close()
 
     def wait_ready(self) -> None:
         self._watcher.join()
@@ -171,7 +154,7 @@ class TorchEngine:
         running = len(self._scheduler.running)
         return {
             "running": running,
-            "waiting": max(len(self._sequences) - running, 0),
+            "waiting": max(len(self._requests) - running, 0),
             "kv_tokens": self.info.kv_tokens,
             "kv_tokens_used": self._cache.blocks.used * BLOCK_TOKENS,
             "prompt_tokens_total": self._prompt_tokens,
@@ -204,42 +187,6 @@ class TorchEngine:
         if self._load_error is not None:
             raise self._load_error
 
-    def _check_room(self) -> None:
-        """In any thread."""
-        if self._end is not None:
-            raise from_code(self._end.code, str(self._end))
-        most = self._settings.max_concurrency + self._settings.max_waiting
-        if len(self._sequences) >= most:
-            raise OverloadedError(
-                f"expected at most {self._settings.max_waiting} waiting requests, found as many; try again later",
-                self._throughput.retry_after_s(self._settings.max_waiting),
-            )
-
-    def _sequence(self, request: GenerateRequest, prompt: list[int], sink: Sink) -> Sequence:
-        """In any thread."""
-        params = request.params
-        check_prompt(prompt, self.info)
-        check_params(params, self.info, has_text=self._tokenizer.present)
-        detokenizer = None
-        if self._tokenizer.present:
-            skip = params.skip_special_tokens
-            detokenizer = Detokenizer(lambda ids: self._tokenizer.decode(ids, skip), prompt)
-        limit = self.info.max_model_len
-        if params.max_tokens is not None:
-            limit = min(limit, len(prompt) + params.max_tokens)
-        transcript = Transcript(detokenizer, params.stop, include_stop=params.include_stop_str_in_output)
-        return Sequence(request, prompt, sink, limit=limit, eos_token_ids=self._eos_token_ids, transcript=transcript)
-
-    def _register(self, sequence: Sequence) -> None:
-        """In any thread."""
-        with self._lock:
-            self._check_room()
-            if sequence.id in self._sequences:
-                raise RequestError(f"id: expected one that no running request has, found {sequence.id!r}")
-            if not self._sequences:
-                self._throughput.begin()
-            self._sequences[sequence.id] = sequence
-
     def _begin(self, sequence: Sequence) -> None:
         self._prompt_tokens += sequence.prompt_length
         self._scheduler.add(sequence)
@@ -257,9 +204,9 @@ class TorchEngine:
             if self._failed_steps >= _MOST_FAILED_STEPS:
                 raise
             logger.exception("a step failed; its %d requests end", len(spans))
-            failure = (EngineError.code, f"the engine failed: {type(error).__name__}: {error}")
+            failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
             for span in spans:
-                self._finish(span.sequence, ended(span.sequence, "error", failure))
+                self._requests.end(span.sequence, "error", failure)
             return
         self._failed_steps = 0
         self._steps += 1
@@ -274,49 +221,21 @@ class TorchEngine:
             if self._generated_tokens == 0:
                 self._timeline.mark("first_token")
             self._generated_tokens += 1
-            if delta.finish_reason is not None:
-                self._finish(sequence, delta)
-            else:
-                self._tell(sequence, delta)
-
-    def _finish(self, sequence: Sequence, delta: Delta | None) -> None:
-        """Free what a sequence holds, then tell its last delta."""
-        self._scheduler.remove(sequence)
-        with self._lock:
-            del self._sequences[sequence.id]
-        self._throughput.note()
-        if delta is not None:
-            self._tell(sequence, delta)
-
-    def _tell(self, sequence: Sequence, delta: Delta) -> None:
-        try:
-            sequence.sink(delta)
-        except Exception:
-            logger.exception("the sink of request %s failed; the request is cancelled", sequence.id)
-            if delta.finish_reason is None:
-                self._finish(sequence, None)
+            self._requests.tell(sequence, delta)
 
     def _cancel(self, sequence: Sequence) -> None:
-        if self._sequences.get(sequence.id) is sequence:
-            self._finish(sequence, ended(sequence, "cancelled"))
+        if self._requests.get(sequence.id) is sequence:
+            self._requests.end(sequence, "cancelled")
 
     def _export(self, request_id: str) -> ExportedRequest:
-        sequence = self._sequences.get(request_id)
+        sequence = self._requests.get(request_id)
         if sequence is None:
             raise RequestError(f"export: expected the id of a running request, found {request_id!r}")
         exported = export(sequence, self._cache)
-        self._finish(sequence, None)
+        self._requests.drop(sequence)
         return exported
 
     def _import(self, sequence: Sequence, exported: ExportedRequest) -> None:
         blocks = self._cache.blocks.take(blocks_for(exported.header["computed"]))
         resume(sequence, exported, self._cache, blocks)
         self._scheduler.add(sequence)
-
-    def _end_all(self, error: MedusaError) -> None:
-        with self._lock:
-            self._end = error
-            sequences = list(self._sequences.values())
-        for sequence in sequences:
-            self._finish(sequence, ended(sequence, "error", (error.code, str(error))))
-        self._inbox.close()
