@@ -253,6 +253,7 @@ def test_the_fetch_dies_while_a_request_waits(
     if victim == "agent":
         node.kill()
     else:
+        node.until(lambda: "prefetcher" in map(process_name, node.children()))  # it names itself after the fork
         (prefetcher,) = [pid for pid in node.children() if process_name(pid) == "prefetcher"]
         os.kill(prefetcher, signal.SIGKILL)
     slow_origin.bytes_per_s = 1e9
@@ -260,8 +261,9 @@ def test_the_fetch_dies_while_a_request_waits(
     assert answers, serving.output()
     assert answers[0]
     assert serving.complete()["choices"][0]["text"] == answers[0]
-    assert serving.output().count(FALLBACK) == 1
+    node.until(lambda: FALLBACK in serving.output())
     assert serving.stop() == 0
+    assert serving.output().count(FALLBACK) == 1
     if victim == "agent":
         node.until(lambda: not any(alive(pid) for pid in before))
 
