@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import sys
 from pathlib import Path
@@ -50,16 +51,13 @@ def test_without_vllm_the_message_says_how_to_install_it(tmp_path: Path, monkeyp
 
 
 def resident_bytes(tensor: torch.Tensor) -> int:
-    """Of the mapping that holds this tensor, what has taken memory."""
-    address, found = tensor.data_ptr(), 0
-    within = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        edges = line.split()[0].split("-")
-        if len(edges) == 2:
-            within = int(edges[0], 16) <= address < int(edges[1], 16)
-        elif within and line.startswith("Rss:"):
-            found += int(line.split()[1]) * 1024
-    return found
+    """What this tensor's own pages have taken of memory. Its mapping may be one with its neighbours'."""
+    page = mmap.PAGESIZE
+    first = tensor.data_ptr() // page * page
+    length = tensor.data_ptr() + tensor.nbytes - first
+    present = (ctypes.c_ubyte * -(-length // page))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(first), ctypes.c_size_t(length), present) == 0
+    return sum(byte & 1 for byte in present) * page
 
 
 def test_a_large_cache_takes_memory_when_it_is_used() -> None:
