@@ -16,7 +16,7 @@ from medusa_runtime.state.materialize import Made, Materialization
 from medusa_runtime.state.stage_times import StageTimes, summarize
 
 from .bench import openai_client
-from .bench.contestants import Medusa, Question, ask, connect, stages_from_json
+from .bench.contestants import Medusa, Question, ask, connect, stages_from_json, wait_ready
 from .progress import note, size
 
 _FLAGS = (
@@ -112,10 +112,7 @@ def measure(settings: Settings, folder: Path, starts: int) -> StageTimes:
         with engine.start(question, port) as process:
             connection = connect(process, port)
             answer = ask(process, connection, question)
-            while openai_client.get(connection, "/readyz")[0] != 200:
-                if not process.alive():
-                    raise process.failure("ended before it was ready")
-                time.sleep(0.01)
+            wait_ready(process, connection, 0.01)
             timelines.append(stages_from_json(openai_client.get(connection, "/timeline")[1]))
         decode_s.append((answer.end_ns - answer.first_token_ns) / 1e9 / (_TOKENS - 1))
         note(f"start {number + 1}: first token after {(answer.first_token_ns - process.started_ns) / 1e6:.0f} ms")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,9 +94,7 @@ class Medusa(_Nothing):
         with self.start(question, port) as process:
             connection = connect(process, port)
             answer = ask(process, connection, question)
-            while openai_client.get(connection, "/readyz")[0] != 200:
-                if not process.alive():
-                    raise process.failure("ended before it was ready")
+            wait_ready(process, connection)
             ready_s = process.since_start_s()
             status, timeline = openai_client.get(connection, "/timeline")
             pids = process.tree()
@@ -172,6 +171,14 @@ def connect(process: Process, port: int) -> openai_client.Connection:
         if process.alive():
             raise
         raise process.failure("ended before it was listening") from None
+
+
+def wait_ready(process: Process, connection: openai_client.Connection, pause_s: float = 0.0) -> None:
+    """Until /readyz says so, asked every ``pause_s`` seconds. Raises MedusaError when the process ends before."""
+    while openai_client.get(connection, "/readyz")[0] != 200:
+        if not process.alive():
+            raise process.failure("ended before it was ready")
+        time.sleep(pause_s)
 
 
 def ask(

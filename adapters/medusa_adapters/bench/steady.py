@@ -13,7 +13,17 @@ from medusa_runtime.errors import ConfigError, MedusaError
 
 from ..progress import note
 from . import openai_client
-from .contestants import OFFLINE, SCRIPTS, START_TIMEOUT_S, Contestant, Medusa, Question, Transformers, connect
+from .contestants import (
+    OFFLINE,
+    SCRIPTS,
+    START_TIMEOUT_S,
+    Contestant,
+    Medusa,
+    Question,
+    Transformers,
+    connect,
+    wait_ready,
+)
 from .process import Process
 from .result import Result
 from .vllm_baselines import VllmBaseline
@@ -54,10 +64,8 @@ def _served(server: Medusa | VllmBaseline, question: Question, tokens: int) -> d
     port = openai_client.free_port()
     with server.start(question, port) as process:
         connection = connect(process, port)
-        while isinstance(server, Medusa) and openai_client.get(connection, "/readyz")[0] != 200:
-            if not process.alive():
-                raise process.failure("ended before it was ready")
-            time.sleep(0.05)
+        if isinstance(server, Medusa):
+            wait_ready(process, connection, 0.05)
         body = {
             "prompt": question.prompt,
             "temperature": 0,
