@@ -19,13 +19,16 @@ class CudaGraph:
 
 
 class CudaCapturer:
-    """``keep_graph`` keeps the graph's nodes for whoever materializes them; such a graph is instantiated here."""
+    """``keep_graph`` keeps the nodes for whoever reads them; such a graph is instantiated here, if it is to run."""
 
-    def __init__(self, device: torch.device, *, pool: Any = None, keep_graph: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, *, pool: Any = None, keep_graph: bool = False, instantiate: bool = True
+    ) -> None:
         self.device = device
         self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._keep_graph = keep_graph
+        self._instantiate = instantiate
 
     def warm_up(self, work: Callable[[], None]) -> None:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -43,6 +46,6 @@ class CudaCapturer:
                 work()
             finally:
                 captured.capture_end()
-        if self._keep_graph:
+        if self._keep_graph and self._instantiate:
             captured.instantiate()
         return CudaGraph(captured)

@@ -11,6 +11,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -120,12 +121,14 @@ class DecodeGraphs:
         self.replays += 1
         return self.inputs.logits[: len(spans)]
 
-    def step(self, size: int) -> None:
-        """What the graph of this size does, launched by hand: the first ``size`` rows of the inputs → their logits."""
+    def step(self, size: int, layers: int | None = None) -> None:
+        """What the graph of this size does, launched by hand: the first ``size`` rows of the inputs → their logits.
+        ``layers``: only so many of the model's."""
         inputs = self.inputs
         attention = DecodeAttention(self._cache, inputs.slots[:size], inputs.contexts[:size], inputs.tables[:size])
         positions = inputs.positions[:size]
-        hidden = self._model.run_layers(self._model.embed(inputs.token_ids[:size], positions), positions, attention)
+        hidden = self._model.embed(inputs.token_ids[:size], positions)
+        hidden = self._model.run_layers(hidden, positions, attention, stop=layers)
         inputs.logits[:size].copy_(self._model.logits(hidden))
 
     def capture(self, size: int) -> None:
@@ -148,6 +151,14 @@ class DecodeGraphs:
         if self._timeline is not None:
             self._timeline.record("warm_up", start_ns, warm_ns, batch=size)
             self._timeline.record("capture", warm_ns, time.monotonic_ns(), batch=size)
+
+    def capture_first_layer(self, size: int, capturer: Capturer) -> Graph:
+        """A step of one layer, which has all kinds of kernels: capturing it loads what they are in (MEDUSA §5.2)."""
+        work = partial(self.step, size, 1)
+        with passing(), torch.inference_mode():
+            self.inputs.fill([], self.inputs.rows)
+            capturer.warm_up(work)
+            return capturer.capture(work)
 
     def capture_next(self) -> None:
         """Capture the largest size that is missing."""

@@ -57,18 +57,29 @@ class GraphState:
             return {}
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
+        sizes = {key_of(size): size for size in self._graphs.sizes}
+        triggered: list[CudaGraph] = []  # alive until the kernels were taken from them
+
+        def trigger(key: str) -> int:
+            # A pool of its own: what is captured here is never run.
+            capturer = CudaCapturer(self._memory.device, keep_graph=True, instantiate=False)
+            layer = self._graphs.capture_first_layer(sizes[key], capturer)
+            assert isinstance(layer, CudaGraph)
+            triggered.append(layer)
+            return int(layer.captured.raw_cuda_graph())
+
         restored = restore_graphs(
             self._driver,
             blueprints,
             placement,
-            keys=[key_of(size) for size in self._graphs.sizes],
+            keys=list(sizes),
             stream=stream.cuda_stream,
             fingerprint=self.fingerprint(),
             current_stream=lambda: torch.cuda.current_stream().cuda_stream,
+            trigger=trigger,
             validate=validate,
         )
         self._placement, self.restored = placement, restored  # the graphs' memory lives as long as they do
-        sizes = {key_of(size): size for size in self._graphs.sizes}
         return {sizes[key]: graph for key, graph in restored.graphs.items()}
 
     def dump(self, capturer: CudaCapturer, images: Sequence[bytes] = ()) -> Blueprints:

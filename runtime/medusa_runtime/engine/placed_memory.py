@@ -29,7 +29,7 @@ class PlacedMemory:
         self.driver = driver
         self._context = driver.current_context()
         self.regions: dict[str, DeviceRegion] = {}
-        self._device = device
+        self.device = device
         self._next = base
         self._placements: list[Placement] = []
 
@@ -49,7 +49,7 @@ class PlacedMemory:
         address = placement.addresses[name]
         self.regions[name] = region._replace(address=address)
         self._next += -(-region.size // _GRANULE) * _GRANULE + _GAP
-        return tensor_at(address, region.size, self._device)
+        return tensor_at(address, region.size, self.device)
 
     def make_current(self) -> None:
         """For the driver's calls in this thread: the loader's, or the engine's, may not have used the device yet."""

@@ -34,9 +34,11 @@ from .structs import (
 # CUlaunchAttributeID: access policy window, cooperative, cluster dimension and scheduling, priority, memory domains,
 # preferred cluster, device-updatable, carveout. Those without a value of their own are left out where they are zero.
 NODE_ATTRIBUTES = (1, 2, 4, 5, 8, 9, 10, 11, 13, 14)
-# CUfunction_attribute: registers (to tell images apart), dynamic shared memory, carveout, non-portable clusters.
+# CUfunction_attribute. What the compiler gave a kernel (static shared, constant and local memory, registers, versions)
+# tells kernels of one name apart; dynamic shared memory, carveout and non-portable clusters are set by who launches.
 REGISTERS = 4
-FUNCTION_ATTRIBUTES = (REGISTERS, 8, 9, 14)
+IDENTITY = (1, 2, 3, REGISTERS, 5, 6)
+FUNCTION_ATTRIBUTES = (*IDENTITY, 8, 9, 14)
 _NODE_KINDS = {
     3: "host",
     4: "child graph",

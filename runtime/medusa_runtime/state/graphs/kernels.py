@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from .blueprint import Blueprints, KernelRecord, NodeKind
 from .driver import CudaDriver, CudaError
-from .dump import REGISTERS, describe, kernel_of, node_kind, nodes_of
+from .dump import IDENTITY, describe, kernel_of, node_kind, nodes_of
 from .mapped import read_image
 from .mismatch import MismatchError, Reason
 
@@ -103,13 +103,27 @@ class KernelFinder:
                 self._collect(self._trigger(graph))
             except Exception as error:  # whatever the capture of a layer raises, capturing all of them is right
                 raise MismatchError(Reason.KERNEL_MISSING, f"triggering {graph} failed: {error}") from error
+        wanted = _identity(record)
+        if (
+            len(
+                {
+                    kernel.image or number
+                    for number, kernel in enumerate(self._blueprints.kernels)
+                    if _identity(kernel) == wanted
+                }
+            )
+            > 1
+        ):
+            raise MismatchError(Reason.KERNEL_AMBIGUOUS, f"{record.name} is several kernels that nothing tells apart")
         candidates = self._triggered.get(record.name, {})
-        matches = [handle for handle, layout in candidates.items() if layout == record.parameters]
-        if len(matches) > 1 and (registers := dict(record.attributes).get(REGISTERS)):
-            matches = [handle for handle in matches if self._attribute(handle, REGISTERS) == registers]
+        matches = [
+            handle
+            for handle, layout in candidates.items()
+            if (record.name, layout, tuple(self._attribute(handle, one) for one in IDENTITY)) == wanted
+        ]
         if not matches:
             if candidates:
-                raise MismatchError(Reason.KERNEL_MISSING, f"{record.name} has other parameters here")
+                raise MismatchError(Reason.KERNEL_MISSING, f"{record.name} is another kernel here")
             raise MismatchError(
                 Reason.KERNEL_MISSING, f"{record.name} is in no saved image, library or triggered module"
             )
@@ -147,9 +161,15 @@ class KernelFinder:
     def _set_attributes(self, handle: KernelHandle, record: KernelRecord) -> None:
         """More than 48 KiB of dynamic shared memory, among others, must be allowed before a node asks for it."""
         for attribute, value in record.attributes:
-            if attribute == REGISTERS:
+            if attribute in IDENTITY:
                 continue
             if handle.func:
                 self._driver.call("cuFuncSetAttribute", handle.func, attribute, value)
             else:
                 self._driver.call("cuKernelSetAttribute", attribute, value, handle.kern, self._driver.current_device())
+
+
+def _identity(record: KernelRecord) -> tuple[str, tuple[tuple[int, int], ...], tuple[int, ...]]:
+    """What tells a kernel whose image is not known from others of its name."""
+    attributes = dict(record.attributes)
+    return record.name, record.parameters, tuple(attributes.get(one, 0) for one in IDENTITY)

@@ -1,0 +1,143 @@
+"""torch.cuda on the fake driver, for scripts: streams, captured graphs, the allocator's snapshot.
+
+Tensors are CPU tensors over the driver's memory; their copies are launches, and so are in a graph that is captured.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "state/graphs"))
+
+from medusa_runtime.engine.placed_memory import tensor_at
+from toy import Toy, open_driver
+
+HOST = torch.device("cpu")
+POOL_BYTES, WORKSPACE_BYTES = 1 << 20, 4096
+
+
+class Stream:
+    def __init__(self, cuda: FakeCuda, handle: int) -> None:
+        self._cuda = cuda
+        self.cuda_stream = handle
+
+    def wait_stream(self, other: Stream) -> None: ...
+
+    def synchronize(self) -> None:
+        self._cuda.driver.call("cuStreamSynchronize", self.cuda_stream)
+
+
+class FakeGraph:
+    """torch.cuda.CUDAGraph, kept or not."""
+
+    def __init__(self, cuda: FakeCuda, keep_graph: bool) -> None:
+        self._cuda, self._keep = cuda, keep_graph
+        self._graph = self._execution = 0
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        self._cuda.pools.append(pool)
+        self._cuda.driver.call("cuStreamBeginCapture_v2", self._cuda.current.cuda_stream, 0)
+
+    def capture_end(self) -> None:
+        made = ctypes.c_uint64()
+        self._cuda.driver.call("cuStreamEndCapture", self._cuda.current.cuda_stream, ctypes.byref(made))
+        self._graph = made.value
+        if not self._keep:
+            self.instantiate()
+
+    def instantiate(self) -> None:
+        params = ctypes.create_string_buffer(32)
+        self._execution = self._cuda.driver.handle("cuGraphInstantiateWithParams", self._graph, ctypes.byref(params))
+
+    def raw_cuda_graph(self) -> int:
+        assert self._keep, "torch has no graph to give unless it was told to keep it"
+        return self._graph
+
+    def replay(self) -> None:
+        self._cuda.driver.call("cuGraphLaunch", self._execution, self._cuda.current.cuda_stream)
+
+
+class FakeCuda:
+    """Installed once a process. ``empty`` gives memory of the pool that graphs are captured in."""
+
+    def __init__(self) -> None:
+        self.driver, stream = open_driver()
+        self.current = Stream(self, stream)
+        self.pools: list[Any] = []
+        order = ["pool", "workspace"] if int(os.environ.get("FAKE_CUDA_ORDER", "0")) else ["workspace", "pool"]
+        sizes = {"pool": POOL_BYTES, "workspace": WORKSPACE_BYTES}
+        self.at = {name: self.driver.handle("cuMemAlloc_v2", sizes[name]) for name in order}
+        self.kernels = Toy(self.driver, stream, self.at)
+        self._copies = Copies(self)
+
+    def empty(self, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        count = torch.Size(sizes).numel() * dtype.itemsize
+        return tensor_at(self.kernels.malloc(count), count, HOST).view(dtype).view(sizes)
+
+    def free(self, tensor: Tensor) -> None:
+        self.kernels.free(tensor.data_ptr())
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        """As torch.cuda.memory_snapshot: the graphs' pool, and a workspace among all else."""
+        segments = []
+        for name, size, pool in (("pool", POOL_BYTES, (0, 1)), ("workspace", WORKSPACE_BYTES, (0, 0))):
+            block = {"address": self.at[name], "size": size, "requested_size": size, "state": "active_allocated"}
+            segment = {"address": self.at[name], "total_size": size, "segment_pool_id": pool, "blocks": [block]}
+            segments.append(segment)
+        return segments
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        self.kernels.stream = stream.cuda_stream
+        try:
+            yield
+        finally:
+            self.current = before
+            self.kernels.stream = before.cuda_stream
+
+    def install(self) -> None:
+        patches: dict[str, Any] = {
+            "Stream": lambda device=None: Stream(self, self.driver.handle("cuStreamCreate", 0)),
+            "stream": self.stream,
+            "current_stream": lambda device=None: self.current,
+            "synchronize": lambda device=None: None,
+            "graph_pool_handle": lambda: (0, 1),
+            "CUDAGraph": lambda keep_graph=False: FakeGraph(self, keep_graph),
+            "memory_snapshot": self.snapshot,
+        }
+        for name, patch in patches.items():
+            setattr(torch.cuda, name, patch)
+        self._copies.__enter__()
+
+    def owns(self, tensor: Tensor) -> bool:
+        return self.driver.range_of(tensor.data_ptr()) is not None
+
+
+class Copies(TorchDispatchMode):
+    """From device memory into device memory: launched on the current stream."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        super().__init__()
+        self._cuda = cuda
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.copy_.default and self._cuda.owns(args[0]) and self._cuda.owns(args[1]):
+            target, source = args[:2]
+            assert target.is_contiguous()
+            assert source.is_contiguous()
+            assert target.nbytes == source.nbytes
+            stream = self._cuda.current.cuda_stream
+            self._cuda.driver.call("cuMemcpyDtoDAsync_v2", target.data_ptr(), source.data_ptr(), target.nbytes, stream)
+            return target
+        return function(*args, **(kwargs or {}))

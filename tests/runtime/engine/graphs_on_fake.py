@@ -1,0 +1,134 @@
+"""The torch engine's graphs on the fake driver: ``graphs_on_fake.py dump|materialize|restore`` (JSON in and out)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import random
+import struct
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from fake_torch_cuda import HOST, FakeCuda
+from medusa_runtime.engine.cuda_capture import CudaCapturer
+from medusa_runtime.engine.decode_graphs import DecodeGraphs
+from medusa_runtime.engine.graph_state import GraphState
+from medusa_runtime.engine.placed_memory import BASE, OTHER_BASE, PlacedMemory
+from medusa_runtime.errors import DeviceError
+from medusa_runtime.state.graphs.blueprint import Blueprints
+from torch import Tensor
+
+WIDTH, LAYERS, VOCAB, SIZES = 16, 3, 32, (1, 2, 4)
+ROW = WIDTH * 4
+
+
+def p(value: int) -> bytes:
+    return struct.pack("<Q", value)
+
+
+def i(value: int) -> bytes:
+    return struct.pack("<i", value)
+
+
+class Model:
+    """Embedding, layers and head out of the toy's kernels; ``odd``: the last layer has one that no other has."""
+
+    def __init__(self, cuda: FakeCuda, weights: Tensor, odd: bool = False) -> None:
+        self.config = SimpleNamespace(vocab_size=VOCAB)
+        self._cuda, self._at, self._odd = cuda, weights.data_ptr(), odd
+        self.layers_run: list[int] = []
+
+    def _gemv(self, weight: int, x: int, y: int, rows: int) -> None:
+        cuda = self._cuda
+        cuda.driver.call("cuMemsetD32Async", y, 0, rows, cuda.current.cuda_stream)
+        cuda.kernels.launch("gemv", [struct.pack("<QQQii4Q", weight, x, y, rows, WIDTH, 0, 0, 0, 0)])
+
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        out = self._cuda.empty(len(token_ids), WIDTH)
+        for row in range(len(token_ids)):
+            at = token_ids.data_ptr() + row * 8
+            self._cuda.kernels.launch("embed", [p(self._at), p(at), p(out.data_ptr() + row * ROW), i(WIDTH)])
+        return out
+
+    def run_layers(
+        self, hidden: Tensor, positions: Tensor, attention: Any, start: int = 0, stop: int | None = None
+    ) -> Tensor:
+        stop = LAYERS if stop is None else stop
+        self.layers_run.append(stop - start)
+        for layer in range(start, stop):
+            out = self._cuda.empty(*hidden.shape)
+            for row in range(len(hidden)):
+                x, y = hidden.data_ptr() + row * ROW, out.data_ptr() + row * ROW
+                self._gemv(self._at + (VOCAB + layer * WIDTH) * ROW, x, y, WIDTH)
+                self._cuda.kernels.launch("scale", [p(y), i(WIDTH), struct.pack("<f", 0.5)])
+                if self._odd and layer == LAYERS - 1:
+                    self._cuda.kernels.launch("scale", [p(y), i(WIDTH), struct.pack("<f", 3.0)], other=True)
+            self._cuda.free(hidden)
+            hidden = out
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        out = self._cuda.empty(len(hidden), VOCAB)
+        head = self._at + (VOCAB + LAYERS * WIDTH) * ROW
+        for row in range(len(hidden)):
+            self._gemv(head, hidden.data_ptr() + row * ROW, out.data_ptr() + row * VOCAB * 4, VOCAB)
+        self._cuda.free(out)  # the next one's address; what reads it was launched before
+        return out
+
+
+def answers(cuda: FakeCuda, graphs: DecodeGraphs) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for size, graph in sorted(graphs.graphs.items()):
+        for ids in ([1, 2, 3, 4], [31, 0, 7, 7]):
+            graphs.inputs.logits.fill_(0)
+            graphs.inputs.token_ids[:size] = torch.tensor(ids[:size])
+            graph.replay()
+            bits = graphs.inputs.logits[:size].reshape(-1).view(torch.uint8)
+            found.setdefault(str(size), []).append(hashlib.sha256(bytes(bits)).hexdigest()[:16])
+    return found
+
+
+def main(phase: str, options: dict[str, Any]) -> dict[str, Any]:
+    cuda = FakeCuda()
+    cuda.install()
+    memory = PlacedMemory(cuda.driver, HOST, OTHER_BASE if phase == "dump" else options.get("base", BASE))
+    numbers = random.Random(3)
+    count = (2 * VOCAB + LAYERS * WIDTH) * WIDTH
+    weights = memory("weights", count * 4)
+    weights.view(torch.float32)[:] = torch.tensor([numbers.uniform(-1, 1) for _ in range(count)])
+    cache = SimpleNamespace(pool=memory("KV cache", 64), spare=0, shape=SimpleNamespace(dtype=torch.float32))
+    model = Model(cuda, weights, odd=options.get("odd", False))
+    capturer = CudaCapturer(HOST, keep_graph=phase != "restore")
+    graphs = DecodeGraphs(model, cache, capturer, sizes=SIZES, max_model_len=64, memory=memory)  # type: ignore[arg-type]
+    state = GraphState(model, graphs, memory)  # type: ignore[arg-type]
+    if phase == "restore":
+        blueprints = Blueprints.load(Path(options["bundle"]).read_bytes())
+        if options.get("without_images"):
+            blueprints = replace(blueprints, images={})
+        model.layers_run.clear()
+        try:
+            graphs.adopt(state.restore(blueprints, validate="all"))
+        except DeviceError as error:
+            return {"lost": str(error)}
+        assert state.restored is not None
+        reasons = {key: str(mismatch) for key, mismatch in state.restored.reasons.items()}
+        return {"answers": answers(cuda, graphs), "reasons": reasons, "layers": model.layers_run}
+    while graphs.pending:
+        graphs.capture_next()
+    if phase == "dump":
+        state.dump(capturer, cuda.kernels.images).save(Path(options["out"]))
+        return {}
+    second = Blueprints.load(Path(options["second"]).read_bytes()) if "second" in options else None
+    made = state.materialize(capturer, cuda.kernels.images, second)
+    made.save(Path(options["out"]))
+    return {"answers": answers(cuda, graphs), "refused": made.refused}
+
+
+if __name__ == "__main__":
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
+    print(json.dumps(main(sys.argv[1], json.loads(sys.argv[2]))))

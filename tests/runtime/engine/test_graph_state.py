@@ -1,0 +1,78 @@
+"""The torch engine's decode graphs from one process into another, on the fake driver."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+GRAPHS = HERE.parent / "state/graphs"
+Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    library = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
+    sources = sorted(map(str, (GRAPHS / "fakecuda").glob("*.c")))
+    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, *sources, "-lm"], check=True, timeout=120)
+
+    def run(phase: str, where: int, **options: Any) -> dict[str, Any]:
+        variables = {**os.environ, "FAKE_CUDA_LIBRARY": str(library), "TOY_CUBINS": str(GRAPHS / "cubins")}
+        variables |= {"FAKE_CUDA_BASE": hex(where), "FAKE_CUDA_ORDER": str(int(phase == "dump"))}
+        command = [sys.executable, str(HERE / "graphs_on_fake.py"), phase, json.dumps(options)]
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=250)
+        assert done.returncode == 0, done.stderr
+        result: dict[str, Any] = json.loads(done.stdout)
+        return {**result, "log": done.stderr}
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def bundle(run: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("bundle")
+    run("dump", 0x510000000000, out=str(folder / "second"))
+    made = run("materialize", 0x610000000000, out=str(folder / "bundle"), second=str(folder / "second"))
+    assert made["refused"] == {}
+    assert len({digest for digests in made["answers"].values() for digest in digests}) == 6
+    return {**made, "path": str(folder / "bundle")}
+
+
+@pytest.mark.timeout(600)
+def test_restored_elsewhere_without_running_a_layer(run: Run, bundle: dict[str, Any]) -> None:
+    restored = run("restore", 0x580000000000, bundle=bundle["path"], base=0x480000000000)
+    assert restored["reasons"] == {}
+    assert restored["answers"] == bundle["answers"]
+    assert restored["layers"] == []
+
+
+@pytest.mark.timeout(600)
+def test_kernels_without_an_image_are_found_by_capturing_the_first_layer(run: Run, bundle: dict[str, Any]) -> None:
+    """MEDUSA §5.2, as the engine does it: warm-up and capture of one layer, once, since its modules have them all."""
+    restored = run("restore", 0x580000000000, bundle=bundle["path"], without_images=True)
+    assert restored["reasons"] == {}
+    assert restored["answers"] == bundle["answers"]
+    assert restored["layers"] == [1, 1]
+
+
+@pytest.mark.timeout(600)
+def test_a_kernel_that_the_first_layer_does_not_have(run: Run, bundle: dict[str, Any], tmp_path: Path) -> None:
+    path = str(tmp_path / "bundle")
+    made = run("materialize", 0x610000000000, out=path, odd=True)
+    assert made["refused"] == {}
+    restored = run("restore", 0x580000000000, bundle=path, odd=True, without_images=True)
+    assert restored["answers"] == {}
+    reason = "kernel-missing: scale is another kernel here"
+    assert set(restored["reasons"].values()) == {reason}, "the first layer has one of that name and those parameters"
+    assert restored["log"].count("captured, not restored") == 1
