@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from typing import Any
 
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import StateError, StorageError
 from medusa_runtime.state.bundle import Bundle
+from medusa_runtime.state.graphs.distrust import Distrust
 from medusa_runtime.state.key import Facts, Subject
-from medusa_runtime.state.kinds import KINDS, KV_PLAN, STAGE_TIMES, WEIGHT_INDEX
+from medusa_runtime.state.kinds import CUDA_GRAPHS, KINDS, KV_PLAN, STAGE_TIMES, WEIGHT_INDEX
 from medusa_runtime.state.kv_plan import KvPlan
 from medusa_runtime.state.locate import FOLDER
 from medusa_runtime.state.manifest import Artifact
@@ -33,6 +36,10 @@ def summarize(checkpoint: Checkpoint, settings: Settings, *, verify: bool) -> di
             return None
         facts = Facts(Subject(checkpoint.index, checkpoint.files, settings))
         artifacts = [_artifact(artifact, bundle, facts, verify) for artifact in manifest.artifacts]
+        distrust = Distrust(replace(settings, model=checkpoint.store.url), os.environ)
+        for artifact, found in zip(manifest.artifacts, artifacts, strict=True):
+            if artifact.kind == CUDA_GRAPHS.name and (reason := distrust.reason(artifact.sha256)) is not None:
+                found["problem"] = f"its graphs broke the device's context here: {reason}; materialize again"
         artifacts += [{"kind": kind, "problem": reason} for kind, reason in manifest.rejected]
         url = redacted(store.url)
         return {"url": url if settings.state else f"{url.rstrip('/')}/{FOLDER}", "artifacts": artifacts}

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..config import Settings
+from ..errors import StateError
 from ..state.kinds import CUDA_GRAPHS, file_name
 from ..timeline import Timeline
 from ..weights.region import Region
@@ -32,10 +33,36 @@ def open_gpu(settings: Settings, timeline: Timeline) -> Gpu | None:
         return Gpu()
 
 
-def graphs_of(region: Region) -> Callable[[], bytes | None] | None:
-    """What gives the state bundle's graphs, where this start has any."""
-    name = file_name(CUDA_GRAPHS.name)
-    return partial(region.file, name) if region.has_file(name) else None
+def graphs_of(region: Region, settings: Settings) -> BundledGraphs | None:
+    """The state bundle's graphs, where this start has any."""
+    return BundledGraphs(region, settings) if region.has_file(file_name(CUDA_GRAPHS.name)) else None
+
+
+class BundledGraphs:
+    """The graphs' blob among a region's files, and whether it can be trusted."""
+
+    def __init__(self, region: Region, settings: Settings) -> None:
+        from ..state.graphs.distrust import Distrust
+
+        self._region = region
+        self._distrust = Distrust(settings, os.environ)
+        self._digest = ""
+
+    def read(self) -> bytes | None:
+        """The blob, once it has come; None where it does not. StateError when it broke a context before."""
+        import hashlib
+
+        data = self._region.file(file_name(CUDA_GRAPHS.name))
+        if data is None:
+            return None
+        self._digest = hashlib.sha256(data).hexdigest()
+        if (reason := self._distrust.reason(self._digest)) is not None:
+            raise StateError(f"they broke the device's context before ({reason}); materialize them again")
+        return data
+
+    def distrust(self, reason: str) -> bool:
+        """Whether it could be written down that what was read breaks a context."""
+        return self._distrust.note(self._digest, reason)
 
 
 class Gpu:
@@ -87,6 +114,19 @@ class Gpu:
         self._state = GraphState(model, graphs, self.placed)  # kept: the graphs' memory and kernels are its
         return self._state.restore(blueprints)
 
+    def lost(self, error: Exception) -> bool:
+        """Whether the context is broken, so that every further call fails. ``error``: what was raised last."""
+        from ..state.graphs.driver import STICKY, CudaError
+
+        found = error if isinstance(error, CudaError) else error.__cause__
+        if isinstance(found, CudaError) and found.sticky:
+            return True
+        return self.placed.driver.result("cuCtxSynchronize") in STICKY
+
+    def abandon(self) -> None:
+        """End this process as a crash does: the zygote forks another engine, whose weights are still in the region."""
+        os.abort()
+
     def working(self) -> AbstractContextManager[object]:
         """In this context new tensors are made on the device."""
         return self.device
@@ -99,7 +139,7 @@ class Gpu:
         max_concurrency: int,
         max_model_len: int,
         timeline: Timeline,
-        blueprints: Callable[[], bytes | None] | None = None,
+        blueprints: BundledGraphs | None = None,
     ) -> GpuRunner:
         from .gpu_runner import GpuRunner
 

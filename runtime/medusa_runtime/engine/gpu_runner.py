@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 from torch import Tensor
 
-from ..errors import DeviceError
+from ..errors import StateError
 from ..models import DecoderModel
 from ..timeline import Timeline
 from ..weights.loader import Loader
 from .decode_graphs import DecodeGraphs, obstacle, sizes_for
-from .gpu import Gpu
+from .gpu import BundledGraphs, Gpu
 from .gpu_attention import GpuAttention
 from .kv_cache import KvCache
 from .runner import run_step
@@ -35,15 +34,16 @@ class GpuRunner:
         max_concurrency: int,
         max_model_len: int,
         timeline: Timeline,
-        blueprints: Callable[[], bytes | None] | None = None,
+        blueprints: BundledGraphs | None = None,
     ) -> None:
-        """``blueprints`` gives the state bundle's graphs; called once, when the weights are there, and may wait."""
+        """``blueprints``: the state bundle's graphs; read once, when the weights are there, which may wait."""
         self._gpu = gpu
         self.model = model
         self.cache = cache
         self.loader = loader
         self._timeline = timeline
         self._blueprints = blueprints
+        self._restored: BundledGraphs | None = None  # whose graphs are in use
         self.graphs: DecodeGraphs | None = None
         capturer = gpu.capturer()
         reason = obstacle(model) if capturer is not None else "there is no attention kernel that can be captured"
@@ -67,14 +67,22 @@ class GpuRunner:
             self._restore(graphs)  # waits for nothing else: the first decode is as good a moment as an idle one
         if graphs is None or not self.loader.applied or not graphs.can_run(spans):
             return run_step(self.model, self.cache, spans, GpuAttention)
-        logits = graphs.run(spans)
+        try:
+            logits = graphs.run(spans)
+        except Exception as error:
+            self._check_context(error)
+            raise
         for span in spans:
             span.sequence.computed = span.stop
         return logits, [span.sequence for span in spans]
 
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[Sampled]:
-        with self._gpu.working():
-            return sample(logits, sequences)
+        try:
+            with self._gpu.working():
+                return sample(logits, sequences)  # the first to wait for the device
+        except Exception as error:
+            self._check_context(error)
+            raise
 
     def use_idle_time(self) -> bool:
         """Restore the graphs once, then capture those that are missing; whether there was something to do.
@@ -95,13 +103,26 @@ class GpuRunner:
 
     def _restore(self, graphs: DecodeGraphs) -> None:
         blueprints, self._blueprints = self._blueprints, None
+        assert blueprints is not None
         with self._timeline.stage("restore_graphs") as detail:
             try:
-                data = blueprints() if blueprints is not None else None
+                data = blueprints.read()
                 if data is not None:
+                    self._restored = blueprints
                     graphs.adopt(self._gpu.restored(self.model, graphs, data))
-            except DeviceError:
-                raise  # the context is lost
+            except StateError as error:
+                logger.warning("CUDA graphs are captured, not restored: %s", error)
             except Exception as error:  # noqa: BLE001 - a bundle never makes a start fail
+                self._check_context(error)
                 logger.warning("CUDA graphs are captured, not restored: %s: %s", type(error).__name__, error)
             detail["graphs"] = len(graphs.graphs)
+
+    def _check_context(self, error: Exception) -> None:
+        """After an error: does nothing, unless the context is lost. Then nothing works in this process any more; the
+        next engine must not take the same way, and it is told before this one goes."""
+        if self._restored is None or not self._gpu.lost(error):
+            return
+        if not self._restored.distrust(str(error)):
+            raise error
+        logger.error("a restored CUDA graph broke the device's context (%s); the next engine captures them", error)
+        self._gpu.abandon()

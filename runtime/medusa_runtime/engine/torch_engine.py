@@ -77,7 +77,7 @@ class TorchEngine:
                 settings.max_concurrency,
                 plan.max_model_len,
                 timeline,
-                graphs_of(region),
+                graphs_of(region, settings),
             )
         )
         eos = read_eos_token_ids(region, config)

@@ -156,6 +156,11 @@ def _driver() -> str:
     return match[1] if match else "none"
 
 
+def driver_version() -> str:
+    """The GPU driver's; ``none`` where there is none, or none that tells."""
+    return _driver()
+
+
 FACTS: dict[str, Callable[[Subject], str]] = {
     "layout": layout,
     "shape": shape,
@@ -209,4 +214,4 @@ def _difference(name: str, there: str, here: str) -> str:
     return f"it was made for another {name}: only there {there_only[:200]}, only here {here_only[:200]}"
 
 
-__all__ = ["FACTS", "Facts", "Key", "Subject", "isa", "package_version"]
+__all__ = ["FACTS", "Facts", "Key", "Subject", "driver_version", "isa", "package_version"]

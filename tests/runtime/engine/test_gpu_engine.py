@@ -17,7 +17,7 @@ from medusa_runtime.engine import torch_engine
 from medusa_runtime.engine.decode_graphs import BATCH_SIZES, DecodeGraphs, sizes_for
 from medusa_runtime.engine.gpu import Gpu
 from medusa_runtime.engine.gpu_runner import GpuRunner
-from medusa_runtime.errors import StateError
+from medusa_runtime.errors import DeviceError, StateError
 from medusa_runtime.timeline import Timeline
 from medusa_runtime.weights.prefetcher import prefetch
 from medusa_runtime.weights.region import Region
@@ -82,21 +82,53 @@ class HostLink:
     def close(self) -> None: ...
 
 
+class Bundled:
+    """A bundle's graphs, and what was written down against them."""
+
+    def __init__(self, data: bytes | None, *, reason: str | None = None, writable: bool = True) -> None:
+        self.data, self.reason, self.writable = data, reason, writable
+        self.noted: list[str] = []
+
+    def read(self) -> bytes | None:
+        if self.reason is not None:
+            raise StateError(f"they broke the device's context before ({self.reason})")
+        return self.data
+
+    def distrust(self, reason: str) -> bool:
+        self.noted.append(reason)
+        return self.writable
+
+
 class HostGpu(Gpu):
     def __init__(self, recorder: Recorder | None) -> None:
         self.device = torch.device("cpu")
         self.link: HostLink = HostLink()
         self.recorder = recorder
         self.restores: list[int] = []
+        self.abandoned = threading.Event()
 
     def memory(self, name: str, size_bytes: int) -> Tensor:
         return self.link.memory(name, size_bytes)
 
+    def lost(self, error: Exception) -> bool:
+        return isinstance(error, DeviceError)
+
+    def abandon(self) -> None:
+        self.abandoned.set()
+        raise SystemExit  # of the engine's thread
+
     def restored(self, model: Any, graphs: DecodeGraphs, blueprints: bytes) -> dict[int, Recorded]:
+        if blueprints == b"breaks":
+            raise DeviceError("a restored CUDA graph broke the context")
+        if blueprints == b"breaks later":
+            return {size: Recorded(self.fault) for size in graphs.sizes}
         if blueprints == b"damaged":
             raise StateError("expected blueprints, found something else")
         self.restores.append(int(blueprints))
         return {size: Recorded(partial(graphs.step, size)) for size in (2, 4) if graphs}
+
+    def fault(self) -> None:
+        raise DeviceError("an illegal address")
 
     def free_beside(self, loader: Any) -> int:
         loader.wait_placed()
@@ -230,7 +262,7 @@ def test_restored_graphs_are_used_and_the_missing_ones_captured(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = answers(start(None))
-    monkeypatch.setattr(torch_engine, "graphs_of", lambda region: lambda: b"7")
+    monkeypatch.setattr(torch_engine, "graphs_of", lambda region, settings: Bundled(b"7"))
     gpu, recorder = HostGpu(recorder := Recorder()), recorder
     gpu.link.open.clear()
     served = start(gpu)
@@ -253,11 +285,48 @@ def test_restored_graphs_are_used_and_the_missing_ones_captured(
 def test_a_bundle_that_is_of_no_use_is_replaced_by_capturing(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, data: bytes | None
 ) -> None:
-    monkeypatch.setattr(torch_engine, "graphs_of", lambda region: lambda: data)
+    monkeypatch.setattr(torch_engine, "graphs_of", lambda region, settings: Bundled(data))
     recorder = Recorder()
     served = start(HostGpu(recorder))
     until(lambda: len(recorder.captured) == 4)
     assert len(served.ask(PROMPTS[0], max_tokens=5).tokens) == 5
+
+
+def test_graphs_that_broke_a_context_before_are_captured(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch_engine, "graphs_of", lambda region, settings: Bundled(b"breaks", reason="fault"))
+    served = start(HostGpu(recorder := Recorder()))
+    until(lambda: len(recorder.captured) == 4)
+    assert len(served.ask(PROMPTS[0], max_tokens=5).tokens) == 5
+    assert sum("broke the device's context before (fault)" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("data", [b"breaks", b"breaks later"])
+def test_a_broken_context_is_written_down_before_the_engine_goes(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, data: bytes
+) -> None:
+    bundled = Bundled(data)
+    monkeypatch.setattr(torch_engine, "graphs_of", lambda region, settings: bundled)
+    gpu = HostGpu(Recorder())
+    served = start(gpu)
+    if data == b"breaks later":
+        served.ask(PROMPTS[0], max_tokens=5)
+    assert gpu.abandoned.wait(60)
+    assert len(bundled.noted) == 1
+
+
+def test_where_nothing_can_be_written_down_the_error_ends_the_engine(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new engine would take the same way, and so on."""
+    bundled = Bundled(b"breaks", writable=False)
+    monkeypatch.setattr(torch_engine, "graphs_of", lambda region, settings: bundled)
+    gpu = HostGpu(Recorder())
+    served = start(gpu)
+    until(lambda: not served.thread.is_alive())
+    assert not gpu.abandoned.is_set()
+    assert [type(error) for error in served.errors] == [DeviceError]
 
 
 def test_imported_requests_wait_for_the_weights_too(start: Callable[..., Any]) -> None:

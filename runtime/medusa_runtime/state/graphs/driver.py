@@ -87,6 +87,9 @@ SIGNATURES = {
 }
 
 
+STICKY = (700, 714, 715, 716, 717, 718, 719)  # faults of a kernel: the context is lost with them
+
+
 class CudaError(DeviceError):
     """A driver call failed. ``function`` and ``result`` (the CUresult) say which and how."""
 
@@ -98,7 +101,7 @@ class CudaError(DeviceError):
     @property
     def sticky(self) -> bool:
         """The context is lost with it: nothing on this device works in this process any more."""
-        return self.result in (700, 714, 715, 716, 717, 718, 719)
+        return self.result in STICKY
 
 
 class CudaDriver(Driver):
