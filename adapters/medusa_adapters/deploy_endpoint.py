@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -37,9 +38,11 @@ class EndpointClient:
         self._timeout_s = timeout_s
         try:
             self._session = boto3.session.Session(region_name=region)
+            if not self._session.region_name:
+                raise DeployError("SageMaker's region is missing: give --region or set AWS_DEFAULT_REGION")
             self._client = self._session.client("sagemaker")
         except BotoCoreError as error:
-            raise DeployError(f"SageMaker cannot be called: {error}; give --region or set AWS_DEFAULT_REGION") from None
+            raise DeployError(f"SageMaker cannot be called: {error}") from None
 
     def call(self, operation: str, **parameters: Any) -> Any:
         method = "".join("_" + c.lower() if c.isupper() else c for c in operation).lstrip("_")
@@ -57,6 +60,19 @@ class EndpointClient:
                 return None
             raise
 
+    def check_update(self, found: Mapping[str, Any], *, serverless: bool) -> None:
+        """ConfigError for an update that SageMaker would refuse: of an endpoint that failed, or back to serverless."""
+        name, status = found["EndpointName"], found["EndpointStatus"]
+        if status == "Failed":
+            reason = found.get("FailureReason", "no reason given")
+            raise ConfigError(f"endpoint {name} is Failed ({reason}) and can only be deleted: --delete, then create it")
+        config = self.call("DescribeEndpointConfig", EndpointConfigName=found["EndpointConfigName"])
+        if serverless and not any("ServerlessConfig" in variant for variant in config["ProductionVariants"]):
+            raise ConfigError(
+                f"endpoint {name} is real-time, and SageMaker makes none of these serverless: give --instance-type, or "
+                "--delete it and create it again"
+            )
+
     def create(self, calls: Calls) -> None:
         """Make all of ``calls`` in order; when one fails, what the earlier ones made is deleted again."""
         made: Calls = []
@@ -73,7 +89,10 @@ class EndpointClient:
             raise
 
     def wait(self, name: str, config: str) -> None:
-        """Until the endpoint is in service with this configuration. DeployError with SageMaker's reason otherwise."""
+        """Until the endpoint is in service with this configuration. DeployError with SageMaker's reason otherwise.
+
+        When SageMaker rolled an update back, nothing uses the new configuration any more: it is deleted.
+        """
         status = self._settled(name)
         for _ in range(_LATE_POLLS):
             # Just after UpdateEndpoint it may still be as before.
@@ -83,11 +102,14 @@ class EndpointClient:
             status = self._settled(name)
         if status is not None and status["EndpointStatus"] == "InService" and status["EndpointConfigName"] != config:
             reason = status.get("FailureReason", "no reason given")
+            with contextlib.suppress(DeployError):
+                self.delete_config(config)
             raise DeployError(f"endpoint {name} went back to {status['EndpointConfigName']}: {reason}")
         if status is None or status["EndpointStatus"] != "InService":
             found = "gone" if status is None else status["EndpointStatus"]
             reason = "" if status is None else f": {status.get('FailureReason', 'no reason given')}"
-            raise DeployError(f"endpoint {name} is {found}{reason}")
+            where = f"; its log is in CloudWatch, /aws/sagemaker/Endpoints/{name}; --delete takes it away"
+            raise DeployError(f"endpoint {name} is {found}{reason}{where if status is not None else ''}")
 
     def delete(self, name: str) -> None:
         """The endpoint, its configuration and its models."""

@@ -42,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--node-agent", action="store_true", help="share weights with the node agent; renders it, too")
     parser.add_argument("--node-agent-image", help="default: the function's image")
-    parser.add_argument("--node-agent-memory", default="16Gi", help="for regions and warm processes (%(default)s)")
-    parser.add_argument("--node-agent-cpu", default="100m", help="for warm processes that serve (%(default)s)")
+    parser.add_argument("--node-agent-memory", help="for regions and warm processes (16Gi)")
+    parser.add_argument("--node-agent-cpu", help="for warm processes that serve (100m)")
     parser.add_argument("--node-agent-prewarm", metavar="ENGINE=N", help="idle engine processes a node, e.g. torch=2")
     parser.add_argument("--node-agent-secret", action="append", default=[], help="a Secret with what it fetches with")
     parser.add_argument("--apply", action="store_true", help="apply with kubectl instead of printing")
@@ -86,13 +86,16 @@ def render(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], list[st
         node_agent=arguments.node_agent,
     )
     documents = []
+    for flag in ("image", "memory", "cpu", "prewarm", "secret"):
+        if getattr(arguments, f"node_agent_{flag}") and not placement.node_agent:
+            raise ConfigError(f"--node-agent-{flag} needs --node-agent")
     if placement.node_agent:
         documents = node_agent.manifests(
             values.image(arguments.node_agent_image or described.image),
-            memory=values.quantity(arguments.node_agent_memory, "--node-agent-memory"),
-            cpu=values.quantity(arguments.node_agent_cpu, "--node-agent-cpu"),
+            memory=values.quantity(arguments.node_agent_memory or "16Gi", "--node-agent-memory"),
+            cpu=values.quantity(arguments.node_agent_cpu or "100m", "--node-agent-cpu"),
             prewarm=_prewarm(arguments.node_agent_prewarm),
-            secrets=[values.label(name, "--node-agent-secret") for name in arguments.node_agent_secret],
+            secrets=[values.subdomain(name, "--node-agent-secret") for name in arguments.node_agent_secret],
             node_selector=placement.node_selector,
             tolerations=placement.tolerations,
         )
@@ -125,13 +128,18 @@ def _prewarm(text: str | None) -> str | None:
     """ConfigError for what `medusa node` would refuse."""
     from medusa_runtime.node.settings import node_settings
 
-    node_settings({}, {"prewarm": text})
+    try:
+        node_settings({}, {"prewarm": text})
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("--prewarm", "--node-agent-prewarm")) from None
     return text
 
 
 def _toleration(text: str) -> dict[str, str]:
     rest, _, effect = text.partition(":")
     key, sign, value = rest.partition("=")
+    if not key:
+        raise ConfigError(f"--toleration={text!r} cannot be used: expected KEY[=VALUE][:EFFECT]")
     values.pairs([f"{key}={value}"], "--toleration")
     toleration = {"key": key} | ({"operator": "Equal", "value": value} if sign else {"operator": "Exists"})
     return toleration | ({"effect": effect} if effect else {})

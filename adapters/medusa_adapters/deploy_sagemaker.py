@@ -30,12 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="weights that SageMaker puts into /opt/ml/model: a prefix (not on serverless) or a model.tar.gz",
     )
     serverless = parser.add_argument_group("serverless (the default)")
-    serverless.add_argument("--memory-mb", type=int, default=4096, help="1024 to 6144 in steps of 1024 (%(default)s)")
-    serverless.add_argument("--max-concurrency", type=int, default=10, help="instances, 1 to 200 (%(default)s)")
+    serverless.add_argument("--memory-mb", type=int, help="1024 to 6144 in steps of 1024 (4096)")
+    serverless.add_argument("--max-concurrency", type=int, help="instances, 1 to 200 (10)")
     serverless.add_argument("--provisioned-concurrency", type=int, help="instances that are always warm")
     real_time = parser.add_argument_group("real-time")
     real_time.add_argument("--instance-type", metavar="ml.…", help="e.g. ml.g5.xlarge; makes the endpoint real-time")
-    real_time.add_argument("--instance-count", type=int, default=1, help="default: %(default)s")
+    real_time.add_argument("--instance-count", type=int, help="default: 1")
     parser.add_argument(
         "--gpu", action="store_true", help="the function needs a GPU: checked before anything is called"
     )
@@ -65,6 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if found is not None and not arguments.update:
         raise ConfigError(f"NAME={name!r}: there is an endpoint of this name; add --update to give it this version")
+    if found is not None:
+        client.check_update(found, serverless=arguments.instance_type is None)
     if arguments.instance_type is None:
         size = client.image_bytes(arguments.image)
         if size is not None:
@@ -80,14 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def plan(arguments: argparse.Namespace, name: str) -> Calls:
     """The calls, checked against the limits and against SageMaker's own model. Raises ConfigError."""
-    capacity = sagemaker.Capacity(
-        memory_mb=arguments.memory_mb,
-        max_concurrency=arguments.max_concurrency,
-        provisioned_concurrency=arguments.provisioned_concurrency,
-        instance_type=arguments.instance_type,
-        instance_count=arguments.instance_count,
-        needs_gpu=arguments.gpu,
-    )
+    capacity = _capacity(arguments)
     sagemaker.check(capacity, arguments.model_data)
     if not arguments.role:
         raise ConfigError(
@@ -105,7 +100,13 @@ def plan(arguments: argparse.Namespace, name: str) -> Calls:
         return planned(
             creation(
                 name,
-                sagemaker.model(version, described, role=arguments.role, model_data=arguments.model_data),
+                sagemaker.model(
+                    version,
+                    described,
+                    role=arguments.role,
+                    model_data=arguments.model_data,
+                    serverless=capacity.serverless,
+                ),
                 sagemaker.endpoint_config(version, capacity, startup_timeout_s=startup_s),
                 update=arguments.update,
             )
@@ -114,6 +115,22 @@ def plan(arguments: argparse.Namespace, name: str) -> Calls:
         raise MissingPackageError(
             'deploying to SageMaker needs an optional package: pip install "medusa-runtime[deploy]"'
         ) from None
+
+
+def _capacity(arguments: argparse.Namespace) -> sagemaker.Capacity:
+    """Serverless or real-time; ConfigError for a flag of the other."""
+    given = {
+        name: value
+        for name in ("memory_mb", "max_concurrency", "provisioned_concurrency", "instance_count")
+        if (value := getattr(arguments, name)) is not None
+    }
+    serverless = arguments.instance_type is None
+    alien = [name for name in given if (name == "instance_count") is serverless]
+    if alien:
+        flags = ", ".join("--" + name.replace("_", "-") for name in alien)
+        kind, other = ("serverless", "needs") if serverless else ("real-time", "goes without")
+        raise ConfigError(f"{flags}: the endpoint would be {kind}; the flag {other} --instance-type")
+    return sagemaker.Capacity(instance_type=arguments.instance_type, needs_gpu=arguments.gpu, **given)
 
 
 def _delete(arguments: argparse.Namespace, name: str) -> int:

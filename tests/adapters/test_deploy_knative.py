@@ -183,7 +183,7 @@ def test_the_node_agents_pod_is_told_what_to_keep_warm() -> None:
     assert container["envFrom"] == [{"secretRef": {"name": "s3-keys"}}]
     refused = deploy("qwen", "--image=qwen:1", "--node-agent", "--node-agent-prewarm=jax=1")
     assert refused.returncode == 2
-    assert "--prewarm='jax=1' cannot be used: expected engine=count" in refused.stderr
+    assert "--node-agent-prewarm='jax=1' cannot be used: expected engine=count" in refused.stderr
 
 
 def test_gated_fields_are_checked_by_the_renderer(tmp_path: Path) -> None:
@@ -276,10 +276,21 @@ def test_bad_timelines(tmp_path: Path) -> None:
         (["qwen", "--image=q", "--namespace=My"], "--namespace='My'"),
         (["qwen", "--image=q", "--env=PORT=80"], "Knative sets it itself"),
         (["qwen", "--image=q", "--env==secret"], "NAME=VALUE"),
+        (["qwen", "--image=q", "--env=MEDUSA_DRAIN=soon"], "MEDUSA_DRAIN='soon'"),
+        (["qwen", "--image=q", "--memory=1e30"], "--memory='1e30'"),
+        (["qwen", "--image=q", "--toleration=:NoSchedule"], "--toleration=':NoSchedule'"),
+        (["qwen", "--image=q", "--secret=a..b"], "--secret='a..b'"),
+        (["qwen", "--image=q", "--node-agent-prewarm=torch=2"], "needs --node-agent"),
+        (["qwen", "--image=q", "--node-agent", "--node-agent-prewarm=x=2"], "--node-agent-prewarm='x=2'"),
     ],
 )
 def test_bad_flags_are_named(arguments: list[str], said: str) -> None:
     assert said in refused(*arguments)
+
+
+def test_names_may_have_dots_where_kubernetes_lets_them() -> None:
+    text, _ = rendered("qwen", "--image=q", "--secret=aws.keys", "--runtime-class=nvidia.com", "--service-account=a.b")
+    assert "name: aws.keys" in text
 
 
 def test_a_bad_variable_does_not_show_its_value() -> None:

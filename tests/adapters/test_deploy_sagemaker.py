@@ -90,6 +90,7 @@ def test_serverless_endpoint_is_made_updated_and_deleted(aws: Any) -> None:
     assert container["Image"] == IMAGE
     assert container["Environment"]["MEDUSA_MODEL"] == "s3://b/q"
     assert container["Environment"]["MEDUSA_PLATFORM"] == "sagemaker"
+    assert container["Environment"]["SAGEMAKER_SERVERLESS"] == "true"
 
     assert "add --update" in refused(*BASE)
     updated = deploy(*BASE, "--update", "--memory-mb=4096")
@@ -106,6 +107,43 @@ def test_serverless_endpoint_is_made_updated_and_deleted(aws: Any) -> None:
     assert not aws.list_models()["Models"]
     assert "no endpoint of this name" in refused("qwen", "--delete")
     assert "no endpoint of this name to update" in refused(*BASE, "--update")
+
+
+def test_a_serverless_endpoint_becomes_real_time_and_never_goes_back(aws: Any) -> None:
+    assert deploy(*BASE).returncode == 0
+    updated = deploy(*BASE, "--update", "--instance-type=ml.m5.large")
+    assert updated.returncode == 0, updated.stderr
+    config = aws.describe_endpoint(EndpointName="qwen")["EndpointConfigName"]
+    (variant,) = aws.describe_endpoint_config(EndpointConfigName=config)["ProductionVariants"]
+    assert (variant["InstanceType"], variant["InitialInstanceCount"]) == ("ml.m5.large", 1)
+    container = aws.describe_model(ModelName=variant["ModelName"])["PrimaryContainer"]
+    assert "SAGEMAKER_SERVERLESS" not in container["Environment"]
+    assert "makes none of these serverless" in refused(*BASE, "--update")
+    assert [model["ModelName"] for model in aws.list_models()["Models"]] == [config]
+
+
+def test_an_endpoint_that_failed_can_only_be_deleted(aws: Any) -> None:
+    client = EndpointClient("us-east-1", lambda _: None)
+    failed = {"EndpointName": "qwen", "EndpointStatus": "Failed", "FailureReason": "no ping"}
+    with pytest.raises(ConfigError, match=r"qwen is Failed \(no ping\) and can only be deleted"):
+        client.check_update(failed, serverless=True)
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"AWS_DEFAULT_REGION": ""}, "region is missing: give --region"),
+        ({"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}, "Unable to locate credentials"),
+        ({"AWS_SECRET_ACCESS_KEY": ""}, "SageMaker cannot be called: Partial credentials found"),
+        ({"AWS_PROFILE": "none-such"}, "SageMaker cannot be called: The config profile (none-such) could not be found"),
+    ],
+)
+def test_what_is_missing_to_call_aws_is_one_line(environ: dict[str, str], said: str, tmp_path: Path) -> None:
+    plain = {"HOME": str(tmp_path), "AWS_EC2_METADATA_DISABLED": "true", "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
+    given = {name: value for name, value in {**KEYS, **plain, **environ}.items() if value}
+    line = refused(*BASE, **dict.fromkeys(KEYS, "") | given)
+    assert said in line
+    assert ("--region" in line) is ("AWS_DEFAULT_REGION" in environ)
 
 
 def test_what_was_made_is_deleted_when_a_later_call_fails(aws: Any) -> None:
@@ -133,12 +171,21 @@ def test_an_endpoint_that_fails_tells_sagemakers_reason(monkeypatch: pytest.Monk
 
 def test_an_update_that_is_rolled_back_is_no_success(monkeypatch: pytest.MonkeyPatch, aws: Any) -> None:
     client = EndpointClient("us-east-1", lambda _: None, poll_s=0)
+    variant = {
+        "VariantName": "v",
+        "ModelName": "qwen-2",
+        "ServerlessConfig": {"MemorySizeInMB": 1024, "MaxConcurrency": 1},
+    }
+    aws.create_model(ModelName="qwen-2", PrimaryContainer={"Image": IMAGE}, ExecutionRoleArn=ROLE)
+    aws.create_endpoint_config(EndpointConfigName="qwen-2", ProductionVariants=[variant])
     before = {"EndpointStatus": "InService", "EndpointConfigName": "qwen-1"}
     rolled_back = before | {"FailureReason": "ping did not answer"}
     states = [before, before | {"EndpointStatus": "Updating"}, *[rolled_back] * 3]
     monkeypatch.setattr(client, "describe", lambda name: states.pop(0))
     with pytest.raises(DeployError, match="went back to qwen-1: ping did not answer"):
         client.wait("qwen", "qwen-2")
+    assert not aws.list_endpoint_configs()["EndpointConfigs"]
+    assert not aws.list_models()["Models"]
     states = [before, before | {"EndpointStatus": "Updating"}, before | {"EndpointConfigName": "qwen-2"}]
     client.wait("qwen", "qwen-2")
     assert not states
@@ -204,6 +251,9 @@ def test_the_models_check_is_strict() -> None:
         (["--role=admin"], "ExecutionRoleArn"),
         (["--image="], "--image is missing"),
         (["--update", "--delete"], "one of them"),
+        (["--instance-count=2"], "--instance-count: the endpoint would be serverless"),
+        (["--instance-type=ml.m5.large", "--memory-mb=2048"], "--memory-mb: the endpoint would be real-time"),
+        (["--env=MEDUSA_TIMEOUT=long"], "MEDUSA_TIMEOUT='long'"),
     ],
 )
 def test_bad_flags_are_named_before_anything_is_called(arguments: list[str], said: str) -> None:

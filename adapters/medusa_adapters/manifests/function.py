@@ -6,9 +6,10 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from medusa_runtime.config import ENGINES, Settings
+from medusa_runtime.config import ENGINES, Settings, from_env
 from medusa_runtime.errors import ConfigError
 
+from ..base import load
 from . import values
 from .measured import Measured, measure
 
@@ -61,11 +62,20 @@ def function(arguments: argparse.Namespace, *, platform: str, timeout_s: int) ->
     given = {"MEDUSA_MODEL": arguments.model, "MEDUSA_HANDLER": arguments.handler, "MEDUSA_ENGINE": arguments.engine}
     env = {"MEDUSA_PLATFORM": platform}
     env |= {variable: value for variable, value in given.items() if value is not None}
-    env |= {"MEDUSA_MAX_CONCURRENCY": str(arguments.concurrency), "MEDUSA_HOLD": str(hold_s(measured, timeout_s))}
+    env |= {"MEDUSA_HOLD": str(hold_s(measured, timeout_s))}
+    if platform != "openfaas":  # where max_inflight says it
+        env |= {"MEDUSA_MAX_CONCURRENCY": str(arguments.concurrency)}
     env |= values.variables(arguments.env)
+    _check_environment(env, platform)
     return Function(
         arguments.name, values.image(arguments.image), arguments.concurrency, timeout_s, env=env, measured=measured
     )
+
+
+def _check_environment(env: Mapping[str, str], platform: str) -> None:
+    """ConfigError for a variable with which an instance would not start."""
+    adapter = load(platform)
+    from_env({**adapter.variables(env), **env})
 
 
 def hold_s(measured: Measured | None, timeout_s: int) -> int:

@@ -73,7 +73,7 @@ def _pod(function: Function, placement: Placement) -> dict[str, Any]:
         "volumes": [{"name": "tmp", "emptyDir": {}}],
     }
     if placement.service_account:
-        pod["serviceAccountName"] = values.label(placement.service_account, "--service-account")
+        pod["serviceAccountName"] = values.subdomain(placement.service_account, "--service-account")
     else:
         pod["automountServiceAccountToken"] = False
     if placement.node_selector:
@@ -81,7 +81,7 @@ def _pod(function: Function, placement: Placement) -> dict[str, Any]:
     if placement.tolerations:
         pod["tolerations"] = [dict(toleration) for toleration in placement.tolerations]
     if placement.runtime_class:
-        pod["runtimeClassName"] = values.label(placement.runtime_class, "--runtime-class")
+        pod["runtimeClassName"] = values.subdomain(placement.runtime_class, "--runtime-class")
     if placement.node_agent:
         pod["volumes"].append(node_agent.volume("Directory"))
     return pod
@@ -119,7 +119,7 @@ def _container(function: Function, placement: Placement) -> dict[str, Any]:
         "volumeMounts": mounts,
     }
     if placement.secrets:
-        container["envFrom"] = [{"secretRef": {"name": values.label(s, "--secret")}} for s in placement.secrets]
+        container["envFrom"] = [{"secretRef": {"name": values.subdomain(s, "--secret")}} for s in placement.secrets]
     return container
 
 

@@ -65,11 +65,11 @@ def _entry(function: Function, stack: Stack) -> dict[str, Any]:
         "readonly_root_filesystem": True,
     }
     if stack.profile:
-        entry["annotations"]["com.openfaas.profile"] = values.label(stack.profile, "--gpu-profile")
+        entry["annotations"]["com.openfaas.profile"] = values.subdomain(stack.profile, "--gpu-profile")
     if stack.namespace:
         entry["namespace"] = values.label(stack.namespace, "--namespace")
     if stack.secrets:
-        entry["secrets"] = [values.label(secret, "--secret") for secret in stack.secrets]
+        entry["secrets"] = [values.subdomain(secret, "--secret") for secret in stack.secrets]
     resources = {
         key: values.quantity(value, f"--{key}")
         for key, value in (("memory", stack.memory), ("cpu", stack.cpu))

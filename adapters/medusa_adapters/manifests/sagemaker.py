@@ -90,9 +90,12 @@ def check_name(name: str) -> str:
     return name
 
 
-def model(name: str, function: Function, *, role: str, model_data: str | None) -> dict[str, Any]:
+def model(
+    name: str, function: Function, *, role: str, model_data: str | None, serverless: bool = False
+) -> dict[str, Any]:
     """Parameters of CreateModel."""
-    environment = dict(function.env)
+    # Serverless does not say what it is, and passes no stream on.
+    environment = ({"SAGEMAKER_SERVERLESS": "true"} if serverless else {}) | dict(function.env)
     container: dict[str, Any] = {"Image": function.image, "Environment": environment}
     if model_data is not None:
         environment.setdefault("MEDUSA_MODEL", MODEL_FOLDER)

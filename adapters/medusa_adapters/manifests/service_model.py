@@ -14,9 +14,12 @@ from medusa_runtime.errors import ConfigError
 
 def check_call(service: str, operation: str, parameters: Mapping[str, Any]) -> None:
     """ConfigError with every parameter that the service would refuse. Needs botocore, and no network."""
-    import botocore.session
+    from botocore.loaders import Loader
+    from botocore.model import ServiceModel
 
-    model = botocore.session.get_session().get_service_model(service).operation_model(operation)
+    # Not through a session, which would look for a profile and a region.
+    described = ServiceModel(Loader().load_service_model(service, "service-2"), service)
+    model = described.operation_model(operation)
     found = list(_problems(model.input_shape, parameters, ""))
     if found:
         raise ConfigError(f"{service} {operation}: " + "; ".join(found))

@@ -17,6 +17,8 @@ _IMAGE = re.compile(
     r"[a-zA-Z0-9][a-zA-Z0-9.-]*(:\d+)?(/[a-z0-9]+([._-]+[a-z0-9]+)*)*(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(@sha256:[0-9a-f]{64})?"
 )
 _LONGEST = 63
+_LONGEST_SUBDOMAIN = 253
+_LARGEST = 2.0**63  # a Kubernetes quantity is kept as a whole number of 64 bits
 _SUFFIXES = {"m": 1e-3, "": 1.0, "k": 1e3} | {
     letter + binary: (1024.0 if binary else 1000.0) ** power
     for power, letter in enumerate("KMGTPE", 1)
@@ -35,10 +37,20 @@ def name(value: str, flag: str = "NAME") -> str:
 
 
 def label(value: str, flag: str) -> str:
-    """The name of a namespace, a secret, a service account: an RFC 1123 label."""
+    """The name of a namespace: an RFC 1123 label."""
     if len(value) > _LONGEST or not _LABEL.fullmatch(value):
         raise ConfigError(
             f"{flag}={value!r} cannot be used: expected lower-case letters, digits and '-', at most {_LONGEST} of them"
+        )
+    return value
+
+
+def subdomain(value: str, flag: str) -> str:
+    """The name of a secret, a service account, a runtime class: RFC 1123 labels with dots between them."""
+    if len(value) > _LONGEST_SUBDOMAIN or not all(map(_LABEL.fullmatch, value.split("."))):
+        raise ConfigError(
+            f"{flag}={value!r} cannot be used: expected lower-case letters, digits, '-' and '.', "
+            f"at most {_LONGEST_SUBDOMAIN} of them"
         )
     return value
 
@@ -53,7 +65,7 @@ def image(value: str | None) -> str:
 
 def quantity(value: str, flag: str) -> str:
     """A Kubernetes quantity above zero, e.g. ``500m``, ``2``, ``4Gi``."""
-    if not _QUANTITY.fullmatch(value) or amount(value) <= 0:
+    if not _QUANTITY.fullmatch(value) or not 0 < amount(value) < _LARGEST:
         raise ConfigError(f"{flag}={value!r} cannot be used: expected a quantity above 0 such as 500m, 2 or 4Gi")
     return value
 
