@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from medusa_runtime.errors import NodeError
 from medusa_runtime.node.client import NodeClient
+from process_tree import alive, descendants
 
 MEDUSA = Path(sys.executable).with_name("medusa")
 PATIENCE_S = 120.0
@@ -79,19 +80,8 @@ class NodeProcess:
 
         self.until(warm)
 
-    def children(self) -> set[int]:
-        """All descendants that have not ended."""
-        parents: dict[int, int] = {}
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                with contextlib.suppress(OSError):
-                    fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                    if fields[0] != "Z":
-                        parents[int(entry.name)] = int(fields[1])
-        found = {self.process.pid}
-        while more := {pid for pid, parent in parents.items() if parent in found} - found:
-            found |= more
-        return found - {self.process.pid}
+    def children(self) -> dict[int, str]:
+        return descendants(self.process.pid)
 
     def kill(self) -> None:
         self.process.kill()
@@ -102,7 +92,7 @@ class NodeProcess:
         children = self.children()
         self.process.send_signal(signal.SIGTERM)
         status = self.process.wait(PATIENCE_S)
-        self.until(lambda: not any(_alive(pid) for pid in children))
+        self.until(lambda: not any(alive(pid) for pid in children))
         assert not os.path.exists(self.socket)
         return status
 
@@ -112,13 +102,6 @@ class NodeProcess:
         except NodeError:
             return False
         return True
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.fixture
@@ -136,7 +119,7 @@ def start_node() -> Iterator[Callable[..., NodeProcess]]:
     for node in started:
         for client in node.clients:
             client.close()
-        children = node.children() if node.process.poll() is None else set()
+        children = node.children() if node.process.poll() is None else {}
         node.kill()
         for pid in children:
             with contextlib.suppress(ProcessLookupError):

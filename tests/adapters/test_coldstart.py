@@ -18,6 +18,7 @@ from medusa_adapters.bench.openai_client import free_port
 from medusa_adapters.bench.process import Process, pss_bytes, rss_bytes
 from medusa_runtime.errors import ConfigError, MedusaError
 from medusa_runtime.timeline import Stage
+from process_tree import alive, descendants
 
 MEDUSA = Path(sys.executable).with_name("medusa")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
@@ -157,25 +158,3 @@ def test_stages_come_from_what_timeline_answers() -> None:
     answer = {"stages": [{"name": "exec", "process": "s", "start_ns": 1, "end_ns": 5, "detail": {"a": 1}}]}
     assert stages_from_json(answer) == (Stage("exec", "s", 1, 5, {"a": 1}),)
     assert stages_from_json(None) == ()
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def descendants(pid: int) -> list[int]:
-    """Children's children and so on, without the process itself."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-    found = [pid]
-    for parent in found:
-        found += [child for child, its in parents.items() if its == parent and child != os.getpid()]
-    return found[1:]

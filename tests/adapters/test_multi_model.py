@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from process_tree import alive, descendants
 
 Launch = Callable[..., Any]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
@@ -19,20 +20,6 @@ BODY = {"prompt": "This function returns", "max_tokens": 4, "temperature": 0}
 @pytest.fixture
 def host(launch: Launch) -> Any:
     return launch("--served-model-name", "told", SAGEMAKER_MULTI_MODEL="true", MEDUSA_THREADS="1")
-
-
-def children(pid: int) -> list[int]:
-    found = [
-        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
-    ]
-    return found + [grandchild for child in found for grandchild in children(child)]
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_models_come_and_go(host: Any, tmp_path: Path) -> None:
@@ -56,14 +43,14 @@ def test_models_come_and_go(host: Any, tmp_path: Path) -> None:
     assert host.request("POST", "/models/code/invoke", b"x", Content_Type="text/plain").json == {"got": "x"}
     assert host.request("POST", "/models/code/invoke", b"x", Content_Type="text/plain", Accept="a/b").status == 406
 
-    before = children(host.process.pid)
+    before = descendants(host.process.pid)
     assert host.request("DELETE", "/models/words").status == 200
     assert host.request("DELETE", "/models/words").status == 404
     assert host.request("GET", "/models/words").status == 404
     assert host.request("POST", "/models/words/invoke", BODY).status == 404
-    assert len(children(host.process.pid)) < len(before)
+    assert len(descendants(host.process.pid)) < len(before)
 
-    left = children(host.process.pid)
+    left = descendants(host.process.pid)
     os.kill(host.process.pid, signal.SIGKILL)
     host.process.wait(10)
     for _ in range(500):

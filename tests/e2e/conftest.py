@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from process_tree import alive, descendants
 
 MEDUSA = Path(sys.executable).with_name("medusa")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
@@ -86,18 +87,7 @@ class Serving:
 
     def children(self) -> dict[int, str]:
         """All descendants, by pid, with their command or role."""
-        parents: dict[int, int] = {}
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                with contextlib.suppress(OSError):
-                    fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                    if fields[0] != "Z":
-                        parents[int(entry.name)] = int(fields[1])
-        found = {self.process.pid}
-        while more := {pid for pid, parent in parents.items() if parent in found} - found:
-            found |= more
-        found.discard(self.process.pid)
-        return {pid: process_name(pid) for pid in found}
+        return descendants(self.process.pid)
 
     def child(self, name: str) -> int:
         for _ in range(500):
@@ -122,21 +112,6 @@ class Serving:
         assert not left, f"processes left behind: {left}"
         assert list(self.temporary.iterdir()) == [], "temporary files left behind"
         return status
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def process_name(pid: int) -> str:
-    """The role a process of an instance has given itself (its comm)."""
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return ""
 
 
 @pytest.fixture

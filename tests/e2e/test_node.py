@@ -16,6 +16,7 @@ from medusa_runtime.config import Settings
 from medusa_runtime.node.attachment import Attachment
 from medusa_runtime.node.messages import receive, send
 from medusa_runtime.timeline import Timeline
+from process_tree import alive
 
 from .slow_origin import SlowOrigin, serving_origin
 
@@ -253,8 +254,8 @@ def test_the_fetch_dies_while_a_request_waits(
     if victim == "agent":
         node.kill()
     else:
-        node.until(lambda: "prefetcher" in map(process_name, node.children()))  # it names itself after the fork
-        (prefetcher,) = [pid for pid in node.children() if process_name(pid) == "prefetcher"]
+        node.until(lambda: "prefetcher" in node.children().values())  # it names itself after the fork
+        (prefetcher,) = [pid for pid, name in node.children().items() if name == "prefetcher"]
         os.kill(prefetcher, signal.SIGKILL)
     slow_origin.bytes_per_s = 1e9
     request.join(90)
@@ -377,17 +378,3 @@ def test_a_killed_function_takes_its_engine_along(start: Start, start_node: Star
     node.until(lambda: not alive(engine))
     node.until(lambda: node.status()["regions"][0]["in_use_by"] == 0)
     assert node.stop() == 0
-
-
-def process_name(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return ""
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

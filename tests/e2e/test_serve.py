@@ -14,6 +14,7 @@ from typing import Any
 
 import openai
 import pytest
+from process_tree import alive
 
 Start = Callable[..., Any]
 
@@ -134,15 +135,6 @@ def test_a_killed_supervisor_takes_everything_with_it(start: Start, example: Pat
     serving.process.kill()
     serving.process.wait()
     deadline = time.monotonic() + 10
-    while (
-        left := {p for p in descendants if Path(f"/proc/{p}").exists() and not zombie(p)}
-    ) and time.monotonic() < deadline:
+    while (left := {pid for pid in descendants if alive(pid)}) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left
-
-
-def zombie(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True

@@ -15,6 +15,7 @@ from typing import Any
 
 import openai
 import pytest
+from process_tree import alive
 
 Start = Callable[..., Any]
 PATIENCE_S = 300.0  # vLLM is imported in every one of these, on slow cores beside other work
@@ -37,13 +38,6 @@ def running(serving: Any) -> int:
     text = serving.request("GET", "/metrics")[1].decode()
     line = next(line for line in text.splitlines() if line.startswith("medusa_engine_running"))
     return int(float(line.split()[-1]))
-
-
-def lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def stage_names(serving: Any) -> set[str]:
@@ -146,9 +140,9 @@ def test_ranks_take_their_slices_from_one_region(start: Start, example: Path) ->
     two.process.send_signal(signal.SIGTERM)
     two.process.wait(PATIENCE_S)
     deadline = time.monotonic() + PATIENCE_S
-    while any(lives(pid) for pid in ranks) and time.monotonic() < deadline:
+    while any(alive(pid) for pid in ranks) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(lives(pid) for pid in ranks)
+    assert not any(alive(pid) for pid in ranks)
 
 
 def test_a_node_gives_an_engine_that_has_imported_and_rehearsed(start: Start, start_node: Start, example: Path) -> None:

@@ -18,6 +18,7 @@ from medusa_runtime.errors import NodeError, NodeRefusedError
 from medusa_runtime.node.client import NodeClient
 from medusa_runtime.node.messages import LARGEST_BYTES, receive, send
 from medusa_runtime.weights.region import Region
+from process_tree import alive
 
 Start = Callable[..., Any]
 Put = Callable[..., str]
@@ -233,14 +234,7 @@ def test_a_killed_agent_takes_its_prefetcher_along(start_node: Start, put_model:
     region = client.region(url)
     (prefetcher,) = node.children()
     node.kill()
-    node.until(lambda: not os.path.exists(f"/proc/{prefetcher}/status") or _is_zombie(prefetcher))
+    node.until(lambda: not alive(prefetcher))
     assert client.lost() == ""
     client.close()
     region.close()
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True

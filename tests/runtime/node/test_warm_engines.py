@@ -15,6 +15,7 @@ from medusa_runtime.node.handover import settings_from_body, settings_to_body
 from medusa_runtime.node.messages import pair
 from medusa_runtime.process import ReportPipe
 from medusa_runtime.timeline import Timeline
+from process_tree import alive
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -64,7 +65,7 @@ def test_a_function_that_makes_no_sense_ends_one_process_alone(start_node: Start
     with pytest.raises(NodeError, match="expected 4 descriptors, found 1"):
         client.engine("torch", {}, descriptors[:1])
     pid = client.engine("torch", {"unheard_of": 1}, descriptors)
-    node.until(lambda: not _alive(pid))
+    node.until(lambda: not alive(pid))
     with pytest.raises(NodeRefusedError, match="one engine process"):
         client.engine("torch", {}, descriptors)
     node.wait_warm()
@@ -77,7 +78,7 @@ def test_what_ends_while_idle_is_replaced(start_node: Start) -> None:
     (first,) = node.status()["engines"]["torch"]["pids"]
     os.kill(first, signal.SIGKILL)
     node.until(lambda: node.status()["engines"]["torch"]["pids"] not in ([], [first]))
-    zygotes = [pid for pid in node.children() if _name(pid) == "torch-zygote"]
+    zygotes = [pid for pid, name in node.children().items() if name == "torch-zygote"]
     assert len(zygotes) == 1
     os.kill(zygotes[0], signal.SIGKILL)
     node.until(lambda: zygotes[0] not in node.children())
@@ -93,20 +94,4 @@ def test_an_engine_that_cannot_be_imported_is_given_up(start_node: Start) -> Non
     node = start_node("--prewarm", "vllm=1")
     node.until(lambda: node.status()["engines"]["vllm"]["failure"])
     assert "the vllm engine cannot be imported" in node.status()["engines"]["vllm"]["failure"]
-    assert node.children() == set()
-
-
-def _name(pid: int) -> str:
-    try:
-        with open(f"/proc/{pid}/comm", encoding="utf-8") as comm:
-            return comm.read().strip()
-    except OSError:
-        return ""
-
-
-def _alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    assert node.children() == {}

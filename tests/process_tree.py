@@ -1,0 +1,42 @@
+"""What /proc tells of processes that a test has started, its zombies left out."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+
+def alive(pid: int) -> bool:
+    """Whether it runs: a zombie has ended."""
+    try:
+        return _state_and_parent(pid)[0] != "Z"
+    except OSError:
+        return False
+
+
+def process_name(pid: int) -> str:
+    """The role a process of an instance has given itself (its comm)."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """Children's children and so on that have not ended, with their names, without the process itself."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                state, parent = _state_and_parent(int(entry.name))
+                if state != "Z":
+                    parents[int(entry.name)] = parent
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return {child: process_name(child) for child in found - {pid}}
+
+
+def _state_and_parent(pid: int) -> tuple[str, int]:
+    state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    return state, int(parent)
