@@ -1,12 +1,17 @@
-"""Parameters that are waited for where they are used, whoever uses them and however they are reached."""
+"""Parameters and buffers that are waited for where they are used, whoever uses them and however they are reached."""
 
 from __future__ import annotations
 
+import sys
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from medusa_runtime.errors import WeightsError
 
 if TYPE_CHECKING:
     from medusa_runtime.weights.gate import Gate
@@ -14,12 +19,22 @@ if TYPE_CHECKING:
 # What looks at a tensor, not into it.
 _HARMLESS = frozenset(
     {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point, Tensor.is_complex}
-    | {
-        getattr(Tensor, name).__get__
-        for name in ("shape", "ndim", "is_meta", "requires_grad", "layout", "is_leaf", "grad")
-    }
+    | {getattr(Tensor, name).__get__ for name in ("shape", "ndim", "requires_grad", "layout", "is_leaf", "grad")}
 )
 _DTYPE, _DEVICE = Tensor.dtype.__get__, Tensor.device.__get__  # type: ignore[attr-defined]
+_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
+_KEY = "_medusa_coming"
+
+
+@dataclass(eq=False, slots=True)
+class Coming:
+    """What is known of a value before it is there, and then the value."""
+
+    gate: Gate
+    dtype: torch.dtype
+    device: torch.device
+    kind: type[Tensor]  # of what it was made
+    value: Tensor | None = None
 
 
 class Awaited(nn.Parameter):
@@ -29,30 +44,71 @@ class Awaited(nn.Parameter):
     (``nn.MultiheadAttention`` and its ``out_proj``), and for references that were kept elsewhere.
     """
 
-    gate: Gate
-    to_dtype: torch.dtype
-    to_device: torch.device
-    arrived: nn.Parameter | None
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        memo[id(self)] = copied = deepcopy(_value(self), memo)
-        return copied
+        return _copied(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _value(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def detach(self) -> Tensor:
+        if sys._getframe(1).f_code is nn.Parameter.__new__.__code__:  # wants our class back, and would only say that
+            raise WeightsError(
+                "a parameter is made of a weight that has not come; expected this after context.weights.wait()"
+            )
+        return super().detach()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        return _answer(func, args, kwargs or {})
+
+
+class AwaitedBuffer(Tensor):
+    """The same for a buffer of the checkpoint. It is memory already, with another value, and gets its own in place."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return _copied(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _value(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        return _answer(func, args, kwargs or {})
+
+
+def coming(tensor: Any) -> Coming | None:
+    """Of one that waits, or is kept by somebody after its value has come elsewhere."""
+    # In another thread a buffer may be filled in between: so this is asked once, and then remembered.
+    found: Coming | None = getattr(tensor, _KEY, None) if isinstance(tensor, Awaited | AwaitedBuffer) else None
+    return found
+
+
+def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    first = coming(args[0]) if args else None
+    if first is not None and first.value is None:
         if func in _HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in (_DTYPE, _DEVICE):  # equal, not the same: a getter is a new object each time
-            return args[0].to_dtype if func == _DTYPE else args[0].to_device
-        return func(*_values(args), **dict(zip(kwargs, _values(kwargs.values()), strict=True)))
+            return first.dtype if func == _DTYPE else first.device
+        if func == _IS_META:  # that it has no memory yet is nobody's business
+            return first.device.type == "meta"
+    refuse_tracing()
+    return func(*_values(args), **dict(zip(kwargs, _values(kwargs.values()), strict=True)))
+
+
+def refuse_tracing() -> None:
+    """WeightsError in ``torch.jit.trace``: it has noted which tensors are parameters, and would find others."""
+    if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+        raise WeightsError(
+            "torch.jit.trace of a module whose weights have not come; expected context.weights.wait() first"
+        )
 
 
 def _values(given: Any) -> tuple[Any, ...]:
     return tuple(
         _value(item)
-        if isinstance(item, Awaited)
+        if isinstance(item, Awaited | AwaitedBuffer)
         else type(item)(_values(item))
         if type(item) in (tuple, list)
         else item
@@ -60,15 +116,53 @@ def _values(given: Any) -> tuple[Any, ...]:
     )
 
 
-def _value(parameter: Awaited) -> Tensor:
-    if parameter.arrived is None:
-        parameter.gate.wait()
-    assert parameter.arrived is not None
-    return parameter.arrived
+def _value(tensor: Tensor) -> Tensor:
+    found = coming(tensor)
+    if found is None:
+        return tensor
+    if found.value is None:
+        found.gate.wait()
+    assert found.value is not None
+    return found.value
 
 
-def await_value(parameter: nn.Parameter, gate: Gate, dtype: torch.dtype, device: torch.device) -> None:
+def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    memo[id(tensor)] = copied = deepcopy(_value(tensor), memo)
+    return copied
+
+
+def is_awaitable(tensor: Tensor) -> bool:
+    """Whether ``await_value`` can make it wait: neither a lazy one nor of a class that answers torch itself."""
+    return (type(tensor) is Tensor or issubclass(type(tensor), nn.Parameter)) and not is_lazy(tensor)
+
+
+def await_value(tensor: Tensor, gate: Gate, dtype: torch.dtype, device: torch.device) -> None:
     """Turn a placeholder into one that waits, in place, so that every reference to it does."""
-    parameter.__class__ = Awaited
-    assert isinstance(parameter, Awaited)
-    parameter.gate, parameter.to_dtype, parameter.to_device, parameter.arrived = gate, dtype, device, None
+    vars(tensor)[_KEY] = Coming(gate, dtype, device, type(tensor))
+    tensor.__class__ = Awaited if isinstance(tensor, nn.Parameter) else AwaitedBuffer
+
+
+def arrive(tensor: Tensor, value: Tensor) -> Tensor:
+    """The value of one that waits has come: what is to stand in its place."""
+    found = coming(tensor)
+    if found is None:
+        return value
+    if isinstance(tensor, Awaited):
+        value.__class__ = found.kind
+        vars(value).update({name: kept for name, kept in vars(tensor).items() if name != _KEY})
+    elif _fill(tensor, value):
+        value = tensor
+        value.__class__ = found.kind
+        del vars(value)[_KEY]
+    found.value = value
+    return value
+
+
+def _fill(buffer: Tensor, value: Tensor) -> bool:
+    """Whether the buffer has it in its own memory, as with ``load_state_dict``: what is a view of it has it, too."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if buffer.is_meta or 0 in buffer.stride() or (buffer.dtype, buffer.device) != (value.dtype, value.device):
+            return False
+        with torch.inference_mode(buffer.is_inference()), torch.no_grad():  # one that was made there is written there
+            buffer.copy_(value)
+        return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +11,9 @@ from typing import Any
 
 from torch import nn
 
+from medusa_runtime.errors import WeightsError
 from medusa_runtime.timeline import Timeline
+from medusa_runtime.weights.awaited import is_awaitable, refuse_tracing
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _PARAMETER_LISTS = (nn.ParameterList, nn.ParameterDict)
@@ -53,10 +56,12 @@ class Gate:
         self.ask: Callable[[Gate], None] | None = None
         self._timeline = timeline
         self._opened = threading.Event()
-        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._module = module
         # A module's hook is copied before it is called, so it may be removed while another thread is in a forward.
         # In front of all other hooks: those of a lazy module look at its parameters.
-        self._hook = module.register_forward_pre_hook(self._check, prepend=True) if hooked else None
+        if hooked:
+            module.register_forward_pre_hook(self._check, prepend=True)
 
     @property
     def is_open(self) -> bool:
@@ -64,16 +69,23 @@ class Gate:
 
     def open(self, error: BaseException | None = None) -> None:
         self.error = error
+        if error is None:
+            self._remove(self._module)  # first: whoever has waited, to copy the module, copies no hook
         self._opened.set()
 
-    def remove(self) -> None:
-        with self._lock:
-            if self._hook is not None:
-                self._hook.remove()
+    def _remove(self, module: nn.Module) -> None:
+        hooks = module._forward_pre_hooks
+        for key in [key for key, hook in list(hooks.items()) if getattr(hook, "__self__", None) is self]:
+            hooks.pop(key, None)
 
     def wait(self) -> None:
         """Until the unit's tensors are applied. Raises what came instead of them."""
         if not self._opened.is_set():
+            if os.getpid() != self._pid:
+                raise WeightsError(
+                    "this process was forked while weights were loaded by a thread, which is not in it; "
+                    "expected a fork after context.weights.wait()"
+                )
             start = time.monotonic_ns()
             if self.ask is not None:
                 self.ask(self)
@@ -84,15 +96,25 @@ class Gate:
             raise self.error
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
-        """A copy of the module is a copy of its values, so it waits for them."""
-        self.wait()
-        return self
+        return self  # the copy's hook ends with its first call
 
-    def _check(self, module: nn.Module, args: Any) -> None:
+    def __reduce__(self) -> Any:
+        self.wait()
+        return _opened_gate, (self.name,)
+
+    def _check(self, module: nn.Module, args: Any) -> None:  # torch.jit.script: only after context.weights.wait()
         if getattr(_thread, "passing", False):
             return
+        refuse_tracing()
         self.wait()
-        self.remove()
+        self._remove(module)
+
+
+def _opened_gate(name: str) -> Gate:
+    """In another process, which has a copy of the module with all its values."""
+    gate = Gate(name, nn.Module(), [], None, hooked=False)
+    gate.open()
+    return gate
 
 
 def gates(module: nn.Module, timeline: Timeline | None) -> list[Gate]:
@@ -129,7 +151,10 @@ def owner_gates(module: nn.Module, timeline: Timeline | None) -> list[Gate]:
         owns = [part for part in (owner, *lists, *_read_by(owner)) if part._parameters or part._buffers]
         if owns and not isinstance(owner, _PARAMETER_LISTS):
             parts = len(owns) > 1 + len(lists) or len(lists) == len(list(owner.children()))
-            found.append(Gate(name, owner, owns, timeline, hooked=bool(owner._buffers) or parts))
+            silent = [
+                tensor for tensor in owner._parameters.values() if tensor is not None and not is_awaitable(tensor)
+            ]
+            found.append(Gate(name, owner, owns, timeline, hooked=bool(owner._buffers or silent) or parts))
     return found
 
 

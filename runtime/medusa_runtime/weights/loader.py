@@ -23,7 +23,7 @@ from medusa_runtime.errors import WeightsError
 from medusa_runtime.limits import peak_bytes
 from medusa_runtime.timeline import Timeline
 from medusa_runtime.weights.alignment import must_move
-from medusa_runtime.weights.awaited import Awaited, await_value
+from medusa_runtime.weights.awaited import arrive, await_value, coming, is_awaitable
 from medusa_runtime.weights.gate import Gate, gates, owner_gates
 from medusa_runtime.weights.index import WeightIndex
 from medusa_runtime.weights.plan import Place, Rename, places, plan
@@ -91,6 +91,8 @@ class Loader:
         self._timeline = timeline
         self._rename: Rename = rename or getattr(module, "rename", None) or (lambda name: name)
         self._building = building
+        # What the factory made. What is done to the module later is its user's, and is left as it is.
+        self._places = {} if building is None else places(module)
         assert link is None or building is None
         self._link = link
         self._release = release or (building is not None and building.release)
@@ -116,6 +118,10 @@ class Loader:
         self._thread.join()
         if self._error is not None:
             raise self._error
+        for gate in self._gates:
+            gate.wait()  # open, but in a process that was forked from the loader's
+        if self._building is not None:
+            _settle(self._module)
 
     def wait_placed(self) -> None:
         """Until every parameter has its address on the device, whatever is there. Raises as ``wait`` does."""
@@ -162,8 +168,6 @@ class Loader:
             for gate in self._gates:
                 if not gate.is_open:
                     gate.open(self._error)
-                if gate.error is None:
-                    gate.remove()
 
     def _stage(self, name: str) -> AbstractContextManager[dict[str, Any]]:
         return nullcontext({}) if self._timeline is None else self._timeline.stage(name)
@@ -179,9 +183,9 @@ class Loader:
     def _await_values(self) -> None:
         guards = {id(owner): gate for gate in self._gates for owner in gate.owners}
         device = self._device or torch.device("cpu")
-        for place in set(places(self._module).values()):
+        for place in set(self._places.values()):
             tensor = place.tensor
-            if type(tensor) is nn.Parameter:
+            if is_awaitable(tensor):
                 dtype = self._dtype if self._dtype and tensor.is_floating_point() else tensor.dtype
                 await_value(tensor, guards[id(place.owners[0][0])], dtype, device)
 
@@ -209,10 +213,11 @@ class Loader:
 
     def _plan(self, index: WeightIndex) -> tuple[list[Place], Waiting]:
         building = self._building
-        self._pending, missing = plan(index, self._module, self._rename, strict=building is None or building.strict)
+        expected = self._places or places(self._module)
+        self._pending, missing = plan(index, expected, self._rename, strict=building is None or building.strict)
         if building is not None and not index.recorded:
             # Nobody knows in which order a forward goes; it was constructed in one that is seldom another.
-            rank = {name: number for number, name in enumerate(places(self._module))}
+            rank = {name: number for number, name in enumerate(self._places)}
             self._pending = dict(sorted(self._pending.items(), key=lambda item: rank[item[1].name]))
             self._wishes = True
         waiting = self._assign_gates(self._pending, missing)
@@ -290,20 +295,23 @@ class Loader:
 
     def _apply_initial(self, missing: list[Place], waiting: Waiting) -> None:
         """What the checkpoint lacks has the value it is made with, as after ``load_state_dict(strict=False)``."""
-        assert self._building is not None
-        fresh = places(self._building.initial())
+        fresh: dict[str, Place] = {}
         for place in missing:
-            tensor = fresh[place.name].tensor
+            with torch._C.DisableTorchFunctionSubclass():
+                value = None if place.tensor.is_meta or is_lazy(place.tensor) else place.tensor.detach()
+            if value is None and not fresh:
+                assert self._building is not None
+                fresh = places(self._building.initial())
+            tensor = fresh[place.name].tensor if value is None else value
             self._apply(place, tensor if is_lazy(tensor) else tensor.detach(), waiting)
 
     def _apply(self, place: Place, tensor: Tensor, waiting: Waiting) -> bool:
         """Whether the module has a copy, and no view."""
         start = time.monotonic_ns()
         value: Tensor = self._converted(place, tensor)
-        if place.is_buffer and value is tensor:
+        if place.is_buffer and value is tensor and coming(place.tensor) is None:
             value = value.clone()  # it may be written to by the forward, so it is never a view
-        value = self._as_parameter(place, value)
-        self._assign(place, value)
+        value = self._assign(place, self._as_parameter(place, value))
         self._count(place, start, waiting)
         return is_lazy(value) or value.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
 
@@ -314,11 +322,13 @@ class Loader:
         return nn.Parameter(value, self._building is not None and place.tensor.requires_grad)
 
     @staticmethod
-    def _assign(place: Place, value: Tensor) -> None:
-        if isinstance(place.tensor, Awaited) and isinstance(value, nn.Parameter):
-            place.tensor.arrived = value
+    def _assign(place: Place, value: Tensor) -> Tensor:
+        value = arrive(place.tensor, value)
         for owner, attribute in place.owners:
-            setattr(owner, attribute, value)
+            held: dict[str, Any] = owner._buffers if place.is_buffer else owner._parameters
+            if held.get(attribute) is place.tensor:  # else its user has put something else there
+                held[attribute] = value
+        return value
 
     def _count(self, place: Place, start_ns: int, waiting: Waiting) -> None:
         """One tensor less for its gates to wait for."""
@@ -342,6 +352,8 @@ class Loader:
         value = tensor.to(self._device, (dtype or own) if own.is_floating_point else own)
         if building.memory_format is not None and value.dim() == 4:
             value = value.contiguous(memory_format=building.memory_format)
+        elif not (place.is_buffer or is_lazy(place.tensor)):
+            value = _laid_out_as(place.tensor, value)
         return value.clone() if value is tensor and (building.copy or (building.exact and must_move(value))) else value
 
     def _check_closing(self) -> None:
@@ -378,6 +390,23 @@ class _Arrivals:
             except TimeoutError:
                 pass
         return found
+
+
+def _laid_out_as(like: Tensor, value: Tensor) -> Tensor:
+    """``value`` as ``load_state_dict`` leaves it: in the module's own memory format, which changes last bits."""
+    pairs = zip(like.shape, like.stride(), value.stride(), strict=True)
+    if all(size == 1 or own == found for size, own, found in pairs):
+        return value
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.empty_like(like, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)
+
+
+def _settle(module: nn.Module) -> None:
+    """What its user has put elsewhere in it while it was awaited is no less a plain parameter in the end."""
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if (found := coming(parameter)) is not None:
+                part._parameters[name] = found.value  # type: ignore[assignment]
 
 
 def _gates_of(place: Place, waiting: Waiting) -> list[Gate]:

@@ -61,14 +61,14 @@ class Plan(NamedTuple):
     missing: list[Place]
 
 
-def plan(index: WeightIndex, module: nn.Module, rename: Rename, *, strict: bool = True) -> Plan:
-    """Where each needed tensor of the checkpoint goes.
+def plan(index: WeightIndex, expected: dict[str, Place], rename: Rename, *, strict: bool = True) -> Plan:
+    """Where each needed tensor of the checkpoint goes, of a module's ``places``.
 
     MismatchError names all tensors that are missing, not expected (both only if ``strict``), of another shape, or of
     whole numbers for a parameter of floats (quantized weights). Of tensors that are tied in the module and both in the
-    checkpoint, the one with the place's own name is taken. A lazy module's parameter has the checkpoint's shape.
+    checkpoint, the one with the place's own name is taken. A lazy module's parameter has the checkpoint's shape. The
+    counters of batch norms may be missing, as for ``load_state_dict``: files of old PyTorch have none.
     """
-    expected = places(module)
     chosen: dict[str, str] = {}  # name of the place → name in the checkpoint
     unexpected: list[str] = []
     for name in index.order:
@@ -92,8 +92,8 @@ def plan(index: WeightIndex, module: nn.Module, rename: Rename, *, strict: bool 
         for source, place in sources.items()
         if not place.is_buffer and place.tensor.is_floating_point() and index.tensors[source].dtype in _INTEGERS
     ]
-    if misshaped or quantized or (strict and (missing or unexpected)):
-        absent = [place.name for place in missing]
+    absent = [place.name for place in missing if place.owners[0][1] != "num_batches_tracked"]
+    if misshaped or quantized or (strict and (absent or unexpected)):
         parts = (
             ("missing", absent),
             ("not expected", unexpected),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ class Views:
 
     def __init__(self, region: Region) -> None:
         self._region = region
-        self._shards: dict[int, Tensor] = {}
+        self._shards: dict[int, Any] = {}
 
     def tensor(self, name: str, entry: TensorEntry) -> Tensor:
         """The tensor of an entry; a copy only where its bytes do not lie on a multiple of its element size."""
@@ -38,9 +39,12 @@ class Views:
         dtype = DTYPES[entry.dtype]
         shard = self._shards.get(entry.shard)
         if shard is None:
-            shard = self._shards[entry.shard] = bytes_tensor(self._region.shard(entry.shard))
-        data = shard[entry.start : entry.stop]
-        if entry.start % dtype.itemsize or data.data_ptr() % dtype.itemsize:
+            shard = self._shards[entry.shard] = _array(self._region.shard(entry.shard))
+        if entry.start == entry.stop:
+            return torch.empty(entry.shape, dtype=dtype)
+        # Each a storage of its own: what is saved of a tensor is its storage, and not the shard.
+        data = torch.frombuffer(shard, dtype=torch.uint8, count=entry.stop - entry.start, offset=entry.start)
+        if data.data_ptr() % dtype.itemsize:
             data = data.clone()
         if entry.strides is not None:
             return data.view(dtype).as_strided(entry.shape, entry.strides)
@@ -48,13 +52,18 @@ class Views:
 
 
 def bytes_tensor(memory: memoryview) -> Tensor:
-    """uint8 [bytes] over read-only memory.
+    """uint8 [bytes] over read-only memory."""
+    return torch.frombuffer(_array(memory), dtype=torch.uint8) if memory.nbytes else torch.empty(0, dtype=torch.uint8)
+
+
+def _array(memory: memoryview) -> Any:
+    """The same memory, writable to all who ask.
 
     torch.frombuffer warns of such memory, and a warning can only be silenced for all threads at once; an array at the
     same address is not read-only to it. The array refers to the memoryview, and the tensor to the array.
     """
     if not memory.nbytes:
-        return torch.empty(0, dtype=torch.uint8)
+        return b""
     address = address_of(memory)
 
     class Shard(ctypes.c_uint8 * memory.nbytes):  # type: ignore[misc]
@@ -62,4 +71,4 @@ def bytes_tensor(memory: memoryview) -> Tensor:
 
     array = Shard.from_address(address)
     array.memory = memory
-    return torch.frombuffer(array, dtype=torch.uint8)
+    return array
