@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 
 from ..errors import CorruptError, MedusaError, StorageError
 from ..limits import cpu_count
@@ -95,9 +96,10 @@ class Streams:
         finally:
             self._schedule.stop()
             deadline = time.monotonic() + _END_S if self._writer.complete else None
-            for thread in (*self._threads, monitor):
+            for thread in chain((monitor,), self._threads):  # the monitor first: it may be about to start another
                 # A stalled one ends with its own timeout, or with the process.
-                thread.join(2.0 if deadline is None else max(deadline - time.monotonic(), 0.0))
+                if thread.ident is not None:
+                    thread.join(2.0 if deadline is None else max(deadline - time.monotonic(), 0.0))
         if self._error is not None and not self._writer.complete:
             raise self._error
 
