@@ -11,6 +11,7 @@ import socket
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -166,7 +167,9 @@ def _torch() -> Iterator[Finding]:
         yield Finding("fail", "torch", "not installed", f"{sys.executable} -m pip install 'torch>=2.7'")
         return
     try:
-        import torch  # a second; the quick checks have been printed by then
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it misses numpy, which no start needs
+            import torch  # a second; the quick checks have been printed by then
     except ImportError as error:
         yield Finding(
             "fail", "torch", f"cannot be imported: {error}", "give it memory (ulimit -v), or install it again"
@@ -175,7 +178,7 @@ def _torch() -> Iterator[Finding]:
 
     built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
     if torch.version.cuda and not torch.cuda.is_available():
-        advice = "the CPU build imports faster and is gigabytes smaller: pip install torch from the cpu index"
+        advice = "give the container a GPU (--gpus all, nvidia.com/gpu), or take the CPU build, gigabytes smaller"
         yield Finding("warn", "torch", f"{torch.__version__}, {built}, no GPU here", advice)
     else:
         yield Finding("ok", "torch", f"{torch.__version__}, {built}")
