@@ -14,6 +14,7 @@ from medusa_runtime.errors import ConfigError, MedusaError
 from ..gantt import largest_gap_ms, render_text
 from ..progress import note
 from .contestants import Contestant, Medusa, Question, Sample, Script, others, yardsticks
+from .node_sharing import measure_node, node_targets
 from .result import Result, Target, targets_table
 from .rows import ROWS, SAME_TOKENS, contestants
 
@@ -40,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steady", action="store_true", help="tokens/s at batch 1 and 8 instead (ours, transformers)")
     parser.add_argument("--steady-tokens", type=int, default=64, metavar="N", help="tokens of each sequence then")
     parser.add_argument("--instances", type=int, default=1, metavar="N", help="2: the memory a second instance adds")
+    parser.add_argument("--node", action="store_true", help="with --instances: as functions of one node agent")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -50,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--runs and --max-tokens: expected whole numbers above 0")
     names = _list("--vs", arguments.vs, _OTHERS)
     _list("--origin", arguments.origin, _ORIGINS)
-    ours = Medusa(arguments.engine)
+    ours = Medusa(arguments.engine, python=arguments.vllm_python if arguments.engine == "vllm" else sys.executable)
     taking_part = _taking_part(arguments, ours, names)
     result, samples = Result(), Samples()
     with ExitStack() as stack:
@@ -62,6 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
 
             timed = [contestant for contestant in taking_part if not isinstance(contestant, Script)]
             measure_steady(result, timed, question, tokens=arguments.steady_tokens, runs=arguments.runs)
+        elif arguments.instances > 1 and arguments.node:
+            measure_node(result, ours, question, runs=arguments.runs, functions=arguments.instances)
         elif arguments.instances > 1:
             from .sharing import measure_sharing
 
@@ -69,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             samples = take_turns(taking_part, question, arguments.runs)
             add_rows(result, samples)
-    _show(result, samples, taking_part[0].name)
+    _show(result, samples, taking_part[0].name, arguments.instances)
     if arguments.json:
         result.write(arguments.json)
     if arguments.report:
@@ -153,11 +157,13 @@ def _question(arguments: argparse.Namespace, folder: Path) -> Iterator[Question]
         (root / "bucket").mkdir(parents=True)
         (root / "bucket" / "model").symlink_to(folder)
         Path(scratch).chmod(0o755)
-        with Origin(root, Path(scratch) / "origin", Variant("plain")) as origin:
+        counting = arguments.instances > 1
+        with Origin(root, Path(scratch) / "origin", Variant("plain"), counting=counting) as origin:
             env = {"AWS_ENDPOINT_URL": origin.url, "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
             env |= {"AWS_DEFAULT_REGION": "us-east-1"}
             model = "s3://bucket/model" if arguments.origin == "s3" else f"{origin.url}/bucket/model"
-            yield Question(model=model, env=env, **common)
+            sent_bytes = origin.sent_bytes if counting else None
+            yield Question(model=model, env=env, sent_bytes=sent_bytes, **common)
 
 
 def _list(flag: str, text: str, known: tuple[str, ...]) -> list[str]:
@@ -168,7 +174,7 @@ def _list(flag: str, text: str, known: tuple[str, ...]) -> list[str]:
     return names
 
 
-def _show(result: Result, samples: Samples, ours: str) -> None:
+def _show(result: Result, samples: Samples, ours: str, functions: int) -> None:
     print(result.table())
     if samples.get(ours):
         best = median_sample(samples[ours])
@@ -179,7 +185,7 @@ def _show(result: Result, samples: Samples, ours: str) -> None:
             ratio = result.ratio("ttft_s", name, ours)
             if name != ours and ratio is not None:
                 print(f"{name} takes {ratio:.2f} times as long as {ours}")
-    targets = _targets(result, ours)
+    targets = _targets(result, ours) + node_targets(result, functions)
     if targets:
         print(targets_table(targets))
 

@@ -24,7 +24,10 @@ START_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Question:
-    """What every contestant is asked. ``model`` is where ours reads from, ``folder`` the same files on this machine."""
+    """What every contestant is asked. ``model`` is where ours reads from, ``folder`` the same files on this machine.
+
+    ``sent_bytes`` tells what the origin has sent so far, where there is one.
+    """
 
     model: str
     folder: str
@@ -32,6 +35,7 @@ class Question:
     max_tokens: int
     env: Mapping[str, str] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
+    sent_bytes: Callable[[], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,7 @@ class Medusa(_Nothing):
         flags: tuple[str, ...] = (),
     ) -> None:
         self.name = name or engine
+        self.engine = engine
         self.command = medusa_command(python)
         self._flags = ("--engine", engine, *flags)
 

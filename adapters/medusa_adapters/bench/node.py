@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,10 @@ _LOOK_EVERY_S = 0.05
 class Node:
     """`medusa node` with one warm process of ``engine``. Started by the first ``wait_warm``, ended by ``close``."""
 
-    def __init__(self, medusa: Sequence[str], engine: str) -> None:
+    def __init__(self, medusa: Sequence[str], engine: str, env: Mapping[str, str] | None = None) -> None:
         self._medusa = medusa
         self._engine = engine
+        self._env = env
         self._folder = tempfile.TemporaryDirectory(prefix="medusa-bench-node-")
         self._process: Process | None = None
         self.socket = str(Path(self._folder.name) / "node.sock")
@@ -40,7 +41,7 @@ class Node:
                 "--trust-state",
                 "yes",
             ]
-            self._process = Process([*command, "--log-level", "warning"])
+            self._process = Process([*command, "--log-level", "warning"], self._env)
         deadline = time.monotonic() + _WARM_TIMEOUT_S
         while time.monotonic() < deadline:
             if not self._process.alive():
@@ -52,6 +53,12 @@ class Node:
                 return
             time.sleep(_LOOK_EVERY_S)
         raise self._process.failure(f"has no warm {self._engine} engine after {_WARM_TIMEOUT_S:.0f} s")
+
+    @property
+    def process(self) -> Process:
+        """The agent, and with it all that it has forked. After ``wait_warm``."""
+        assert self._process is not None
+        return self._process
 
     def _status(self) -> dict[str, Any]:
         """Empty while there is nobody to ask."""

@@ -42,16 +42,20 @@ class Origin:
     """Serves ``root`` in one variant at ``url`` (no trailing slash) from processes of its own; a context manager.
 
     nginx where it is installed, except with latency, which only the built-in server can add. It is path-style S3 as
-    far as reading goes: ranges, ETag, If-Match and S3's error bodies, with any credentials or none.
+    far as reading goes: ranges, ETag, If-Match and S3's error bodies, with any credentials or none. With ``counting``
+    it keeps a log of what it has sent; without, only the variant that tells connections apart does.
     """
 
-    def __init__(self, root: Path, scratch: Path, variant: Variant, *, builtin: bool = False) -> None:
+    def __init__(
+        self, root: Path, scratch: Path, variant: Variant, *, builtin: bool = False, counting: bool = False
+    ) -> None:
         self.variant = variant
         self.server = "built-in" if builtin or variant.latency_s or not nginx_path() else "nginx"
         self.url = ""
         self.ca_file: Path | None = None
         self._root = root
         self._scratch = scratch / variant.name
+        self._log = self._scratch / "access.log" if counting or variant.rate_bytes_per_s else None
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -71,16 +75,26 @@ class Origin:
 
     def connections(self) -> int | None:
         """How many connections have carried an object's bytes so far, or None where the server does not tell."""
-        log = self._scratch / "access.log"
-        if not log.exists():
+        if self._log is None or not self._log.exists():
             return None
-        return len({line.split()[0] for line in log.read_text().splitlines() if int(line.split()[1]) > 1 << 20})
+        return len({connection for connection, sent in self._sent() if sent > 1 << 20})
+
+    def sent_bytes(self) -> int:
+        """What it has sent so far, of an origin that is ``counting``; an answer counts when it has ended."""
+        return sum(sent for _, sent in self._sent())
+
+    def _sent(self) -> list[tuple[str, int]]:
+        """The connection and the bytes of each."""
+        assert self._log is not None, "an origin that is not counting"
+        lines = self._log.read_text().splitlines() if self._log.exists() else []
+        return [(line.split()[0], int(line.split()[1])) for line in lines if line.count(" ") == 1]
 
     def _start_builtin(self) -> int:
         command = [sys.executable, "-m", "medusa_adapters.bench.ranged_server", str(self._root)]
         command += ["--latency", str(self.variant.latency_s)]
         command += ["--rate", str(self.variant.rate_bytes_per_s)] if self.variant.rate_bytes_per_s else []
         command += ["--cert", str(self.ca_file)] if self.ca_file else []
+        command += ["--log", str(self._log)] if self._log else []
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=_die_with_parent
         )
@@ -95,7 +109,7 @@ class Origin:
         for _ in range(3):  # between our look at the port and nginx's bind somebody else may take it
             port = _free_port()
             config = self._scratch / "nginx.conf"
-            config.write_text(_nginx_config(self._root, self._scratch, self.variant, port, self.ca_file))
+            config.write_text(_nginx_config(self._root, self._scratch, self.variant, port, self.ca_file, self._log))
             log = self._scratch / "error.log"
             process = subprocess.Popen(
                 [str(nginx_path()), "-p", str(self._scratch), "-c", str(config), "-e", str(log)],
@@ -130,7 +144,7 @@ def make_certificate(folder: Path) -> Path:
     return pem
 
 
-def _nginx_config(root: Path, scratch: Path, variant: Variant, port: int, pem: Path | None) -> str:
+def _nginx_config(root: Path, scratch: Path, variant: Variant, port: int, pem: Path | None, log: Path | None) -> str:
     temp_paths = "\n".join(
         f"  {kind}_temp_path {scratch}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     )
@@ -141,7 +155,7 @@ events {{ worker_connections 1024; }}
 http {{
 {temp_paths}
   log_format connections '$connection $bytes_sent';
-  access_log {f"{scratch}/access.log connections" if variant.rate_bytes_per_s else "off"};
+  access_log {f"{log} connections" if log else "off"};
   sendfile on; tcp_nopush on; keepalive_requests 1000000; default_type application/octet-stream;
   server {{
     listen 127.0.0.1:{port}{" ssl" if pem else ""};

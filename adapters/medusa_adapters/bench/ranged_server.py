@@ -1,7 +1,8 @@
 """A small object server: GET and HEAD of files with ranges, ETag and If-Match, sent by sendfile.
 
 Stands in for nginx where that is not installed, and is the origin with added latency, which nginx alone cannot be.
-`python -m medusa_adapters.bench.ranged_server ROOT [--rate BYTES] [--latency S] [--cert PEM]` prints its port.
+`python -m medusa_adapters.bench.ranged_server ROOT [--rate BYTES] [--latency S] [--cert PEM] [--log FILE]`
+prints its port.
 """
 
 from __future__ import annotations
@@ -28,17 +29,26 @@ class RangedServer(ThreadingHTTPServer):
     """Serves the files under ``root`` on a free port of 127.0.0.1, a thread per connection.
 
     ``rate`` limits the bytes per second of each connection, ``latency_s`` passes before each answer, ``cert`` is a PEM
-    file for TLS, with its key beside it as ``.key``.
+    file for TLS, with its key beside it as ``.key``. To ``log``, a descriptor, goes a line for each answer: the number
+    of its connection and the bytes of its body.
     """
 
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, root: Path, rate: float | None = None, latency_s: float = 0.0, cert: Path | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        rate: float | None = None,
+        latency_s: float = 0.0,
+        cert: Path | None = None,
+        log: int | None = None,
+    ) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.root = root.resolve()
         self.rate = rate
         self.latency_s = latency_s
+        self.log = log
         self.tls: ssl.SSLContext | None = None
         if cert:
             self.tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -92,6 +102,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.end_headers()
             if body:
                 self._send(file, start, stop)
+                if self.server.log is not None:
+                    os.write(self.server.log, f"{self.client_address[1]} {stop - start}\n".encode())
         return None
 
     def _error(self, status: int, code: bytes, body: bool, *headers: tuple[str, str]) -> None:
@@ -141,8 +153,10 @@ def main() -> None:
     parser.add_argument("--rate", type=float)
     parser.add_argument("--latency", type=float, default=0.0)
     parser.add_argument("--cert", type=Path)
+    parser.add_argument("--log", type=Path)
     args = parser.parse_args()
-    server = RangedServer(args.root, args.rate, args.latency, args.cert)
+    log = os.open(args.log, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o644) if args.log else None
+    server = RangedServer(args.root, args.rate, args.latency, args.cert, log)
     print(server.server_port, flush=True)
     # The starter holds our stdin: when it is gone, however it went, we go.
     threading.Thread(target=lambda: (sys.stdin.buffer.read(), os._exit(0)), daemon=True).start()

@@ -145,3 +145,16 @@ def test_range_headers(header: str | None, expected: tuple[int, int] | None) -> 
 def test_range_headers_that_name_no_bytes(header: str) -> None:
     with pytest.raises(ValueError, match="bytes"):
         parse_range(header, 10)
+
+
+@pytest.mark.parametrize("builtin", SERVERS)
+def test_an_origin_counts_what_it_sends(checkpoint: ServedCheckpoint, tmp_path: Path, builtin: bool) -> None:
+    with Origin(checkpoint.root, tmp_path / "scratch", VARIANTS[0], builtin=builtin, counting=True) as origin:
+        assert origin.sent_bytes() == 0
+        get(origin)
+        get(origin, Range="bytes=0-99999")
+        expected, deadline = checkpoint.size_bytes + 100_000, time.monotonic() + 60
+        while origin.sent_bytes() < expected and time.monotonic() < deadline:  # the line may come after the answer
+            time.sleep(0.02)
+        assert expected <= origin.sent_bytes() < expected + 2_000  # nginx counts its headers, too
+        assert origin.connections() == 1  # only the whole object is large

@@ -1,0 +1,95 @@
+"""The memory of many functions of one model beside one node agent, and what the origin had to send for them."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+from medusa_runtime.errors import MedusaError
+
+from ..progress import note
+from . import openai_client
+from .contestants import Medusa, Question, ask, connect, stages_from_json
+from .node import Node
+from .process import Process, pss_bytes
+from .result import Result, Target
+
+
+def measure_node(result: Result, ours: Medusa, question: Question, *, runs: int, functions: int) -> None:
+    """Rows of PSS in MB, taken when every function has answered a request, so that all weights have been read.
+
+    ``alone``: one function without an agent. ``function``: its supervisor, function process and the engine process
+    that it took, the median one of all. ``agent``: the agent, its zygote and its idle engine process. ``node``: all of
+    them, each shared page once, and ``fall_mb``, by how much the machine's available memory has fallen. ``origin``:
+    what it has sent to the node, where it is not a local folder. Raises MedusaError for a function that started an
+    engine of its own, or that answers otherwise than the others.
+    """
+    alone, each, agent, total, fall, sent = [], [], [], [], [], []
+    for number in range(runs):
+        with ExitStack() as stack:
+            process, text, _ = _serving(stack, ours, question)
+            alone.append(pss_bytes(process.tree()) / 1e6)
+        with ExitStack() as stack:
+            sent_before, available = question.sent_bytes() if question.sent_bytes else 0, _available_mb()
+            node = stack.enter_context(closing(Node(ours.command, ours.engine, question.env)))
+            started: list[list[int]] = []
+            for _ in range(functions):
+                node.wait_warm()
+                process, answer, engine = _serving(stack, ours, question, "--node-socket", node.socket)
+                if engine is None:
+                    raise process.failure("started an engine of its own, expected it to take the node's")
+                if answer != text:
+                    raise MedusaError(f"a function of the node says {answer[:80]!r}, one without it {text[:80]!r}")
+                started.append([*process.tree(), engine])
+            node.wait_warm()
+            fall.append(available - _available_mb())
+            engines = {pid for pids in started for pid in pids}
+            own = [pss_bytes(pids) / 1e6 for pids in started]
+            each.append(sorted(own)[(len(own) - 1) // 2])
+            agent.append(pss_bytes([pid for pid in node.process.tree() if pid not in engines]) / 1e6)
+            total.append(sum(own) + agent[-1])
+            if question.sent_bytes:
+                sent.append((question.sent_bytes() - sent_before) / 1e6)
+        note(f"run {number + 1}: {functions} functions and agent take {total[-1]:.0f} MB, one alone {alone[-1]:.0f} MB")
+    weights_mb = sum(path.stat().st_size for path in Path(question.folder).glob("*.safetensors")) / 1e6
+    for name, metric, samples in (
+        ("alone", "pss_mb", alone),
+        ("function", "pss_mb", each),
+        ("agent", "pss_mb", agent),
+        ("node", "pss_mb", total),
+        ("node", "fall_mb", fall),
+        ("origin", "sent_mb", sent),
+        ("weights", "size_mb", [weights_mb]),
+    ):
+        result.add(name, metric, "MB", samples)
+
+
+def node_targets(result: Result, functions: int) -> list[Target]:
+    """What the node needs against functions that share nothing, and what the origin sent against the weights."""
+    found = []
+    node, alone = result.median("node", "pss_mb"), result.median("alone", "pss_mb")
+    sent, size = result.median("origin", "sent_mb"), result.median("weights", "size_mb")
+    if node and alone and size:
+        # The weights once, and all that a function has besides for each: more would mean weights that are there twice.
+        bound = (size + functions * max(alone - size, 0.0)) / (functions * alone)
+        text = f"memory of {functions} functions on the node, to {functions} alone"
+        found.append(Target(text, node / (functions * alone), bound, at_least=False))
+    if sent and size:
+        found.append(Target("bytes the origin sent, to the weights", sent / size, 1.1, at_least=False))
+    return found
+
+
+def _serving(stack: ExitStack, ours: Medusa, question: Question, *flags: str) -> tuple[Process, str, int | None]:
+    """An instance that has answered, its answer, and the engine process it took from the node."""
+    port = openai_client.free_port()
+    process = stack.enter_context(ours.start(question, port, *flags))
+    connection = stack.enter_context(closing(connect(process, port)))
+    answer = ask(process, connection, question)
+    stages = stages_from_json(openai_client.get(connection, "/timeline")[1])
+    taken = [stage.detail["pid"] for stage in stages if stage.name == "engine" and stage.detail.get("source") == "node"]
+    return process, answer.text, int(taken[0]) if taken else None
+
+
+def _available_mb() -> float:
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    return next(int(words[1]) for words in lines if words[0] == "MemAvailable:") * 1024 / 1e6
