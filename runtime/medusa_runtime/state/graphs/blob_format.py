@@ -23,13 +23,14 @@ from .blueprint import (
     TraceEvent,
 )
 from .structs import MEMCPY_NODE_BYTES, MEMSET_NODE
+from .tensor_map import MAP_BYTES
 
-VERSION = 1
+VERSION = 2
 _MAGIC = b"MEDUSAG\n"
 _PROLOGUE = struct.Struct("<8s32sIQQ")  # magic, sha256, version, bytes of the header, bytes of the body
 _NODE = struct.Struct("<HHi3I3IIII")
 _EDGE = struct.Struct("<II8s")
-_RELOCATION = struct.Struct("<IIQiQ")
+_RELOCATION = struct.Struct("<IIQiQ?")
 _EVENT = struct.Struct("<QQ")
 _SIZES = {NodeKind.MEMSET: MEMSET_NODE.size, NodeKind.MEMCPY: MEMCPY_NODE_BYTES, NodeKind.EMPTY: 0}
 
@@ -185,7 +186,7 @@ def check(blueprints: Blueprints) -> None:
         if any(edge.source >= count or edge.target >= count for edge in graph.edges):
             raise ValueError(f"an edge of {graph.key}")
         for relocation in graph.relocations:
-            if relocation.position + 8 > size or relocation.region >= regions:
+            if relocation.position + (MAP_BYTES if relocation.map else 8) > size or relocation.region >= regions:
                 raise ValueError(f"a relocation of {graph.key}")
             inside = relocation.offset <= blueprints.regions[relocation.region].size
             if not inside or not -1 <= relocation.allocation < allocations:

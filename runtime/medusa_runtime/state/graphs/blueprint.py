@@ -86,13 +86,15 @@ class Edge(NamedTuple):
 
 class Relocation(NamedTuple):
     """The eight bytes at ``position`` of the blob are an address: ``offset`` into ``region``, and ``allocation_offset``
-    into what the ``allocation``-th allocation returned (the indirect index pointer of MEDUSA §4.1; -1: not traced)."""
+    into what the ``allocation``-th allocation returned (the indirect index pointer of MEDUSA §4.1; -1: not traced).
+    ``map``: it is a tensor map that begins there, and has the address inside."""
 
     position: int
     region: int
     offset: int
     allocation: int = -1
     allocation_offset: int = 0
+    map: bool = False
 
 
 @dataclass(frozen=True)

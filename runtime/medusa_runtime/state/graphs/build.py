@@ -9,7 +9,9 @@ from ctypes import addressof, byref, c_uint64
 from .blueprint import Blueprints, GraphBlueprint, Node, NodeKind
 from .driver import CudaDriver
 from .kernels import KernelHandle
+from .mismatch import MismatchError, Reason
 from .structs import EDGE_DATA_BYTES, KERNEL_NODE, InstantiateParams
+from .tensor_map import MAP_BYTES, replacer
 
 _UPLOAD, _USE_NODE_PRIORITY = 2, 8
 _PRIORITY = 8
@@ -30,7 +32,10 @@ def build(
     base = addressof(blob)
     words = memoryview(blob).cast("B")
     for relocation, address in zip(graph.relocations, addresses, strict=True):
-        words[relocation.position : relocation.position + 8] = address.to_bytes(8, "little")
+        if relocation.map:
+            _replace_map(driver, words[relocation.position : relocation.position + MAP_BYTES], address)
+        else:
+            words[relocation.position : relocation.position + 8] = address.to_bytes(8, "little")
     context = driver.current_context()
     made = driver.handle("cuGraphCreate", 0)
     try:
@@ -57,6 +62,13 @@ def build(
         return _instantiate(driver, blueprints, graph, made, stream)
     finally:
         driver.result("cuGraphDestroy", made)
+
+
+def _replace_map(driver: CudaDriver, data: memoryview, address: int) -> None:
+    replaced = replacer(driver)(bytes(data), address)
+    if replaced is None:
+        raise MismatchError(Reason.DRIVER_CALL, f"the driver writes no address {address:#x} into a tensor map")
+    data[:] = replaced
 
 
 def _pointers(blueprints: Blueprints, node: Node, base: int) -> ctypes.Array[c_uint64]:

@@ -65,6 +65,7 @@ SIGNATURES = {
     "cuFuncGetParamInfo": "pzpp",
     "cuFuncGetAttribute": "pip",
     "cuFuncSetAttribute": "pii",
+    "cuTensorMapReplaceAddress": "qq",
     "cuGraphCreate": "pu",
     "cuGraphDestroy": "p",
     "cuGraphGetNodes": "ppp",

@@ -17,6 +17,7 @@ from .mismatch import MismatchError, Reason
 from .poison import permanent_contents
 from .relocate import prove
 from .replay import Launch, Replayer
+from .tensor_map import MAP_BYTES, replacer
 from .trace import AllocationTrace
 
 logger = logging.getLogger(__name__)
@@ -51,8 +52,10 @@ def materialize_graphs(
     proves what is a pointer. Without it the graphs can only be restored at their captured addresses. What cannot be
     materialized is in ``refused`` with its reason, and logged.
     """
-    proof = prove(_with_images(dump, capture.images), second)
+    proof = prove(_with_images(dump, capture.images), second, replacer(driver))
     logger.info("words of %d graphs: %s", len(proof.blueprints.graphs), dict(proof.words))
+    for kernel, count in proof.opaque.items():
+        logger.warning("%d graphs only fit where they were captured: %s has an address of unknown form", count, kernel)
     blueprints = _without(proof.blueprints, _foreign(driver, proof.blueprints))
     if capture.trace is not None:
         blueprints = index(blueprints, capture.trace)
@@ -120,6 +123,9 @@ def _foreign(driver: CudaDriver, blueprints: Blueprints) -> dict[str, str]:
     found = {}
     for graph in blueprints.graphs:
         relocated = {relocation.position for relocation in graph.relocations}
+        for relocation in graph.relocations:
+            if relocation.map:
+                relocated.update(range(relocation.position, relocation.position + MAP_BYTES, 8))
         for number, node in enumerate(graph.nodes):
             for start, stop in blueprints.words(node):
                 for position in range(start + -(start - node.start) % 8, stop - 7, 8):

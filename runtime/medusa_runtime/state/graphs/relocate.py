@@ -13,6 +13,7 @@ from typing import NamedTuple
 from .blueprint import Blueprints, GraphBlueprint, Node, NodeKind, RegionKind, Relocation
 from .mismatch import MismatchError, Reason
 from .regions import Place, RegionMap
+from .tensor_map import MAP_BYTES, Replace, addresses
 
 _HOST_ADDRESSES = (
     *(range(0x5500_0000_0000, 0x5700_0000_0000), range(0x7000_0000_0000, 0x8000_0000_0000)),  # x86-64
@@ -21,37 +22,49 @@ _HOST_ADDRESSES = (
 
 
 class Proof(NamedTuple):
-    """``words``: how many were "pointer", "constant", "stale" (host addresses) or "opaque" (changed, unexplained)."""
+    """``words``: how many were "pointer", "map" (a tensor map), "constant", "stale" (host addresses) or "opaque"
+    (changed, unexplained). ``opaque``: kernel → how many graphs it pins with such words."""
 
     blueprints: Blueprints
     words: Counter[str]
+    opaque: Counter[str]
 
 
-def prove(first: Blueprints, second: Blueprints | None) -> Proof:
+def prove(first: Blueprints, second: Blueprints | None, replace_address: Replace = lambda data, address: None) -> Proof:
     """``first`` with relocations. ``second``: the same graphs captured with the regions of the same names elsewhere.
 
     Without a second dump, or for a region that did not move, addresses are found but not proved: such a graph is pinned
-    to the captured addresses. A graph whose captures differ otherwise is refused.
+    to the captured addresses. A graph whose captures differ otherwise is refused. ``replace_address``: the
+    driver's, for tensor maps.
     """
     words: Counter[str] = Counter()
+    opaque: Counter[str] = Counter()
     graphs, refused = [], dict(first.refused)
     others = {graph.key: graph for graph in second.graphs} if second else {}
     for graph in first.graphs:
+        if second is not None and graph.key not in others:
+            refused[graph.key] = second.refused.get(graph.key, f"{Reason.NOT_DETERMINISTIC}: captured only once")
+            continue
         try:
-            if second is None:
-                graphs.append(_Comparison(first, first, graph, graph, words).run())
-            elif graph.key in others:
-                graphs.append(_Comparison(first, second, graph, others[graph.key], words).run())
-            else:
-                refused[graph.key] = second.refused.get(graph.key, f"{Reason.NOT_DETERMINISTIC}: captured only once")
+            comparison = _Comparison(
+                first, second or first, graph, others.get(graph.key, graph), words, replace_address
+            )
+            graphs.append(comparison.run())
+            opaque.update(comparison.opaque)
         except MismatchError as mismatch:
             refused[graph.key] = str(mismatch)
-    return Proof(replace(first, graphs=tuple(graphs), refused=refused), words)
+    return Proof(replace(first, graphs=tuple(graphs), refused=refused), words, opaque)
 
 
 class _Comparison:
     def __init__(
-        self, first: Blueprints, second: Blueprints, a: GraphBlueprint, b: GraphBlueprint, words: Counter[str]
+        self,
+        first: Blueprints,
+        second: Blueprints,
+        a: GraphBlueprint,
+        b: GraphBlueprint,
+        words: Counter[str],
+        replace_address: Replace,
     ) -> None:
         self._dumps = first, second
         self._graphs = a, b
@@ -64,6 +77,8 @@ class _Comparison:
         self._unmoved = {n for n in self._own if addresses.get(first.regions[n].name) == first.regions[n].address}
         self._pinned: set[int] = set()
         self._words = words
+        self._replace = replace_address
+        self.opaque: set[str] = set()
 
     def run(self) -> GraphBlueprint:
         a, b = self._graphs
@@ -74,13 +89,56 @@ class _Comparison:
             if self._shape(0, node) != self._shape(1, other):
                 raise self._differ(f"node {number} differs in its kernel, grid or attributes")
             for start, stop in self._dumps[0].words(node):
-                for position in range(start + -(start - node.start) % 8, stop - 7, 8):
-                    place = self._word(number, position)
-                    if place is None and node.kind != NodeKind.KERNEL:
-                        raise MismatchError(Reason.FOREIGN_POINTER, f"node {number} is at no region's address")
-                    if place is not None:
-                        relocations.append(Relocation(position, place.region, place.offset))
+                found = self._parameter(number, node, start, stop)
+                if not found and node.kind != NodeKind.KERNEL:
+                    raise MismatchError(Reason.FOREIGN_POINTER, f"node {number} is at no region's address")
+                relocations += found
         return replace(a, relocations=tuple(relocations), pinned=tuple(sorted(self._pinned)))
+
+    def _parameter(self, number: int, node: Node, start: int, stop: int) -> list[Relocation]:
+        if stop - start >= MAP_BYTES:  # an address inside a map stays, too, where its region did
+            self._pinned.update(self._unmoved)
+        found: list[Relocation] = []
+        behind = start  # of a tensor map
+        for position in range(start + -(start - node.start) % 8, stop - 7, 8):
+            if position < behind:
+                continue
+            place = self._word(number, position)
+            if place is not None:
+                found.append(Relocation(position, place.region, place.offset))
+            elif self._changed(position):
+                first = max(start, behind, found[-1].position + 8 if found else start)
+                relocation = self._map(range(first + -(first - node.start) % 8, stop - MAP_BYTES + 1, 8), position)
+                if relocation is not None:
+                    found.append(relocation)
+                    behind = relocation.position + MAP_BYTES
+                else:
+                    self._unexplained(number, position)
+        return found
+
+    def _changed(self, position: int) -> bool:
+        one, two = (graph.blob[position : position + 8] for graph in self._graphs)
+        return one != two
+
+    def _map(self, starts: range, position: int) -> Relocation | None:
+        """A tensor map around this word, with the same place in both captures."""
+        for start in starts:
+            if not start <= position < start + MAP_BYTES:
+                continue
+            one, two = (graph.blob[start : start + MAP_BYTES] for graph in self._graphs)
+            known = addresses(one, two, self._replace)
+            common = self._common(*known) if known else []
+            if common:
+                self._words["map"] += 1
+                if common[0].region in self._unmoved:
+                    self._pinned.add(common[0].region)
+                return Relocation(start, common[0].region, common[0].offset, map=True)
+        return None
+
+    def _common(self, one: int, two: int) -> list[Place]:
+        """Where an address of the first capture and one of the second are at the same place."""
+        there = [place._replace(region=self._renumber[place.region]) for place in self._maps[1].places(two)]
+        return [place for place in self._maps[0].places(one) if place in there]
 
     def _shape(self, side: int, node: Node) -> tuple[object, ...]:
         dump = self._dumps[side]
@@ -89,9 +147,7 @@ class _Comparison:
 
     def _word(self, number: int, position: int) -> Place | None:
         one, two = (int.from_bytes(graph.blob[position : position + 8], "little") for graph in self._graphs)
-        here = self._maps[0].places(one)
-        there = [place._replace(region=self._renumber[place.region]) for place in self._maps[1].places(two)]
-        common = [place for place in here if place in there]
+        common = self._common(one, two)
         if common:
             place = common[0]
             if place.region in self._unmoved:
@@ -101,15 +157,21 @@ class _Comparison:
         if one == two:
             self._words["constant"] += 1
             return None
-        if here or there:
+        if self._maps[0].places(one) or self._maps[1].places(two):
             raise self._differ(f"a parameter of node {number} points to {one:#x} once and to {two:#x} then")
+        return None
+
+    def _unexplained(self, number: int, position: int) -> None:
+        """A word that changed, and is no address as such."""
+        one, two = (int.from_bytes(graph.blob[position : position + 8], "little") for graph in self._graphs)
         if all(any(word in host for host in _HOST_ADDRESSES) for word in (one, two)):
             self._words["stale"] += 1
-            return None
-        # An address in a form of its own (a tensor map), or nothing: at the captured addresses both are right.
+            return
+        # An address in a form that nobody knows, or nothing: at the captured addresses both are right.
         self._words["opaque"] += 1
         self._pinned.update(self._own)
-        return None
+        kernel = self._graphs[0].nodes[number].kernel
+        self.opaque.add(self._dumps[0].kernels[kernel].name if kernel >= 0 else f"node {number}")
 
     def _differ(self, detail: str) -> MismatchError:
         return MismatchError(Reason.NOT_DETERMINISTIC, f"two captures differ: {detail}")

@@ -26,7 +26,7 @@ GRAPH = GraphBlueprint(
     (NODE, MEMSET),
     (Edge(0, 1, bytes(range(8))),),
     bytes(range(56)),
-    (Relocation(0, 0, 24, 0, 8), Relocation(16, 1, 0)),
+    (Relocation(0, 0, 24, 0, 8, False), Relocation(16, 1, 0)),
     (1,),
     (Piece(0, 4, b"in"),),
     (Piece(1, 0, b"out"),),
@@ -78,6 +78,7 @@ def changed(**fields: Any) -> Blueprints:
         changed(edges=(Edge(0, 2, bytes(8)),)),
         changed(relocations=(Relocation(49, 0, 0),)),
         changed(relocations=(Relocation(0, 2, 0),)),
+        changed(relocations=(Relocation(0, 0, 0, map=True),)),
         changed(relocations=(Relocation(0, 0, 65),)),
         changed(relocations=(Relocation(0, 0, 0, 1),)),
         changed(pinned=(2,)),
@@ -94,10 +95,10 @@ def test_references_to_nothing(wrong: Blueprints) -> None:
 def test_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     from medusa_runtime.state.graphs import blob_format
 
-    monkeypatch.setattr(blob_format, "VERSION", 2)
+    monkeypatch.setattr(blob_format, "VERSION", 3)
     data = encode(WHOLE)
     monkeypatch.undo()
-    with pytest.raises(StateError, match="expected CUDA graphs in format 1, found 2"):
+    with pytest.raises(StateError, match="expected CUDA graphs in format 2, found 3"):
         decode(data)
 
 

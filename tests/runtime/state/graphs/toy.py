@@ -43,6 +43,7 @@ from medusa_runtime.state.graphs import driver as bindings
 bindings.SIGNATURES.update(
     {
         "cuMemAlloc_v2": "pz",
+        "cuTensorMapReplaceAddress": "qq",
         "cuMemFree_v2": "q",
         "cuModuleLoadData": "pp",
         "cuModuleGetFunction": "pps",
@@ -124,6 +125,7 @@ class Toy:
         self.key = ""
         self.options: dict[str, Any] = {}
         cubins = Path(os.environ["TOY_CUBINS"])
+        self.tiled = 0
         self.images = [(cubins / f"toy_{name}.cubin").read_bytes() for name in "ab"]
         # One as a library, one as a module: both kinds of handles are in the graphs.
         self.library = driver.handle("cuLibraryLoadData", self.images[0], None, None, 0, None, None, 0)
@@ -148,9 +150,11 @@ class Toy:
 
     def launch(
         self, name: str, values: Iterable[bytes], *, other: bool = False, shared: int = 0, stream: int = 0,
-        attributes: dict[int, bytes] | None = None,
+        attributes: dict[int, bytes] | None = None, tiled: bool = False,
     ) -> None:  # fmt: skip
-        if other:
+        if tiled:
+            function = self.driver.handle("cuLibraryGetKernel", self.tiled, name.encode())
+        elif other:
             function = self.driver.handle("cuModuleGetFunction", self.module, name.encode())
         else:
             function = self.driver.handle("cuLibraryGetKernel", self.library, name.encode())
@@ -175,6 +179,14 @@ class Toy:
         )
         self.driver.call("cuLaunchKernelEx", config, function, pointers, None)
         self.trace.launch(self.key)
+
+    def tensor_map(self, address: int) -> bytes:
+        """A map of this address, as the driver encodes it: by value, as launches take it."""
+        room = ctypes.create_string_buffer(192)
+        at = -(-ctypes.addressof(room) // 64) * 64
+        ctypes.memmove(at, struct.pack("<32I", 0x50414D54, 0, 0x77, 0xABCD0000, *range(28)), 128)
+        self.driver.call("cuTensorMapReplaceAddress", at, address)
+        return ctypes.string_at(at, 128)
 
     def gemv(self, weight: int, x: int, y: int, rows: int) -> None:
         self.driver.call("cuMemsetD32Async", y, 0, rows, self.stream)
@@ -202,6 +214,8 @@ class Toy:
             self.driver.call("cuMemcpyDtoDAsync_v2", extra, x, ROW, self.stream)
             self.trace.launch(self.key)
             self.launch("scale", [p(again), i(WIDTH), f(0.5)], attributes={6: struct.pack("<i", 1)})
+            if self.options.get("maps"):
+                self.launch("tiled_scale", [self.tensor_map(again), i(WIDTH), f(1.5)], tiled=True)
             self.launch("cluster_scale", [p(again), i(WIDTH)], attributes={4: struct.pack("<III", 2, 1, 1), 6: b"\1"})
             bias = ctypes.c_uint64()
             self.driver.call("cuLibraryGetGlobal", ctypes.byref(bias), None, self.library, b"bias_table")
@@ -274,6 +288,9 @@ def offline(options: dict[str, Any]) -> dict[str, Any]:
     recorder = ModuleRecorder(os.environ["FAKE_CUDA_LIBRARY"])
     toy = Toy(driver, stream, at)
     toy.options = options
+    if options.get("maps"):
+        toy.images.append((Path(os.environ["TOY_CUBINS"]) / "toy_d.cubin").read_bytes())
+        toy.tiled = driver.handle("cuLibraryLoadData", toy.images[2], None, None, 0, None, None, 0)
     recorder.close()
     toy.write_weights()
     driver.write(at["workspace"] + 512, MAGIC)

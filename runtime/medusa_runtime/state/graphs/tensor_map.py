@@ -1,0 +1,71 @@
+"""Addresses inside of tensor maps (CUtensorMap), which TMA kernels take by value: 128 bytes of an unpublished form.
+
+The driver can write another address into a map (cuTensorMapReplaceAddress) but not read the one that is there. Which
+bits it writes for which bit of an address is found by asking it for addresses that differ in one bit; read backwards,
+that gives the address of any map. Nothing is taken for a map that was not proved to be one: by two captures, of which
+the driver makes the second's bytes out of the first's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+from ...errors import DeviceError
+from .driver import CudaDriver
+
+MAP_BYTES = 128
+_ALIGNMENT = 64
+_BITS = range(4, 48)  # of an address: maps need 16 bytes of alignment, and device memory is below 2^47
+_PROBE, _OTHER = 1 << 40, 1 << 41
+
+Replace = Callable[[bytes, int], bytes | None]
+"""A map and an address → the same map with that address; None where the driver refuses."""
+
+
+def replacer(driver: CudaDriver) -> Replace:
+    room = ctypes.create_string_buffer(MAP_BYTES + _ALIGNMENT)
+    at = -(-ctypes.addressof(room) // _ALIGNMENT) * _ALIGNMENT
+
+    def replace(data: bytes, address: int) -> bytes | None:
+        assert room is not None  # kept
+        ctypes.memmove(at, data, MAP_BYTES)
+        try:
+            refused = driver.result("cuTensorMapReplaceAddress", at, address)
+        except DeviceError:  # a driver from before there were any
+            return None
+        return None if refused else ctypes.string_at(at, MAP_BYTES)
+
+    return replace
+
+
+def addresses(one: bytes, two: bytes, replace: Replace) -> tuple[int, int] | None:
+    """The addresses in two maps that differ in nothing else; None where these are no such maps."""
+    first, second = _address(one, replace), _address(two, replace)
+    if first is None or second is None or replace(one, second) != two:
+        return None
+    return first, second
+
+
+def _address(data: bytes, replace: Replace) -> int | None:
+    base = replace(data, _PROBE)
+    if base is None:
+        return None
+    found, changed = _PROBE, _number(data) ^ _number(base)
+    for bit in _BITS:
+        before, after = (_PROBE, _PROBE ^ 1 << bit) if 1 << bit != _PROBE else (_PROBE | _OTHER, _OTHER)
+        pair = replace(data, before), replace(data, after)
+        if pair[0] is None or pair[1] is None:
+            continue  # this map needs a larger alignment
+        mask = _number(pair[0]) ^ _number(pair[1])
+        if mask and changed & mask == mask:
+            found ^= 1 << bit
+            changed ^= mask
+    return found if replace(data, found) == data else None
+
+
+def _number(data: bytes) -> int:
+    return int.from_bytes(data, "little")
+
+
+__all__ = ["MAP_BYTES", "Replace", "addresses", "replacer"]
