@@ -17,6 +17,7 @@ from .contestants import Contestant, Medusa, Question, Sample, Script, others, y
 from .node_sharing import measure_node, node_targets
 from .result import Result, Target, targets_table
 from .rows import ROWS, SAME_TOKENS, contestants
+from .stages import stages_table
 
 _OTHERS = ("transformers",)
 _ORIGINS = ("local", "http", "s3")
@@ -38,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--vllm-python", default=sys.executable, metavar="PATH", help="the interpreter that has vLLM")
     parser.add_argument("--no-yardsticks", action="store_true", help="leave out torch-import and floor")
+    parser.add_argument("--stages", action="store_true", help="also say where the time goes, the median of each stage")
     parser.add_argument("--steady", action="store_true", help="tokens/s at batch 1 and 8 instead (ours, transformers)")
     parser.add_argument("--steady-tokens", type=int, default=64, metavar="N", help="tokens of each sequence then")
     parser.add_argument("--instances", type=int, default=1, metavar="N", help="2: the memory a second instance adds")
@@ -74,6 +76,9 @@ def run(arguments: argparse.Namespace) -> int:
             samples = take_turns(taking_part, question, arguments.runs)
             add_rows(result, samples)
     _show(result, samples, taking_part[0].name, arguments.instances)
+    for name, taken in samples.items() if arguments.stages else ():
+        if all(sample.stages for sample in taken):
+            print(f"\n{stages_table(name, taken)}")
     if arguments.json:
         result.write(arguments.json)
     if arguments.report:

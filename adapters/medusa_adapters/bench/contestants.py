@@ -40,7 +40,8 @@ class Question:
 
 @dataclass(frozen=True)
 class Sample:
-    """One cold start. ``text`` is the whole answer, ``first`` its first token where the contestant tells it apart."""
+    """One cold start, which began at ``began_ns`` (CLOCK_MONOTONIC) where ``stages`` tell of it. ``text`` is the whole
+    answer, ``first`` its first token where the contestant tells it apart."""
 
     ttft_s: float
     text: str = ""
@@ -49,6 +50,7 @@ class Sample:
     pss_mb: float | None = None
     rss_mb: float | None = None
     stages: tuple[Stage, ...] = ()
+    began_ns: int = 0
 
 
 class Contestant(Protocol):
@@ -110,6 +112,7 @@ class Medusa(_Nothing):
                 pss_mb=pss_bytes(pids) / 1e6,
                 rss_mb=rss_bytes(pids) / 1e6,
                 stages=stages_from_json(timeline) if status == 200 else (),
+                began_ns=process.started_ns,
             )
 
 

@@ -47,6 +47,7 @@ class Prewarmed(Medusa):
                 text=answer.text,
                 ready_s=ready_s,
                 stages=tuple(stage for stage in stages if stage.end_ns >= asked_ns),
+                began_ns=asked_ns,
             )
         self._node.wait_warm()  # the next one warms up now, and not while others are measured
         return sample
