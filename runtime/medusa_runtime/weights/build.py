@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TypeVar
@@ -81,7 +81,7 @@ def _construct(factory: Callable[[], M]) -> M:
     try:
         with skeleton():
             module = factory()
-        problem = _left_on_meta(module)
+        problem = next(_on_meta(module), None)
     except Exception as error:  # noqa: BLE001  one of the user's own is raised again below
         problem = _user_line(error)
     if problem is not None:
@@ -89,6 +89,12 @@ def _construct(factory: Callable[[], M]) -> M:
         logger.warning("the factory reads a parameter's value (%s); constructing with initial values, slower", problem)
         gc.collect()
         module = factory()
+        lost = next(_on_meta(module, stored=False), None)
+        if lost is not None:
+            raise WeightsError(
+                f"{lost} of the factory's module is on the meta device and has no value; expected a factory without "
+                'to("meta") and to_empty: parameters take no memory here as it is'
+            )
     if not isinstance(module, nn.Module):
         raise WeightsError(f"the factory returned a {type(module).__name__}; expected a torch.nn.Module")
     return module
@@ -101,19 +107,22 @@ def _user_line(error: BaseException) -> str:
     return f"{frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line}" if frames else str(error)
 
 
-def _left_on_meta(module: nn.Module) -> str | None:
-    """A buffer or plain attribute that was computed from a parameter, and so has no value."""
+def _on_meta(module: nn.Module, *, stored: bool = True) -> Iterator[str]:
+    """Buffers and plain attributes that were computed from a parameter, and so have no value.
+
+    Without ``stored`` only those that no checkpoint brings.
+    """
     if not isinstance(module, nn.Module):
-        return None
+        return
     for prefix, part in module.named_modules():
         dot = f"{prefix}." if prefix else ""
         for name, buffer in part._buffers.items():
-            if buffer is not None and buffer.is_meta and not is_lazy(buffer):
-                return f"buffer {dot}{name}"
+            lost = buffer is not None and buffer.is_meta and not is_lazy(buffer)
+            if lost and (stored or name in part._non_persistent_buffers_set):
+                yield f"buffer {dot}{name}"
         for name, value in vars(part).items():
             if type(value) is torch.Tensor and value.is_meta:
-                return f"attribute {dot}{name}"
-    return None
+                yield f"attribute {dot}{name}"
 
 
 def _convert_computed(module: nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> None:

@@ -26,6 +26,7 @@ from medusa_runtime.weights.alignment import must_move
 from medusa_runtime.weights.awaited import arrive, await_value, coming, is_awaitable
 from medusa_runtime.weights.gate import Gate, gates, owner_gates
 from medusa_runtime.weights.index import WeightIndex
+from medusa_runtime.weights.load_hooks import with_load_hooks
 from medusa_runtime.weights.plan import Place, Rename, places, plan
 from medusa_runtime.weights.region import Region
 from medusa_runtime.weights.upload import Layout, Link, Uploads, lay_out
@@ -214,7 +215,8 @@ class Loader:
     def _plan(self, index: WeightIndex) -> tuple[list[Place], Waiting]:
         building = self._building
         expected = self._places or places(self._module)
-        self._pending, missing = plan(index, expected, self._rename, strict=building is None or building.strict)
+        rename = self._rename if building is None else with_load_hooks(self._module, index, self._rename)
+        self._pending, missing = plan(index, expected, rename, strict=building is None or building.strict)
         if building is not None and not index.recorded:
             # Nobody knows in which order a forward goes; it was constructed in one that is seldom another.
             rank = {name: number for number, name in enumerate(self._places)}

@@ -50,6 +50,9 @@ class _Phantoms(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if "device" in kwargs and str(kwargs["device"]) == "meta" and not any(isinstance(one, Tensor) for one in args):
+            # Who asks for a tensor without memory wants what parameters are here anyway, and buffers with values.
+            kwargs = {name: value for name, value in kwargs.items() if name != "device"}
         if func in _FACTORIES:
             return self._make(func, args, kwargs)
         if func in _HARMLESS:
@@ -73,7 +76,7 @@ class _Phantoms(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        if kwargs.get("out") is not None or kwargs.get("requires_grad") or str(kwargs.get("device")) == "meta":
+        if kwargs.get("out") is not None or kwargs.get("requires_grad"):
             return _tensor(func(*args, **kwargs))
         if func is torch.full:
             phantom = _tensor(func(*args, **kwargs | {"device": "meta"}))

@@ -19,6 +19,7 @@ from medusa_runtime.weights.loader import Loader
 from medusa_runtime.weights.region import Region
 from torch import Tensor, nn
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 Fill = Callable[..., Any]
 X = torch.linspace(-1, 1, 16).view(2, 8)
 
