@@ -37,8 +37,33 @@ _NOT_THEIRS = (
     *("MEDUSA_HOST", "PORT"),
 )
 _HOP_BY_HOP = ("connection", "transfer-encoding", "content-length", "server", "date", "host", "keep-alive")
+_JSON = {"description": "As in SageMaker's contract", "content": {"application/json": {"schema": {}}}}
+_ANYTHING = {"description": "What the model answers", "content": {"*/*": {"schema": {}}}}
 _POLL_S = 0.1
 _END_S = 30.0
+
+
+def described_paths() -> dict[str, Any]:
+    """The routes, for /openapi.json."""
+    text = {"type": "string"}
+    fields = {
+        "model_name": {"type": "string", "pattern": r"^[\w.-]{1,256}$"},
+        "url": {"type": "string", "pattern": "^/"},
+    }
+    wanted = {"type": "object", "required": ["model_name", "url"], "properties": fields}
+    name = [{"name": "name", "in": "path", "required": True, "schema": text}]
+    own = {"parameters": name, "responses": {"200": _JSON, "404": _JSON}}
+    anything: dict[str, Any] = {"content": {"*/*": {"schema": {}}}}
+    load = {
+        "requestBody": {"required": True, "content": {"application/json": {"schema": wanted}}},
+        "responses": dict.fromkeys(("200", "400", "409", "429", "500", "507"), _JSON),
+    }
+    invoke = {"parameters": name, "requestBody": anything, "responses": {"404": _JSON, "default": _ANYTHING}}
+    return {
+        "/models": {"get": {"responses": {"200": _JSON}}, "post": load},
+        "/models/{name}": {"get": own, "delete": own},
+        "/models/{name}/invoke": {"post": invoke},
+    }
 
 
 @dataclass
@@ -97,8 +122,8 @@ class Models:
 
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise HttpError(400, f"model_name: expected up to 256 letters, digits, '.', '_' and '-', found {name!r}")
-        if not isinstance(url, str) or not Path(url).is_dir():
-            raise HttpError(400, f"url: expected a folder of this container, found {url!r}")
+        if not isinstance(url, str) or not url.startswith("/") or "\0" in url or not Path(url).is_dir():
+            raise HttpError(400, f"url: expected the full path of a folder in this container, found {url!r}")
         _check_memory(Path(url))
         with self._lock:
             if name in self._loaded:

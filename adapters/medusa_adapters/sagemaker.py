@@ -54,10 +54,11 @@ def platform(settings: Settings, environ: Mapping[str, str]) -> Platform:
     from medusa_handler.platform import READY, Platform
 
     streams = not is_serverless(environ)
-    models = None
+    models, paths = None, {}
     if is_multi_model(environ):
-        from .multi_model import Models
+        from .multi_model import Models, described_paths
 
+        paths = described_paths()
         models = Models(settings, environ)
 
     def extend(app: Flask, service: Service) -> None:
@@ -76,6 +77,7 @@ def platform(settings: Settings, environ: Mapping[str, str]) -> Platform:
         send=lambda request, result: _send(request, result, streams=streams),
         stop=None if models is None else models.close,
         streams=streams,
+        paths=paths,
         early_heartbeats=False,  # the status that a client of InvokeEndpointWithResponseStream sees is the first one
     )
 

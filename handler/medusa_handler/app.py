@@ -9,7 +9,7 @@ import uuid
 from typing import TYPE_CHECKING
 
 from flask import Flask, Response, g, jsonify, request
-from werkzeug.exceptions import HTTPException
+from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
 from .binding import InvalidBodyError
 from .blame import user_traceback
@@ -65,7 +65,19 @@ def create_app(service: Service) -> Flask:
         from .openai.routes import blueprint
 
         app.register_blueprint(blueprint(service, work))
+    own = {rule.rule: sorted(rule.methods or ()) for rule in app.url_map.iter_rules()}
     app.register_blueprint(root(service, work))
+
+    @app.before_request
+    def keep_own() -> Response | None:
+        """A function takes every path but these, whatever the method."""
+        methods = own.get(request.path)
+        if methods is None or (request.method in methods and request.method != "OPTIONS"):
+            return None
+        if request.method == "OPTIONS":
+            return Response(headers={"Allow": ", ".join(methods)})
+        raise MethodNotAllowed(methods)
+
     app.register_error_handler(Exception, lambda error: _error(service, error))
     return app
 

@@ -22,7 +22,9 @@ def read_body() -> bytes:
     try:
         data = request.get_data(cache=False)
         request.stream.read(1)
-    except (OSError, ParseException, ClientDisconnected) as error:
+    except ClientDisconnected:
+        raise _incomplete("the end of the connection came first") from None
+    except (OSError, ParseException) as error:
         raise _incomplete(str(error)) from None
     # gunicorn says that its input ends by itself, so werkzeug does not compare.
     if request.content_length is not None and len(data) < request.content_length:

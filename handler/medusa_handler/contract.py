@@ -67,6 +67,8 @@ class Request:
         """The body as JSON. Raises HttpError 400 when it is not."""
         try:
             return json.loads(self.body)
+        except RecursionError:
+            raise HttpError(400, "expected a JSON body: it is nested too deeply") from None
         except ValueError as error:
             found = "an empty body" if not self.body.strip() else str(error)
             raise HttpError(400, f"expected a JSON body, found {found}") from None

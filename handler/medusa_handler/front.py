@@ -28,6 +28,14 @@ _TOKEN_WANTED = {
         "code": "invalid_token",
     }
 }
+_PROBE_IS_READ = {
+    "error": {
+        "message": "a probe takes GET and HEAD alone",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "bad_method",
+    }
+}
 
 
 class Front:
@@ -45,10 +53,13 @@ class Front:
         probe = self._probes.get(environ["PATH_INFO"])
         if probe is not None and environ["REQUEST_METHOD"] in ("GET", "HEAD"):
             if not probe.startswith("/") or not self._is(READY):
-                return self._answer(probe, start_response)
+                answer = self._answer(probe, start_response)
+                return [] if environ["REQUEST_METHOD"] == "HEAD" else answer
             environ["PATH_INFO"] = probe  # the platform asks the function itself
         elif self._token is not None and not self._is_authorized(environ.get("HTTP_AUTHORIZATION", "")):
             return _json(start_response, "401 Unauthorized", _TOKEN_WANTED, ("WWW-Authenticate", "Bearer"))
+        elif probe is not None:
+            return _json(start_response, "405 Method Not Allowed", _PROBE_IS_READ, ("Allow", "GET, HEAD"))
         return self.app()(environ, start_response)
 
     def app(self) -> Wsgi:

@@ -11,16 +11,26 @@ if TYPE_CHECKING:
     from .service import Service
 
 _ANY: dict[str, Any] = {}
+_FUNCTION_METHODS = ("get", "post", "put", "patch", "delete")
+
+
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """A field's schema; null is as if it were not there."""
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
 _COUNT = {"type": "integer", "minimum": 1}
+_LARGE = {"type": "integer", "minimum": 1 - 2**63, "maximum": 2**63 - 1}
+_STOP = {"type": "string", "minLength": 1}
 _SAMPLING = {
-    "model": {"type": "string"},
-    "stream": {"type": "boolean"},
-    "temperature": {"type": "number", "minimum": 0, "maximum": 2},
-    "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
-    "max_tokens": _COUNT,
-    "n": {"type": "integer", "minimum": 1, "maximum": 128},
-    "seed": {"type": "integer"},
-    "stop": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
+    "model": _or_null({"type": "string"}),
+    "stream": _or_null({"type": "boolean"}),
+    "temperature": _or_null({"type": "number", "minimum": 0}),
+    "top_p": _or_null({"type": "number", "exclusiveMinimum": 0, "maximum": 1}),
+    "max_tokens": _or_null(_COUNT),
+    "n": _or_null({"type": "integer", "minimum": 1, "maximum": 128}),
+    "seed": _or_null(_LARGE),
+    "stop": {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": 16}, {"type": "null"}]},
 }
 _MESSAGE = {
     "type": "object",
@@ -37,20 +47,28 @@ _CHAT = {
     "required": ["messages"],
     "properties": {"messages": {"type": "array", "minItems": 1, "items": _MESSAGE}, **_SAMPLING},
 }
-
-_TOKENS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
 _INPUT = {"type": "string", "minLength": 1}
-_EMBEDDINGS = {
-    "type": "object",
-    "required": ["input"],
-    "properties": {
-        "input": {"anyOf": [_INPUT, _TOKENS, {"type": "array", "minItems": 1, "items": {"anyOf": [_INPUT, _TOKENS]}}]},
-        "model": {"type": "string"},
-        "encoding_format": {"enum": ["float", "base64"]},
-        "dimensions": _COUNT,
-        "truncate_prompt_tokens": {"type": "integer", "minimum": -1},
-    },
-}
+
+
+def _tokens(vocab_size: int | None, least: int = 1) -> dict[str, Any]:
+    token = {"type": "integer", "minimum": 0} | ({} if vocab_size is None else {"maximum": vocab_size - 1})
+    return {"type": "array", "minItems": least, "items": token}
+
+
+def _embeddings(vocab_size: int | None) -> dict[str, Any]:
+    one = {"anyOf": [_INPUT, _tokens(vocab_size)]}
+    several = {"type": "array", "minItems": 1, "maxItems": 2048, "items": one}
+    return {
+        "type": "object",
+        "required": ["input"],
+        "properties": {
+            "input": {"anyOf": [*one["anyOf"], several]},
+            "model": _or_null({"type": "string"}),
+            "encoding_format": {"enum": ["float", "base64", None]},
+            "dimensions": _or_null(_COUNT),
+            "truncate_prompt_tokens": _or_null({"anyOf": [{"const": -1}, _COUNT]}),
+        },
+    }
 
 
 def describe(service: Service, probes: Mapping[str, str]) -> dict[str, Any]:
@@ -59,10 +77,7 @@ def describe(service: Service, probes: Mapping[str, str]) -> dict[str, Any]:
     paths["/metrics"] = {"get": _operation("Metrics in Prometheus' text format", {"200": _answer("text/plain")})}
     paths["/timeline"] = {"get": _operation("Where this start's time went", {"200": _answer("application/json")})}
     paths["/openapi.json"] = {"get": _operation("This document", {"200": _answer("application/json")})}
-    if service.engine is not None:
-        paths |= _model_paths()
-    call = {"post": _function_call(service)}
-    paths |= dict.fromkeys(("/", *service.platform.aliases), call) | dict(service.platform.paths)
+    paths |= _model_paths(service) | _function_paths(service) | dict(service.platform.paths)
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": service.model_name if service.engine is not None else "function", "version": "1"},
@@ -81,40 +96,52 @@ def _probe(kind: str) -> dict[str, Any]:
     return {"summary": "A probe", "responses": responses, "security": []}
 
 
-def _model_paths() -> dict[str, Any]:
-    return {
+def _bodies(service: Service) -> dict[str, dict[str, Any]]:
+    """The model's routes with what each takes; all of them while the engine has not said what the model is."""
+    info = service.engine.info if service.engine is not None else None
+    vocab_size = None if info is None else info.vocab_size
+    embeds = {"/v1/embeddings": _embeddings(vocab_size)}
+    writes = {"/v1/completions": _COMPLETION, "/v1/chat/completions": _CHAT}
+    if info is None:
+        return writes | embeds
+    return embeds if info.architecture == "encoder" else writes
+
+
+def _model_paths(service: Service) -> dict[str, Any]:
+    if service.engine is None:
+        return {}
+    info = service.engine.info
+    tokens = _tokens(None if info is None else info.vocab_size, 0)
+    described: dict[str, Any] = {
         "/v1/models": {"get": _operation("The served model", {"200": _answer("application/json")})},
-        "/v1/completions": {"post": _call("A completion", _COMPLETION, "application/json", "text/event-stream")},
-        "/v1/chat/completions": {"post": _call("A chat", _CHAT, "application/json", "text/event-stream")},
-        "/v1/embeddings": {"post": _call("Vectors of texts, by an encoder", _EMBEDDINGS, "application/json")},
         "/tokenize": {"post": _call("Text to token ids", _object("prompt", {"type": "string"}), "application/json")},
-        "/detokenize": {
-            "post": _call(
-                "Token ids to text",
-                _object("tokens", {"type": "array", "items": {"type": "integer", "minimum": 0}}),
-                "application/json",
-            )
-        },
+        "/detokenize": {"post": _call("Token ids to text", _object("tokens", tokens), "application/json")},
     }
+    summaries = {"/v1/completions": "A completion", "/v1/chat/completions": "A chat", "/v1/embeddings": "Vectors"}
+    for path, schema in _bodies(service).items():
+        kinds = ["application/json", "text/event-stream"][: 1 if path == "/v1/embeddings" else 2]
+        described[path] = {"post": _call(summaries[path], schema, *kinds)}
+    return described
 
 
 def _object(name: str, schema: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "required": [name], "properties": {name: schema}}
 
 
-def _function_call(service: Service) -> dict[str, Any]:
+def _function_paths(service: Service) -> dict[str, Any]:
     """The function's own types are its own; a model without one takes a prompt."""
-    if service.function is None and service.engine is not None:
-        bodies = {"anyOf": [_COMPLETION, _CHAT, _EMBEDDINGS]}
-        call = _call("A completion, a chat or embeddings", bodies, "application/json", "text/event-stream")
-        call["requestBody"]["content"]["text/plain"] = {"schema": {"type": "string"}}
-        return call
-    answers = {"default": {"description": "What the function answers", "content": {"*/*": {"schema": _ANY}}}}
-    return {
-        "summary": "The function",
-        "requestBody": {"content": {"*/*": {"schema": _ANY}}},
-        "responses": answers,
-    }
+    if service.function is not None:
+        answers = {"default": {"description": "What the function answers", "content": {"*/*": {"schema": _ANY}}}}
+        call: dict[str, Any] = {"summary": "The function", "responses": answers}
+        body = {"requestBody": {"content": {"*/*": {"schema": _ANY}}}}
+        methods = {method: call | ({} if method in ("get", "delete") else body) for method in _FUNCTION_METHODS}
+    elif service.engine is not None:
+        call = _call("The model", {"anyOf": list(_bodies(service).values())}, "application/json", "text/event-stream")
+        call["requestBody"]["content"]["text/plain"] = {"schema": {"type": "string", "pattern": "^\\s*[^\\s{]"}}
+        methods = {"post": call}
+    else:
+        return {}
+    return dict.fromkeys(("/", *service.platform.aliases), methods)
 
 
 def _call(summary: str, schema: dict[str, Any], *kinds: str) -> dict[str, Any]:

@@ -128,6 +128,9 @@ def options(listener: socket.socket, settings: Settings) -> dict[str, Any]:
         "limit_request_line": 8190,
         "limit_request_fields": 100,
         "limit_request_field_size": 8190,
+        # A proxy beside us (queue-proxy) passes on what clients send: no header of theirs may move our routes.
+        "forwarded_allow_ips": "",
+        "forwarder_headers": "",
         "control_socket_disable": True,
         "loglevel": "warning",
         "accesslog": None,

@@ -154,6 +154,19 @@ def test_what_is_no_http_is_refused_as_json(instances: Any, text: bytes, status:
     assert json.loads(body)["error"]
 
 
+def test_no_header_moves_a_route(instances: Any) -> None:
+    """A proxy beside the function is a local client, which gunicorn itself would let rewrite paths."""
+    function = instances("function/handler.py")
+    head = b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    assert function.raw(head + b"SCRIPT_NAME: /x\r\nPATH_INFO: /timeline\r\n\r\n").endswith(b'{"status": "alive"}\n')
+    assert function.raw(head + b"X-Forwarded-Proto: https\r\nX-Forwarded-Ssl: off\r\n\r\n").endswith(b'"alive"}\n')
+
+
+def test_json_that_is_nested_too_deeply_is_the_clients_mistake(instances: Any, place: Place) -> None:
+    answer = instances("function/handler.py").request("POST", place.path, b"[" * 200_000)
+    assert (answer.status, answer.json) == (400, {"error": "expected a JSON body: it is nested too deeply"})
+
+
 def test_clients_of_http_1_0(instances: Any, place: Place) -> None:
     head = f"POST {place.path} HTTP/1.0\r\nContent-Length: 15\r\n\r\n".encode()
     answer = instances("function/handler.py").raw(head + b'{"name": "old"}')
