@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from medusa_adapters.bench.result import Result, Target
 
 _OVER_EAGER = {"vgg16": 2.0, "vgg19": 2.0, "resnet152": 2.0, "bert-base": 1.5, "llama-1b": 2.0}
-# Cicada's own gains over PISeL (§5.1, §5.2): 34.8 % of latency, and 46 % of memory. ``added_mb`` is what a load adds to
-# the process; in ``peak_mb`` there is also what every process with torch in it takes.
-_OVER_PISEL = (("latency_s", 0.652), ("peak_mb", 0.54), ("added_mb", 0.54))
+# Cicada's own gains over PISeL (§5.1, §5.2): 34.8 % of latency, and 46 % of memory, which it took from ``free``: that
+# is ``used_mb``, where files in the page cache do not count. In ``peak_mb`` and ``added_mb`` they do.
+_MEMORY = ("used_mb", "added_used_mb", "peak_mb", "added_mb")
+_OVER_PISEL = (("latency_s", 0.652), *((metric, 0.54) for metric in _MEMORY))
 
 
 def find_targets(result: Result, models: Sequence[str]) -> list[Target]:
@@ -23,7 +24,10 @@ def find_targets(result: Result, models: Sequence[str]) -> list[Target]:
         for metric, bound in _OVER_PISEL:
             if (ratio := result.ratio(metric, ours, pisel)) is not None:
                 gains[metric].append(ratio)
-                found.append(Target(f"{model}: {metric} over PISeL's", ratio, bound, False))
+                text = f"{model}: {metric} over PISeL's"
+                if ratio > bound and (least := result.ratio(metric, f"{model}/floor", pisel)) is not None:
+                    text += f" (the floor's: {least:.2f})"
+                found.append(Target(text, ratio, bound, False))
         if (used := result.median(ours, "utilisation")) is not None:
             found.append(Target(f"{model}: pipeline utilisation", used, 0.97))
         if (cost := result.ratio("warm_s", f"{model}/built", f"{model}/plain")) is not None:

@@ -8,6 +8,7 @@ import select
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -25,14 +26,27 @@ _WATCH_EVERY_S = 0.02
 _TIMEOUT_S = 600.0
 
 
+class Memory(NamedTuple):
+    """Of a sample's processes, in MB (10^6 bytes). ``added_``: what came with the request.
+
+    ``peak``: proportional memory (PSS), mapped files included. ``used``: what ``free`` calls used, as Cicada measures
+    (§4.3, Q2): anonymous and shared memory, without the page cache. ``added``: by the kernel's own high-water mark of
+    the process, mapped files included.
+    """
+
+    peak_mb: float
+    added_mb: float
+    used_mb: float
+    added_used_mb: float
+
+
 class Inference(NamedTuple):
-    """Seconds from the request to the output; the memory is 0 unless it was watched."""
+    """Seconds from the request to the output; the memory is empty unless it was watched."""
 
     seconds: float
     digest: str
     stages: list[Stage]
-    peak_mb: float = 0.0
-    added_mb: float = 0.0
+    memory: Memory | None = None
 
 
 class Container:
@@ -74,28 +88,34 @@ class Container:
     def infer(self, request: Request, *, watch: bool = False) -> Inference:
         """MedusaError with what the process said, when it failed. Watching memory slows it down."""
         assert self._process.stdin
-        before = pss_mb(self._process.pid) if watch else 0.0
-        resident = status_mb(self._process.pid, "VmRSS") if watch else 0.0
+        memory = None
+        if watch:
+            before, resident = self._sizes(), status_mb(self._process.pid, "VmRSS")
         self._process.stdin.write(json.dumps(asdict(request)) + "\n")
         self._process.stdin.flush()
-        peak = self._watch(before) if watch else 0.0
+        if watch:
+            peak = self._watch(before)
         line = self._line()
         try:
             found = json.loads(line)
         except ValueError:
             raise self._failure(f"{request.model}/{request.strategy} failed") from None
-        stages = [Stage(*stage) for stage in found["stages"]]
-        added = status_mb(self._process.pid, "VmHWM") - resident if watch else 0.0
-        return Inference(found["seconds"], found["digest"], stages, peak, added)
+        if watch:
+            added = status_mb(self._process.pid, "VmHWM") - resident
+            memory = Memory(peak.pss_mb, added, peak.used_mb, peak.used_mb - before.used_mb)
+        return Inference(found["seconds"], found["digest"], [Stage(*stage) for stage in found["stages"]], memory)
 
-    def _watch(self, peak: float) -> float:
+    def _watch(self, peak: Sizes) -> Sizes:
         deadline = time.monotonic() + _TIMEOUT_S
         assert self._process.stdout
         while not select.select([self._process.stdout], [], [], _WATCH_EVERY_S)[0]:
-            peak = max(peak, pss_mb(self._process.pid))
+            peak = peak.most(self._sizes())
             if time.monotonic() > deadline:
                 raise self._failure(f"gave no answer within {_TIMEOUT_S:.0f} s")
-        return max(peak, pss_mb(self._process.pid))
+        return peak.most(self._sizes())
+
+    def _sizes(self) -> Sizes:
+        return sizes(self._process.pid)
 
     def _line(self) -> str:
         assert self._process.stdout
@@ -108,15 +128,25 @@ class Container:
         return MedusaError(f"a sample's process {what}: {self._errors.read().strip()[-1500:] or 'no message'}")
 
 
-def pss_mb(process: int) -> float:
-    """Proportional memory of a process and its children, mapped files included, in MB (10^6 bytes)."""
-    total_kb = 0
+class Sizes(NamedTuple):
+    """Memory of a process and its children at one moment, in MB (10^6 bytes); see Memory."""
+
+    pss_mb: float
+    used_mb: float
+
+    def most(self, other: Sizes) -> Sizes:
+        return Sizes(max(self.pss_mb, other.pss_mb), max(self.used_mb, other.used_mb))
+
+
+def sizes(process: int) -> Sizes:
+    found: dict[str, int] = defaultdict(int)
     for number in (process, *_children(process)):
         with suppress(OSError):
             for line in Path(f"/proc/{number}/smaps_rollup").read_text().splitlines():
-                if line.startswith("Pss:"):
-                    total_kb += int(line.split()[1])
-    return total_kb * 1024 / 1e6
+                if line.startswith("Pss"):
+                    key, kilobytes, _ = line.split()
+                    found[key] += int(kilobytes) * 1024
+    return Sizes(found["Pss:"] / 1e6, (found["Pss_Anon:"] + found["Pss_Shmem:"]) / 1e6)
 
 
 def status_mb(process: int, key: str) -> float:

@@ -12,7 +12,7 @@ from medusa_adapters.bench.result import Result
 from medusa_runtime.errors import CorruptError
 
 from benchmarks.cicada import pipeline
-from benchmarks.cicada.runner import Container, Inference
+from benchmarks.cicada.runner import Container, Inference, Memory
 from benchmarks.cicada.sample import Request
 
 Key = tuple[str, str]  # model, strategy
@@ -53,7 +53,8 @@ class Session:
         found = self._sample(model, strategy, watch=watch)
         if found.digest != self._digests[model]:
             raise CorruptError(f"{model}/{strategy}: the output is not that of eager loading, bit for bit")
-        say(f"  {model}/{strategy}: {found.seconds:.3f} s" + (f", {found.peak_mb:,.0f} MB" if watch else ""))
+        memory = f", {found.memory.used_mb:,.0f} MB used" if found.memory else ""
+        say(f"  {model}/{strategy}: {found.seconds:.3f} s{memory}")
         return found
 
     def _sample(self, model: str, strategy: str, *, watch: bool) -> Inference:
@@ -65,8 +66,10 @@ class Session:
         for (model, strategy), timed in self.timed.items():
             name, watched = f"{model}/{strategy}", self.watched[model, strategy]
             result.add(name, "latency_s", "s", [one.seconds for one in timed])
-            result.add(name, "peak_mb", "MB", [one.peak_mb for one in watched])
-            result.add(name, "added_mb", "MB", [one.added_mb for one in watched])
+            for metric in Memory._fields:
+                result.add(name, metric, "MB", [getattr(one.memory, metric) for one in watched])
+            if strategy == "floor":  # a forward, and no pipeline
+                continue
             result.add(name, "utilisation", "of 1", [pipeline.utilisation(one.stages) for one in timed])
             for unit, label in pipeline.NAMES.items():
                 for kind, seconds in (("working", pipeline.working), ("waiting", pipeline.waiting)):

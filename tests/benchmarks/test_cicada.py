@@ -46,7 +46,7 @@ def test_every_strategy_gives_the_output_of_eager_loading(name: str, tmp_path: P
     outputs, units = {}, {}
     for strategy, run in STRATEGIES.items():
         timeline, region = Timeline.create("test"), Region.create()
-        if strategy == "full":
+        if strategy in ("full", "floor"):
             prefetch(region, str(folder), settings=Settings(), timeline=timeline)
         with torch.inference_mode():
             outputs[strategy] = run(Job(chosen, folder / "model.safetensors", timeline, region))
@@ -121,6 +121,7 @@ def test_the_command_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert rows["tiny-bert/full", "latency_s"]["runs"] == 2
     assert rows["tiny-bert/full", "latency_s"]["median"] > 0
     assert rows["tiny-bert/full", "peak_mb"]["median"] > rows["tiny-bert/full", "added_mb"]["median"]
+    assert rows["tiny-bert/full", "peak_mb"]["median"] > rows["tiny-bert/full", "used_mb"]["median"] > 0
     assert 0 < rows["tiny-bert/full", "utilisation"]["median"] <= 1
     assert (tmp_path / "figures" / "tiny-bert.svg").read_text().count("<path") > 10
     assert (tmp_path / "figures" / "tiny-bert.png").read_bytes().startswith(b"\x89PNG")
