@@ -20,7 +20,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def function():
-    with Trial("--handler", "handler.py", "--engine", "none", "--model", model()) as function:
+    with Trial("--handler", "handler.py", "--model", model()) as function:
         yield function
 
 
@@ -49,4 +49,5 @@ def test_company_does_not_change_a_text(function):
 
 
 def test_refuses_what_is_no_text(function):
-    assert function.post("/", json.dumps({"input": [1]})).status == 400
+    for given in ([1], [], [""], None):
+        assert function.post("/", json.dumps({"input": given})).status == 400

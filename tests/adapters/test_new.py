@@ -81,7 +81,7 @@ def test_embeddings_are_the_pretrained_models(tmp_path: Path, monkeypatch: pytes
     model = Path(MINILM.origin).parent / "model"
     monkeypatch.chdir(create("vectors", "embed", tmp_path))
     texts = ["That is a happy person", "That is a very happy person", "That is a happy dog", "Today is a sunny day"]
-    with Trial("--handler", "handler.py", "--engine", "none", "--model", str(model)) as function:
+    with Trial("--handler", "handler.py", "--model", str(model)) as function:
         found = torch.tensor(function.post("/", json.dumps({"input": texts})).json["embeddings"])
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     reference = transformers.AutoModel.from_pretrained(model)
