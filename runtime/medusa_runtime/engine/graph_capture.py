@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from ..state.graphs.allocation_recorder import AllocationRecorder
 
 _TIMEOUT_S = 600.0
+_PROCESSES = {
+    "torch": "medusa_runtime.engine.graph_capture",
+    "vllm": "medusa_runtime.engine.vllm.graph_capture",
+}
 _LIBRARIES = ("libtorch_cuda.", "libcublas")  # whose kernel images need not be saved
 _SHIFTS = (3 << 20, 24 << 20, 1 << 30)  # bytes allocated first by the second process: torch's own segments move, too
 
@@ -33,6 +37,10 @@ def capture(model: str, settings: Settings, folder: Path) -> Path | None:
 
     if choose(settings.device, os.environ) != "cuda":
         return None
+    if settings.tensor_parallel > 1:
+        raise EngineError(
+            "CUDA graphs of several GPUs are captured at each start; their messages have no place of ours"
+        )
     asked = replace(settings, model=model, device="cuda", state="none")
     second, result = folder / "second.dump", folder / "cuda-graphs"
     run(asked, second)
@@ -45,7 +53,7 @@ def run(settings: Settings, out: Path, second: Path | None = None) -> None:
     command = [
         sys.executable,
         "-m",
-        "medusa_runtime.engine.graph_capture",
+        _PROCESSES[settings.engine],
         str(out),
         *([str(second)] if second else []),
     ]

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).parents[1] / "state/graphs"))
 
 from medusa_runtime.engine.placed_memory import tensor_at
-from toy import Toy, open_driver
+from toy import Pool, Toy, open_driver
 
 HOST = torch.device("cpu")
 POOL_BYTES, WORKSPACE_BYTES = 1 << 20, 4096
@@ -74,11 +74,18 @@ class FakeCuda:
         self.driver, stream = open_driver()
         self.current = Stream(self, stream)
         self.pools: list[Any] = []
-        order = ["pool", "workspace"] if int(os.environ.get("FAKE_CUDA_ORDER", "0")) else ["workspace", "pool"]
-        sizes = {"pool": POOL_BYTES, "workspace": WORKSPACE_BYTES}
-        self.at = {name: self.driver.handle("cuMemAlloc_v2", sizes[name]) for name in order}
+        self.at: dict[str, int] = {}
+        self.renew(pool_first=bool(int(os.environ.get("FAKE_CUDA_ORDER", "0"))))
         self.kernels = Toy(self.driver, stream, self.at)
         self._copies = Copies(self)
+
+    def renew(self, *, pool_first: bool) -> None:
+        """Another pool and workspace, elsewhere, as of another process."""
+        sizes = {"pool": POOL_BYTES, "workspace": WORKSPACE_BYTES}
+        for name in sorted(sizes, reverse=not pool_first):
+            self.at[name] = self.driver.handle("cuMemAlloc_v2", sizes[name])
+        if hasattr(self, "kernels"):
+            self.kernels.pool = Pool(self.at["pool"])
 
     def empty(self, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
         count = torch.Size(sizes).numel() * dtype.itemsize

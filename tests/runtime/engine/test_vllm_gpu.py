@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import inspect
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,9 +29,12 @@ class FakeGraph:
 def parts() -> Any:
     """vLLM's classes: imported here, as collecting tests must not take twenty seconds."""
     import torch
-    from medusa_runtime.engine.vllm import gpu_graphs, gpu_worker
-    from vllm.config.compilation import CUDAGraphMode
-    from vllm.v1.worker.gpu import cudagraph_utils
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what they import
+        from medusa_runtime.engine.vllm import gpu_graphs, gpu_worker
+        from vllm.config.compilation import CUDAGraphMode
+        from vllm.v1.worker.gpu import cudagraph_utils
 
     return SimpleNamespace(torch=torch, graphs=gpu_graphs, worker=gpu_worker, modes=CUDAGraphMode, vllm=cudagraph_utils)
 

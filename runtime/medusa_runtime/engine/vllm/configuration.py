@@ -13,7 +13,7 @@ from ...weights.region import Region
 from .attached import settings_for
 from .checkpoint_folder import CheckpointFolder
 from .compiled import CompiledStart
-from .gpu_arguments import gpu_arguments
+from .gpu_arguments import bundle_arguments, gpu_arguments
 from .imports import import_model
 from .kv_budget import cache_bytes, kv_budget
 from .plugin import LOAD_FORMAT
@@ -58,7 +58,7 @@ def _create(
         "skip_tokenizer_init": True,  # text is tokenized here, by tokenizer.json
         "generation_config": "vllm",  # no sampling defaults of the checkpoint's; what ends a text is read here
         "load_format": LOAD_FORMAT,
-        "model_loader_extra_config": settings_for(region, timeline) | compiled.extra,
+        "model_loader_extra_config": settings_for(region, timeline) | bundle_arguments(settings) | compiled.extra,
         "dtype": _dtype(folder, settings),
         "max_num_seqs": settings.max_concurrency,
         "max_num_batched_tokens": max(settings.max_batched_tokens, settings.max_concurrency),

@@ -21,11 +21,9 @@ def gpu_arguments(settings: Settings, *, compiled: bool) -> dict[str, Any]:
     return {"worker_cls": WORKER, "enforce_eager": False, "compilation_config": compilation}
 
 
-def free_bytes() -> int:
-    """What the GPU has free, beside what this process has taken."""
-    import torch
-
-    return int(torch.cuda.mem_get_info()[0])
+def bundle_arguments(settings: Settings) -> dict[str, str | None]:
+    """Of ``model_loader_extra_config``: whose bundle a worker's region has, so that it can note what broke there."""
+    return {"medusa_model": settings.model, "medusa_state": settings.state}
 
 
-__all__ = ["WORKER", "free_bytes", "gpu_arguments"]
+__all__ = ["WORKER", "bundle_arguments", "gpu_arguments"]

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, Protocol
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 
+from ...errors import DeviceError
+from ...state.graphs.driver import CudaError
 from ...timeline import Timeline
 
 logger = logging.getLogger(__name__)
@@ -61,6 +63,12 @@ def _fields(description: BatchExecutionDescriptor) -> list[tuple[str, object]]:
     ]
 
 
+def lost(error: Exception) -> bool:
+    """Whether the device's context broke, as a restored graph's validation says."""
+    found = error.__cause__ if isinstance(error, DeviceError) else None
+    return isinstance(found, CudaError) and found.sticky
+
+
 class GraphManager(ModelCudaGraphManager):  # type: ignore[misc]
     """Made of vLLM's own manager, right after vLLM has made it; nothing is captured by then."""
 
@@ -93,7 +101,9 @@ class GraphManager(ModelCudaGraphManager):  # type: ignore[misc]
             return None
         try:
             restored: Restored | None = self._restore(self)
-        except Exception as error:  # noqa: BLE001 - whatever it is, capturing is right
+        except Exception as error:
+            if lost(error):
+                raise  # nothing can be captured in this process either
             logger.warning("CUDA graphs are captured and not restored: %s: %s", type(error).__name__, error)
             return None
         return restored
@@ -125,4 +135,4 @@ class _without:
         self._descriptions.update(self._all)
 
 
-__all__ = ["GraphManager", "NoTimeline", "Replayable", "Restore", "Restored", "key_of"]
+__all__ = ["GraphManager", "NoTimeline", "Replayable", "Restore", "Restored", "key_of", "lost"]

@@ -7,15 +7,22 @@ free memory is recorded (MEDUSA §6), and its throw-away captures. Warm-ups of k
 from __future__ import annotations
 
 import logging
+import os
+from functools import cached_property
 from typing import Any
 
 import torch
 from vllm.v1.worker.gpu_worker import Worker
 
-from ...errors import ConfigError
+from ...config import Settings
+from ...errors import ConfigError, DeviceError, MedusaError
+from ...state.graphs import Blueprints, CudaDriver
 from ...timeline import Timeline
+from ..gpu import BundledGraphs, graphs_of
 from .attached import Attached
-from .gpu_graphs import GraphManager, NoTimeline, Restored
+from .gpu_graph_state import KV_BYTES, VllmGraphState
+from .gpu_graphs import GraphManager, NoTimeline, Restored, lost
+from .gpu_recording import Recording, RecordingManager
 
 logger = logging.getLogger(__name__)
 
@@ -25,21 +32,26 @@ _LEAST_FREE_BYTES = 512 << 20  # for activations; a plan that leaves less is not
 class GpuWorker(Worker):  # type: ignore[misc]
     """``worker_cls``, which vLLM's documentation offers for this."""
 
+    recording: Recording | None = None  # offline, of the process that materializes
+
     def init_device(self) -> None:
         with self._timeline.stage("device"):
             super().init_device()
+        self._shift()
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         with self._timeline.stage("load"):
             super().load_model(load_dummy_weights=load_dummy_weights)
+        self._shift()
 
     def determine_available_memory(self) -> int:
         """The planned bytes, where the GPU has them free now; else vLLM's own measurement, which runs a forward."""
         with self._timeline.stage("kv_plan") as detail:
-            planned = self.cache_config.kv_cache_memory_bytes
+            planned = self._graphs_kv_bytes() or self.cache_config.kv_cache_memory_bytes
             if planned:
                 free = free_bytes(self.device)
                 if planned + _LEAST_FREE_BYTES <= free:
+                    self.cache_config.kv_cache_memory_bytes = planned
                     detail |= {"bytes": planned, "source": "planned"}
                     return int(planned)
                 logger.warning(
@@ -65,7 +77,12 @@ class GpuWorker(Worker):  # type: ignore[misc]
         if manager is None or not hasattr(manager, "run_fullgraph"):
             logger.info("CUDA graphs are captured: this model runner of vLLM's has no graph manager")
             return
-        runner.cudagraph_manager = GraphManager.of(manager, self.restore_graphs, self._timeline)
+        if self.recording is not None:
+            self._shift()
+            self.recording.runner = runner
+            runner.cudagraph_manager = RecordingManager.of(manager, self.recording)
+        else:
+            runner.cudagraph_manager = GraphManager.of(manager, self.restore_graphs, self._timeline)
 
     def compile_or_warm_up_model(self) -> Any:
         with self._timeline.stage("warm_up"):
@@ -73,7 +90,53 @@ class GpuWorker(Worker):  # type: ignore[misc]
 
     def restore_graphs(self, manager: GraphManager) -> Restored | None:
         """The graphs that the state bundle holds for this model here; None where it holds none."""
-        return None
+        blueprints = self._blueprints
+        if blueprints is None:
+            return None
+        self._graph_state = VllmGraphState(CudaDriver(), self.model_runner, manager)  # kept: the graphs are its
+        try:
+            return self._graph_state.restore(blueprints)
+        except DeviceError as error:
+            bundled = self._bundled
+            if not lost(error) or bundled is None or not bundled.distrust(str(error)):
+                raise
+            logger.exception("a restored CUDA graph broke the device's context; the next engine captures them")
+            os.abort()  # as a crash: the zygote forks another engine
+
+    @cached_property
+    def _blueprints(self) -> Blueprints | None:
+        """Read once, and said once if it cannot be used."""
+        bundled = self._bundled
+        if bundled is None or self.recording is not None:
+            return None
+        try:
+            data = bundled.read()
+            return Blueprints.load(data) if data is not None else None
+        except MedusaError as error:
+            logger.warning("CUDA graphs are captured and not restored: %s", error)
+            return None
+
+    @cached_property
+    def _bundled(self) -> BundledGraphs | None:
+        try:
+            attached = Attached.of(self.load_config)
+        except ConfigError:
+            return None
+        extra = self.load_config.model_loader_extra_config
+        settings = Settings(model=extra.get("medusa_model"), state=extra.get("medusa_state"), engine="vllm")
+        if self.parallel_config.world_size > 1:  # their graphs hold messages between ranks
+            return None
+        return graphs_of(attached.region, settings)
+
+    def _graphs_kv_bytes(self) -> int | None:
+        """The KV cache that the bundle's graphs were captured with: with another they do not fit."""
+        blueprints = self._blueprints
+        found = blueprints.fingerprint.get(KV_BYTES, "") if blueprints is not None else ""
+        return int(found) if found.isdigit() else None
+
+    def _shift(self) -> None:
+        if self.recording is not None:
+            self.recording.shift(self.device)
 
     @property
     def _timeline(self) -> Timeline | NoTimeline:

@@ -110,7 +110,7 @@ def decode(data: bytes) -> Blueprints:
         header = json.loads(data[_PROLOGUE.size : _PROLOGUE.size + header_bytes])
         blueprints = _Reader(memoryview(data)[_PROLOGUE.size + header_bytes :]).blueprints(header)
         check(blueprints)
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, struct.error) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError, struct.error) as error:
         raise StateError(f"the CUDA graphs are malformed ({error!r}); materialize again") from None
     return blueprints
 

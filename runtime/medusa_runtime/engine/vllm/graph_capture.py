@@ -1,0 +1,86 @@
+"""Offline: vLLM captures its decode graphs on this GPU, and they are materialized; as ``engine/graph_capture.py`` does.
+
+Two processes, started one after the other, in which nothing lies at the same address.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from ...config import Settings
+from ...errors import EngineError
+
+_SHIFTS = (3 << 20, 24 << 20, 1 << 30)  # before weights, KV cache and captures of the second process
+_LIBRARIES = ("libtorch_cuda.", "libcublas")  # whose kernel images need not be saved
+
+
+def main(arguments: list[str]) -> int:
+    """``out [second]``, with the settings on standard input: a dump, or, given the second one, the blueprints."""
+    settings = Settings(**json.load(sys.stdin))
+    out, second = Path(arguments[0]), Path(arguments[1]) if len(arguments) > 1 else None
+    from ...device.cupti import ModuleRecorder
+
+    with ModuleRecorder() as recorder:  # before anything is loaded
+        from ...state.graphs.blueprint import Blueprints
+        from ..graph_state import summary
+
+        recording, state, engine = _record(settings, shifted=second is None)
+        try:
+            if second is None:
+                state.dump(recorder.images).save(out)
+            else:
+                made = _materialize(recording, state, recorder.images, Blueprints.load(second.read_bytes()))
+                made.save(out)
+                print(summary(made))
+        finally:
+            engine.close()
+    return 0
+
+
+def _record(settings: Settings, *, shifted: bool) -> tuple[Any, Any, Any]:
+    """Start vLLM as an instance does, with a manager that keeps what it captures."""
+    from ...timeline import Timeline
+    from ...weights.prefetcher import prefetch
+    from ...weights.region import Region
+    from .imports import preimport
+
+    assert settings.model is not None
+    region, timeline = Region.create(), Timeline.create("capture")
+    prefetch(region, settings.model, settings=settings, timeline=timeline)
+    preimport(settings, region)
+    from ...state.graphs import CudaDriver
+    from .engine import VllmEngine
+    from .gpu_graph_state import VllmGraphState, obstacle
+    from .gpu_recording import Recording
+    from .gpu_worker import GpuWorker
+
+    GpuWorker.recording = recording = Recording(shifts=_SHIFTS if shifted else ())
+    recording.attach(lambda runner, manager: VllmGraphState(CudaDriver(), runner, manager))
+    engine = VllmEngine(region, settings, timeline)
+    stop = threading.Event()
+    stop.set()
+    engine.run(stop)  # loads, which captures, and serves nobody
+    if recording.manager is None or not recording.inputs:
+        raise EngineError("vLLM has captured no full graph of a decode here; see its log for why")
+    if reason := obstacle(recording.runner, recording.manager):
+        raise EngineError(f"vLLM's CUDA graphs are captured at each start: {reason}")
+    return recording, recording.state, engine
+
+
+def _materialize(recording: Any, state: Any, images: list[bytes], second: Any) -> Any:
+    import torch
+
+    from ...state.graphs.mapped import mapped_libraries
+
+    libraries = [path for name, path in mapped_libraries().items() if name.startswith(_LIBRARIES)]
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    return state.materialize(recording, images, second, stream=stream, libraries=libraries)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

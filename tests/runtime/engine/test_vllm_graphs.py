@@ -1,0 +1,118 @@
+"""vLLM's CUDA graphs from one process into another: its own manager and inputs, on the fake driver."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+HERE = Path(__file__).parent
+GRAPHS = HERE.parent / "state/graphs"
+Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    library = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
+    sources = sorted(map(str, (GRAPHS / "fakecuda").glob("*.c")))
+    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, *sources, "-lm"], check=True, timeout=120)
+
+    def run(phase: str, where: int, starts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        variables = {**os.environ, "FAKE_CUDA_LIBRARY": str(library), "TOY_CUBINS": str(GRAPHS / "cubins")}
+        command = [sys.executable, str(HERE / "vllm_graphs_on_fake.py"), phase, json.dumps(starts)]
+        variables["FAKE_CUDA_BASE"] = hex(where)
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=800)
+        assert done.returncode == 0, done.stderr[-3000:]
+        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return result
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def made(run: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the offline phase said, of a model, and of one that reads memory of which nobody knows."""
+    folder = tmp_path_factory.mktemp("bundle")
+    starts = {"plain": {"out": str(folder / "plain")}, "unnamed": {"out": str(folder / "unnamed"), "unnamed": True}}
+    return {**run("materialize", 0x610000000000, starts), "path": str(folder / "plain")}
+
+
+_STARTS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "one": {"only": 2},
+    "gpu": {"other_gpu": True},
+    "cache": {"kv_blocks": 41},
+    "weights": {"wrong_weights": True},
+}
+
+
+@pytest.fixture(scope="module")
+def restored(run: Run, made: dict[str, Any]) -> dict[str, Any]:
+    """Several starts in another process, each with memory of its own."""
+    return run("restore", 0x580000000000, {name: {**one, "bundle": made["path"]} for name, one in _STARTS.items()})
+
+
+def test_memory_has_the_names_of_where_it_hangs(made: dict[str, Any]) -> None:
+    plain = made["plain"]
+    names = ["cudagraph_manager.hidden_states", "input_buffers.input_ids", "model.weights"]
+    assert [name for name in plain["names"] if not name.startswith("slab ")] == names
+    assert plain["inputs"] == ["input_buffers.input_ids"], "what no graph reads is not kept"
+    assert plain["pinned"] == []
+    assert plain["refused"] == {}
+    assert len({digest for digests in plain["answers"].values() for digest in digests}) == 9
+
+
+def test_contents_of_memory_without_a_name_are_not_trusted(made: dict[str, Any]) -> None:
+    """They may be what vLLM writes at each step, at an address of which a restored graph knows nothing."""
+    refused = made["unnamed"]["refused"]
+    assert len(refused) == 3
+    assert all(why.startswith("contents: they read workspace 4096 0") for why in refused.values())
+
+
+def test_vllm_replays_restored_graphs_and_runs_no_forward(restored: dict[str, Any], made: dict[str, Any]) -> None:
+    found = restored["all"]
+    assert found["kinds"] == dict.fromkeys("421", "RestoredGraph")
+    assert found["answers"] == made["plain"]["answers"]
+    assert found["forwards"] == 0
+    assert found["untouched"], "validation left its inputs behind"
+    assert found["log"] == ""
+
+
+def test_what_is_missing_is_captured_into_the_same_outputs(restored: dict[str, Any], made: dict[str, Any]) -> None:
+    found = restored["one"]
+    assert found["kinds"] == {"4": "FakeGraph", "2": "RestoredGraph", "1": "FakeGraph"}
+    assert found["answers"] == made["plain"]["answers"]
+    assert found["forwards"] == 4, "a warm-up and a capture for each of the two others"
+    assert found["log"].count("captured, not restored: absent") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("gpu", "gpu: made for gpu Fake B200, this is Fake H200"),
+        ("cache", "library: made for kv_cache_bytes"),
+        ("weights", "output: a replay of vllm mode=FULL tokens=4"),
+    ],
+)
+def test_what_does_not_fit_is_captured(restored: dict[str, Any], made: dict[str, Any], name: str, reason: str) -> None:
+    found = restored[name]
+    assert found["kinds"] == dict.fromkeys("421", "FakeGraph")
+    assert found["log"].count("captured, not restored") == 1
+    assert reason in found["log"]
+    assert (found["answers"] == made["plain"]["answers"]) == (name != "weights")
