@@ -13,6 +13,7 @@ from medusa_runtime.errors import ConfigError, MedusaError
 
 from ..gantt import largest_gap_ms, render_text
 from ..progress import note
+from .bytecode import compile_packages
 from .contestants import Contestant, Medusa, Question, Sample, Script, others, yardsticks
 from .node_sharing import measure_node, node_targets
 from .result import Result, Target, targets_table
@@ -56,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     _list("--origin", arguments.origin, _ORIGINS)
     ours = Medusa(arguments.engine, python=arguments.vllm_python if arguments.engine == "vllm" else sys.executable)
     taking_part = _taking_part(arguments, ours, names)
+    for python in {sys.executable, arguments.vllm_python}:
+        compile_packages(python)
     result, samples = Result(), Samples()
     with ExitStack() as stack:
         for contestant in taking_part:
