@@ -1,4 +1,4 @@
-"""Our modules compiled to bytecode, as an installation leaves them and as those of others are that we are compared with.
+"""Our modules compiled to bytecode, as an installation leaves them, and as are those of others that we compare with.
 
 An editable install has none where Python was told not to write any (PYTHONDONTWRITEBYTECODE), and then each process of
 each start compiles what it imports: a tenth of a second of CPU time in all, most of it in front of the first token.
