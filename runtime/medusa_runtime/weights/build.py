@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from medusa_runtime.errors import WeightsError
 from medusa_runtime.timeline import Timeline
+from medusa_runtime.weights.collecting import freeze, thaw
 from medusa_runtime.weights.loader import Building, Loader
 from medusa_runtime.weights.plan import Rename
 from medusa_runtime.weights.region import Region
@@ -50,19 +51,24 @@ def build(
     forward and by ``Loader.wait``.
     """
     wanted = torch.device(device) if device is not None else None
-    with timeline.stage("construct") if timeline is not None else nullcontext():
-        module = _construct(factory)
-        if device is not None or dtype is not None:
-            _convert_computed(module, wanted, dtype)
-        loader = Loader(
-            region,
-            module,
-            dtype=dtype,
-            timeline=timeline,
-            rename=_renaming(module, prefix, rename),
-            device=wanted,
-            building=Building(factory, strict, copy, exact, release, memory_format),
-        )
+    freeze()
+    try:
+        with timeline.stage("construct") if timeline is not None else nullcontext():
+            module = _construct(factory)
+            if device is not None or dtype is not None:
+                _convert_computed(module, wanted, dtype)
+            loader = Loader(
+                region,
+                module,
+                dtype=dtype,
+                timeline=timeline,
+                rename=_renaming(module, prefix, rename),
+                device=wanted,
+                building=Building(factory, strict, copy, exact, release, memory_format, thaw),
+            )
+    except BaseException:
+        thaw()
+        raise
     return module, loader
 
 

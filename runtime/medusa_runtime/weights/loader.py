@@ -58,6 +58,7 @@ class Building:
     exact: bool = True
     release: bool = False
     memory_format: torch.memory_format | None = None
+    on_end: Callable[[], None] | None = None  # of the load, however it ended
 
 
 class Loader:
@@ -169,6 +170,8 @@ class Loader:
             for gate in self._gates:
                 if not gate.is_open:
                     gate.open(self._error)
+            if self._building is not None and self._building.on_end is not None:
+                self._building.on_end()
 
     def _stage(self, name: str) -> AbstractContextManager[dict[str, Any]]:
         return nullcontext({}) if self._timeline is None else self._timeline.stage(name)
@@ -231,8 +234,12 @@ class Loader:
             self._check_closing()
             for name in arrivals.ready():
                 copied = self._apply(self._pending.pop(name), views.tensor(name, index.tensors[name]), waiting)
-                if copied and self._release:
+                if not copied:
+                    self._region.viewed.add(name)
+                elif self._release:
                     self._region.release(name)
+                else:
+                    self._region.unmap(name)
 
     def _upload(self, index: WeightIndex, waiting: Waiting, link: Link) -> None:
         """Like ``_apply_views`` over a link: begin what has come, and apply what has arrived there."""

@@ -16,8 +16,8 @@ from ..errors import MedusaError, ObjectChangedError, StorageError, WeightsError
 from ..storage.local import file_version
 from .asking import ask, wish
 from .chunks import Chunks
-from .index import Shard, WeightIndex
-from .pages import address_of
+from .index import PAGE_BYTES, Shard, WeightIndex
+from .pages import address_of, drop
 from .region_layout import ERROR_OFFSET, HEADER_BYTES, TABLE_OFFSET, Late, State, Waiter, Word, reopen, writer_lives
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 # A supervisor replaces a killed prefetcher within milliseconds; a reader gives it this long before it gives up.
 _GRACE_S = 10.0
+_UNMAPPED_BYTES = 64 << 10  # a smaller tensor is not worth a system call
 
 
 class Progress(NamedTuple):
@@ -52,6 +53,7 @@ class Region:
         self._flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
         self._protection = mmap.PROT_READ | (mmap.PROT_WRITE if private else 0)
         self._release: Release | None = None
+        self.viewed: set[str] = set()  # tensors that somebody in this process has a view of
         self._header: memoryview | None = None
         self._memory: memoryview | None = None
         self._maps: list[mmap.mmap] = []
@@ -252,6 +254,19 @@ class Region:
 
             self._release = Release(self)
         self._release.tensor(name)
+
+    def unmap(self, name: str) -> None:
+        """Take a tensor that was copied out of this process's memory; what is read of it again is mapped again.
+
+        It stays in the region, or in the page cache. Nothing is done where somebody here has a view (``viewed``): of a
+        private mapping, what was written to the view would be lost.
+        """
+        shard, start, stop, *_ = self.wait_index().tensors[name]
+        if name in self.viewed or stop - start < _UNMAPPED_BYTES:
+            return
+        address = address_of(self.shard(shard))
+        begin = -(-(address + start) // PAGE_BYTES) * PAGE_BYTES
+        drop(begin, (address + stop) // PAGE_BYTES * PAGE_BYTES - begin)
 
     @property
     def released_elsewhere(self) -> bool:
