@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 _SLACK = 2.0  # a range may take this many times what ranges take on average
 _SLACK_S = 0.25
+_SLACK_FIRST = 4.0  # the same for a range of which nothing has come: what the others' first bytes take
+_SLACK_FIRST_S = 0.05
 _WEIGHT = 0.3  # of the newest range in the measured rate
 
 
@@ -37,15 +39,22 @@ class Flight:
     done_bytes: int = 0
     hedged: bool = False
     held: bool = False
+    first_s: float | None = None  # until its first bytes came
+
+    def advance(self, done_bytes: int) -> None:
+        if self.first_s is None and done_bytes:
+            self.first_s = time.monotonic() - self.began
+        self.done_bytes = done_bytes
 
 
 class Flights:
-    """What every connection is doing. The rate of a single connection is measured as ranges come in."""
+    """What every connection is doing. Their rate and their patience with a store are measured as ranges come in."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._flying: list[Flight] = []
         self._bytes_per_s: float | None = None
+        self._first_s: float | None = None
 
     def begin(self, span: Span, size_bytes: int, *, hedged: bool = False) -> Flight:
         flight = Flight(span, size_bytes, hedged=hedged)
@@ -58,9 +67,9 @@ class Flights:
             self._flying.remove(flight)
             seconds = time.monotonic() - flight.began
             if flight.done_bytes == flight.size_bytes and seconds > 0 and not flight.held:
-                rate = flight.size_bytes / seconds
-                old = self._bytes_per_s
-                self._bytes_per_s = rate if old is None else old + _WEIGHT * (rate - old)
+                self._bytes_per_s = _averaged(self._bytes_per_s, flight.size_bytes / seconds)
+                if flight.first_s is not None and not flight.hedged:
+                    self._first_s = _averaged(self._first_s, flight.first_s)
 
     @property
     def count(self) -> int:
@@ -70,13 +79,21 @@ class Flights:
         """Ranges without a second request that should have been complete by now, from what the others show."""
         now = time.monotonic()
         with self._lock:
-            flying, rate = list(self._flying), self._bytes_per_s
+            flying, rate, first_s = list(self._flying), self._bytes_per_s, self._first_s
         if rate is None:  # none is complete: the best of those under way
             rate = max((f.done_bytes / (now - f.began) for f in flying if f.done_bytes and now > f.began), default=None)
         if rate is None:
             return []
-        return [
-            flight
-            for flight in flying
-            if not flight.hedged and now - flight.began > _SLACK * flight.size_bytes / rate + _SLACK_S
-        ]
+        return [f for f in flying if not f.hedged and now - f.began > _patience_s(f, rate, first_s)]
+
+
+def _averaged(old: float | None, new: float) -> float:
+    return new if old is None else old + _WEIGHT * (new - old)
+
+
+def _patience_s(flight: Flight, rate: float, first_s: float | None) -> float:
+    """How long a range may take. One whose answer has not even begun is known to be late long before."""
+    whole_s = _SLACK * flight.size_bytes / rate + _SLACK_S
+    if flight.first_s is not None or first_s is None:
+        return whole_s
+    return min(whole_s, _SLACK_FIRST * first_s + _SLACK_FIRST_S)

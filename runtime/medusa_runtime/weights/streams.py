@@ -263,7 +263,7 @@ class Streams:
             with self._lock:
                 self._received += filled - seen
             seen = filled
-            flight.done_bytes = flight.size_bytes - size + filled
+            flight.advance(flight.size_bytes - size + filled)
             if flight.hedged and published < span.length and self._there(span):
                 raise OvertakenError
             self._hold(flight)
