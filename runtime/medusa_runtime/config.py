@@ -19,6 +19,7 @@ HOST_WEIGHTS = ("keep", "release")
 COMPILE = ("auto", "always", "never")
 ENGINE_STARTS = ("now", "request")
 NODE_SOCKET = "/run/medusa/node.sock"
+KERNELS = ("auto", "library")
 LOAD_PRIORITIES = ("interactive", "background")
 
 
@@ -42,6 +43,7 @@ class Settings:
     max_batched_tokens: int = 2048
     kv_cache_mb: int | None = None
     compile: str = "auto"
+    kernels: str = "auto"
     tensor_parallel: int = 1
     threads: int | None = None
     connections: int | None = None
@@ -163,6 +165,12 @@ OPTIONS = (
         ("MEDUSA_COMPILE",),
         _one_of(*COMPILE),
         "vllm: compile the model; auto does if a bundle saves the time",
+    ),
+    Option(
+        "kernels",
+        ("MEDUSA_KERNELS",),
+        _one_of(*KERNELS),
+        "vllm: auto multiplies with ours on CPUs without 16-bit products; library: vLLM's own",
     ),
     Option("tensor_parallel", ("MEDUSA_TENSOR_PARALLEL",), _positive, "vllm: processes that share one model's layers"),
     Option("threads", ("MEDUSA_THREADS",), _positive, "compute threads; default: the container's CPUs"),

@@ -19,7 +19,18 @@ from medusa_runtime.kernels import cpu, cuda, native, paged, upcast
 from medusa_runtime.kernels.compiled import compiled
 from medusa_runtime.kernels.pointwise import rms_norm, rotate, silu_gate, write_kv
 
-__all__ = ["describe", "linear", "linears", "paged_attention", "rms_norm", "rotate", "silu_gate", "write_kv"]
+__all__ = [
+    "compiled_for",
+    "describe",
+    "linear",
+    "linears",
+    "paged_attention",
+    "rms_norm",
+    "rotate",
+    "side_by_side",
+    "silu_gate",
+    "write_kv",
+]
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -70,6 +81,22 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
             if together is not None:
                 return torch.split_with_sizes(F.linear(x, *together), [weight.shape[0] for weight in weights], 1)
     return [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+
+
+def side_by_side(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+    """``linear`` of x [..., depth] with each weight [cols, depth] and bias, in one result [..., all cols]."""
+    paths = [_path_of(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    kernel = paths[0].compiled
+    if kernel is None or any(path.compiled is None for path in paths):
+        return torch.cat([linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)], -1)
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    out = kernel.products(rows, weights, biases)
+    return out if rows is x else out.view(*x.shape[:-1], out.shape[-1])
+
+
+def compiled_for(dtype: torch.dtype) -> bool:
+    """Whether products of this dtype are our compiled kernels' on this machine; else they are torch's."""
+    return dtype in native.DTYPES and _path(dtype).compiled is not None
 
 
 def paged_attention(

@@ -1,6 +1,6 @@
 """Run by tests with an interpreter that has vLLM: the same prompt through our engine and through vLLM's own.
 
-python run_vllm.py CHECKPOINT → one JSON line on standard output
+python run_vllm.py CHECKPOINT KERNELS → one JSON line on standard output
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ PROMPT = [3, 14, 15, 9, 26, 5]
 TOKENS = 12
 
 
-def ours(checkpoint: str) -> dict[str, Any]:
-    settings = Settings(model=checkpoint, engine="vllm", kv_cache_mb=64, max_concurrency=4, threads=2)
+def ours(checkpoint: str, kernels: str) -> dict[str, Any]:
+    settings = Settings(model=checkpoint, engine="vllm", kv_cache_mb=64, max_concurrency=4, threads=2, kernels=kernels)
     region, timeline = Region.create(), Timeline.create("engine")
     prefetch(region, checkpoint, settings=settings, timeline=timeline)
     from medusa_runtime.zygote import load_engine_class
@@ -44,6 +44,7 @@ def ours(checkpoint: str) -> dict[str, Any]:
         "tokens": [token for delta in deltas for token in delta.token_ids],
         "logprobs": [logprob.logprob for delta in deltas for logprob in delta.logprobs],
         "reason": deltas[-1].finish_reason,
+        "stored": next(stage.detail.get("stored") for stage in timeline.stages() if stage.name == "apply"),
         "stages": sorted({stage.name for stage in timeline.stages()}),
         "shared_parameter_bytes": shared,
         "compilations": engine.stats().get("compilations_total"),
@@ -51,15 +52,17 @@ def ours(checkpoint: str) -> dict[str, Any]:
 
 
 def shared_bytes(engine: Any, region: Region) -> int:
-    """Of the parameters, how many lie in the checkpoint's own files as they are mapped."""
+    """Of the weights that products use, how many lie in the checkpoint's own files as they are mapped."""
     worker = engine._core.model_executor.driver_worker.worker
     total = 0
     with open("/proc/self/maps") as maps:
         spans = [tuple(int(edge, 16) for edge in line.split()[0].split("-")) for line in maps if ".safetensors" in line]
-    for parameter in worker.get_model().parameters():
-        address = parameter.data_ptr()
-        if any(start <= address < stop for start, stop in spans):
-            total += parameter.numel() * parameter.element_size()
+    model = worker.get_model()
+    methods = [getattr(module, "quant_method", None) for module in model.modules()]
+    stored = [weight for method in methods for weight in getattr(method, "weights", ())]
+    for weight in (*model.parameters(), *stored):
+        if any(start <= weight.data_ptr() < stop for start, stop in spans):
+            total += weight.numel() * weight.element_size()
     return total
 
 
@@ -84,6 +87,6 @@ def theirs(checkpoint: str) -> list[int]:
 if __name__ == "__main__":
     out = os.dup(1)
     os.dup2(2, 1)  # whatever else is printed is not the answer
-    answer = ours(sys.argv[1]) | {"theirs": theirs(sys.argv[1])}
+    answer = ours(*sys.argv[1:3]) | {"theirs": theirs(sys.argv[1])}
     os.write(out, json.dumps(answer).encode() + b"\n")
     os._exit(0)

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from medusa_runtime.kernels import compiled_for
 
 HERE = Path(__file__).parent
 pytestmark = [
@@ -28,10 +30,12 @@ def written(folder: Path, quantization: str | None) -> Path:
     return Path(module.write_checkpoint(folder, quantization))
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
-def test_a_sharded_checkpoint_gives_the_tokens_of_vllms_own_loader(tmp_path: Path, quantization: str | None) -> None:
+@pytest.mark.parametrize(("quantization", "kernels"), [(None, "auto"), (None, "library"), ("int8", "auto")])
+def test_a_sharded_checkpoint_gives_the_tokens_of_vllms_own_loader(
+    tmp_path: Path, quantization: str | None, kernels: str
+) -> None:
     ran = subprocess.run(
-        [sys.executable, HERE / "run_vllm.py", written(tmp_path, quantization)],
+        [sys.executable, HERE / "run_vllm.py", written(tmp_path, quantization), kernels],
         capture_output=True,
         text=True,
         check=False,
@@ -45,4 +49,10 @@ def test_a_sharded_checkpoint_gives_the_tokens_of_vllms_own_loader(tmp_path: Pat
     assert {"config", "kv_plan", "core", "skeleton", "apply", "kv_cache", "first_token"} <= set(answer["stages"])
     embeddings = 512 * 256 * 2
     assert answer["shared_parameter_bytes"] >= embeddings  # not copied: they lie in the mapped file
+    if quantization is None and kernels == "auto" and compiled_for(torch.bfloat16):
+        assert answer["stored"] == 2 * 4 + 1
+        products = 2 * (256 * 256 + 2 * 128 * 256 + 256 * 256 + 3 * 512 * 256) * 2
+        assert answer["shared_parameter_bytes"] >= 2 * embeddings + products  # fused layers, too
+    elif kernels == "library":
+        assert answer["stored"] is None
     assert answer["compilations"] == 0

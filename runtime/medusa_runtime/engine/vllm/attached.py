@@ -10,24 +10,26 @@ import os
 from functools import cached_property, lru_cache
 from typing import Any
 
+from ...config import Settings
 from ...errors import ConfigError
 from ...timeline import Timeline
 from ...weights.region import Region
 
-_REGION, _TIMELINE = "medusa_region", "medusa_timeline"
+_REGION, _TIMELINE, _KERNELS = "medusa_region", "medusa_timeline", "medusa_kernels"
 
 
-def settings_for(region: Region, timeline: Timeline) -> dict[str, str]:
+def settings_for(region: Region, timeline: Timeline, settings: Settings) -> dict[str, str]:
     """``model_loader_extra_config`` for processes that load from this region."""
-    pid = os.getpid()
-    return {_REGION: f"/proc/{pid}/fd/{region.fd}", _TIMELINE: f"/proc/{pid}/fd/{timeline.fd}"}
+    own = f"/proc/{os.getpid()}/fd"
+    return {_REGION: f"{own}/{region.fd}", _TIMELINE: f"{own}/{timeline.fd}", _KERNELS: settings.kernels}
 
 
 class Attached:
-    """A region and a timeline, opened by a process that was given their paths."""
+    """A region and a timeline, opened by a process that was given their paths; ``kernels`` as in the settings."""
 
-    def __init__(self, region: str, timeline: str) -> None:
+    def __init__(self, region: str, timeline: str, kernels: str) -> None:
         self._paths = region, timeline
+        self.kernels = kernels
 
     @classmethod
     def of(cls, load_config: Any) -> Attached:
@@ -38,7 +40,7 @@ class Attached:
                 "--load-format medusa: expected to be started by `medusa serve --engine vllm`, found no region to "
                 "load from"
             )
-        return _attach(extra[_REGION], extra[_TIMELINE])
+        return _attach(extra[_REGION], extra[_TIMELINE], extra[_KERNELS])
 
     @cached_property
     def region(self) -> Region:
@@ -51,8 +53,8 @@ class Attached:
 
 
 @lru_cache(maxsize=1)
-def _attach(region: str, timeline: str) -> Attached:
-    return Attached(region, timeline)
+def _attach(region: str, timeline: str, kernels: str) -> Attached:
+    return Attached(region, timeline, kernels)
 
 
 __all__ = ["Attached", "settings_for"]

@@ -58,7 +58,9 @@ def _create(
         "skip_tokenizer_init": True,  # text is tokenized here, by tokenizer.json
         "generation_config": "vllm",  # no sampling defaults of the checkpoint's; what ends a text is read here
         "load_format": LOAD_FORMAT,
-        "model_loader_extra_config": settings_for(region, timeline) | bundle_arguments(settings) | compiled.extra,
+        "model_loader_extra_config": settings_for(region, timeline, settings)
+        | bundle_arguments(settings)
+        | compiled.extra,
         "dtype": _dtype(folder, settings),
         "max_num_seqs": settings.max_concurrency,
         "max_num_batched_tokens": max(settings.max_batched_tokens, settings.max_concurrency),

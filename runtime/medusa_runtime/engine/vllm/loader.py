@@ -14,6 +14,7 @@ from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from ...errors import ModelError
 from ...weights.views import Views
 from .attached import Attached
+from .linear import use_stored_weights
 from .sharing import share
 
 
@@ -38,7 +39,11 @@ class RegionLoader(DefaultModelLoader):  # type: ignore[misc]
         return model
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
-        with self._attached.timeline.stage("apply"), share(model):
+        with self._attached.timeline.stage("apply") as detail, share(model):
+            if (
+                model_config.enforce_eager and self._attached.kernels == "auto"
+            ):  # torch.compile cannot look into kernels
+                detail["stored"] = use_stored_weights(model)
             super().load_weights(model, model_config)
 
     def _get_weights_iterator(self, source: Any) -> Generator[tuple[str, Tensor], None, None]:
