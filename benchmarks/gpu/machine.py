@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +28,9 @@ class Machine(Protocol):
         """Milliseconds of each of ``repeats`` runs, after one that is not counted."""
 
     def materialize(self, settings: Settings, folder: Path) -> Path | None: ...
+
+    def without_images(self, bundle: bytes) -> bytes:
+        """The same graphs without the kernels' images and the places of these in libraries."""
 
 
 def machine(*, dry_run: bool) -> Machine:
@@ -64,6 +68,12 @@ class CudaMachine:
         assert settings.model is not None
         return capture(settings.model, settings, folder)
 
+    def without_images(self, bundle: bytes) -> bytes:
+        from medusa_runtime.state.graphs.blob_format import encode
+        from medusa_runtime.state.graphs.blueprint import Blueprints
+
+        return encode(replace(Blueprints.load(bundle), images={}, libraries={}))
+
 
 class HostMachine:
     """Numbers from it mean nothing; it is there so that nothing is run for the first time when a GPU is lent."""
@@ -89,6 +99,9 @@ class HostMachine:
         path = folder / "cuda-graphs"
         path.write_bytes(b"dry run")
         return path
+
+    def without_images(self, bundle: bytes) -> bytes:
+        return bundle
 
 
 class _Arrived:

@@ -105,6 +105,20 @@ def restored(machine: Machine, options: Any) -> dict[str, Any]:
         return {"restore": restore, "hashes": hashes(machine, one), "steps": steps(machine, one)}
 
 
+def triggered(machine: Machine, options: Any) -> dict[str, Any]:
+    """Restored without one saved image: all kernels come out of a captured first layer (MEDUSA §5.2)."""
+    from benchmarks.gpu.decoding import hashes
+    from benchmarks.gpu.started import started
+
+    with started(machine, _settings(options)) as one:
+        data = machine.without_images(options.bundle.read_bytes())
+        began = time.perf_counter()
+        one.graphs.adopt(one.gpu.restored(one.runner.model, one.graphs, data))
+        machine.synchronize()
+        restore = {"seconds": time.perf_counter() - began, "graphs": len(one.graphs.graphs)}
+        return {"restore": {**restore, "missing": list(one.graphs.pending)}, "hashes": hashes(machine, one)}
+
+
 def phase(machine: Machine, options: Any) -> dict[str, Any]:
     from benchmarks.gpu.phases import phase
 
@@ -118,6 +132,7 @@ PARTS: dict[str, Callable[[Machine, Any], dict[str, Any]]] = {
     "materialize": materialize,
     "captured": captured,
     "restored": restored,
+    "triggered": triggered,
     "phase": phase,
 }
 

@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -60,21 +61,23 @@ class Check:
         done = "failed" not in self.results.get(part.key, {"failed": ""})
         if done and (part.makes is None or part.makes.exists()):
             return
-        left = self._end - time.monotonic()
+        left = self.left_s
         if left < 5:
             self.keep(part.key, {"failed": "the minutes were used up"})
             return
         result, log = self._work / "part.json", self._out / f"{part.key.replace(' ', '-')}.log"
         result.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "benchmarks.gpu.part", part.name, str(result), *part.arguments]
-        command += ["--dry-run"] if self._dry_run else []
+        command = self.command(part, result)
         began = time.monotonic()
         with log.open("wb") as file:
-            process = subprocess.Popen(command, cwd=ROOT, env=_environ(), stdout=file, stderr=subprocess.STDOUT)
+            # A session of its own: what a part has started must not hold the GPU while the next ones are measured.
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=_environ(), stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
             try:
                 status: int | str = process.wait(min(part.timeout_s, left))
             except subprocess.TimeoutExpired:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 status = "timeout"
         took = time.monotonic() - began
@@ -85,18 +88,40 @@ class Check:
             self.keep(part.key, {"failed": f"status {status} after {took:.0f} s: {end}"})
         print(f"{took:6.1f} s  {part.key}" + ("" if status == 0 else f"  FAILED ({status})"), flush=True)
 
+    def command(self, part: Part, result: Path) -> list[str]:
+        made = [sys.executable, "-m", "benchmarks.gpu.part", part.name, str(result), *part.arguments]
+        return [*made, "--dry-run"] if self._dry_run else made
+
+    @property
+    def left_s(self) -> float:
+        return self._end - time.monotonic()
+
     def keep(self, key: str, found: dict[str, Any]) -> None:
         self.results[key] = found
         self._file.write_text(json.dumps(self.results, indent=1))
 
-    def checkpoint(self, shape: str) -> Path:
-        """A folder with random weights of this shape; made once."""
+    def checkpoint(self, shape: str) -> Path | None:
+        """A folder with random weights of this shape, made once; None where it could not be made in time."""
         folder = self._work / shape
         if not (folder / "done").exists():
             shutil.rmtree(folder, ignore_errors=True)
             began = time.monotonic()
             command = [sys.executable, "-m", "benchmarks.make_checkpoint", "--shape", shape, "--out", str(folder)]
-            subprocess.run(command, cwd=ROOT, env=_environ(), check=True, stdout=subprocess.DEVNULL)
+            try:
+                subprocess.run(
+                    command,
+                    cwd=ROOT,
+                    env=_environ(),
+                    check=True,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    timeout=max(self.left_s, 1),
+                )
+            except (subprocess.SubprocessError, OSError) as error:
+                said = getattr(error, "stderr", None) or b""
+                self.keep(f"checkpoint {shape}", {"failed": f"{error}: {said.decode(errors='replace')[-300:]}"})
+                shutil.rmtree(folder, ignore_errors=True)  # a full disk would cost the next shape, too
+                return None
             (folder / "done").touch()
             print(f"{time.monotonic() - began:6.1f} s  checkpoint {shape}", flush=True)
         return folder
@@ -108,30 +133,36 @@ def parts(number: int, check: Check, *, dry_run: bool) -> Iterator[Part]:
     if number == 1:
         yield Part("environment", "environment", timeout_s=90)
         yield Part("transfer", "transfer", timeout_s=120)
-        model = str(check.checkpoint("tiny-llama" if dry_run else "llama-3-8b"))
-        yield Part("loading", "loading", ("--model", model), 150)
+        if (model := check.checkpoint("tiny-llama" if dry_run else "llama-3-8b")) is not None:
+            yield Part("loading", "loading", ("--model", str(model)), 150)
         return
     for shape in shapes[number]:
-        model = str(check.checkpoint(shape))
-        bundle = ("--model", model, "--bundle", f"{model}.graphs")
+        if (model := check.checkpoint(shape)) is None:
+            continue
+        bundle = ("--model", str(model), "--bundle", f"{model}.graphs")
         yield Part(f"{shape} materialize", "materialize", bundle, 240, Path(f"{model}.graphs"))
         if number == 4:
-            for strategy in _STRATEGIES:
-                for repeat in range(_REPEATS):
+            for repeat in range(_REPEATS):  # outside: minutes that are used up leave as many of each
+                for strategy in _STRATEGIES:
                     yield Part(f"{shape} phase {strategy} {repeat}", "phase", (*bundle, "--strategy", strategy), 120)
         else:
             yield Part(f"{shape} captured", "captured", bundle, 180)
             yield Part(f"{shape} restored", "restored", bundle, 180)
+            if number == 3:
+                yield Part(f"{shape} triggered", "triggered", bundle, 120)
 
 
 def gpu_tests(check: Check, out: Path) -> None:
     """The tests marked gpu; their report is a part's result like any other."""
-    log = out / "gpu-tests.log"
+    log, left = out / "gpu-tests.log", min(240.0, check.left_s)
+    if left < 5:
+        check.keep("gpu tests", {"failed": "the minutes were used up"})
+        return
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests/runtime/gpu"]
     with log.open("wb") as file:
         try:
             status = subprocess.run(
-                command, cwd=ROOT, env=_environ(), stdout=file, stderr=subprocess.STDOUT, timeout=240, check=False
+                command, cwd=ROOT, env=_environ(), stdout=file, stderr=subprocess.STDOUT, timeout=left, check=False
             ).returncode
         except subprocess.TimeoutExpired:
             status = -1

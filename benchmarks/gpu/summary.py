@@ -21,6 +21,7 @@ def lines(results: Results) -> list[str]:
     found += _link(results)
     for shape in shapes(results):
         found += _graphs(shape, results.get(f"{shape} captured", {}), results.get(f"{shape} restored", {}))
+        found += _triggered(shape, results.get(f"{shape} captured", {}), results.get(f"{shape} triggered", {}))
         found += _phases(shape, results)
     return found
 
@@ -89,6 +90,15 @@ def medians(shape: str, results: Results) -> dict[str, Results]:
         if key.startswith(f"{shape} phase ") and "failed" not in value:
             found.setdefault(value["strategy"], []).append(value)
     return {name: sorted(runs, key=lambda run: float(run["loading_s"]))[len(runs) // 2] for name, runs in found.items()}
+
+
+def _triggered(shape: str, captured: Results, triggered: Results) -> list[str]:
+    if "restore" not in triggered:
+        return []
+    restore, known = triggered["restore"], captured.get("hashes", {})
+    wrong = [size for size, digests in triggered["hashes"].items() if digests != known.get(size)]
+    text = f"{shape}: {restore['graphs']} graphs with kernels of a captured first layer, in {restore['seconds']:.2f} s"
+    return [_judged(f"{text}; other bits: {wrong}", not wrong)]
 
 
 def _phases(shape: str, results: Results) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,24 @@ def test_replays_that_differ_among_themselves_are_no_agreement() -> None:
 
 def test_a_report_of_nothing_says_so() -> None:
     assert "nothing was measured" in report({})
+
+
+def test_what_a_part_has_started_ends_with_it(tmp_path: Path) -> None:
+    """A capture that is too slow would otherwise hold the GPU while others are measured."""
+    checking = check(tmp_path)
+    started = tmp_path / "started"
+    script = f"sleep 300 & echo $! > {started}; wait"
+    checking.command = lambda part, result: ["sh", "-c", script]  # type: ignore[method-assign]
+    checking.run(Part("slow", "slow", timeout_s=10))
+    assert "timeout" in checking.results["slow"]["failed"]
+    child = int(started.read_text())
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split():
+        assert time.monotonic() < deadline, "the child of a part outlived it"
+        time.sleep(0.02)
+
+
+def test_a_checkpoint_that_cannot_be_made_costs_its_shape_alone(tmp_path: Path) -> None:
+    checking = check(tmp_path)
+    assert checking.checkpoint("no such shape") is None
+    assert "no such shape" in checking.results["checkpoint no such shape"]["failed"]

@@ -11,12 +11,24 @@ OTHER_BASE = 0x580000000000
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"),
-    [("host", "node-kind: it has a host node"), ("conditional", "node-kind: it has a conditional node")],
+    ("option", "name"),
+    [
+        ({"host": 2}, "host"),
+        ({"kind": 4}, "child graph"),
+        ({"kind": 6}, "event wait"),
+        ({"kind": 7}, "event record"),
+        ({"kind": 9}, "semaphore wait"),
+        ({"kind": 10}, "memory allocation"),
+        ({"kind": 12}, "batch memory operation"),
+        ({"kind": 13}, "conditional"),
+        ({"kind": 99}, "type 99"),
+    ],
 )
-def test_nodes_that_cannot_be_materialized(toy: Any, second: Path, tmp_path: Path, kind: str, reason: str) -> None:
-    bundle = tmp_path / "bundle"
-    made = toy("materialize", {"out": str(bundle), "second": str(second), kind: 2})
+def test_nodes_that_cannot_be_materialized(
+    toy: Any, second: Path, tmp_path: Path, option: dict[str, int], name: str
+) -> None:
+    bundle, reason = tmp_path / "bundle", f"node-kind: it has a {name} node"
+    made = toy("materialize", {"out": str(bundle), "second": str(second), **option})
     assert made["refused"] == {"decode-2": reason}
     assert f"1 CUDA graphs are not materialized: {reason}" in made["log"]
     restored = toy("restore", {"bundle": str(bundle)}, base=OTHER_BASE)

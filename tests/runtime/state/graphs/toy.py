@@ -256,10 +256,9 @@ class Toy:
         made = ctypes.c_uint64()
         self.driver.call("cuStreamEndCapture", self.stream, ctypes.byref(made))
         graph = made.value
-        if self.options.get("conditional") == batch:
-            self.driver.call(
-                "cuGraphAddNode_v2", ctypes.byref(ctypes.c_uint64()), graph, None, None, 0, struct.pack("<i", 13)
-            )
+        if kind := self.options.get("kind") if batch == 2 else None:
+            added = ctypes.c_uint64()
+            self.driver.call("cuGraphAddNode_v2", ctypes.byref(added), graph, None, None, 0, struct.pack("<i", kind))
         return graph
 
 
