@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,7 @@ from medusa_runtime.engine.vllm import kv_budget as budgets
 from medusa_runtime.engine.vllm.configuration import _refusal
 from medusa_runtime.engine.vllm.lazy_zeros import LazyZeros
 from medusa_runtime.engine.vllm.lean_imports import functions_as_they_are, lean_imports
+from medusa_runtime.engine.vllm.scratch import scratch_folder
 from medusa_runtime.engine.vllm.version import check_version
 from medusa_runtime.errors import ConfigError, MissingPackageError, ModelError
 from medusa_runtime.state.kv_plan import KvPlan
@@ -171,3 +174,40 @@ def test_vllms_reason_is_told_without_pydantics_frame() -> None:
     assert isinstance(told, ModelError)
     assert str(told) == "vLLM cannot serve this model so: Model architectures ['X'] are not supported for now."
     assert isinstance(_refusal(ValueError("max_model_len is too large")), ConfigError)
+
+
+_HOLDS = """
+import sys, tempfile
+from pathlib import Path
+from medusa_runtime.engine.vllm.scratch import scratch_folder
+
+tempfile.tempdir = sys.argv[1]
+with scratch_folder("held") as folder:
+    (folder / "kernels").mkdir()
+    (folder / "kernels" / "one").write_bytes(b"x")
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("end", [subprocess.Popen.kill, lambda process: process.stdin.close()], ids=["killed", "left"])
+def test_a_scratch_folder_is_gone_however_its_process_ends(tmp_path: Path, end: Any) -> None:
+    command = [sys.executable, "-c", _HOLDS, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        folder = Path(process.stdout.readline().strip())
+        assert (folder / "kernels" / "one").read_bytes() == b"x"
+        end(process)
+        process.wait(60)
+    deadline = time.monotonic() + 60
+    while any(tmp_path.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_folder_for_temporary_files_the_reason_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    with pytest.raises(FileNotFoundError), scratch_folder("none"):
+        pass

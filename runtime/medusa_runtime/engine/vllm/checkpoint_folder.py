@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
-from pathlib import Path
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
 from ...errors import ConfigError, MismatchError
 from ...weights.region import Region
 from ..checkpoint_files import read_json, weights_dtype
+from .scratch import scratch_folder
 
 _CONFIG = "config.json"
 _FILES = (
@@ -30,13 +29,15 @@ class CheckpointFolder:
         if config is None:
             raise MismatchError("expected a config.json beside the weights, found none")
         self.config = _with_dtype(config, region)
+        self._scratch = ExitStack()
         try:
-            self.path = Path(tempfile.mkdtemp(prefix="medusa-vllm-"))
+            self.path = self._scratch.enter_context(scratch_folder("medusa-vllm"))
             (self.path / _CONFIG).write_text(json.dumps(self.config))
             for name in _FILES:
                 if (data := region.file(name)) is not None:
                     (self.path / name).write_bytes(data)
         except OSError as error:
+            self._scratch.close()
             raise ConfigError(
                 f"expected a writable folder for temporary files, found none ({error}); set TMPDIR"
             ) from None
@@ -47,7 +48,7 @@ class CheckpointFolder:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        self._scratch.close()
 
 
 def _with_dtype(config: dict[str, Any], region: Region) -> dict[str, Any]:

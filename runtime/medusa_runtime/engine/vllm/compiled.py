@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from ...state.compiled_model import INDEX, CompiledModel, check_index
 from ...state.kinds import COMPILE_CACHE, file_name
 from ...timeline import Timeline
 from ...weights.region import Region
+from .scratch import scratch_folder
 
 logger = logging.getLogger(__name__)
 
@@ -105,9 +105,9 @@ def _attach(blob: Path, model: Any, config: Any) -> int:
     """Through a folder that lives as long as this takes: what is in it is mapped or read then."""
     from unittest.mock import patch
 
-    with tempfile.TemporaryDirectory(prefix="medusa-compiled-", ignore_cleanup_errors=True) as scratch:
-        folder = restore(blob.read_bytes(), Path(scratch))
-        with patch.dict(os.environ, cache_folders(Path(scratch))):
+    with scratch_folder("medusa-compiled") as scratch:
+        folder = restore(blob.read_bytes(), scratch)
+        with patch.dict(os.environ, cache_folders(scratch)):
             return CompiledModel(folder).attach(model, config)
 
 
