@@ -11,6 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 
 from ..errors import NodeRefusedError
 from ..storage.base import redacted
@@ -50,8 +51,12 @@ class Records:
             return
         known = {**self._before, **{key: _identity(fd) for key, fd in regions.items()}}
         # Written beside and renamed: a killed agent leaves the old list or the new one.
+        # What lies there already may be somebody else's link, where the folder is open to others: it is not written to.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            with open(os.open(f"{self._path}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            with suppress(FileNotFoundError):
+                os.unlink(f"{self._path}.new")
+            with open(os.open(f"{self._path}.new", flags, 0o600), "w") as file:
                 json.dump({"boot": _boot(), "regions": known}, file)
             os.replace(f"{self._path}.new", self._path)
         except OSError as error:

@@ -1,0 +1,109 @@
+"""What an agent does to those who ask when it is killed or stopped, and what strangers can do to its files."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from medusa_runtime.config import Settings
+from medusa_runtime.errors import MedusaError, NodeError
+from medusa_runtime.node import client as node_client
+from medusa_runtime.node.attachment import Attachment
+from medusa_runtime.node.client import NodeClient
+from medusa_runtime.timeline import Timeline
+from process_tree import alive
+
+pytestmark = pytest.mark.timeout(200)
+
+Start = Callable[..., Any]
+Put = Callable[..., str]
+
+
+def test_ten_who_wait_for_an_agent_that_is_killed_are_told(start_node: Start, put_model: Put, origin: Any) -> None:
+    node = start_node()
+    url = put_model("m", 8 << 20)
+    hold = threading.Event()
+    origin.accept = lambda *_: hold.wait(60)  # the store does not say what the checkpoint consists of
+    clients = [node.client() for _ in range(10)]
+    errors: list[MedusaError] = []
+
+    def ask(client: NodeClient) -> None:
+        try:
+            client.region(url).close()
+        except MedusaError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=ask, args=(client,)) for client in clients]
+    for thread in threads:
+        thread.start()
+    node.until(lambda: [held["in_use_by"] for held in node.status()["regions"]] == [10])
+    children = node.children()
+    node.kill()
+    for thread in threads:
+        thread.join(60)
+    hold.set()
+    assert [str(error) for error in errors] == ["the node agent went away"] * 10
+    node.until(lambda: not any(alive(pid) for pid in children))
+    for client in clients:
+        client.close()
+
+
+def test_ten_who_have_half_of_a_model_go_on_to_the_next_agent(start_node: Start, put_model: Put, origin: Any) -> None:
+    node = start_node()
+    url = put_model("m", 8 << 20)
+    origin.bytes_per_s = 1e6
+    clients = [node.client() for _ in range(10)]
+    regions = [client.region(url) for client in clients]
+    assert {region.progress().state for region in regions} == {"fetching"}
+    node.kill()
+    assert [client.lost() for client in clients] == [""] * 10
+    origin.bytes_per_s = None
+    node.start()
+    with pytest.raises(NodeError, match=r"is not complete"):
+        node.client().keep(url, regions[0].fd)
+    for client, region in zip(clients, regions, strict=True):
+        with closing(node.client()) as again:
+            complete = again.region(url)
+            for name in complete.wait_index(60).order:
+                complete.wait_tensor(name, 60)
+            complete.close()
+        region.close()
+        client.close()
+    node.until(lambda: [held["in_use_by"] for held in node.status()["regions"]] == [0])
+
+
+def test_an_agent_that_hangs_is_not_waited_for(
+    start_node: Start, put_model: Put, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = start_node()
+    monkeypatch.setattr(node_client, "_ANSWER_WITHIN_S", 0.3)
+    os.kill(node.process.pid, signal.SIGSTOP)
+    timeline = Timeline.create("test")
+    try:
+        assert Attachment.attach(Settings(model=put_model("m"), node_socket=node.socket), timeline) is None
+    finally:
+        os.kill(node.process.pid, signal.SIGCONT)
+    (fallback,) = [stage for stage in timeline.stages() if stage.name == "node-fallback"]
+    assert "did not answer 'hello' within 0.3 s" in fallback.detail["reason"]
+    os.close(timeline.fd)
+    monkeypatch.undo()
+    assert node.status()["regions"] == [], "it goes on, and the one who gave up left nothing"
+    assert node.stop() == 0
+
+
+def test_a_link_in_the_place_of_the_agents_list_is_not_followed(start_node: Start, put_model: Put) -> None:
+    node = start_node()
+    precious = Path(node.folder) / "precious"
+    precious.write_text("precious")
+    Path(node.socket + ".regions.new").symlink_to(precious)
+    client = node.client()
+    client.region(put_model("m")).close()
+    node.until(lambda: Path(node.socket + ".regions").exists())
+    assert precious.read_text() == "precious"
+    assert not Path(node.socket + ".regions").is_symlink()
