@@ -31,7 +31,8 @@ RUN --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
     --mount=type=secret,id=pip,target=/etc/pip.conf \
     python3 /build/install.py runtime
 # A real cold start shows which files it reads; the tree is split into /layers/{cold,hot,own} by that.
-RUN /opt/medusa/bin/python /build/cold_start.py /source/examples/pydoc-lm
+ARG VARIANT=slim
+RUN /opt/medusa/bin/python /build/cold_start.py /source/examples/pydoc-lm "${VARIANT}"
 
 FROM base
 LABEL org.opencontainers.image.title="medusa-runtime" \

@@ -1,7 +1,8 @@
 """Splits /opt/medusa into layers by what a cold start reads; runs in the build, after everything is installed.
 
 A real `medusa serve` with the example model is started and asked, once with each engine that the variant has and this
-machine can run, under a hook that notes every file that is opened.
+machine can run, under a hook that notes every file that is opened. vLLM for GPUs is only imported: there is none here,
+and what nothing but a GPU makes it read is named in variants.toml (hot).
 ``/layers/hot`` gets these, ``/layers/own`` the runtime, ``/layers/cold`` the rest. A registry that unpacks or fetches
 lazily then finds what a start reads in one layer. The list stays in the image as ``cold-start.txt``.
 """
@@ -15,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 import urllib.request
 from pathlib import Path
 
@@ -24,14 +26,27 @@ TRACE = Path("/tmp/opened")
 URL = "http://127.0.0.1:8099"
 # The client of a store is imported by the prefetcher where MEDUSA_MODEL is its URL.
 STORE = "import boto3; boto3.client('s3', region_name='us-east-1', aws_access_key_id='x', aws_secret_access_key='x')"
+# What a start of vLLM imports before it asks for the device.
+VLLM = """
+from medusa_runtime.config import from_env
+from medusa_runtime.engine.vllm.imports import preimport
+preimport(from_env({}, engine="vllm", model="."))
+print(open("/proc/self/maps").read())
+"""
+# The first uses that make a start read more than it does to be ready.
+ASKED: dict[str, dict[str, object]] = {
+    "/v1/completions": {"prompt": "This function returns"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "This function returns"}]},
+}
 ALWAYS = ("pyvenv.cfg", "bin/python", "bin/python3", "bin/medusa")
 OWN = re.compile(r"(bin|lib/python[^/]+/site-packages)/medusa")
 EPOCH_S = 1_700_000_000
 
 
 def main() -> None:
-    opened = trace(sys.argv[1])
-    hot = {path for path in opened if path.is_file()} | {HOME / name for name in ALWAYS}
+    model, variant = sys.argv[1:]
+    opened = trace(model) | {HOME / name for name in ALWAYS} | named(variant)
+    hot = {path for path in opened if path.is_file()}
     if len(hot) < 300:
         sys.exit(f"a cold start read {len(hot)} files of {HOME}; expected some hundreds, so the trace does not work")
     (HOME / "cold-start.txt").write_text("".join(f"{path.relative_to(HOME)}\n" for path in sorted(hot)))
@@ -47,24 +62,35 @@ def trace(model: str) -> set[Path]:
         subprocess.run([python, "-c", STORE], env=env, check=True)
     libraries: set[Path] = set()
     for engine in engines(python):
-        libraries |= start(model, engine, env)
+        libraries |= imported(python, env) if engine == "vllm, imported" else start(model, engine, env)
     return {Path(os.path.normpath(line)) for line in TRACE.read_text().splitlines()} | libraries
+
+
+def named(variant: str) -> set[Path]:
+    (site,) = HOME.glob("lib/python3*/site-packages")
+    hot = tomllib.loads(Path(__file__).with_name("variants.toml").read_text())[variant].get("hot", [])
+    return {path for pattern in hot for path in site.glob(pattern)}
 
 
 def engines(python: str) -> list[str]:
     """vLLM for GPUs cannot start without one."""
-    asked = "import importlib.util, torch; print(importlib.util.find_spec('vllm') and torch.version.cuda is None)"
+    asked = "import importlib.util, torch; print(bool(importlib.util.find_spec('vllm')), torch.version.cuda is None)"
     found = subprocess.run([python, "-c", asked], capture_output=True, text=True, check=True).stdout.strip()
-    return ["torch", "vllm"] if found == "True" else ["torch"]
+    return {"True True": ["torch", "vllm"], "True False": ["torch", "vllm, imported"]}.get(found, ["torch"])
+
+
+def imported(python: str, env: dict[str, str]) -> set[Path]:
+    maps = subprocess.run([python, "-c", VLLM], env=env, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return libraries_of(maps.splitlines())
 
 
 def start(model: str, engine: str, env: dict[str, str]) -> set[Path]:
-    """One start, one answer and one stop; the libraries that were mapped."""
+    """One start, an answer of each kind and one stop; the libraries that were mapped."""
     command = [str(HOME / "bin/medusa"), "serve", "--model", model, "--host", "127.0.0.1", "--port", "8099"]
     server = subprocess.Popen([*command, "--engine", engine, "--kv-cache-mb", "64"], env=env)
     try:
-        answer = complete(server)
-        print(f"the example model says with {engine}: {answer!r}", flush=True)
+        for path, body in ASKED.items():
+            print(f"the example model says with {engine}: {ask(server, path, body)}", flush=True)
         libraries = mapped(server.pid)
     finally:
         server.send_signal(signal.SIGTERM)
@@ -74,14 +100,14 @@ def start(model: str, engine: str, env: dict[str, str]) -> set[Path]:
     return libraries
 
 
-def complete(server: subprocess.Popen[bytes]) -> str:
-    body = json.dumps({"prompt": "This function returns", "max_tokens": 8, "temperature": 0}).encode()
-    request = urllib.request.Request(URL + "/v1/completions", body, {"Content-Type": "application/json"})
+def ask(server: subprocess.Popen[bytes], path: str, body: dict[str, object]) -> str:
+    content = json.dumps(body | {"max_tokens": 8, "temperature": 0}).encode()
+    request = urllib.request.Request(URL + path, content, {"Content-Type": "application/json"})
     deadline = time.monotonic() + 300
     while server.poll() is None and time.monotonic() < deadline:
         try:
             with urllib.request.urlopen(request, timeout=300) as response:
-                return str(json.load(response)["choices"][0]["text"])
+                return json.dumps(json.load(response)["choices"][0])
         except ConnectionError:
             time.sleep(0.05)
         except urllib.error.URLError as error:
@@ -109,8 +135,12 @@ def mapped(pid: int) -> set[Path]:
             lines = Path(f"/proc/{each}/maps").read_text().splitlines()
         except OSError:
             continue
-        found |= {Path(line.split(None, 5)[5]) for line in lines if f" {HOME}/" in line}
+        found |= libraries_of(lines)
     return found
+
+
+def libraries_of(maps: list[str]) -> set[Path]:
+    return {Path(line.split(None, 5)[5]) for line in maps if f" {HOME}/" in line}
 
 
 def split(hot: set[Path]) -> dict[str, int]:

@@ -34,7 +34,7 @@ def install_packages(variant: dict[str, Any], common: dict[str, Any]) -> None:
         wanted += project["optional-dependencies"][extra]
     subprocess.run([sys.executable, "-m", "venv", HOME], check=True)
     install("--upgrade", "pip")  # the one that comes with Python has known vulnerabilities
-    install_torch(variant["torch"], variant["torch_index"])
+    install_torch(variant["torch"], variant.get("torch_index"))
     install(variant["torch"], *wanted, *variant.get("packages", []))
     for distribution in variant.get("remove", []):
         run(*PIP, "uninstall", "--yes", distribution)
@@ -45,11 +45,13 @@ def install_packages(variant: dict[str, Any], common: dict[str, Any]) -> None:
     compile_all(site_packages())
 
 
-def install_torch(torch: str, index: str) -> None:
+def install_torch(torch: str, index: str | None) -> None:
     """From the registry that the building machine is set up for; where that has none, from PyTorch's own."""
     try:
         install(torch)
     except subprocess.CalledProcessError:
+        if index is None:
+            raise
         install("--extra-index-url", index, torch)
 
 

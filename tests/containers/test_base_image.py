@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from .conftest import ROOT, podman
+from .conftest import EXAMPLE, ROOT, podman
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(1200)]  # the first test may build the base
 
@@ -75,6 +76,28 @@ print(pathlib.Path(importlib.util.cache_from_source(os.__file__)).exists())
     assert python(base_image, code).splitlines() == ["True []", "[]", "True"]
 
 
+def test_what_a_start_reads_is_in_the_layer_for_it(start: Callable[..., Any], base_image: str) -> None:
+    """A start from this image under the build's own hook: no file but the runtime's is outside of the hot layer."""
+    trace = ("--volume", f"{ROOT / 'images/trace'}:/trace:ro", "--env", "PYTHONPATH=/trace")
+    model = ("--volume", f"{EXAMPLE}:/model:ro", "--env", "MEDUSA_MODEL=/model")
+    container = start(base_image, *trace, "--env", "MEDUSA_TRACE=/tmp/opened", *model)
+    container.wait_ready()
+    chat = {"messages": [{"role": "user", "content": "This"}], "max_tokens": 2, "stream": True}
+    assert container.request("POST", "/v1/completions", {"prompt": "This", "max_tokens": 2})[0] == 200
+    assert container.request("POST", "/v1/chat/completions", chat)[0] == 200
+    code = """
+import json, os, pathlib
+home = pathlib.Path("/opt/medusa")
+hot = set((home / "cold-start.txt").read_text().splitlines())
+lines = {os.path.normpath(line) for line in pathlib.Path("/tmp/opened").read_text().splitlines()}
+read = {os.path.relpath(line, home) for line in lines if os.path.isfile(line)} - {"cold-start.txt"}
+print(json.dumps([len(read & hot), sorted(path for path in read - hot if "/medusa" not in path)]))
+"""
+    count, elsewhere = json.loads(container.run("python", "-S", "-c", code).stdout)
+    assert elsewhere == []
+    assert count > 200
+
+
 def test_what_was_pruned_is_not_missed(base_image: str) -> None:
     code = """
 import torch, torch.testing, torch.utils.data, torch.distributed, torch.export, sympy, boto3, pydantic, cloudevents
@@ -84,6 +107,12 @@ print(tuple(module(torch.ones(3, 4)).shape), torch.__version__.endswith("+cpu"),
 boto3.client("s3", region_name="us-east-1")
 """
     assert python(base_image, code, "--tmpfs", "/tmp").splitlines()[0] == "(3, 2) True False"
+
+
+def test_doctor_finds_nothing_missing_and_says_nothing_else(base_image: str) -> None:
+    ran = podman("run", "--rm", "--network", "none", "--read-only", "--tmpfs", "/tmp", base_image, "doctor")
+    assert "fail" not in {line.split()[0] for line in ran.stdout.splitlines()}
+    assert ran.stderr == ""
 
 
 def test_nothing_of_the_building_machine_stays(base_image: str) -> None:
@@ -117,7 +146,7 @@ def test_bill_of_materials(base_image: str) -> None:
 
 
 def test_the_base_of_the_cuda_variant_has_a_compiler(base_image: str) -> None:
-    """Triton compiles with it. The variant itself is not built here: gigabytes, and a GPU to try it on."""
+    """Triton compiles with it. The variant itself is in test_cuda_image.py, where somebody has built it: gigabytes."""
     bases = [name for name in ("docker.io/library/python:3.11-slim-bookworm", "localhost/medusa-debian:bookworm")
              if podman("image", "exists", name, check=False).returncode == 0]  # fmt: skip
     assert bases, f"{base_image} was built from one of them"
