@@ -46,7 +46,7 @@ class Trial:
         self._arguments = arguments
         self._timeout_s = timeout_s
         self._process: subprocess.Popen[bytes] | None = None
-        self._url = ""
+        self.url = ""  # http://127.0.0.1:…, while it runs
 
     def __enter__(self) -> Self:
         # A file, not a pipe: nobody needs to read it for the server to go on.
@@ -101,7 +101,7 @@ class Trial:
 
     def _request(self, method: str, path: str, body: bytes | None, headers: Mapping[str, str] | None) -> Answer:
         given = {"Content-Type": "application/json"} | {key.title(): text for key, text in (headers or {}).items()}
-        request = urllib.request.Request(self._url + path, body, given, method=method)
+        request = urllib.request.Request(self.url + path, body, given, method=method)
         try:
             response = urllib.request.urlopen(request, timeout=self._timeout_s)
         except urllib.error.HTTPError as error:
@@ -115,8 +115,8 @@ class Trial:
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 raise TrialError(f"`medusa serve` ended with status {self._process.returncode}:\n{self._printed()}")
-            if not self._url:
-                self._url = self._address()
+            if not self.url:
+                self.url = self._address()
             elif self._ready():
                 return
             time.sleep(_LOOK_S)

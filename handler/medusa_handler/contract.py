@@ -73,6 +73,14 @@ class Request:
             found = "an empty body" if not self.body.strip() else str(error)
             raise HttpError(400, f"expected a JSON body, found {found}") from None
 
+    @property
+    def object(self) -> dict[str, Any]:
+        """The body as a JSON object. Raises HttpError 400 when it is not."""
+        found = self.json
+        if not isinstance(found, dict):
+            raise HttpError(400, f"expected a JSON object, found {type(found).__name__}")
+        return found
+
 
 @dataclass(frozen=True)
 class Response:

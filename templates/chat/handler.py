@@ -10,7 +10,7 @@ class Handler:
         self.model = context.model
 
     def predict(self, request):
-        messages = request.json.get("messages")
-        if not messages:
+        messages = request.object.get("messages")
+        if not messages or not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
             raise HttpError(400, 'expected {"messages": [{"role": "user", "content": "…"}]}')
-        return self.model.stream_chat([SYSTEM, *messages], max_tokens=request.json.get("max_tokens", 128))
+        return self.model.stream_chat([SYSTEM, *messages], max_tokens=request.object.get("max_tokens", 128))

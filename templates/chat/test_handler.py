@@ -22,7 +22,7 @@ class ScriptedModel:
 def ask(body):
     handler = Handler()
     handler.load(SimpleNamespace(model=ScriptedModel()))
-    return handler, handler.predict(SimpleNamespace(json=body))
+    return handler, handler.predict(SimpleNamespace(object=body))
 
 
 def test_answers_under_the_system_prompt():
@@ -32,8 +32,9 @@ def test_answers_under_the_system_prompt():
 
 
 def test_refuses_an_empty_conversation():
-    with pytest.raises(HttpError):
-        ask({"messages": []})
+    for messages in ([], "hello", ["hello"], None):
+        with pytest.raises(HttpError):
+            ask({"messages": messages})
 
 
 @pytest.mark.skipif("MEDUSA_MODEL" not in os.environ, reason="set MEDUSA_MODEL to a checkpoint to serve it")

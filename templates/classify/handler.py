@@ -17,7 +17,7 @@ class Handler:
     def predict(self, request):
         import torch
 
-        text = request.json.get("text")
+        text = request.object.get("text")
         if not isinstance(text, str) or not text.strip():
             raise HttpError(400, 'expected {"text": "…"}')
         with torch.inference_mode():

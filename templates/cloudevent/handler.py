@@ -6,10 +6,11 @@ from medusa_handler import HttpError
 
 def handle(event: CloudEvent) -> CloudEvent:
     """An order → what it costs. An event may be delivered twice: the same id gives the same reply."""
-    order = event.get_data()
-    if not isinstance(order, dict) or not isinstance(order.get("items"), list):
-        raise HttpError(400, 'expected data {"items": [{"price": 1.5, "count": 2}]}')  # 400 is not delivered again
-    total = sum(item["price"] * item.get("count", 1) for item in order["items"])
+    try:
+        total = sum(float(item["price"]) * int(item.get("count", 1)) for item in event.get_data()["items"])
+    except (AttributeError, KeyError, TypeError, ValueError):
+        # What is bad stays bad: 400 is not delivered again, as 5xx is.
+        raise HttpError(400, 'expected data {"items": [{"price": 1.5, "count": 2}]}') from None
     attributes = {
         "type": "example.order.priced",
         "source": "/prices",

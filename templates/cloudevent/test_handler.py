@@ -37,4 +37,5 @@ def test_structured_event(function):
 
 def test_what_is_no_event_and_what_is_no_order(function):
     assert function.post("/", "{}", {"content-type": "application/json"}).status == 400
-    assert function.post("/", '{"items": 3}', BINARY).status == 400
+    for order in ('{"items": 3}', '{"items": [{"count": 2}]}', '{"items": [{"price": "x"}]}', "[1]"):
+        assert function.post("/", order, BINARY).status == 400

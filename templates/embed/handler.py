@@ -10,7 +10,7 @@ class Handler:
         self.model = context.model
 
     def predict(self, request):
-        given = request.json.get("input")
+        given = request.object.get("input")
         texts = [given] if isinstance(given, str) else given
         if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
             raise HttpError(400, 'expected {"input": "text"} or {"input": ["text", …]}')

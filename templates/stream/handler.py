@@ -7,10 +7,10 @@ from medusa_handler import HttpError
 
 def handle(request):
     """{"text": "…", "delay_s": 0.2} → an event for each line with its words, then one with the total."""
-    text = request.json.get("text")
-    if not isinstance(text, str):
-        raise HttpError(400, 'expected {"text": "…"}')
-    return count(text, float(request.json.get("delay_s", 0)))
+    text, delay_s = request.object.get("text"), request.object.get("delay_s", 0)
+    if not isinstance(text, str) or not isinstance(delay_s, int | float) or not 0 <= delay_s <= 10:
+        raise HttpError(400, 'expected {"text": "…", "delay_s": 0 to 10}')
+    return count(text, delay_s)
 
 
 def count(text, delay_s):

