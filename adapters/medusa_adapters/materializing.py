@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the bundle there; default: .medusa in the model")
     parser.add_argument(
         "--convert", type=Path, metavar="FILE",
-        help="write what torch.save wrote as this safetensors file first; model.safetensors in the model's folder is "
+        help="write torch.save's or unaligned tensors as this safetensors file first; model.safetensors in its folder is "
         "what starts then read",
     )  # fmt: skip
     parser.add_argument(
@@ -70,14 +70,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def convert(settings: Settings, file: Path) -> str:
-    """Write torch.save's tensors as one safetensors file; returns what to serve.
+    """Write torch.save's tensors, or unaligned or sharded ones, as one safetensors file; returns what to serve.
 
     ConfigError when there is nothing to convert, or no place for the file.
     """
     from medusa_runtime.timeline import Timeline
-    from medusa_runtime.weights.archive import SUFFIXES
     from medusa_runtime.weights.checkpoint import SINGLE
-    from medusa_runtime.weights.conversion import write_safetensors
+    from medusa_runtime.weights.conversion import is_converted, write_safetensors
     from medusa_runtime.weights.prefetcher import prefetch
     from medusa_runtime.weights.region import Region
 
@@ -89,8 +88,10 @@ def convert(settings: Settings, file: Path) -> str:
     began, region = time.monotonic(), Region.create()
     try:
         prefetch(region, settings.model, settings=settings, timeline=Timeline.create("convert"))
-        if not region.wait_index().shards[0].name.endswith(SUFFIXES):
-            raise ConfigError(f"--convert: {settings.model} is safetensors already; expected what torch.save wrote")
+        if is_converted(region.wait_index()):
+            raise ConfigError(
+                f"--convert: {settings.model} is safetensors already, aligned and in one file; leave --convert out"
+            )
         write_safetensors(region, file)
     finally:
         region.close()

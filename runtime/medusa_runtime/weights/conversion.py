@@ -14,6 +14,7 @@ from pathlib import Path
 
 from medusa_runtime.weights.alignment import ALLOCATED_BYTES
 from medusa_runtime.weights.header import PREFIX_BYTES
+from medusa_runtime.weights.index import WeightIndex
 from medusa_runtime.weights.region import Region
 from medusa_runtime.weights.views import Views
 
@@ -57,6 +58,19 @@ def write_safetensors(region: Region, path: Path, order: Sequence[str] | None = 
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def is_converted(index: WeightIndex) -> bool:
+    """Whether it is one safetensors file whose tensors lie as ``write_safetensors`` lays them, in whatever order."""
+    (shard, *others) = index.shards
+    if others or not shard.name.endswith(".safetensors"):
+        return False
+    whole = [
+        entry
+        for entry in index.tensors.values()
+        if entry.stop > entry.start and not (entry.stop - entry.start) % ALLOCATED_BYTES
+    ]
+    return all((shard.data_start + entry.start) % ALLOCATED_BYTES == 0 for entry in whole)
 
 
 def _bytes(region: Region, views: Views, name: str) -> memoryview | bytes:

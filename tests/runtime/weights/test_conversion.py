@@ -13,10 +13,10 @@ from medusa_runtime.errors import CorruptError
 from medusa_runtime.timeline import Timeline
 from medusa_runtime.weights.build import build
 from medusa_runtime.weights.checkpoint import open_checkpoint
-from medusa_runtime.weights.conversion import write_safetensors
+from medusa_runtime.weights.conversion import is_converted, write_safetensors
 from medusa_runtime.weights.prefetcher import prefetch
 from medusa_runtime.weights.region import Region
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 
@@ -77,3 +77,19 @@ def test_a_fetch_that_fails_leaves_no_file(filling: Callable[..., Any], tmp_path
     with pytest.raises(CorruptError, match="bytes 5 to 9"):
         write_safetensors(filled.region, tmp_path / "m.safetensors")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_unaligned_safetensors_are_put_into_place(tmp_path: Path) -> None:
+    state = {"count": torch.ones((), dtype=torch.int64), "weight": torch.randn(64, 32), "other": torch.randn(16)}
+    save_file(state, tmp_path / "model.safetensors")  # the eight bytes of the count come first
+    assert not is_converted(open_checkpoint(str(tmp_path)).index)
+    (tmp_path / "new").mkdir()
+    region = Region.create()
+    try:
+        prefetch(region, str(tmp_path), settings=Settings(), timeline=Timeline.create("test"))
+        write_safetensors(region, tmp_path / "new" / "model.safetensors")
+    finally:
+        region.close()
+    assert is_converted(open_checkpoint(str(tmp_path / "new")).index)
+    found = load_file(tmp_path / "new" / "model.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
