@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the bundle there; default: .medusa in the model")
     parser.add_argument(
         "--convert", type=Path, metavar="FILE",
-        help="write torch.save's or unaligned tensors as this safetensors file first; model.safetensors in its folder is "
+        help="write torch.save's or unaligned tensors as this safetensors file first; model.safetensors beside them is "
         "what starts then read",
     )  # fmt: skip
     parser.add_argument(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from medusa_runtime.config import Settings
 from medusa_runtime.timeline import Timeline
+from medusa_runtime.weights.flights import Flights, Span
 from medusa_runtime.weights.load_priority import interactive_load, loading
 from medusa_runtime.weights.prefetcher import prefetch
 from medusa_runtime.weights.region import Region
@@ -61,6 +62,22 @@ def test_what_is_asked_for_is_fetched_first(served: Any, region: Region) -> None
     served.bytes_per_s = None
     thread.join(60)
     check(region)
+
+
+def test_an_answer_that_has_not_begun_is_late_before_one_that_is_slow() -> None:
+    flights = Flights()
+    silent, slow = flights.begin(Span(1, 1), 10**9), flights.begin(Span(2, 1), 10**9)
+    first = flights.begin(Span(0, 1), 100_000)
+    first.began -= 0.01
+    first.advance(first.size_bytes)
+    slow.advance(1)
+    for flight in (silent, slow):
+        flight.began -= 100.0  # at most 10 MB a second: a gigabyte takes longer
+    assert flights.late() == []  # nothing tells yet how soon an answer begins
+    flights.end(first)
+    assert flights.late() == [silent]
+    silent.hedged = True
+    assert flights.late() == []
 
 
 @pytest.mark.parametrize("number", [0, 5])
