@@ -14,15 +14,16 @@ from benchmarks.cicada.promises import find_targets
 from benchmarks.cicada.runner import ROOT
 from benchmarks.cicada.session import Session, say
 
-STRATEGIES = ("sequential", "pisel", "mini", "preload", "full", "floor")
+STRATEGIES = ("sequential", "pisel", "mini", "preload", "full", "converted", "floor")
 _DEFAULT = "resnet50,resnet152,vgg16,vgg19,bert-base,llama-1b"
+_ORIGINS_S = 90.0  # at most, of each model: one of gigabytes has fewer samples
 _GATED = "resnet50"  # what gates cost is promised of it
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     models, strategies = _names(options.models), _names(options.strategies)
-    from benchmarks.cicada.checkpoint import checkpoint
+    from benchmarks.cicada.checkpoint import checkpoint, converted
     from benchmarks.cicada.workload import NAMES, workload
 
     unknown = [name for name in models if name not in NAMES] + [name for name in strategies if name not in STRATEGIES]
@@ -30,6 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
         _parser().error(f"unknown {unknown} or --runs below 1; models: {', '.join(NAMES)}; {', '.join(STRATEGIES)}")
     result = Result()
     folders = {model: checkpoint(workload(model), options.checkpoints) for model in models}
+    for folder in folders.values() if "converted" in strategies or options.prepare else ():
+        converted(folder)
     if options.prepare:
         return 0
     with tempfile.TemporaryDirectory(prefix="medusa-cicada-") as scratch:
@@ -64,10 +67,12 @@ def _measure(
         from benchmarks.cicada.limited import measure_limited, seconds_needed
 
         for model in folders:
-            if seconds_needed(model, options.checkpoints, options.origin) > session.left_s:
+            each_s = seconds_needed(model, options.checkpoints, 1)
+            runs = min(options.origin, int(min(session.left_s, _ORIGINS_S) / each_s))
+            if runs:
+                measure_limited(result, model, options.checkpoints, runs, scratch)
+            else:
                 say(f"{model}: the limited origins are left out, the time is over")
-                continue
-            measure_limited(result, model, options.checkpoints, options.origin, scratch)
     for number in range(1, options.runs):
         session.round(number)
     session.add_rows(result)
@@ -89,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write machine and rows to this file")
     parser.add_argument("--figures", type=Path, metavar="FOLDER", help="draw each model's timeline into this folder")
     parser.add_argument("--trace", type=int, default=0, metavar="N", help="replay N invocations of the trace, too")
-    parser.add_argument("--origin", type=int, default=1, metavar="N", help="samples from limited and late origins (1)")
+    parser.add_argument("--origin", type=int, default=3, metavar="N", help="samples from limited and late origins (3)")
     parser.add_argument("--gates", type=int, default=100, metavar="N", help="warm forwards, built and plain (100)")
     parser.add_argument("--prepare", action="store_true", help="only write the checkpoints, several gigabytes")
     parser.add_argument(

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import os
 import zlib
+from contextlib import closing
 from pathlib import Path
 
 import torch
+from medusa_runtime.config import Settings
+from medusa_runtime.timeline import Timeline
+from medusa_runtime.weights.alignment import must_move
+from medusa_runtime.weights.conversion import write_safetensors
+from medusa_runtime.weights.prefetcher import prefetch
+from medusa_runtime.weights.region import Region
 from medusa_runtime.weights.skeleton import skeleton
+from medusa_runtime.weights.views import Views
 from torch import Tensor
 
 from benchmarks import make_checkpoint
+from benchmarks.cicada.runner import CONVERTED
 from benchmarks.cicada.workload import Workload
 
 _BLOCK_ELEMENTS = 4 << 20
@@ -30,6 +39,23 @@ def checkpoint(workload: Workload, folder: Path) -> Path:
         while file.read(8 << 20):
             pass
     return path.parent
+
+
+def converted(folder: Path) -> Path | None:
+    """The same as ``medusa materialize --convert`` writes it, where this CPU needs some tensors to lie elsewhere.
+
+    Such tensors are copied when they are loaded as they are (see the runtime's ``alignment.py``). None: there are none.
+    """
+    beside = folder / CONVERTED
+    with closing(Region.create()) as region:
+        prefetch(region, str(folder), settings=Settings(), timeline=Timeline.create("convert"))
+        index, views = region.wait_index(), Views(region)
+        if not any(must_move(views.tensor(name, index.tensors[name])) for name in index.order):
+            return None
+        if not (beside / "model.safetensors").exists():
+            beside.mkdir(exist_ok=True)
+            write_safetensors(region, beside / "model.safetensors")
+    return beside
 
 
 def _write(workload: Workload, folder: Path) -> None:

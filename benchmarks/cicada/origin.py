@@ -19,6 +19,7 @@ from medusa_runtime.errors import MedusaError
 
 _SLICE_BYTES = 128 << 10
 _SMALL_BYTES = 1 << 20  # ranges below it are headers and the like
+_QUEUE_S = 0.02  # what a link's queue holds: it is not idle because this process was not run for a moment
 
 
 class LimitedServer(RangedServer):
@@ -39,7 +40,7 @@ class LimitedServer(RangedServer):
     def take(self, count: int) -> None:
         """Wait until ``count`` bytes have had their time on the link."""
         with self._lock:
-            self._free_at = max(self._free_at, time.monotonic()) + count / self.total_rate
+            self._free_at = max(self._free_at, time.monotonic() - _QUEUE_S) + count / self.total_rate
             wait_s = self._free_at - time.monotonic()
         time.sleep(max(wait_s, 0.0))
 

@@ -22,6 +22,7 @@ from benchmarks.cicada.pipeline import Stage
 from benchmarks.cicada.sample import Request
 
 ROOT = Path(__file__).parents[2]
+CONVERTED = "converted"  # a folder in a workload's own
 _WATCH_EVERY_S = 0.02
 _TIMEOUT_S = 600.0
 

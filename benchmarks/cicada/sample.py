@@ -93,7 +93,7 @@ def _answer(request: Request, chosen: Any, strategies: Any, parts: tuple[Region,
     torch.set_default_dtype(chosen.dtype)
     start = time.monotonic_ns()
     path = None
-    if request.strategy in ("full", "floor"):
+    if request.strategy in ("full", "converted", "floor"):
         os.write(writer, json.dumps([request.url, request.connections]).encode() + b"\n")
     else:
         path = _local(request.url, timeline)

@@ -12,7 +12,7 @@ from medusa_adapters.bench.result import Result
 from medusa_runtime.errors import CorruptError
 
 from benchmarks.cicada import pipeline
-from benchmarks.cicada.runner import Container, Inference, Memory
+from benchmarks.cicada.runner import CONVERTED, Container, Inference, Memory
 from benchmarks.cicada.sample import Request
 
 Key = tuple[str, str]  # model, strategy
@@ -42,7 +42,8 @@ class Session:
                 say(f"{model}: round {number + 1} is left out, the time is over")
                 continue
             began = time.monotonic()
-            for strategy in self._strategies if number % 2 == 0 else self._strategies[::-1]:
+            strategies = [name for name in self._strategies if self._url(model, name).exists()]
+            for strategy in strategies if number % 2 == 0 else strategies[::-1]:
                 found = self._infer(model, strategy, watch=watch)
                 (self.watched if watch else self.timed)[model, strategy].append(found)
             self._round_s[model] = time.monotonic() - began
@@ -60,7 +61,10 @@ class Session:
     def _sample(self, model: str, strategy: str, *, watch: bool) -> Inference:
         with Container(self._scratch) as container:
             container.wait_ready()
-            return container.infer(Request(model, strategy, str(self._folders[model])), watch=watch)
+            return container.infer(Request(model, strategy, str(self._url(model, strategy))), watch=watch)
+
+    def _url(self, model: str, strategy: str) -> Path:
+        return self._folders[model] / CONVERTED if strategy == "converted" else self._folders[model]
 
     def add_rows(self, result: Result) -> None:
         for (model, strategy), timed in self.timed.items():
@@ -82,7 +86,7 @@ class Session:
 
         folder.mkdir(parents=True, exist_ok=True)
         for model in self._folders:
-            samples = {strategy: sorted(self.timed[model, strategy]) for strategy in self._strategies}
+            samples = {name: sorted(self.timed[model, name]) for name in self._strategies if self.timed[model, name]}
             middle = {strategy: found[len(found) // 2].stages for strategy, found in samples.items()}
             for ending in ("svg", "png"):
                 draw(model, middle, folder / f"{model}.{ending}")

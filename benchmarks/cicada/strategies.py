@@ -142,6 +142,7 @@ STRATEGIES: dict[str, Callable[[Job], Tensor]] = {
     "mini": mini,
     "preload": preload,
     "full": full,
+    "converted": full,  # of a file that was converted before
     "floor": floor,
 }
 

@@ -46,7 +46,7 @@ def test_every_strategy_gives_the_output_of_eager_loading(name: str, tmp_path: P
     outputs, units = {}, {}
     for strategy, run in STRATEGIES.items():
         timeline, region = Timeline.create("test"), Region.create()
-        if strategy in ("full", "floor"):
+        if strategy in ("full", "converted", "floor"):
             prefetch(region, str(folder), settings=Settings(), timeline=timeline)
         with torch.inference_mode():
             outputs[strategy] = run(Job(chosen, folder / "model.safetensors", timeline, region))
@@ -112,12 +112,14 @@ def test_the_limited_origin_serves_ranges_and_delays_some(tmp_path: Path) -> Non
 
 def test_the_command_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    arguments = ["--models", "tiny-bert", "--strategies", "pisel,full", "--runs", "2", "--gates", "3"]
+    arguments = ["--models", "tiny-bert", "--strategies", "pisel,full", "--runs", "2", "--gates", "3", "--trace", "2"]
     arguments += ["--checkpoints", str(tmp_path / "kept"), "--json", str(tmp_path / "out.json")]
     assert command.main([*arguments, "--figures", str(tmp_path / "figures")]) == 0
     rows = {(row["name"], row["metric"]): row for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
     names = {"full", "pisel", "limited", "limited-bound", "delayed", "delayed-bound", "built", "plain"}
-    assert {name for name, _ in rows} == {f"tiny-bert/{name}" for name in names}
+    assert {name for name, _ in rows} == {f"tiny-bert/{name}" for name in names} | {"trace/full", "trace/pisel"}
+    times = [rows["trace/full", f"p{percent}_s"]["median"] for percent in (50, 95, 99)]
+    assert 0 < times[0] <= times[1] <= times[2]
     assert rows["tiny-bert/full", "latency_s"]["runs"] == 2
     assert rows["tiny-bert/full", "latency_s"]["median"] > 0
     assert rows["tiny-bert/full", "peak_mb"]["median"] > rows["tiny-bert/full", "added_mb"]["median"]
