@@ -49,7 +49,9 @@ WITHOUT_TORCH = (
 INSIDE_VLLM = tuple(f"medusa_runtime.engine.vllm.{name}" for name in ("executor", "loader", "worker"))
 # What only a GPU's machine has: triton, and vLLM's classes for a GPU.
 ON_A_GPU = (
+    "medusa_runtime.engine.vllm.gpu_graph_state",
     "medusa_runtime.engine.vllm.gpu_graphs",
+    "medusa_runtime.engine.vllm.gpu_recording",
     "medusa_runtime.engine.vllm.gpu_worker",
     "medusa_runtime.kernels.paged_triton",
 )
