@@ -220,3 +220,84 @@ def test_vllm_takes_the_arguments_for_a_gpu(parts: Any) -> None:
     assert len(compilation.cudagraph_capture_sizes) == 35
     assert set(arguments) <= {field.name for field in dataclasses.fields(EngineArgs)}
     assert resolve_obj_by_qualname(WORKER) is parts.worker.GpuWorker
+
+
+def test_the_cache_has_the_size_that_the_bundles_graphs_know(worker: Any, parts: Any) -> None:
+    from medusa_runtime.state.graphs import Blueprints
+
+    worker.__dict__["_blueprints"] = Blueprints(fingerprint={"kv_cache_bytes": str(5 << 30)})
+    assert worker.determine_available_memory() == 5 << 30
+    assert worker.cache_config.kv_cache_memory_bytes == 5 << 30
+    worker.__dict__["_blueprints"] = Blueprints(fingerprint={"kv_cache_bytes": "many"})
+    worker.cache_config.kv_cache_memory_bytes = 4 << 30
+    assert worker.determine_available_memory() == 4 << 30
+
+
+class Bundled:
+    def __init__(self, failing: Exception | None = None) -> None:
+        self.failing = failing
+        self.noted: list[str] = []
+
+    def read(self) -> bytes:
+        if self.failing:
+            raise self.failing
+        return b"no blueprints"
+
+    def distrust(self, reason: str) -> bool:
+        self.noted.append(reason)
+        return True
+
+
+def test_bundles_that_cannot_be_used_are_said_once(
+    worker: Any, parts: Any, manager: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    from medusa_runtime.errors import StateError
+
+    for failing in (StateError("they broke the device's context before"), None):
+        worker.__dict__.pop("_blueprints", None)
+        worker.__dict__["_bundled"] = Bundled(failing)
+        worker.determine_available_memory()
+        made = adopt(parts, manager, worker.restore_graphs)
+        made.capture()
+        assert made.captured == [4, 2, 1]
+        made.captured.clear()
+        manager.graphs.clear()
+        manager._graphs_captured = False
+    lines = [record.message for record in caplog.records if "captured and not restored" in record.message]
+    assert len(lines) == 2
+    assert "context before" in lines[0]
+    assert "expected materialized CUDA graphs" in lines[1]
+
+
+def test_a_broken_context_is_written_down_and_ends_the_process(
+    worker: Any, parts: Any, manager: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from medusa_runtime.errors import DeviceError
+    from medusa_runtime.state.graphs import Blueprints
+    from medusa_runtime.state.graphs.driver import CudaError
+
+    class Breaking:
+        def __init__(self, *_: Any) -> None: ...
+
+        def restore(self, blueprints: Any) -> None:
+            raise DeviceError("broke the context") from CudaError("cuGraphLaunch", 700, "an illegal address")
+
+    aborted: list[bool] = []
+    monkeypatch.setattr(parts.worker, "VllmGraphState", Breaking)
+    monkeypatch.setattr(parts.worker, "CudaDriver", lambda: None)
+    monkeypatch.setattr(parts.worker.os, "abort", lambda: aborted.append(True))
+    worker.model_runner = SimpleNamespace()
+    worker.__dict__["_blueprints"] = Blueprints()
+    worker.__dict__["_bundled"] = bundled = Bundled()
+    adopt(parts, manager, worker.restore_graphs).capture()
+    assert bundled.noted == ["broke the context"]
+    assert aborted == [True]
+    worker.__dict__["_bundled"] = None
+    with pytest.raises(DeviceError):
+        adopt(parts, clean(manager), worker.restore_graphs).capture()
+
+
+def clean(manager: Any) -> Any:
+    manager.graphs.clear()
+    manager._graphs_captured = False
+    return manager
