@@ -133,7 +133,10 @@ class _Connection:
         method, request_id = frame["method"], frame["id"]
         try:
             if not hasattr(self._engine, method):
-                raise RequestError("this model continues text; for embeddings expected an encoder such as BERT")
+                raise RequestError(
+                    f"the {self._engine.info.engine} engine continues text; for embeddings expected an encoder such as "
+                    "BERT as --model, with --engine torch"
+                )
             value = getattr(self._engine, method)(**frame["arguments"])
             self.send({"type": "result", "id": request_id, "value": value})
         except MedusaError as error:

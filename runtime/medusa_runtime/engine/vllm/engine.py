@@ -19,10 +19,12 @@ import torch
 from ...config import Settings
 from ...errors import EngineError, MedusaError, ModelError, RequestError
 from ...limits import cpu_count
+from ...models.registry import is_encoder
 from ...state.compilations import compilations
 from ...timeline import Timeline
 from ...weights.region import Region
 from ..base import EngineInfo, GenerateRequest
+from ..checkpoint_files import read_json
 from ..completion import advance
 from ..inbox import Inbox
 from ..requests import Requests, Sink
@@ -49,6 +51,10 @@ class VllmEngine:
         """``capture``: the folder to write what is compiled into (offline)."""
         _set_num_threads(settings.threads or cpu_count())
         region.wait_index()
+        if is_encoder(read_json(region, "config.json") or {}):
+            raise ModelError(
+                "--engine vllm continues text, and this model is an encoder; expected --engine torch for it"
+            )
         self._timeline = timeline
         self._tokenizer = Tokenizer(region.file("tokenizer.json"), timeline)
         self._compiled = CompiledStart(region, settings, timeline, capture)
