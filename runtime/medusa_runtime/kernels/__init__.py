@@ -96,7 +96,7 @@ def side_by_side(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor |
 
 def compiled_for(dtype: torch.dtype) -> bool:
     """Whether products of this dtype are our compiled kernels' on this machine; else they are torch's."""
-    return dtype in native.DTYPES and _path(dtype).compiled is not None
+    return dtype in (torch.bfloat16, torch.float16) and _path(dtype).compiled is not None
 
 
 def paged_attention(

@@ -257,3 +257,8 @@ def test_a_compiler_that_is_missing_or_fails_is_named(monkeypatch: pytest.Monkey
     with pytest.raises(build.KernelBuildError, match="failed"):
         build.build(tmp_path / "library.so")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8])
+def test_no_product_of_another_dtype_is_ours(dtype: torch.dtype) -> None:
+    assert not kernels.compiled_for(dtype)
