@@ -113,6 +113,7 @@ def test_the_limited_origin_serves_ranges_and_delays_some(tmp_path: Path) -> Non
 def test_the_command_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     arguments = ["--models", "tiny-bert", "--strategies", "pisel,full", "--runs", "2", "--gates", "3"]
+    arguments += ["--origin", "1"]
     arguments += ["--checkpoints", str(tmp_path / "kept"), "--json", str(tmp_path / "out.json")]
     assert command.main([*arguments, "--figures", str(tmp_path / "figures")]) == 0
     rows = {(row["name"], row["metric"]): row for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
