@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable
 
@@ -11,7 +10,7 @@ from medusa_runtime.errors import ConfigError, MissingPackageError
 from .compiled import Compiled
 from .contestants import Contestant, Medusa, Script, Transformers
 from .prewarmed import Prewarmed
-from .vllm_baselines import STARTS, VllmBaseline
+from .vllm_baselines import STARTS, VllmBaseline, has_module
 
 _EAGER = ("--compile", "never")
 _IMPORT = (
@@ -52,11 +51,7 @@ def contestants(names: list[str], vllm_python: str) -> list[Contestant]:
 
 
 def has_vllm(python: str) -> bool:
-    check = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
-    try:
-        return subprocess.run([python, "-c", check], check=False, timeout=60).returncode == 0
-    except OSError:
-        return False
+    return has_module(python, "vllm")
 
 
 __all__ = ["ROWS", "SAME_TOKENS", "contestants", "has_vllm"]

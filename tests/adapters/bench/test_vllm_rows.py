@@ -38,6 +38,7 @@ class LLM:
         os.system("echo and so do its processes")
         cache = pathlib.Path(os.environ["VLLM_CACHE_ROOT"])
         self.said = ["cold", "warm"][cache.exists()] + (" eager" if options.get("enforce_eager") else "")
+        self.said += " streamed" if options.get("load_format") == "runai_streamer" else ""
         self.said += " inside" if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0" else ""
         cache.mkdir(parents=True, exist_ok=True)
         if model == "broken": raise SystemExit("no such model")
@@ -52,6 +53,7 @@ class LLM:
 @pytest.fixture
 def with_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "vllm.py").write_text(VLLM)
+    (tmp_path / "runai_model_streamer.py").touch()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
 
@@ -61,7 +63,7 @@ def with_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("vllm-default-baseline", ["cold...", "cold..."]),
         ("vllm-warm-cache-baseline", ["cold...", "warm..."]),
-        ("vllm-best-baseline", ["cold inside...", "warm inside..."]),
+        ("vllm-best-baseline", ["cold streamed inside...", "warm streamed inside..."]),
         ("vllm-eager-baseline", ["cold eager...", "warm eager..."]),
     ],
 )
