@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
+from operator import itemgetter
 
 from medusa_runtime.errors import OverloadedError
 
@@ -24,7 +25,7 @@ class Admission:
         self._running_limit = running
         self._waiting_limit = waiting
         self._changed = threading.Condition()
-        self._queue: deque[threading.Event] = deque()
+        self._queue: list[tuple[int, threading.Event]] = []  # in the order of arrival
         self._opened = False
         self.in_flight = 0
         self.running = 0
@@ -58,12 +59,16 @@ class Admission:
             self._opened = True
             self._advance()
 
-    def start(self, gone: Callable[[], bool], timeout_s: float, draining: threading.Event) -> None:
-        """Wait for one of the running slots. Raises ClientGoneError, or 503 after ``timeout_s``."""
+    def start(self, gone: Callable[[], bool], timeout_s: float, draining: threading.Event, *, arrived: int = 0) -> None:
+        """Wait for one of the running slots, behind all with a smaller ``arrived``.
+
+        Raises ClientGoneError, or 503 after ``timeout_s``.
+        """
         deadline = time.monotonic() + timeout_s
         turn = threading.Event()
+        waiting = (arrived, turn)
         with self._changed:
-            self._queue.append(turn)
+            bisect.insort(self._queue, waiting, key=itemgetter(0))
             self._advance()
         try:
             while not turn.wait(_POLL_S):
@@ -75,7 +80,7 @@ class Admission:
                 if turn.is_set():
                     self.running -= 1
                 else:
-                    self._queue.remove(turn)
+                    self._queue.remove(waiting)
                 self._advance()
             raise
 
@@ -87,7 +92,7 @@ class Admission:
     def _advance(self) -> None:
         while self._opened and self._queue and self.running < self._running_limit:
             self.running += 1
-            self._queue.popleft().set()
+            self._queue.pop(0)[1].set()
 
     def _check(self, gone: Callable[[], bool], draining: threading.Event) -> None:
         if gone():

@@ -23,6 +23,7 @@ from gunicorn.workers.gthread import ThreadWorker
 from medusa_runtime.shortage import shortage
 
 from .faults import ApiError, compact
+from .late_clients import LateClients
 from .server import STOP_GRACE_S, options
 from .slow_clients import WHOLE, SlowClients
 
@@ -103,6 +104,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         # A handler of signals may interrupt whoever holds a lock that it needs itself, and so hang; this takes none.
         # The thread is made now, since to start one takes a lock, too, and at the end there may be no room for it.
         self._stop: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._late_clients = LateClients()
         threading.Thread(target=self._drain, name="drain", daemon=True).start()
         super().init_process()
 
@@ -142,8 +144,8 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         finally:
             self.app.slow_clients.end(conn.sock)
         if not kept:
-            # Up to two seconds for the client's end; gunicorn waits in its loop, and everybody else with it.
-            conn.close(graceful=True)
+            # gunicorn waits for the client's end in its loop, up to two seconds, and everybody else with it.
+            self._late_clients.leave(conn.sock)
             conn.close = _closed
         return kept
 

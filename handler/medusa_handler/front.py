@@ -6,11 +6,13 @@ Importing Flask costs 100 to 200 ms; a probe that arrives before it is there mus
 from __future__ import annotations
 
 import hmac
+import itertools
 import json
 import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from .faults import not_ready
 from .platform import ACCEPTING, LIVE, READY
 from .slow_clients import WHOLE
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
+ARRIVED = "medusa.arrived"  # the environ's key of a number that grows from request to request
+_TELLS = ("/metrics", "/timeline", "/openapi.json")  # what is no work is not refused
 PROBES = {"/livez": LIVE, "/startupz": READY, "/readyz": READY}
 _TOKEN_WANTED = {
     "error": {
@@ -46,6 +50,10 @@ class Front:
         self._token = service.settings.token
         self._app: Wsgi | None = None
         self._building = threading.Lock()
+        # Locks are given in no order, so requests that wait for the app keep theirs in a number.
+        self._arrivals = itertools.count()
+        self._cap = service.settings.max_waiting + service.settings.max_concurrency
+        self._room = threading.Semaphore(self._cap)
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         if WHOLE in environ and environ.get("CONTENT_LENGTH", "0") in ("", "0") and not _is_chunked(environ):
@@ -60,6 +68,15 @@ class Front:
             return _json(start_response, "401 Unauthorized", _TOKEN_WANTED, ("WWW-Authenticate", "Bearer"))
         elif probe is not None:
             return _json(start_response, "405 Method Not Allowed", _PROBE_IS_READ, ("Allow", "GET, HEAD"))
+        environ[ARRIVED] = next(self._arrivals)
+        if self._app is None and environ["PATH_INFO"] not in _TELLS:
+            # Each of these holds a thread until the app is there; beyond the cap that must be none of the probes' own.
+            if not self._room.acquire(blocking=False):
+                return self._refuse(start_response)
+            try:
+                self.app()
+            finally:
+                self._room.release()
         return self.app()(environ, start_response)
 
     def app(self) -> Wsgi:
@@ -68,6 +85,14 @@ class Front:
             if self._app is None:
                 self._app = self._build()
             return self._app
+
+    def _refuse(self, start_response: Callable[..., Any]) -> Iterable[bytes]:
+        service = self._service
+        service.admission.refused += 1
+        why = f"it is still starting, and {self._cap} requests wait for it already, as many as may"
+        error = not_ready(why, service.eta_s())
+        body = error.body() if service.settings.handler is None else {"error": error.message}
+        return _json(start_response, "503 Service Unavailable", body, *error.headers.items())
 
     def _is_authorized(self, header: str) -> bool:
         assert self._token is not None

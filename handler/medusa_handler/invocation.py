@@ -10,6 +10,7 @@ from flask import Blueprint, Response, g, request
 from .body import as_json_object, read_body
 from .contract import Headers, Request
 from .faults import ApiError
+from .front import ARRIVED
 
 if TYPE_CHECKING:
     from .function import UserFunction
@@ -54,7 +55,8 @@ def root(service: Service, work: Work) -> Blueprint:
             called = _request(service)
             if not service.ready and platform.streams and platform.early_heartbeats and _takes_only_events(called):
                 return _held(service, function, called, gone)
-            service.admission.start(gone, service.settings.hold_s, service.draining)
+            arrived = request.environ.get(ARRIVED, 0)
+            service.admission.start(gone, service.settings.hold_s, service.draining, arrived=arrived)
             try:
                 result = function.call(called, gone)
                 response = respond(service, result if send is None else send(called, result), called, gone)
@@ -81,8 +83,10 @@ def _held(service: Service, function: UserFunction, called: Request, gone: Calla
     """
     from .answering import Events, respond
 
+    arrived = request.environ.get(ARRIVED, 0)
+
     def events() -> Iterator[Any]:
-        service.admission.start(gone, service.settings.hold_s, service.draining)
+        service.admission.start(gone, service.settings.hold_s, service.draining, arrived=arrived)
         try:
             result, send = function.call(called, gone), service.platform.send
             if isinstance(result := result if send is None else send(called, result), Iterator):

@@ -35,7 +35,7 @@ _SAMPLING = {
 _MESSAGE = {
     "type": "object",
     "required": ["role", "content"],
-    "properties": {"role": {"enum": ["system", "user", "assistant"]}, "content": {"type": "string"}},
+    "properties": {"role": {"enum": ["system", "user", "assistant"]}, "content": _or_null({"type": "string"})},
 }
 _COMPLETION = {
     "type": "object",
