@@ -34,8 +34,8 @@ _SAMPLING = {
 }
 _MESSAGE = {
     "type": "object",
-    "required": ["role", "content"],
-    "properties": {"role": {"enum": ["system", "user", "assistant"]}, "content": _or_null({"type": "string"})},
+    "required": ["role"],
+    "properties": {"role": {"type": "string"}, "content": _or_null({"type": "string"})},
 }
 _COMPLETION = {
     "type": "object",
