@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from medusa_runtime.config import Settings
+from medusa_runtime.process import share_cores
 from medusa_runtime.timeline import Timeline
 from medusa_runtime.weights.prefetcher import prefetch
 from medusa_runtime.weights.region import Region
@@ -43,6 +44,7 @@ class Answer:
 def main() -> None:
     region, timeline = Region.create(), Timeline.create("function")
     reader, writer = os.pipe()
+    share_cores()  # as a served function's processes do, for every strategy alike
     child = os.fork()
     if not child:
         os.close(writer)

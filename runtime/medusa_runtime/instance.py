@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Protocol
 from .config import NODE_SOCKET, Settings
 from .engine.client import EngineClient
 from .errors import ConfigError, EngineError, MedusaError, from_code
-from .process import ReportPipe, fork
+from .process import ReportPipe, fork, share_cores
 from .shortage import make_room_for_files, shortage
 from .timeline import Stage, Timeline, process_start_ns
 from .weights.region import Progress, Region
@@ -139,6 +139,7 @@ class Instance:
     def start(self, function: Function) -> None:
         """Make what is shared, then fork: the prefetcher first, since the network takes longest."""
         engine: EngineClient | None = None
+        share_cores()
         with self._timeline.stage("fork"):
             if self._settings.model is not None:
                 self._take_or_make_region()

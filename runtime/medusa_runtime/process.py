@@ -19,6 +19,7 @@ from .timeline import Timeline
 logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
+_SPINS = 2000  # some 30 µs
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP)
 
 
@@ -118,6 +119,17 @@ def _child(name: str, body: Callable[[], int], reports: ReportPipe, parent: int)
             sys.stderr.flush()
         finally:
             os._exit(status)  # never run the parent's exit handlers
+
+
+def share_cores() -> None:
+    """Let OpenMP's threads, in processes that are forked from here on, wait asleep after some microseconds awake.
+
+    By themselves they spin for milliseconds (libgomp), which is best where nobody else wants the cores. Here an HTTP
+    server, a fetch and other containers do, and a thread that spins keeps the one it waits for from its core. What the
+    user has set stays.
+    """
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = str(_SPINS)
 
 
 def name_process(name: str) -> None:

@@ -21,7 +21,7 @@ from functools import partial
 
 from ..config import Settings
 from ..errors import MedusaError, NodeError, StorageError, from_code
-from ..process import ReportPipe
+from ..process import ReportPipe, share_cores
 from ..storage.base import redacted
 from ..timeline import Timeline
 from ..weights.region import Region
@@ -78,6 +78,7 @@ class Agent:
         self.started_at = time.monotonic()
 
     def run(self) -> int:
+        share_cores()
         signal.set_wakeup_fd(self._stop[1], warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_stop)
