@@ -12,6 +12,7 @@ _SLACK_S = 0.25
 _SLACK_FIRST = 4.0  # the same for a range of which nothing has come: what the others' first bytes take
 _SLACK_FIRST_S = 0.05
 _WEIGHT = 0.3  # of the newest range in the measured rate
+_DOUBLED = 4  # of so many ranges one may be asked for twice at a time
 
 
 class Span(NamedTuple):
@@ -46,6 +47,15 @@ class Flight:
             self.first_s = time.monotonic() - self.began
         self.done_bytes = done_bytes
 
+    def pause(self, seconds: float) -> None:
+        """It was suspended for another one, and is not late for that."""
+        self.held = True
+        self.began += seconds
+
+    def rate(self, now: float) -> float:
+        """Bytes a second until now."""
+        return self.done_bytes / max(now - self.began, 1e-6)
+
 
 class Flights:
     """What every connection is doing. Their rate and their patience with a store are measured as ranges come in."""
@@ -75,16 +85,33 @@ class Flights:
     def count(self) -> int:
         return len(self._flying)
 
+    @property
+    def room(self) -> int:
+        """For how many more a second request may be made: each takes bandwidth from the first ones."""
+        with self._lock:
+            twice = sum(flight.hedged for flight in self._flying)  # the second ones count, too
+            return max(len(self._flying) // _DOUBLED, 1) - twice // 2
+
     def late(self) -> list[Flight]:
-        """Ranges without a second request that should have been complete by now, from what the others show."""
+        """Ranges without a second request that should have been complete by now, from what the others show.
+
+        A link that they share slows all of them at once, more so with every connection that is opened. So a range is
+        held against its peers as they are now, and not only against those that have been.
+        """
         now = time.monotonic()
         with self._lock:
             flying, rate, first_s = list(self._flying), self._bytes_per_s, self._first_s
-        if rate is None:  # none is complete: the best of those under way
-            rate = max((f.done_bytes / (now - f.began) for f in flying if f.done_bytes and now > f.began), default=None)
-        if rate is None:
-            return []
-        return [f for f in flying if not f.hedged and now - f.began > _patience_s(f, rate, first_s)]
+        silent = sum(flight.first_s is None for flight in flying)
+        if silent > max(len(flying) // _DOUBLED, 1):
+            first_s = None  # that is the link, and no single answer
+        rates = {flight: flight.rate(now) for flight in flying if flight.done_bytes}
+        late = []
+        for flight in flying:
+            peers = sorted(found for other, found in rates.items() if other is not flight)
+            usual = min(filter(None, (rate, peers[len(peers) // 2] if peers else None)), default=None)
+            if usual and not flight.hedged and now - flight.began > _patience_s(flight, usual, first_s):
+                late.append(flight)
+        return late
 
 
 def _averaged(old: float | None, new: float) -> float:

@@ -98,12 +98,15 @@ class Schedule:
         return [chunk for chunk in asked if not self._writer.present(chunk)]
 
     def late(self) -> list[Flight]:
-        """Ranges that are late and awaited: by a forward, or, when nothing else is left to fetch, by everybody."""
+        """Ranges that are late and awaited: by a forward, or, when nothing else is left to fetch, by everybody.
+
+        No more than may be asked for twice now.
+        """
         late = self.flights.late()
-        if not late or self.exhausted:
-            return late
-        wanted = set(self.wanted())
-        return [flight for flight in late if not wanted.isdisjoint(flight.span.chunks)]
+        if late and not self.exhausted:
+            wanted = set(self.wanted())
+            late = [flight for flight in late if not wanted.isdisjoint(flight.span.chunks)]
+        return late[: max(self.flights.room, 0)] if late else []
 
     def stop(self) -> None:
         """No more ranges; everybody ends after the one in hand."""

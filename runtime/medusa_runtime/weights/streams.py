@@ -123,9 +123,10 @@ class Streams:
         late = self._late
         if late is None or flight.hedged:
             return
+        begin = time.monotonic()
         while self._alive() and time.monotonic() < self._late_until and not self._there(late.span):
-            flight.held = True
             time.sleep(1e-3)
+        flight.pause(time.monotonic() - begin)
         self._late = None
 
     def _there(self, span: Span) -> bool:

@@ -80,6 +80,35 @@ def test_an_answer_that_has_not_begun_is_late_before_one_that_is_slow() -> None:
     assert flights.late() == []
 
 
+def test_ranges_that_a_shared_link_slows_are_not_late() -> None:
+    flights = Flights()
+    first = flights.begin(Span(0, 1), 8 * MIB)
+    first.began -= 0.01
+    first.advance(first.size_bytes)
+    flights.end(first)  # 840 MB a second, when it was alone
+    peers = [flights.begin(Span(number, 1), 8 * MIB) for number in range(1, 17)]
+    for peer in peers:
+        peer.began -= 0.2
+    assert flights.late() == [], "no answer has begun anywhere, so it is no single one's fault"
+    for peer in peers:
+        peer.began -= 2.8
+        peer.advance(6 * MIB)
+    assert flights.late() == []
+    newer = [flights.begin(Span(number, 1), 8 * MIB) for number in range(17, 25)]
+    for flight in newer:
+        flight.began -= 1.0
+        flight.advance(2 * MIB)
+    for peer in peers[:2]:
+        peer.began -= 6.0
+    assert flights.late() == peers[:2], "twice what a range needs now is over"
+    assert flights.room == 6
+    peers[0].hedged = True
+    flights.begin(Span(1, 1), 8 * MIB, hedged=True)
+    assert flights.room == 5
+    peers[1].pause(6.0)
+    assert flights.late() == [], "it was suspended for that long"
+
+
 @pytest.mark.parametrize("number", [0, 5])
 def test_a_range_that_stalls_is_asked_for_again(served: Any, region: Region, number: int) -> None:
     """The origin hangs for good in the middle of some ranges; no retry would help before its timeout of a minute."""
