@@ -11,6 +11,8 @@ _SLACK = 2.0  # a range may take this many times what ranges take on average
 _SLACK_S = 0.25
 _SLACK_FIRST = 4.0  # the same for a range of which nothing has come: what the others' first bytes take
 _SLACK_FIRST_S = 0.05
+_SLACK_LAST = 1.5  # the same when nothing else is left to fetch, so that a second request takes nobody's bandwidth
+_SLACK_LAST_S = 0.02
 _WEIGHT = 0.3  # of the newest range in the measured rate
 _DOUBLED = 4  # of so many ranges one may be asked for twice at a time
 
@@ -85,15 +87,18 @@ class Flights:
     def count(self) -> int:
         return len(self._flying)
 
-    @property
-    def room(self) -> int:
+    def room(self, *, ending: bool = False) -> int:
         """For how many more a second request may be made: each takes bandwidth from the first ones."""
         with self._lock:
+            if ending:
+                return len(self._flying)
             twice = sum(flight.hedged for flight in self._flying)  # the second ones count, too
             return max(len(self._flying) // _DOUBLED, 1) - twice // 2
 
-    def late(self) -> list[Flight]:
+    def late(self, *, ending: bool = False) -> list[Flight]:
         """Ranges without a second request that should have been complete by now, from what the others show.
+
+        ``ending``: no range is left that has not been begun.
 
         A link that they share slows all of them at once, more so with every connection that is opened. So a range is
         held against its peers as they are now, and not only against those that have been.
@@ -102,14 +107,14 @@ class Flights:
         with self._lock:
             flying, rate, first_s = list(self._flying), self._bytes_per_s, self._first_s
         silent = sum(flight.first_s is None for flight in flying)
-        if silent > max(len(flying) // _DOUBLED, 1):
+        if not ending and silent > max(len(flying) // _DOUBLED, 1):
             first_s = None  # that is the link, and no single answer
         rates = {flight: flight.rate(now) for flight in flying if flight.done_bytes}
         late = []
         for flight in flying:
             peers = sorted(found for other, found in rates.items() if other is not flight)
             usual = min(filter(None, (rate, peers[len(peers) // 2] if peers else None)), default=None)
-            if usual and not flight.hedged and now - flight.began > _patience_s(flight, usual, first_s):
+            if usual and not flight.hedged and now - flight.began > _patience_s(flight, usual, first_s, ending):
                 late.append(flight)
         return late
 
@@ -118,9 +123,11 @@ def _averaged(old: float | None, new: float) -> float:
     return new if old is None else old + _WEIGHT * (new - old)
 
 
-def _patience_s(flight: Flight, rate: float, first_s: float | None) -> float:
+def _patience_s(flight: Flight, rate: float, first_s: float | None, ending: bool) -> float:
     """How long a range may take. One whose answer has not even begun is known to be late long before."""
     whole_s = _SLACK * flight.size_bytes / rate + _SLACK_S
     if flight.first_s is not None or first_s is None:
         return whole_s
+    if ending:
+        return min(whole_s, _SLACK_LAST * first_s + _SLACK_LAST_S)
     return min(whole_s, _SLACK_FIRST * first_s + _SLACK_FIRST_S)

@@ -102,11 +102,12 @@ class Schedule:
 
         No more than may be asked for twice now.
         """
-        late = self.flights.late()
-        if late and not self.exhausted:
+        ending = self.exhausted
+        late = self.flights.late(ending=ending)
+        if late and not ending:
             wanted = set(self.wanted())
             late = [flight for flight in late if not wanted.isdisjoint(flight.span.chunks)]
-        return late[: max(self.flights.room, 0)] if late else []
+        return late[: max(self.flights.room(ending=ending), 0)] if late else []
 
     def stop(self) -> None:
         """No more ranges; everybody ends after the one in hand."""

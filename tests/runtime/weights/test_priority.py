@@ -90,6 +90,7 @@ def test_ranges_that_a_shared_link_slows_are_not_late() -> None:
     for peer in peers:
         peer.began -= 0.2
     assert flights.late() == [], "no answer has begun anywhere, so it is no single one's fault"
+    assert flights.late(ending=True) == peers, "but then nothing is lost by asking again"
     for peer in peers:
         peer.began -= 2.8
         peer.advance(6 * MIB)
@@ -101,10 +102,10 @@ def test_ranges_that_a_shared_link_slows_are_not_late() -> None:
     for peer in peers[:2]:
         peer.began -= 6.0
     assert flights.late() == peers[:2], "twice what a range needs now is over"
-    assert flights.room == 6
+    assert flights.room() == 6
     peers[0].hedged = True
     flights.begin(Span(1, 1), 8 * MIB, hedged=True)
-    assert flights.room == 5
+    assert flights.room() == 5
     peers[1].pause(6.0)
     assert flights.late() == [], "it was suspended for that long"
 
