@@ -4,6 +4,9 @@ The products of a matrix and one vector that torch takes from MKL or OpenBLAS be
 first aligned vector register, so the order of the sums, and the last bits, depend on the matrix's address; products of
 two matrices and convolutions are packed first and do not. Eager loading copies into memory that is aligned for all.
 What alignment matters differs from CPU to CPU, so it is measured.
+
+One case is left out: a convolution of one picture whose whole output is one pixel is such a product, too. Its kernel,
+unless it is 1x1, stays where it is, for moving all kernels of an unaligned file would copy most of a network for it.
 """
 
 from __future__ import annotations
