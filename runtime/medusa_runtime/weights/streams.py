@@ -238,15 +238,16 @@ class Streams:
                 assert chunks is not None
                 place = chunks.place(wrong.chunk)
                 where = f"{self._index.shards[place.shard].name}, bytes {place.start} to {place.stop} of its data"
-                if wrong.chunk == again and self._checksums and not self._checksums.pinned:
-                    logger.warning("the recorded checksums belong to other weights; not verifying by them any more")
-                    self._checksums = None
-                elif wrong.chunk == again:
+                checksums = self._checksums  # None: another connection has just found that they are of other weights
+                if wrong.chunk == again and checksums and checksums.pinned:
                     raise CorruptError(
                         f"{where}: the checksum is wrong, also when fetched again; upload the checkpoint again, "
                         "or materialize its state again"
                     ) from None
-                else:
+                if wrong.chunk == again and checksums:
+                    logger.warning("the recorded checksums belong to other weights; not verifying by them any more")
+                    self._checksums = None
+                elif checksums:
                     logger.warning("%s: the checksum is wrong; fetching it again", where)
                 again = wrong.chunk
                 span = Span(wrong.chunk, span.first + span.length - wrong.chunk)
