@@ -1,13 +1,15 @@
-"""A web server on loopback that fails on demand, and checkpoints to serve from it."""
+"""A web server on loopback that fails on demand, checkpoints to serve from it, and a fake CUDA driver."""
 
 from __future__ import annotations
 
 import hashlib
 import http.server
 import json
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,3 +160,13 @@ def _safetensors(tensors: dict[str, tuple[str, list[int], bytes]], pad: int = 8)
 def safetensors_file() -> Callable[..., bytes]:
     """Bytes of a safetensors file from name → (dtype, shape, data)."""
     return _safetensors
+
+
+@pytest.fixture(scope="session")
+def fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The fake driver's library, compiled once."""
+    library = tmp_path_factory.mktemp("fakecuda") / "libcuda.so.1"
+    sources = sorted((Path(__file__).parent / "state/graphs/fakecuda").glob("*.c"))
+    command = ["cc", "-O1", "-shared", "-fPIC", "-o", str(library), *map(str, sources), "-lm"]
+    subprocess.run(command, check=True, timeout=120)
+    return library

@@ -93,7 +93,7 @@ class Flights:
             if ending:
                 return len(self._flying)
             twice = sum(flight.hedged for flight in self._flying)  # the second ones count, too
-            return max(len(self._flying) // _DOUBLED, 1) - twice // 2
+            return max(max(len(self._flying) // _DOUBLED, 1) - twice // 2, 0)
 
     def late(self, *, ending: bool = False) -> list[Flight]:
         """Ranges without a second request that should have been complete by now, from what the others show.
@@ -109,14 +109,23 @@ class Flights:
         silent = sum(flight.first_s is None for flight in flying)
         if not ending and silent > max(len(flying) // _DOUBLED, 1):
             first_s = None  # that is the link, and no single answer
-        rates = {flight: flight.rate(now) for flight in flying if flight.done_bytes}
+        rates = sorted((flight.rate(now), id(flight)) for flight in flying if flight.done_bytes)
+        places = {flight: place for place, (_, flight) in enumerate(rates)}
         late = []
         for flight in flying:
-            peers = sorted(found for other, found in rates.items() if other is not flight)
-            usual = min(filter(None, (rate, peers[len(peers) // 2] if peers else None)), default=None)
+            usual = min(filter(None, (rate, _median_without(rates, places.get(id(flight))))), default=None)
             if usual and not flight.hedged and now - flight.began > _patience_s(flight, usual, first_s, ending):
                 late.append(flight)
         return late
+
+
+def _median_without(rates: list[tuple[float, int]], place: int | None) -> float | None:
+    """The (upper) median of sorted rates, the one at ``place`` left out."""
+    count = len(rates) - (place is not None)
+    if not count:
+        return None
+    middle = count // 2
+    return rates[middle if place is None or middle < place else middle + 1][0]
 
 
 def _averaged(old: float | None, new: float) -> float:

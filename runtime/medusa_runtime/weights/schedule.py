@@ -107,7 +107,7 @@ class Schedule:
         if late and not ending:
             wanted = set(self.wanted())
             late = [flight for flight in late if not wanted.isdisjoint(flight.span.chunks)]
-        return late[: max(self.flights.room(ending=ending), 0)] if late else []
+        return late[: self.flights.room(ending=ending)] if late else []
 
     def stop(self) -> None:
         """No more ranges; everybody ends after the one in hand."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,16 +18,9 @@ Run = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler")
-    library = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
-    sources = sorted(map(str, (GRAPHS / "fakecuda").glob("*.c")))
-    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, *sources, "-lm"], check=True, timeout=120)
-
+def run(fake_cuda: Path) -> Run:
     def run(phase: str, where: int, **options: Any) -> dict[str, Any]:
-        variables = {**os.environ, "FAKE_CUDA_LIBRARY": str(library), "TOY_CUBINS": str(GRAPHS / "cubins")}
+        variables = {**os.environ, "FAKE_CUDA_LIBRARY": str(fake_cuda), "TOY_CUBINS": str(GRAPHS / "cubins")}
         variables |= {"FAKE_CUDA_BASE": hex(where), "FAKE_CUDA_ORDER": str(int(phase == "dump"))}
         command = [sys.executable, str(HERE / "graphs_on_fake.py"), phase, json.dumps(options)]
         done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=250)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,16 +24,9 @@ Run = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler")
-    library = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
-    sources = sorted(map(str, (GRAPHS / "fakecuda").glob("*.c")))
-    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, *sources, "-lm"], check=True, timeout=120)
-
+def run(fake_cuda: Path) -> Run:
     def run(phase: str, where: int, starts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        variables = {**os.environ, "FAKE_CUDA_LIBRARY": str(library), "TOY_CUBINS": str(GRAPHS / "cubins")}
+        variables = {**os.environ, "FAKE_CUDA_LIBRARY": str(fake_cuda), "TOY_CUBINS": str(GRAPHS / "cubins")}
         command = [sys.executable, str(HERE / "vllm_graphs_on_fake.py"), phase, json.dumps(starts)]
         variables["FAKE_CUDA_BASE"] = hex(where)
         done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=800)

@@ -1,4 +1,4 @@
-"""The fake driver, compiled once, and the toy decode step as processes on it."""
+"""The toy decode step as processes on the fake driver."""
 
 from __future__ import annotations
 
@@ -20,15 +20,6 @@ Toy = Callable[..., dict[str, Any]]
 def cubins() -> Path:
     """Compiled from the .cu files beside them by build.sh."""
     return HERE / "cubins"
-
-
-@pytest.fixture(scope="session")
-def fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    library = tmp_path_factory.mktemp("fakecuda") / "libcuda.so.1"
-    sources = sorted((HERE / "fakecuda").glob("*.c"))
-    command = ["cc", "-O1", "-shared", "-fPIC", "-o", str(library), *map(str, sources), "-lm"]
-    subprocess.run(command, check=True, timeout=120)
-    return library
 
 
 @pytest.fixture(scope="session")
