@@ -30,7 +30,7 @@ _COMMANDS = (
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:  # type: ignore[override]
-        raise ConfigError(f"{message}; see {self.prog} --help")
+        raise ConfigError(f"{message}{'' if message.endswith('?') else ';'} see {self.prog} --help")
 
 
 class _Version(argparse.Action):
@@ -86,9 +86,28 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(metavar="command", required=True)
+    chosen: argparse.ArgumentParser = parser
     for name, module, text in _COMMANDS:
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         command.set_defaults(module=module)
         if name in argv[:1]:
+            chosen = command
             importlib.import_module(module).add_arguments(command)
-    return parser.parse_args(argv)
+    if not argv:
+        parser.print_help(sys.stderr)
+        raise SystemExit(2)
+    if chosen is parser and not argv[0].startswith("-"):
+        names = [name for name, *_ in _COMMANDS]
+        raise ConfigError(f"{argv[0]!r} is no command{_meant(argv[0], names) or '.'} Expected one of {', '.join(names)}")
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flag = unknown[0].partition("=")[0]
+        chosen.error(f"unrecognized arguments: {' '.join(unknown)}{_meant(flag, list(chosen._option_string_actions))}")
+    return arguments
+
+
+def _meant(word: str, known: Sequence[str]) -> str:
+    from difflib import get_close_matches
+
+    close = get_close_matches(word, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""

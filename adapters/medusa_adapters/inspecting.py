@@ -36,8 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tensors", action="store_true", help="list the tensors in the order they are fetched")
     for option in OPTIONS:
         if option.field in _STATE_FLAGS:
-            flag = "--" + option.field.replace("_", "-")
-            parser.add_argument(flag, metavar=option.field.rpartition("_")[2].upper(), help=option.help)
+            parser.add_argument(option.flag, metavar=option.form, help=option.help)
     parser.add_argument("--verify", action="store_true", help="read all of the state bundle, also its large blobs")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 

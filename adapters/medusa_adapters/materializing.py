@@ -28,8 +28,7 @@ _PROMPT, _TOKENS = "The quick brown fox jumps over the lazy dog", 9
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     for option in OPTIONS:
         if option.field in _FLAGS:
-            flag = "--" + option.field.replace("_", "-")
-            parser.add_argument(flag, metavar=option.field.rpartition("_")[2].upper(), help=option.help)
+            parser.add_argument(option.flag, metavar=option.form, help=option.help)
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the bundle there; default: .medusa in the model")
     parser.add_argument(
         "--convert", type=Path, metavar="FILE",
@@ -102,8 +101,12 @@ def convert(settings: Settings, file: Path) -> str:
 def measure(settings: Settings, folder: Path, starts: int) -> StageTimes:
     """Start this model so many times, with the bundle as it is by now, and ask each for a few tokens at once."""
     assert settings.model is not None
-    given = {name: getattr(settings, name) for name in _FLAGS if name not in ("model", "engine")}
-    flags = [part for name, value in given.items() if value is not None for part in (_flag(name), str(value))]
+    given = {
+        option.flag: getattr(settings, option.field)
+        for option in OPTIONS
+        if option.field in _FLAGS and option.field not in ("model", "engine")
+    }
+    flags = [part for flag, value in given.items() if value is not None for part in (flag, str(value))]
     question = Question(
         settings.model, settings.model, _PROMPT, _TOKENS, flags=("--state", str(folder.resolve()), *flags)
     )
@@ -118,10 +121,6 @@ def measure(settings: Settings, folder: Path, starts: int) -> StageTimes:
         decode_s.append((answer.end_ns - answer.first_token_ns) / 1e9 / (_TOKENS - 1))
         note(f"start {number + 1}: first token after {(answer.first_token_ns - process.started_ns) / 1e6:.0f} ms")
     return summarize(timelines, decode_s)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _tell(made: Made) -> None:

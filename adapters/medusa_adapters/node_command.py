@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any
 
-from medusa_runtime.node.settings import NODE_OPTIONS, REPEATED, NodeSettings, flag_of, node_settings
+from medusa_runtime.node.settings import NODE_OPTIONS, REPEATED, NodeSettings, node_settings
 
 from .progress import size
 
@@ -20,10 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for option in NODE_OPTIONS:
         parser.add_argument(
-            flag_of(option),
+            option.flag,
             dest=option.field,
             action="append" if option.field in REPEATED else "store",
-            metavar=option.field.removesuffix("_bytes").rpartition("_")[2].upper(),
+            metavar=option.form,
             help=f"{option.help} [{', '.join(option.variables)}]".replace("%", "%%"),
         )
     asks = parser.add_mutually_exclusive_group()

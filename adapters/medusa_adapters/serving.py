@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
-from medusa_runtime.config import OPTIONS, Settings, from_env
+from medusa_runtime.config import OPTIONS, Settings, from_env, misspelt
 from medusa_runtime.errors import ConfigError
 
 from .base import load, resolve
@@ -35,14 +35,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             else f"; default {default}"
         )
         parser.add_argument(
-            "--" + option.field.replace("_", "-"),
+            option.flag,
             dest=option.field,
-            metavar=option.field.rpartition("_")[2].upper(),
+            metavar=option.form,
             help=f"{option.help} [{', '.join(option.variables)}{shown}]".replace("%", "%%"),
         )
 
 
 def run(arguments: argparse.Namespace) -> int:
+    for variable, meant in misspelt(os.environ):
+        print(f"WARNING: {variable} is no setting and has no effect; did you mean {meant}?", file=sys.stderr)
     settings = settle(os.environ, {option.field: getattr(arguments, option.field) for option in OPTIONS})
     configure_logging(settings.log_level)
     from medusa_runtime.instance import serve

@@ -5,7 +5,7 @@ Precedence: flag, environment, default. ``auto`` is resolved once, into a new ob
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ ENGINE_STARTS = ("now", "request")
 NODE_SOCKET = "/run/medusa/node.sock"
 KERNELS = ("auto", "library")
 LOAD_PRIORITIES = ("interactive", "background")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +73,23 @@ class Option(NamedTuple):
     parse: Callable[[str], Any]
     help: str
 
+    @property
+    def flag(self) -> str:
+        return "--" + self.field.removesuffix("_bytes").replace("_", "-")
+
+    @property
+    def form(self) -> str:
+        """Its value in a line of help: the accepted ones, or what it is."""
+        if isinstance(self.parse, OneOf):
+            return "{" + ",".join(self.parse.accepted) + "}"
+        return self.field.removesuffix("_bytes").rpartition("_")[2].upper()
+
 
 def _text(value: str) -> str:
     return value
 
 
-def _positive(value: str) -> int:
+def positive(value: str) -> int:
     number = int(value)
     if number <= 0:
         raise ValueError("a whole number above 0")
@@ -105,7 +117,7 @@ def _port(value: str) -> int:
     return number
 
 
-def _seconds(value: str) -> float:
+def seconds(value: str) -> float:
     number = float(value.removesuffix("s"))
     if not 0 <= number < float("inf"):
         raise ValueError("seconds, 0 or more")
@@ -113,7 +125,7 @@ def _seconds(value: str) -> float:
 
 
 def _duration(value: str) -> float:
-    number = _seconds(value)
+    number = seconds(value)
     if not number:
         raise ValueError("seconds above 0")
     return number
@@ -126,13 +138,16 @@ def _token(value: str) -> str:
     return value
 
 
-def _one_of(*accepted: str) -> Callable[[str], str]:
-    def parse(value: str) -> str:
-        if value not in accepted:
-            raise ValueError("one of " + ", ".join(accepted))
-        return value
+class OneOf:
+    """Reads one of a few words."""
 
-    return parse
+    def __init__(self, *accepted: str) -> None:
+        self.accepted = accepted
+
+    def __call__(self, value: str) -> str:
+        if value not in self.accepted:
+            raise ValueError("one of " + ", ".join(self.accepted))
+        return value
 
 
 OPTIONS = (
@@ -141,59 +156,67 @@ OPTIONS = (
     Option(
         "engine",
         ("MEDUSA_ENGINE",),
-        _one_of(*ENGINES),
+        OneOf(*ENGINES),
         "torch (fast start), vllm (throughput) or none (the handler's own module)",
     ),
-    Option("platform", ("MEDUSA_PLATFORM",), _one_of(*PLATFORMS), "whose protocol to speak"),
+    Option(
+        "platform", ("MEDUSA_PLATFORM",), OneOf(*PLATFORMS), "whose protocol to speak; auto tells from the environment"
+    ),
     Option(
         "state", ("MEDUSA_STATE",), _text, "where the state bundle lies (default: beside the weights); none: use none"
     ),
     Option("served_model_name", ("MEDUSA_SERVED_MODEL_NAME",), _text, "the model's name in the OpenAI routes"),
     Option("host", ("MEDUSA_HOST",), _text, "address to bind"),
     Option("port", ("PORT",), _port, "port to bind; 0 takes a free one"),
-    Option("device", ("MEDUSA_DEVICE",), _one_of(*DEVICES), "where to compute; auto is a GPU if there is one"),
-    Option("dtype", ("MEDUSA_DTYPE",), _one_of(*DTYPES), "type to compute in; auto is the checkpoint's own"),
+    Option("device", ("MEDUSA_DEVICE",), OneOf(*DEVICES), "where to compute; auto is a GPU if there is one"),
+    Option("dtype", ("MEDUSA_DTYPE",), OneOf(*DTYPES), "type to compute in; auto is the checkpoint's own"),
     Option("max_model_len", ("MEDUSA_MAX_MODEL_LEN",), _model_len, "longest prompt plus completion, in tokens"),
-    Option("max_concurrency", ("MEDUSA_MAX_CONCURRENCY",), _positive, "requests served at the same time"),
+    Option("max_concurrency", ("MEDUSA_MAX_CONCURRENCY",), positive, "requests served at the same time"),
     Option("max_waiting", ("MEDUSA_MAX_WAITING",), _count, "requests that may wait; more get 429"),
     Option(
-        "max_batched_tokens", ("MEDUSA_MAX_BATCHED_TOKENS",), _positive, "tokens of one forward pass (prefill chunk)"
+        "max_batched_tokens", ("MEDUSA_MAX_BATCHED_TOKENS",), positive, "tokens of one forward pass (prefill chunk)"
     ),
-    Option("kv_cache_mb", ("MEDUSA_KV_CACHE_MB",), _positive, "size of the KV cache; default: from free memory"),
+    Option("kv_cache_mb", ("MEDUSA_KV_CACHE_MB",), positive, "size of the KV cache; default: from free memory"),
     Option(
         "compile",
         ("MEDUSA_COMPILE",),
-        _one_of(*COMPILE),
+        OneOf(*COMPILE),
         "vllm: compile the model; auto does if a bundle saves the time",
     ),
     Option(
         "kernels",
         ("MEDUSA_KERNELS",),
-        _one_of(*KERNELS),
+        OneOf(*KERNELS),
         "vllm: auto multiplies with ours on CPUs without 16-bit products; library: vLLM's own",
     ),
-    Option("tensor_parallel", ("MEDUSA_TENSOR_PARALLEL",), _positive, "vllm: processes that share one model's layers"),
-    Option("threads", ("MEDUSA_THREADS",), _positive, "compute threads; default: the container's CPUs"),
-    Option("connections", ("MEDUSA_CONNECTIONS",), _positive, "connections to the store; default: measured"),
+    Option("tensor_parallel", ("MEDUSA_TENSOR_PARALLEL",), positive, "vllm: processes that share one model's layers"),
+    Option("threads", ("MEDUSA_THREADS",), positive, "compute threads; default: the container's CPUs"),
+    Option("connections", ("MEDUSA_CONNECTIONS",), positive, "connections to the store; default: measured"),
     Option(
-        "load_priority", ("MEDUSA_LOAD_PRIORITY",), _one_of(*LOAD_PRIORITIES), "background loads give way to others"
+        "load_priority",
+        ("MEDUSA_LOAD_PRIORITY",),
+        OneOf(*LOAD_PRIORITIES),
+        "whether loads of a handler's own modules give way to others",
     ),
-    Option("host_weights", ("MEDUSA_HOST_WEIGHTS",), _one_of(*HOST_WEIGHTS), "the host's copy, when a GPU has its own"),
+    Option(
+        "host_weights",
+        ("MEDUSA_HOST_WEIGHTS",),
+        OneOf(*HOST_WEIGHTS),
+        "keep or free the host's copy when a GPU has its own",
+    ),
     Option("node_socket", ("MEDUSA_NODE_SOCKET",), _text, "the node agent's socket, or none; default: if there is one"),
     Option("node_user", ("MEDUSA_NODE_USER",), _count, "user id of the node agent, if not root or our own"),
-    Option("engine_start", ("MEDUSA_ENGINE_START",), _one_of(*ENGINE_STARTS), "now, or with the first request"),
-    Option(
-        "memory_limit_mb", ("MEDUSA_MEMORY_LIMIT_MB",), _positive, "memory to stay within; default: the container's"
-    ),
-    Option("heartbeat_s", ("MEDUSA_HEARTBEAT",), _seconds, "seconds of silence after which a stream gets a comment"),
-    Option("hold_s", ("MEDUSA_HOLD",), _seconds, "how long a request waits for the model"),
-    Option("drain_s", ("MEDUSA_DRAIN",), _seconds, "how long running requests may go on after SIGTERM"),
+    Option("engine_start", ("MEDUSA_ENGINE_START",), OneOf(*ENGINE_STARTS), "now, or with the first request"),
+    Option("memory_limit_mb", ("MEDUSA_MEMORY_LIMIT_MB",), positive, "memory to stay within; default: the container's"),
+    Option("heartbeat_s", ("MEDUSA_HEARTBEAT",), seconds, "seconds of silence after which a stream gets a comment"),
+    Option("hold_s", ("MEDUSA_HOLD",), seconds, "how long a request waits for the model"),
+    Option("drain_s", ("MEDUSA_DRAIN",), seconds, "how long running requests may go on after SIGTERM"),
     Option("timeout_s", ("MEDUSA_TIMEOUT",), _duration, "how long a request may take, then 504; default: for ever"),
     Option("read_timeout_s", ("MEDUSA_READ_TIMEOUT",), _duration, "how long a client may take to send its request"),
     Option("write_timeout_s", ("MEDUSA_WRITE_TIMEOUT",), _duration, "how long a client may take nothing of its answer"),
-    Option("max_body_mb", ("MEDUSA_MAX_BODY_MB",), _positive, "largest request body"),
+    Option("max_body_mb", ("MEDUSA_MAX_BODY_MB",), positive, "largest request body"),
     Option("token", ("MEDUSA_TOKEN",), _token, "secret that requests must bear; better as variable than as flag"),
-    Option("log_level", ("MEDUSA_LOG_LEVEL",), _one_of("debug", "info", "warning", "error"), "how much to log"),
+    Option("log_level", ("MEDUSA_LOG_LEVEL",), OneOf(*LOG_LEVELS), "how much to log"),
 )
 
 
@@ -216,8 +239,7 @@ def from_env(environ: Mapping[str, str], **flags: Any) -> Settings:
         assert option.field in known
         given = flags.get(option.field)
         if given is not None:
-            flag = "--" + option.field.replace("_", "-")
-            value = parse_option(option, given, flag) if isinstance(given, str) else given
+            value = parse_option(option, given, option.flag) if isinstance(given, str) else given
             settings = replace(settings, **{option.field: value})
             continue
         for variable in option.variables:
@@ -225,6 +247,22 @@ def from_env(environ: Mapping[str, str], **flags: Any) -> Settings:
                 settings = replace(settings, **{option.field: parse_option(option, environ[variable], variable)})
                 break
     return settings
+
+
+def misspelt(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Variables that are no setting but look like one, each with the one that was meant."""
+    known = {variable for option in OPTIONS for variable in option.variables}
+    for variable in sorted(environ):
+        if variable in known or not variable.startswith("MEDUSA_") or variable.startswith("MEDUSA_NODE_"):
+            continue
+        from difflib import get_close_matches
+
+        bare = variable.removeprefix("MEDUSA_")
+        # Kubernetes sets MEDUSA_PORT=tcp://… beside a Service named medusa.
+        if bare in known and "://" not in environ[variable]:
+            yield variable, bare
+        elif close := get_close_matches(variable, known, n=1, cutoff=0.85):
+            yield variable, close[0]
 
 
 def to_env(settings: Settings) -> dict[str, str]:

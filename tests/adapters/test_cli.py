@@ -46,7 +46,7 @@ def test_help_names_the_commands() -> None:
 def test_every_setting_has_a_flag_whose_help_names_the_variable() -> None:
     text = " ".join(medusa("serve", "--help").stdout.split())
     for option in OPTIONS:
-        assert "--" + option.field.replace("_", "-") in text
+        assert f"{option.flag} {option.form}" in text
         for variable in option.variables:
             assert variable in text
 
@@ -78,9 +78,24 @@ def test_a_bad_flag_and_a_bad_variable_are_named() -> None:
 
 
 def test_unknown_commands_and_flags_are_refused() -> None:
-    assert "serve" in refused("server")
-    assert "--modle" in refused("serve", "--modle", "x")
-    assert "command" in refused()
+    assert "'server' is no command; did you mean serve? Expected one of" in refused("server")
+    assert "--modle x; did you mean --model? see medusa serve --help" in refused("serve", "--modle", "x")
+    assert "x.py; see medusa serve --help" in refused("serve", "x.py")
+
+
+def test_without_a_command_the_help_is_shown() -> None:
+    result = medusa()
+    assert result.returncode == 2
+    assert result.stderr.startswith("usage: medusa")
+
+
+def test_a_misspelt_variable_is_named() -> None:
+    result = medusa("serve", MEDUSA_MODLE="x", MEDUSA_PORT="80", MEDUSA_SERVICE_HOST="10.0.0.1", MEDUSA_NODE_PIN="x")
+    assert result.returncode == 2
+    assert [line.rpartition("; ")[2] for line in result.stderr.splitlines()[:-1]] == [
+        "did you mean MEDUSA_MODEL?",
+        "did you mean PORT?",
+    ]
 
 
 def test_a_port_in_use_is_named() -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from ..config import NODE_SOCKET, Option, parse_option
+from ..config import LOG_LEVELS, NODE_SOCKET, OneOf, Option, parse_option, positive, seconds
 from ..errors import ConfigError
 from ..limits import memory_available_bytes, memory_limit_bytes
 
@@ -105,32 +105,10 @@ def _path(text: str) -> str:
     return text
 
 
-def _positive(text: str) -> int:
-    if not text.isdigit() or not int(text):
-        raise ValueError("a whole number above 0")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text.removesuffix("s"))
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise ValueError("seconds, 0 or more")
-    return seconds
-
-
 def _yes_or_no(text: str) -> bool:
     if text not in ("yes", "no"):
         raise ValueError("yes or no")
     return text == "yes"
-
-
-def _level(text: str) -> str:
-    if text not in ("debug", "info", "warning", "error"):
-        raise ValueError("debug, info, warning or error")
-    return text
 
 
 NODE_OPTIONS = (
@@ -148,7 +126,7 @@ NODE_OPTIONS = (
     Option(
         "look_every_s",
         ("MEDUSA_NODE_LOOK_EVERY",),
-        _seconds,
+        seconds,
         "seconds between looks whether models in a store have changed; 0: never",
     ),
     Option(
@@ -163,21 +141,17 @@ NODE_OPTIONS = (
         _yes_or_no,
         "yes: idle engines use the state bundles beside models, which hold compiled code",
     ),
-    Option("connections", ("MEDUSA_CONNECTIONS",), _positive, "connections to the store of one fetch"),
-    Option("log_level", ("MEDUSA_LOG_LEVEL",), _level, "how much to log"),
+    Option("connections", ("MEDUSA_CONNECTIONS",), positive, "connections to the store of one fetch"),
+    Option("log_level", ("MEDUSA_LOG_LEVEL",), OneOf(*LOG_LEVELS), "how much to log"),
 )
 REPEATED = ("allow", "quota", "pin")  # flags that may be given several times
-
-
-def flag_of(option: Option) -> str:
-    return "--" + option.field.removesuffix("_bytes").replace("_", "-")
 
 
 def node_settings(environ: Mapping[str, str], flags: Mapping[str, str | None]) -> NodeSettings:
     """Settings from the environment, under flags. Raises ConfigError naming source, value and accepted form."""
     settings = NodeSettings()
     for option in NODE_OPTIONS:
-        given, source = flags.get(option.field), flag_of(option)
+        given, source = flags.get(option.field), option.flag
         for variable in option.variables if given is None else ():
             if environ.get(variable):
                 given, source = environ[variable], variable

@@ -9,7 +9,7 @@ from medusa_runtime.errors import ConfigError, NodeError, NodeRefusedError
 from medusa_runtime.node.model_key import model_key
 from medusa_runtime.node.peer import Peer
 from medusa_runtime.node.policy import Policy, below
-from medusa_runtime.node.settings import NODE_OPTIONS, Allowed, flag_of, node_settings
+from medusa_runtime.node.settings import NODE_OPTIONS, Allowed, node_settings
 
 PAGE = Path(__file__).parents[3] / "docs" / "node.md"
 
@@ -58,7 +58,7 @@ def test_sizes(text: str, size: int) -> None:
 def test_the_page_names_every_flag_and_variable() -> None:
     text = PAGE.read_text()
     for option in NODE_OPTIONS:
-        for name in (flag_of(option), *option.variables):
+        for name in (option.flag, *option.variables):
             assert f"`{name}`" in text, name
 
 
