@@ -98,7 +98,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         raise SystemExit(2)
     if chosen is parser and not argv[0].startswith("-"):
         names = [name for name, *_ in _COMMANDS]
-        raise ConfigError(f"{argv[0]!r} is no command{_meant(argv[0], names) or '.'} Expected one of {', '.join(names)}")
+        raise ConfigError(
+            f"{argv[0]!r} is no command{_meant(argv[0], names) or '.'} Expected one of {', '.join(names)}"
+        )
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
         flag = unknown[0].partition("=")[0]
