@@ -35,10 +35,13 @@ class Chunks:
         self.chunk_bytes = chunk_bytes
         self._index = index
         self._firsts: list[int] = []
+        self._short: dict[int, int] = {}  # the last ones' bytes
         self.count = 0
         for shard in index.shards:
             self._firsts.append(self.count)
             self.count += -(-shard.data_bytes // chunk_bytes)
+            if short := shard.data_bytes % chunk_bytes:
+                self._short[self.count - 1] = short
 
     def covering(self, shard: int, start: int, stop: int) -> range:
         """The chunks that hold bytes [start, stop) of a shard's data section."""
@@ -51,11 +54,15 @@ class Chunks:
         entry = self._index.tensors[name]
         return self.covering(entry.shard, entry.start, entry.stop)
 
+    def size(self, chunk: int) -> int:
+        """Its bytes."""
+        return self._short.get(chunk, self.chunk_bytes)
+
     def place(self, chunk: int) -> Place:
         # Shards without data share their first number with the next one; the last of them holds the chunk.
         shard = bisect_right(self._firsts, chunk) - 1
         start = (chunk - self._firsts[shard]) * self.chunk_bytes
-        return Place(shard, start, min(start + self.chunk_bytes, self._index.shards[shard].data_bytes))
+        return Place(shard, start, start + self.size(chunk))
 
     def order(self) -> list[int]:
         """All chunks, in the order in which the execution order first needs them."""

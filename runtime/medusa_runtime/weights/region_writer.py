@@ -86,13 +86,13 @@ class RegionWriter:
         assert self.chunks is not None
         words = self._words
         self._order = self.chunks.order()
-        self._kept = sum(self._size(chunk) for chunk in self._order if self.present(chunk))
-        words[Word.TOTAL_BYTES] = sum(map(self._size, self._order))
+        self._kept = sum(self.chunks.size(chunk) for chunk in self._order if self.present(chunk))
+        words[Word.TOTAL_BYTES] = sum(map(self.chunks.size, self._order))
         words[Word.FETCHED_BYTES] = words[Word.KEPT_BYTES] = self._kept
         words[Word.GENERATION] += 1
         words[Word.ENDED_NS] = 0
         words[Word.STARTED_NS] = time.monotonic_ns()
-        self._raise_watermark()
+        self._raise_watermark(self.chunks)
         words[Word.STATE] = State.INDEXED
         return self._index
 
@@ -181,11 +181,6 @@ class RegionWriter:
         self._memory = memoryview(self._map)
         self._words = self._memory[:HEADER_BYTES].cast("Q")
 
-    def _size(self, chunk: int) -> int:
-        assert self.chunks is not None
-        _, start, stop = self.chunks.place(chunk)
-        return stop - start
-
     def present(self, chunk: int) -> bool:
         return self._memory[TABLE_OFFSET + chunk] == 1
 
@@ -240,16 +235,16 @@ class RegionWriter:
     def publish(self, chunk: int) -> None:
         """Let readers have a chunk whose bytes are complete."""
         with self._lock:  # also the barrier that puts the bytes in front of the mark on CPUs that reorder stores
-            if self.present(chunk):
+            if self.chunks is None or self.present(chunk):
                 return
             self._memory[TABLE_OFFSET + chunk] = 1
-            self._words[Word.FETCHED_BYTES] += self._size(chunk)
-            self._raise_watermark()
+            self._words[Word.FETCHED_BYTES] += self.chunks.size(chunk)
+            self._raise_watermark(self.chunks)
 
-    def _raise_watermark(self) -> None:
+    def _raise_watermark(self, chunks: Chunks) -> None:
         mark, begun = self._words[Word.WATERMARK] if self._rank else 0, self._rank
         while self._rank < len(self._order) and self.present(self._order[self._rank]):
-            mark += self._size(self._order[self._rank])
+            mark += chunks.size(self._order[self._rank])
             self._rank += 1
         if self._rank != begun:
             self._words[Word.WATERMARK] = mark

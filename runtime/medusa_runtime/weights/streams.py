@@ -270,12 +270,12 @@ class Streams:
                 raise OvertakenError
             self._hold(flight)
             while published < span.length:
-                chunk = span.first + published
-                end = chunks.place(chunk).stop - place.start
+                begin = published * chunks.chunk_bytes
+                end = min(begin + chunks.chunk_bytes, size)
                 if filled < end:
                     return
-                checksums = self._checksums
-                if checksums and not checksums.right(chunk, buffer[chunks.place(chunk).start - place.start : end]):
+                checksums, chunk = self._checksums, span.first + published
+                if checksums and not checksums.right(chunk, buffer[begin:end]):
                     raise Mismatch(chunk)
                 self._writer.publish(chunk)
                 published += 1
