@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from dataclasses import dataclass, field
@@ -14,6 +15,11 @@ _SLACK_FIRST_S = 0.05
 _SLACK_LAST = 1.5  # the same when nothing else is left to fetch, so that a second request takes nobody's bandwidth
 _SLACK_LAST_S = 0.02
 _WEIGHT = 0.3  # of the newest range in the measured rate
+# What a range may take. All that are under way come at the same time, and not in the order in which they are needed;
+# but of many short ones each waits for its answer to begin.
+_RANGE_S, _ANSWERS = 0.1, 8
+_FIRST_BYTES = 2 << 20  # the same where nothing is known yet
+_BURST_S = 0.05  # what comes in less time tells nothing of the link: it was on its way, or saved up
 _DOUBLED = 4  # of so many ranges one may be asked for twice at a time
 
 
@@ -67,16 +73,23 @@ class Flights:
         self._flying: list[Flight] = []
         self._bytes_per_s: float | None = None
         self._first_s: float | None = None
+        self._least_s = math.inf  # until an answer began, at least: that is the store, and no queue before the link
+        self._began = 0.0
+        self._done_bytes = 0  # of ranges that have ended
 
     def begin(self, span: Span, size_bytes: int, *, hedged: bool = False) -> Flight:
         flight = Flight(span, size_bytes, hedged=hedged)
         with self._lock:
+            self._began = self._began or flight.began
             self._flying.append(flight)
         return flight
 
     def end(self, flight: Flight) -> None:
         with self._lock:
             self._flying.remove(flight)
+            self._done_bytes += flight.done_bytes
+            if flight.first_s is not None:
+                self._least_s = min(self._least_s, flight.first_s)
             seconds = time.monotonic() - flight.began
             if flight.done_bytes == flight.size_bytes and seconds > 0 and not flight.held:
                 self._bytes_per_s = _averaged(self._bytes_per_s, flight.size_bytes / seconds)
@@ -86,6 +99,19 @@ class Flights:
     @property
     def count(self) -> int:
         return len(self._flying)
+
+    def most_bytes(self, takers: int, largest: int) -> int:
+        """How long a range may be for one of ``takers`` connections to have it soon, as they are now."""
+        now = time.monotonic()
+        with self._lock:
+            done_bytes = self._done_bytes + sum(flight.done_bytes for flight in self._flying)
+            present = sum(flight.done_bytes / max(now - flight.began, _BURST_S) for flight in self._flying)
+            seconds = max(_RANGE_S, _ANSWERS * self._least_s) if self._least_s < math.inf else _RANGE_S
+        if not done_bytes:
+            return min(_FIRST_BYTES, largest)
+        # The fetch may have been held up by others.
+        rate = max(present, done_bytes / max(now - self._began, _BURST_S))
+        return min(int(rate * seconds / takers), largest)
 
     def room(self, *, ending: bool = False) -> int:
         """For how many more a second request may be made: each takes bandwidth from the first ones."""

@@ -52,7 +52,7 @@ class Schedule:
         return (len(self._pending) - self._next) * self._chunks.chunk_bytes
 
     def take(self, takers: int) -> Span | None:
-        """The next range: up to 8 MiB, and less when few bytes are left for ``takers`` connections.
+        """The next range: up to 8 MiB, and less when few bytes are left for ``takers`` connections, or come slowly.
 
         Waits while a load that is more important has the right of way, or memory must be given back first.
         """
@@ -73,7 +73,7 @@ class Schedule:
 
     def _take(self, asked: int | None, takers: int) -> Span:
         first = self._pending[self._next] if asked is None else asked
-        most = max(_LARGEST_SPAN_BYTES // self._chunks.chunk_bytes, 1)
+        most = self.flights.most_bytes(takers, _LARGEST_SPAN_BYTES) // self._chunks.chunk_bytes
         most = max(min(most, (len(self._pending) - self._next) // (2 * takers)), 1)
         count = 1
         while count < most and self._follows(first, count, in_order=asked is None):

@@ -64,6 +64,22 @@ def test_what_is_asked_for_is_fetched_first(served: Any, region: Region) -> None
     check(region)
 
 
+def test_a_range_is_as_long_as_what_comes_soon() -> None:
+    """Else all of a slow link's bytes are under way at once, and come in no order."""
+    flights = Flights()
+    assert flights.most_bytes(4, 8 * MIB) == 2 * MIB
+    flight = flights.begin(Span(0, 1), 50 * MIB)
+    flight.advance(10 * MIB)
+    flight.began = flights._began = time.monotonic() + 1e6  # just now, however long this test is held up
+    assert flights.most_bytes(4, 8 * MIB) == 5 * MIB  # 10 MiB in 50 ms: nothing is known of a shorter time
+    flight.began = flights._began = time.monotonic() - 1.0
+    assert 0 < flights.most_bytes(4, 8 * MIB) < 0.3 * MIB
+    flight.first_s = 0.5  # of a store that answers late a range is longer
+    flight.advance(flight.size_bytes)
+    flights.end(flight)
+    assert flights.most_bytes(4, 8 * MIB) == 8 * MIB
+
+
 def test_an_answer_that_has_not_begun_is_late_before_one_that_is_slow() -> None:
     flights = Flights()
     silent, slow = flights.begin(Span(1, 1), 10**9), flights.begin(Span(2, 1), 10**9)
