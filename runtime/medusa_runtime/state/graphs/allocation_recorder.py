@@ -88,8 +88,9 @@ def _add(trace: AllocationTrace, events: Iterable[AllocatorEvent]) -> None:
 
 def _compiled(folder: Path) -> Path:
     library = folder / "allocation_recorder.so"
-    command = ["c++", "-std=c++20", "-O2", "-fPIC", "-shared", str(_SOURCE), "-o", str(library), "-ldl"]
-    command += [f"-I{path}" for path in _headers()]
+    command = ["c++", "-std=c++20", "-O2", "-fPIC", "-shared", *(f"-I{path}" for path in _headers()), str(_SOURCE)]
+    # Linked, though torch has it loaded: that was loaded for torch alone, and this would not find its symbols.
+    command += ["-o", str(library), *(f"-L{path}" for path in _found("torch", "lib")), "-lc10_cuda", "-lc10", "-ldl"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -101,9 +102,10 @@ def _compiled(folder: Path) -> Path:
 
 def _headers() -> list[Path]:
     """Of torch, and of CUDA as torch's packages bring it."""
-    found: list[Path] = []
-    for package, pattern in (("torch", "include"), ("nvidia", "*/include")):
-        spec = importlib.util.find_spec(package)
-        for folder in spec.submodule_search_locations or () if spec is not None else ():
-            found.extend(sorted(Path(folder).glob(pattern)))
-    return [*found, *(path / "torch/csrc/api/include" for path in found[:1]), Path("/usr/local/cuda/include")]
+    return [*_found("torch", "include"), *_found("nvidia", "*/include"), Path("/usr/local/cuda/include")]
+
+
+def _found(package: str, pattern: str) -> list[Path]:
+    spec = importlib.util.find_spec(package)
+    folders = spec.submodule_search_locations or () if spec is not None else ()
+    return [path for folder in folders for path in sorted(Path(folder).glob(pattern))]

@@ -15,6 +15,7 @@ _LETTERS: dict[str, Any] = {
     "p": c_void_p,  # a handle or a pointer; None and byref() are taken too
     "i": c_int,
     "u": ctypes.c_uint,
+    "b": ctypes.c_ubyte,
     "z": c_size_t,
     "q": c_uint64,  # a device pointer
     "s": c_char_p,
@@ -38,7 +39,7 @@ SIGNATURES = {
     "cuMemGetInfo_v2": "pp",
     "cuMemcpyHtoD_v2": "qpz",
     "cuMemcpyDtoH_v2": "pqz",
-    "cuMemsetD8_v2": "qiz",
+    "cuMemsetD8_v2": "qbz",
     "cuPointerGetAttribute": "piq",
     "cuMemGetAllocationGranularity": "ppi",
     "cuMemAddressReserve": "pzzqq",
@@ -65,7 +66,7 @@ SIGNATURES = {
     "cuFuncGetParamInfo": "pzpp",
     "cuFuncGetAttribute": "pip",
     "cuFuncSetAttribute": "pii",
-    "cuTensorMapReplaceAddress": "qq",
+    "cuTensorMapReplaceAddress": "pp",
     "cuGraphCreate": "pu",
     "cuGraphDestroy": "p",
     "cuGraphGetNodes": "ppp",

@@ -1,0 +1,248 @@
+"""Every call, structure and constant that is used of the driver and of CUPTI, against NVIDIA's own headers.
+
+The fake driver is ours, and so is what we believe of the real one: only a header tells them apart.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from medusa_runtime.device import context, cupti
+from medusa_runtime.state.graphs import allocation_recorder, build, dump, kernels, placement, structs
+from medusa_runtime.state.graphs.blueprint import NodeKind
+from medusa_runtime.state.graphs.driver import INVALID_VALUE, OUT_OF_MEMORY, SIGNATURES, STICKY
+from medusa_runtime.state.graphs.fingerprint import _PROCESSORS
+from medusa_runtime.weights import cuda_link
+
+
+def _folders() -> Iterator[Path]:
+    """With CUDA 13's headers: a toolkit's, or those of NVIDIA's packages (nvidia-cuda-runtime, nvidia-cuda-cupti)."""
+    spec = importlib.util.find_spec("nvidia")
+    packages = [Path(folder) for folder in spec.submodule_search_locations or ()] if spec is not None else []
+    toolkits = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")), *sorted(Path("/usr/local").glob("cuda-13*"))]
+    for root in (*toolkits, *(one for package in packages for one in sorted(package.glob("cu13*")))):
+        header = root / "include/cuda.h"
+        if header.is_file() and "#define CUDA_VERSION 13" in header.read_text(errors="replace"):
+            yield header.parent
+
+
+FOLDER = next(_folders(), None)
+pytestmark = pytest.mark.skipif(
+    FOLDER is None or shutil.which("c++") is None, reason="needs CUDA 13's cuda.h (CUDA_HOME) and c++"
+)
+
+# What is called without declared types, by device/ and weights/cuda_link.py, or from the allocation recorder.
+UNTYPED = {
+    "cuDeviceGetCount": "p",
+    "cuDevicePrimaryCtxRelease_v2": "i",
+    "cuDeviceTotalMem_v2": "pi",
+    "cuGetErrorName": "ip",
+    "cuGetErrorString": "ip",
+    "cuMemHostRegister_v2": "pzu",
+    "cuMemHostUnregister": "p",
+    "cuStreamGetCaptureInfo_v3": "ppppppp",
+}
+
+CALLS = r"""
+#include <cuda.h>
+#include <cstdio>
+#include <type_traits>
+#define TEXT(x) #x
+#define NAME(x) TEXT(x)
+template <class T> char letter() {
+  if (std::is_same_v<T, const char *>) return 's';
+  if (std::is_pointer_v<T>) return 'p';
+  if (std::is_same_v<T, unsigned char>) return 'b';
+  if (std::is_same_v<T, size_t>) return 'z';
+  if (std::is_same_v<T, unsigned long long>) return 'q';
+  if (std::is_same_v<T, unsigned>) return 'u';
+  return std::is_same_v<T, int> || (std::is_enum_v<T> && sizeof(T) == 4) ? 'i' : '?';
+}
+template <class... A> void show(const char *name, CUresult (*)(A...)) {
+  char letters[] = {letter<A>()..., 0};
+  printf("%s %s\n", name, letters);
+}
+template <> void show(const char *name, CUresult (*)()) { printf("%s\n", name); }
+"""
+
+
+def compiled(source: str, folder: Path, *include: str) -> list[list[str]]:
+    """What a program prints, in words."""
+    assert FOLDER is not None
+    (folder / "program.cpp").write_text(source)
+    command = ["c++", "-std=c++17", "-I", str(FOLDER), *include, "-c", "-o"]
+    subprocess.run([*command, str(folder / "o"), str(folder / "program.cpp")], check=True, timeout=100)
+    # The functions are named and not called: there is no driver to link.
+    link = ["c++", "-Wl,--unresolved-symbols=ignore-all", "-o", str(folder / "program"), str(folder / "o")]
+    subprocess.run(link, check=True, timeout=100)
+    said = subprocess.check_output([str(folder / "program")], text=True, timeout=100)
+    return [line.split() for line in said.splitlines()]
+
+
+def test_calls(tmp_path: Path) -> None:
+    """Each by the name that today's header gives it: a plain name can be an older call with other structures."""
+    calls = SIGNATURES | UNTYPED
+    lines = [f"show(NAME({base}), {base});" for base in (re.sub(r"_v\d+$", "", name) for name in calls)]
+    found = compiled(CALLS + "int main() {\n" + "\n".join(lines) + "\n}\n", tmp_path)
+    assert {name: "".join(letters) for name, *letters in found} == calls
+
+
+NODE, PROP, ACCESS = structs.KernelNodeParams, structs.MemAllocationProp, structs.MemAccessDesc
+INSTANTIATE, MODULE, RESOURCE = structs.InstantiateParams, cupti._Module, cupti._Resource
+
+SIZES = {
+    "CUDA_KERNEL_NODE_PARAMS": ctypes.sizeof(NODE),
+    "CUDA_MEMSET_NODE_PARAMS": structs.MEMSET_NODE.size,
+    "CUDA_MEMCPY3D": structs.MEMCPY_NODE_BYTES,
+    "CUgraphEdgeData": structs.EDGE_DATA_BYTES,
+    "CUlaunchAttributeValue": structs.ATTRIBUTE_BYTES,
+    "CUDA_GRAPH_INSTANTIATE_PARAMS": ctypes.sizeof(INSTANTIATE),
+    "CUmemAllocationProp": ctypes.sizeof(PROP),
+    "CUmemAccessDesc": ctypes.sizeof(ACCESS),
+    "CUmemLocation": ctypes.sizeof(structs.MemLocation),
+    "CUtensorMap": 128,
+    "CUpti_ModuleResourceData": ctypes.sizeof(MODULE),
+    "CUpti_ResourceData": ctypes.sizeof(RESOURCE),
+}
+OFFSETS = {
+    ("CUDA_KERNEL_NODE_PARAMS", "func"): NODE.func.offset,
+    ("CUDA_KERNEL_NODE_PARAMS", "gridDimX"): NODE.grid.offset,
+    ("CUDA_KERNEL_NODE_PARAMS", "blockDimX"): NODE.block.offset,
+    ("CUDA_KERNEL_NODE_PARAMS", "sharedMemBytes"): NODE.shared_bytes.offset,
+    ("CUDA_KERNEL_NODE_PARAMS", "kernelParams"): NODE.params.offset,
+    ("CUDA_KERNEL_NODE_PARAMS", "extra"): NODE.extra.offset,
+    ("CUDA_KERNEL_NODE_PARAMS", "kern"): NODE.kern.offset,
+    ("CUDA_KERNEL_NODE_PARAMS", "ctx"): NODE.ctx.offset,
+    ("CUDA_MEMSET_NODE_PARAMS", "dst"): structs.MEMSET_POINTERS[0],
+    ("CUDA_MEMSET_NODE_PARAMS", "width"): 24,
+    ("CUDA_MEMCPY3D", "srcMemoryType"): structs.MEMCPY_TYPES[0],
+    ("CUDA_MEMCPY3D", "srcDevice"): structs.MEMCPY_POINTERS[0],
+    ("CUDA_MEMCPY3D", "dstMemoryType"): structs.MEMCPY_TYPES[1],
+    ("CUDA_MEMCPY3D", "dstDevice"): structs.MEMCPY_POINTERS[1],
+    ("CUDA_MEMCPY3D", "WidthInBytes"): structs.MEMCPY_WIDTH,
+    ("CUDA_GRAPH_INSTANTIATE_PARAMS", "hUploadStream"): INSTANTIATE.upload_stream.offset,
+    ("CUDA_GRAPH_INSTANTIATE_PARAMS", "hErrNode_out"): INSTANTIATE.error_node.offset,
+    ("CUDA_GRAPH_INSTANTIATE_PARAMS", "result_out"): INSTANTIATE.result.offset,
+    ("CUmemAllocationProp", "location"): PROP.location.offset,
+    ("CUmemAllocationProp", "allocFlags"): PROP.flags.offset,
+    ("CUmemLocation", "id"): structs.MemLocation.id.offset,
+    ("CUmemAccessDesc", "flags"): ACCESS.flags.offset,
+    ("CUpti_ModuleResourceData", "cubinSize"): MODULE.size.offset,
+    ("CUpti_ModuleResourceData", "pCubin"): MODULE.image.offset,
+    ("CUpti_ResourceData", "resourceDescriptor"): RESOURCE.described.offset,
+}
+CONSTANTS = {
+    "CUDA_ERROR_INVALID_VALUE": INVALID_VALUE,
+    "CUDA_ERROR_OUT_OF_MEMORY": OUT_OF_MEMORY,
+    "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR": context._MAJOR,
+    "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR": context._MINOR,
+    "CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT": _PROCESSORS,
+    "CU_POINTER_ATTRIBUTE_RANGE_START_ADDR": 11,  # CudaDriver.range_of
+    "CU_POINTER_ATTRIBUTE_RANGE_SIZE": 12,
+    "CU_GRAPH_NODE_TYPE_KERNEL": NodeKind.KERNEL,
+    "CU_GRAPH_NODE_TYPE_MEMCPY": NodeKind.MEMCPY,
+    "CU_GRAPH_NODE_TYPE_MEMSET": NodeKind.MEMSET,
+    "CU_GRAPH_NODE_TYPE_EMPTY": NodeKind.EMPTY,
+    "CU_MEMORYTYPE_DEVICE": structs.MEMORY_TYPE_DEVICE,
+    "CU_MEMORYTYPE_UNIFIED": structs.MEMORY_TYPE_UNIFIED,
+    "CU_MEM_ALLOCATION_TYPE_PINNED": placement._PINNED,
+    "CU_MEM_LOCATION_TYPE_DEVICE": placement._DEVICE,
+    "CU_MEM_ACCESS_FLAGS_PROT_READWRITE": placement._READ_WRITE,
+    "CU_MEM_ALLOC_GRANULARITY_MINIMUM": 0,  # placement.place
+    "CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD": build._UPLOAD,
+    "CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY": build._USE_NODE_PRIORITY,
+    "CU_LAUNCH_ATTRIBUTE_PRIORITY": build._PRIORITY,
+    "CU_FUNC_ATTRIBUTE_NUM_REGS": dump.REGISTERS,
+    "CU_STREAM_CAPTURE_STATUS_ACTIVE": 1,  # allocation_recorder.cpp
+    "CU_MEMHOSTREGISTER_READ_ONLY": cuda_link._READ_ONLY,
+    "CUPTI_CB_DOMAIN_RESOURCE": cupti._RESOURCE,
+    "CUPTI_CBID_RESOURCE_MODULE_LOADED": cupti._MODULE_LOADED,
+}
+LISTS = {
+    "CU_LAUNCH_ATTRIBUTE_": (
+        dump.NODE_ATTRIBUTES,
+        "ACCESS_POLICY_WINDOW COOPERATIVE CLUSTER_DIMENSION CLUSTER_SCHEDULING_POLICY_PREFERENCE PRIORITY "
+        "MEM_SYNC_DOMAIN_MAP MEM_SYNC_DOMAIN PREFERRED_CLUSTER_DIMENSION DEVICE_UPDATABLE_KERNEL_NODE "
+        "PREFERRED_SHARED_MEMORY_CARVEOUT",
+    ),
+    "CU_FUNC_ATTRIBUTE_": (
+        dump.FUNCTION_ATTRIBUTES,
+        "SHARED_SIZE_BYTES CONST_SIZE_BYTES LOCAL_SIZE_BYTES NUM_REGS PTX_VERSION BINARY_VERSION "
+        "MAX_DYNAMIC_SHARED_SIZE_BYTES PREFERRED_SHARED_MEMORY_CARVEOUT NON_PORTABLE_CLUSTER_SIZE_ALLOWED",
+    ),
+    "CUDA_ERROR_": (
+        STICKY,
+        "ILLEGAL_ADDRESS HARDWARE_STACK_ERROR ILLEGAL_INSTRUCTION MISALIGNED_ADDRESS INVALID_ADDRESS_SPACE INVALID_PC "
+        "LAUNCH_FAILED",
+    ),
+    "CU_GRAPH_NODE_TYPE_": (
+        tuple(dump._NODE_KINDS),
+        "HOST GRAPH WAIT_EVENT EVENT_RECORD EXT_SEMAS_SIGNAL EXT_SEMAS_WAIT MEM_ALLOC MEM_FREE BATCH_MEM_OP "
+        "CONDITIONAL",
+    ),
+}
+
+
+def test_structures_and_constants(tmp_path: Path) -> None:
+    wanted: dict[str, int] = {f"sizeof({name})": size for name, size in SIZES.items()}
+    wanted |= {f"offsetof({name},{field})": at for (name, field), at in OFFSETS.items()}
+    wanted |= {name: int(value) for name, value in CONSTANTS.items()}
+    for prefix, (values, names) in LISTS.items():
+        wanted |= {prefix + name: value for name, value in zip(names.split(), values, strict=True)}
+    lines = [f'printf("{expression} %lld\\n", (long long)({expression}));' for expression in wanted]
+    includes = "#include <cuda.h>\n#include <cupti.h>\n#include <cstddef>\n#include <cstdio>\n"
+    found = compiled(includes + "int main() {\n" + "\n".join(lines) + "\n}\n", tmp_path)
+    assert {name: int(value) for name, value in found} == wanted
+
+
+def test_packed_as_the_structure(tmp_path: Path) -> None:
+    """Kernel nodes are packed by hand, since a restore makes tens of thousands of them."""
+    same = NODE.from_buffer_copy(structs.KERNEL_NODE.pack(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12))
+    assert (same.func, tuple(same.grid), tuple(same.block), same.shared_bytes) == (1, (2, 3, 4), (5, 6, 7), 8)
+    assert (same.params, same.extra, same.kern, same.ctx) == (9, 10, 11, 12)
+    assert structs.KERNEL_NODE.size == ctypes.sizeof(NODE)
+
+
+def test_fat_binary_wrapper(tmp_path: Path) -> None:
+    """What a mapped library's image is handed to the driver in; ``fatbinary_section.h`` defines it."""
+    assert FOLDER is not None
+    if not (FOLDER / "fatbinary_section.h").is_file():
+        pytest.skip("these headers have no fatbinary_section.h, a toolkit's have")
+    source = """
+#include <fatbinary_section.h>
+#include <cstddef>
+#include <cstdio>
+int main() {
+  typedef __fatBinC_Wrapper_t Wrapper;
+  printf("%x %d %zu %zu\\n", FATBINC_MAGIC, FATBINC_VERSION, sizeof(Wrapper), offsetof(Wrapper, data));
+}
+"""
+    assert compiled(source, tmp_path) == [[f"{kernels._WRAPPER_MAGIC:x}", "1", "24", "8"]]
+
+
+def test_default_of_memory_domains(tmp_path: Path) -> None:
+    source = """
+#include <cuda.h>
+#include <cstdio>
+int main() {
+  CUlaunchAttributeValue value = {};
+  value.memSyncDomainMap.default_ = CU_LAUNCH_MEM_SYNC_DOMAIN_DEFAULT;
+  value.memSyncDomainMap.remote = CU_LAUNCH_MEM_SYNC_DOMAIN_REMOTE;
+  printf("%02x%02x\\n", (unsigned char)value.pad[0], (unsigned char)value.pad[1]);
+}
+"""
+    assert compiled(source, tmp_path) == [[dump._DEFAULTS[9].hex()]]
+
+
+def test_the_allocation_recorder_binds_these_calls() -> None:
+    text = allocation_recorder._SOURCE.read_text()
+    assert set(re.findall(r'"(cu[A-Z]\w+)"', text)) == {"cuStreamGetCaptureInfo_v3", "cuGraphGetNodes"}
+    assert {"cuStreamGetCaptureInfo_v3", "cuGraphGetNodes"} <= (SIGNATURES | UNTYPED).keys()
