@@ -56,10 +56,9 @@ def create_app(service: Service) -> Flask:
 
     @app.get("/openapi.json")
     def openapi() -> Response:
-        from .front import PROBES
         from .openapi import describe
 
-        return jsonify(describe(service, PROBES | dict(service.platform.probes)))
+        return jsonify(describe(service, service.probes.kinds))
 
     if service.engine is not None:
         from .openai.routes import blueprint

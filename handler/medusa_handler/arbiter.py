@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gunicorn.app.base import BaseApplication
+from gunicorn.arbiter import Arbiter
 from gunicorn.http import errors
 from gunicorn.workers.gthread import ThreadWorker
 from medusa_runtime.shortage import shortage
@@ -30,6 +31,7 @@ from .slow_clients import WHOLE, SlowClients
 if TYPE_CHECKING:
     from medusa_runtime.config import Settings
 
+    from .door import Door
     from .front import Front, Wsgi
 
 logger = logging.getLogger(__name__)
@@ -58,11 +60,12 @@ class FunctionServer(BaseApplication):  # type: ignore[misc]
 
     def __init__(
         self,
-        listener: socket.socket,
+        door: Door,
         settings: Settings,
         boot: Callable[[], tuple[Front, Callable[[], bool]]],
     ) -> None:
-        self._options = options(listener, settings)
+        self._door = door
+        self._options = options(door, settings)
         self._boot = boot
         self.drain: Callable[[], bool] | None = None
         self.slow_clients = SlowClients(settings.read_timeout_s)
@@ -83,6 +86,20 @@ class FunctionServer(BaseApplication):  # type: ignore[misc]
             return front(environ, start_response)
 
         return handle
+
+    def run(self) -> None:
+        _Arbiter(self, self._door).run()
+
+
+class _Arbiter(Arbiter):  # type: ignore[misc]
+    def __init__(self, app: FunctionServer, door: Door) -> None:
+        self.LISTENERS = [door.entrance]
+        self._door = door
+        super().__init__(app)
+
+    def spawn_worker(self) -> Any:
+        with self._door.still():
+            return super().spawn_worker()
 
 
 class _Pool(ThreadPoolExecutor):

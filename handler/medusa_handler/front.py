@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from .faults import not_ready
-from .platform import ACCEPTING, LIVE, READY
+from .probes import Told
 from .slow_clients import WHOLE
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 ARRIVED = "medusa.arrived"  # the environ's key of a number that grows from request to request
 _TELLS = ("/metrics", "/timeline", "/openapi.json")  # what is no work is not refused
-PROBES = {"/livez": LIVE, "/startupz": READY, "/readyz": READY}
 _TOKEN_WANTED = {
     "error": {
         "message": "expected the header Authorization: Bearer <token> with this server's token",
@@ -46,7 +45,6 @@ class Front:
     def __init__(self, service: Service, build: Callable[[], Wsgi]) -> None:
         self._service = service
         self._build = build
-        self._probes = {**PROBES, **service.platform.probes}
         self._token = service.settings.token
         self._app: Wsgi | None = None
         self._building = threading.Lock()
@@ -58,10 +56,10 @@ class Front:
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         if WHOLE in environ and environ.get("CONTENT_LENGTH", "0") in ("", "0") and not _is_chunked(environ):
             environ[WHOLE]()
-        probe = self._probes.get(environ["PATH_INFO"])
+        probe = self._service.probes.answer(environ["PATH_INFO"])
         if probe is not None and environ["REQUEST_METHOD"] in ("GET", "HEAD"):
-            if not probe.startswith("/") or not self._is(READY):
-                answer = self._answer(probe, start_response)
+            if isinstance(probe, Told):
+                answer = _json(start_response, "200 OK" if probe.good else "503 Service Unavailable", probe.status)
                 return [] if environ["REQUEST_METHOD"] == "HEAD" else answer
             environ["PATH_INFO"] = probe  # the platform asks the function itself
         elif self._token is not None and not self._is_authorized(environ.get("HTTP_AUTHORIZATION", "")):
@@ -100,16 +98,6 @@ class Front:
         # It takes as long for a near miss as for any other. Bytes, because it refuses text that is not ASCII.
         same = hmac.compare_digest(given.strip().encode("latin-1", "replace"), self._token.encode())
         return same and scheme.lower() == "bearer"
-
-    def _is(self, probe: str) -> bool:
-        if probe == LIVE:
-            return True
-        return not self._service.draining.is_set() and (probe == ACCEPTING or self._service.ready)
-
-    def _answer(self, probe: str, start_response: Callable[..., Any]) -> Iterable[bytes]:
-        good = self._is(probe)
-        status = {"status": "alive"} if probe == LIVE else self._service.status()
-        return _json(start_response, "200 OK" if good else "503 Service Unavailable", status)
 
 
 def _is_chunked(environ: dict[str, Any]) -> bool:

@@ -63,6 +63,7 @@ class UserFunction:
             service.instance.fail(error)
         else:
             self._loaded.set()
+            service.publish()
             service.admission.open()
 
     def _load(self, spec: str) -> None:

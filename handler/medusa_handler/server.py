@@ -12,12 +12,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from medusa_runtime.process import die_with_parent, name_process
 from medusa_runtime.shortage import LEAST_FILES, most_files
 
+from .door import Door
 from .platform import Platform
+from .probes import Probes
 
 if TYPE_CHECKING:
     from medusa_runtime.config import Settings
@@ -38,11 +41,18 @@ def serve(
     listener: socket.socket, instance: InstanceHandle, settings: Settings, platform: Platform | None = None
 ) -> int:
     """Serve on ``listener`` until SIGTERM; returns the exit status. Runs in a forked process without threads."""
+    platform = platform or Platform()
+    probes = Probes(settings, platform, instance.region)
+    waits = "starting" if settings.engine_start == "now" else "idle"
+    engine, function = waits if instance.engine else "", "loading" if settings.handler else ""
+    probes.tell(ready=False, draining=False, engine=engine, function=function)
+    door = Door(listener, probes)
+    door.open()
     with instance.timeline.stage("server"):
         # gunicorn costs about 110 ms to import; the supervisor does not need it.
         from .arbiter import FunctionServer
 
-        application = FunctionServer(listener, settings, lambda: _boot(instance, settings, platform or Platform()))
+        application = FunctionServer(door, settings, lambda: _boot(instance, settings, platform, probes))
     _keep_sigterm_over_forks()
     try:
         application.run()
@@ -51,14 +61,16 @@ def serve(
     return 0
 
 
-def _boot(instance: InstanceHandle, settings: Settings, platform: Platform) -> tuple[Front, Callable[[], bool]]:
-    """In the worker: probes answer from here on, everything else is made in the background."""
+def _boot(
+    instance: InstanceHandle, settings: Settings, platform: Platform, probes: Probes
+) -> tuple[Front, Callable[[], bool]]:
+    """In the worker: everything is made in the background."""
     from .front import Front
     from .service import Service
 
     # A hundred streams that wake at once must not make a probe wait for a whole interval (5 ms) of each.
     sys.setswitchinterval(0.001)
-    service = Service(instance, settings, platform)
+    service = Service(instance, settings, platform, probes)
 
     def build() -> Any:
         from .app import create_app  # imports Flask, 100 to 200 ms
@@ -73,13 +85,17 @@ def _boot(instance: InstanceHandle, settings: Settings, platform: Platform) -> t
         from .function import UserFunction
 
         service.function = UserFunction(service)
-    if instance.engine is not None and settings.engine_start == "now":
-        instance.engine.start()
+    service.publish()
+    if instance.engine is not None:
+        instance.engine.changed = service.publish
+        if settings.engine_start == "now":
+            instance.engine.start()
     threading.Thread(target=_warm, args=(service, front), name="load-handler", daemon=True).start()
 
     def drain() -> bool:
         """After SIGTERM: not ready any more, but answering until the last request has been served."""
         service.draining.set()
+        service.publish()
         if platform.stop is not None:
             platform.stop()
         deadline = time.monotonic() + settings.drain_s
@@ -112,10 +128,9 @@ def threads(settings: Settings) -> int:
     return settings.max_concurrency + settings.max_waiting + _SPARE_THREADS
 
 
-def options(listener: socket.socket, settings: Settings) -> dict[str, Any]:
+def options(door: Door, settings: Settings) -> dict[str, Any]:
     """gunicorn's settings. No timeout (a model may take long), no control socket, no access log."""
     return {
-        "bind": [f"fd://{listener.detach()}"],  # gunicorn closes this number itself
         "workers": 1,
         "worker_class": "medusa_handler.arbiter.Worker",
         "threads": threads(settings),
@@ -135,7 +150,7 @@ def options(listener: socket.socket, settings: Settings) -> dict[str, Any]:
         "loglevel": "warning",
         "accesslog": None,
         "proc_name": "function",
-        "post_fork": _in_worker,
+        "post_fork": partial(_in_worker, door),
     }
 
 
@@ -153,6 +168,7 @@ def _keep_sigterm_over_forks() -> None:
     )
 
 
-def _in_worker(arbiter: Any, _worker: Any) -> None:
+def _in_worker(door: Door, arbiter: Any, _worker: Any) -> None:
+    door.close_in_worker()
     die_with_parent(arbiter.pid)
     name_process("worker")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from . import sse
 from .admission import Admission
 from .chat_template import ChatTemplate
 from .faults import ClientGoneError, not_ready, stopping
 from .metrics import Metrics
+from .probes import Probes, served_name
 
 if TYPE_CHECKING:
     from medusa_runtime.config import Settings
@@ -29,10 +29,11 @@ _LONGEST_GUESS_S = 60.0
 class Service:
     """Lives in the worker process. Made before Flask is imported, so that probes are answered at once."""
 
-    def __init__(self, instance: InstanceHandle, settings: Settings, platform: Platform) -> None:
+    def __init__(self, instance: InstanceHandle, settings: Settings, platform: Platform, probes: Probes) -> None:
         self.instance = instance
         self.settings = settings
         self.platform = platform
+        self.probes = probes
         self.engine = instance.engine
         self.region = instance.region
         self.timeline = instance.timeline
@@ -42,14 +43,12 @@ class Service:
         self.draining = threading.Event()
         self.created = int(time.time())
         self._answered = threading.Lock()
+        self._publishing = threading.Lock()
         self._chat_template: ChatTemplate | None = None
 
     @property
     def model_name(self) -> str:
-        """The model's name in the OpenAI routes: as given, else the last part of its location."""
-        if self.settings.served_model_name:
-            return self.settings.served_model_name
-        return os.path.basename((self.settings.model or "").rstrip("/")) or "model"
+        return served_name(self.settings)
 
     @property
     def ready(self) -> bool:
@@ -95,25 +94,15 @@ class Service:
         """True once, for the request that is answered first."""
         return self._answered.acquire(blocking=False)
 
-    def status(self) -> dict[str, Any]:
-        """What /readyz says. Bytes are of the weights; ``eta_s`` is the rest of the fetch at the present rate."""
-        state = "draining" if self.draining.is_set() else "ready" if self.ready else "starting"
-        status: dict[str, Any] = {"status": state}
-        if self.engine is not None:
-            status["model"] = self.model_name
-            status["engine"] = _engine_status(self.engine)
-        if self.region is not None:
-            progress = self.region.progress()
-            status |= {
-                "state": getattr(progress.state, "name", str(progress.state)).lower(),
-                "fetched_bytes": progress.fetched_bytes,
-                "total_bytes": progress.total_bytes,
-                "mb_per_s": progress.mb_per_s,
-                "eta_s": progress.eta_s,
-            }
-        if self.function is not None:
-            status["handler"] = "ready" if self.function.ready else "loading"
-        return status
+    def publish(self) -> None:
+        """Let probes hear of what has changed in engine or function, or of the drain."""
+        with self._publishing:
+            self.probes.tell(
+                ready=self.ready,
+                draining=self.draining.is_set(),
+                engine="" if self.engine is None else _engine_status(self.engine),
+                function="" if self.function is None else "ready" if self.function.ready else "loading",
+            )
 
     def eta_s(self) -> float:
         """When to come back for what is not there yet.

@@ -91,6 +91,7 @@ class ScriptedStream:
 
 class ScriptedEngine:
     started = True
+    changed = staticmethod(lambda: None)
 
     def __init__(self, token_s: float, seen_fd: int) -> None:
         self.token_s = token_s
@@ -114,6 +115,7 @@ class ScriptedEngine:
             for name, value in json.loads(line).items():
                 event = {"ready": self.up, "hold": self.held, "lose": self.lost, "full": self.full}[name]
                 (event.set if value else event.clear)()
+            self.changed()
 
     def wait_ready(self, timeout_s: float | None = None) -> EngineInfo:
         if not self.up.wait(timeout_s):

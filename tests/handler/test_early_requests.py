@@ -10,6 +10,7 @@ from typing import Any
 from medusa_handler.admission import Admission
 from medusa_handler.front import ARRIVED, Front
 from medusa_handler.platform import Platform
+from medusa_handler.probes import Probes
 
 
 def until(condition: Any) -> None:
@@ -53,9 +54,12 @@ def test_requests_beyond_the_cap_are_refused_before_the_app_is_there() -> None:
         may_build.wait(60)
         return app
 
-    settings = SimpleNamespace(token=None, max_waiting=1, max_concurrency=1, handler="handler.py")
+    settings: Any = SimpleNamespace(token=None, max_waiting=1, max_concurrency=1, handler="handler.py")
     service: Any = SimpleNamespace(
-        settings=settings, platform=Platform(), admission=SimpleNamespace(refused=0), eta_s=lambda: 7.2
+        settings=settings,
+        probes=Probes(settings, Platform(), None),
+        admission=SimpleNamespace(refused=0),
+        eta_s=lambda: 7.2,
     )
     front = Front(service, build)
     answers: list[tuple[str, dict[str, str], bytes]] = []

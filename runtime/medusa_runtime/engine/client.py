@@ -78,6 +78,7 @@ class EngineClient:
     def __init__(self, path: str) -> None:
         self.path = path
         self.info: EngineInfo | None = None
+        self.changed: Callable[[], None] = lambda: None  # called when ``started``, ``info`` or ``ready`` have
         self._state = threading.Condition()
         self._ready = False
         self._failure: MedusaError | None = None
@@ -221,6 +222,7 @@ class EngineClient:
 
     def _serve(self) -> None:
         """Connect, read until the engine goes away, tell who was waiting, connect again."""
+        self.changed()
         while not self._closed:
             connection = socket.socket(socket.AF_UNIX)
             try:
@@ -254,10 +256,12 @@ class EngineClient:
                 with self._state:
                     self.info = EngineInfo(**{**frame["info"], "eos_token_ids": tuple(frame["info"]["eos_token_ids"])})
                     self._state.notify_all()
+                self.changed()
             elif kind == "ready":
                 with self._state:
                     self._ready = True
                     self._state.notify_all()
+                self.changed()
             elif kind in ("result", "error"):
                 self._answer(frame)
 
@@ -296,6 +300,7 @@ class EngineClient:
             for stream in lost:
                 del self._streams[stream.request.id]
             calls = list(self._calls.values())
+        self.changed()
         for stream in lost:
             stream.incoming.put(error)
         for call in calls:

@@ -1,0 +1,86 @@
+"""Who accepts connections: probes are answered at once, all else reaches the worker whole."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Serve = Callable[..., Any]
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def connect(served: Any) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", served.port), timeout=60)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    found = b""
+    while piece := connection.recv(65536):
+        found += piece
+    return found
+
+
+def test_a_worker_that_does_nothing_keeps_no_probe_waiting(serve: Serve) -> None:
+    served = serve()
+    served.wait_ready()
+    (worker,) = children(served.process.pid)
+    os.kill(worker, signal.SIGSTOP)
+    with connect(served) as other:
+        other.sendall(b"GET /v1/models HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        assert served.request("GET", "/livez")[1] == {"status": "alive"}
+        assert served.request("GET", "/readyz")[0] == 200
+        os.kill(worker, signal.SIGCONT)
+        assert read_all(other).startswith(b"HTTP/1.1 200")
+
+
+def test_one_connection_may_probe_and_ask(serve: Serve) -> None:
+    served = serve()
+    with contextlib.closing(served.connect()) as connection:
+        for method, path, status in (
+            *(("GET", "/livez", 200), ("HEAD", "/livez", 200), ("GET", "/v1/models", 200)),
+            *(("GET", "/livez?a=b", 200), ("POST", "/livez", 405), ("GET", "/v1/models", 200)),
+        ):
+            connection.request(method, path)
+            response = connection.getresponse()
+            assert (response.status, bool(response.read())) == (status, method != "HEAD"), path
+
+
+def test_what_comes_in_pieces_or_with_more_behind_it_is_the_workers(serve: Serve) -> None:
+    served = serve()
+    probe = b"GET /livez HTTP/1.1\r\nHost: a\r\n\r\n"
+    last = b"GET /v1/models HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+    with connect(served) as connection:
+        connection.sendall(probe + last)
+        assert read_all(connection).count(b"HTTP/1.1 200 OK") == 2
+    with connect(served) as connection:
+        for byte in probe.replace(b"Host", b"Connection: close\r\nHost"):
+            connection.sendall(bytes((byte,)))
+        assert b'{"status": "alive"}' in read_all(connection)
+    with connect(served) as connection:
+        connection.sendall(b"GET /livez HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}")
+        assert b'{"status": "alive"}' in read_all(connection)
+    with connect(served) as silent:
+        assert served.request("GET", "/livez")[0] == 200
+        silent.sendall(b"GET /livez HTTP/1.0\r\n\r\n")
+        assert read_all(silent).endswith(b'{"status": "alive"}\n')
+
+
+def test_a_worker_that_dies_leaves_connections_to_the_next_one(serve: Serve) -> None:
+    served = serve()
+    served.wait_ready()
+    (worker,) = children(served.process.pid)
+    os.kill(worker, signal.SIGSTOP)
+    with connect(served) as waiting:
+        waiting.sendall(b"GET /metrics HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        assert served.request("GET", "/livez")[0] == 200  # so the one before it has been passed on
+        os.kill(worker, signal.SIGKILL)
+        assert read_all(waiting).startswith(b"HTTP/1.1 200")
+    assert children(served.process.pid) != [worker]
