@@ -25,23 +25,28 @@ RUN --mount=type=secret,id=apt,target=/etc/apt/sources.list.d/build.sources \
     apt-get update -q && apt-get install -qy --no-install-recommends gcc libc6-dev
 COPY . /source
 COPY images/medusa-install /opt/medusa/bin/medusa-install
-COPY images/install.py images/cold_start.py /build/
+COPY images/install.py images/cold_start.py images/split.py /build/
 COPY images/trace /build/trace
 RUN --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
     --mount=type=secret,id=pip,target=/etc/pip.conf \
     python3 /build/install.py runtime
-# A real cold start shows which files it reads; the tree is split into /layers/{cold,hot,own} by that.
+# A real cold start shows which files it reads; the tree is split into layers by that.
 ARG VARIANT=slim
-RUN /opt/medusa/bin/python /build/cold_start.py /source/examples/pydoc-lm "${VARIANT}"
+RUN /opt/medusa/bin/python /build/cold_start.py /source/examples/pydoc-lm "${VARIANT}" \
+    && /opt/medusa/bin/python /build/split.py digest
 
 FROM base
 LABEL org.opencontainers.image.title="medusa-runtime" \
       org.opencontainers.image.description="Base image of model functions that answer about as soon as the weights can be read" \
       org.opencontainers.image.licenses="Apache-2.0" \
       com.amazonaws.sagemaker.capabilities.accept-bind-to-port="true"
-COPY --from=runtime /layers/cold /
-COPY --from=runtime /layers/hot /
-COPY --from=runtime /layers/own /
+# Each layer after its digest, by which a cache knows whether it is still the same (images/split.py).
+COPY --from=runtime /layers/cold /opt/medusa/layers/
+RUN --mount=type=bind,from=runtime,target=/dev/built python3 /dev/built/build/split.py copy cold /dev/built
+COPY --from=runtime /layers/hot /opt/medusa/layers/
+RUN --mount=type=bind,from=runtime,target=/dev/built python3 /dev/built/build/split.py copy hot /dev/built
+COPY --from=runtime /layers/own /opt/medusa/layers/
+RUN --mount=type=bind,from=runtime,target=/dev/built python3 /dev/built/build/split.py copy own /dev/built
 # Any user id works, so HOME is the one folder that is writable when the root is read-only.
 ENV PATH=/opt/medusa/bin:/usr/local/bin:/usr/bin:/bin \
     HOME=/tmp \

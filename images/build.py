@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PUBLIC_BASE = "docker.io/library/python:3.11-slim-bookworm"
 OWN_BASE = "localhost/medusa-debian:bookworm"
 NAME = "localhost/medusa-runtime"
+STAGES = ("packages", "runtime")
 DEBIAN_PACKAGES = "python3,python3-venv,ca-certificates"
 # In the manner of Debian's own slim images.
 DEBIAN_LEFT_OUT = (
@@ -78,10 +79,31 @@ def make_base(folder: Path) -> None:
 
 
 def build(variant: str, base: str, scratch: Path) -> None:
-    command = ["podman", "build", "--network", "host", "--layers", "--build-arg", f"VARIANT={variant}"]
-    command += ["--build-arg", f"BASE_IMAGE={base}", "--tag", f"{NAME}:{variant}"]
-    command += ["--tag", f"{NAME}:latest"] if variant == "slim" else []
-    run(*command, *host.build_flags(scratch), str(ROOT))
+    """One call of podman a stage: at the end of each it gives back what it holds beside the layers (docs/images.md)."""
+    flags = ["--network", "host", "--layers", "--build-arg", f"VARIANT={variant}", "--build-arg", f"BASE_IMAGE={base}"]
+    flags += host.build_flags(scratch)
+    for stage in STAGES:
+        podman_build(scratch, "--target", stage, *flags)
+    tags = [f"{NAME}:{variant}", *([f"{NAME}:latest"] if variant == "slim" else [])]
+    made = podman_build(scratch, *(flag for tag in tags for flag in ("--tag", tag)), *flags)
+    for tag in tags:
+        found = ["podman", "image", "inspect", "--format", "{{.Id}}", tag]
+        if subprocess.run(found, capture_output=True, text=True, check=False).stdout.strip() != made:
+            sys.exit(
+                f"{tag} was not built: expected it to name the new image {made[:12]}, but found another; build again"
+            )
+
+
+def podman_build(scratch: Path, *flags: str) -> str:
+    """The new image's id. podman's exit status is not to be trusted: ended by SIGTERM it is 0 (4.3)."""
+    made = scratch / "id"
+    made.unlink(missing_ok=True)
+    command = ["podman", "build", "--iidfile", str(made), *flags, str(ROOT)]
+    print("$", *command, flush=True)
+    status = subprocess.run(command, check=False).returncode
+    if status or not made.exists():
+        sys.exit(f"nothing was built: expected an image of podman build, it ended with status {status} and left none")
+    return made.read_text().strip().removeprefix("sha256:")
 
 
 def succeeds(*command: str) -> bool:

@@ -1,17 +1,15 @@
-"""Splits /opt/medusa into layers by what a cold start reads; runs in the build, after everything is installed.
+"""Finds what a cold start reads of /opt/medusa; runs in the build, after everything is installed.
 
 A real `medusa serve` with the example model is started and asked, once with each engine that the variant has and this
 machine can run, under a hook that notes every file that is opened. vLLM for GPUs is only imported: there is none here,
 and what nothing but a GPU makes it read is named in variants.toml (hot).
-``/layers/hot`` gets these, ``/layers/own`` the runtime, ``/layers/cold`` the rest. A registry that unpacks or fetches
-lazily then finds what a start reads in one layer. The list stays in the image as ``cold-start.txt``.
+The list stays in the image as ``cold-start.txt``; split.py makes the layers by it.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -21,7 +19,6 @@ import urllib.request
 from pathlib import Path
 
 HOME = Path("/opt/medusa")
-LAYERS = Path("/layers")
 TRACE = Path("/tmp/opened")
 URL = "http://127.0.0.1:8099"
 # The client of a store is imported by the prefetcher where MEDUSA_MODEL is its URL.
@@ -39,8 +36,6 @@ ASKED: dict[str, dict[str, object]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "This function returns"}]},
 }
 ALWAYS = ("pyvenv.cfg", "bin/python", "bin/python3", "bin/medusa")
-OWN = re.compile(r"(bin|lib/python[^/]+/site-packages)/medusa")
-EPOCH_S = 1_700_000_000
 
 
 def main() -> None:
@@ -50,9 +45,6 @@ def main() -> None:
     if len(hot) < 300:
         sys.exit(f"a cold start read {len(hot)} files of {HOME}; expected some hundreds, so the trace does not work")
     (HOME / "cold-start.txt").write_text("".join(f"{path.relative_to(HOME)}\n" for path in sorted(hot)))
-    sizes = split(hot)
-    for name in ("cold", "hot", "own"):
-        print(f"layer {name:4} {sizes[name] / 1e6:7.1f} MB", flush=True)
 
 
 def trace(model: str) -> set[Path]:
@@ -141,29 +133,6 @@ def mapped(pid: int) -> set[Path]:
 
 def libraries_of(maps: list[str]) -> set[Path]:
     return {Path(line.split(None, 5)[5]) for line in maps if f" {HOME}/" in line}
-
-
-def split(hot: set[Path]) -> dict[str, int]:
-    """Move the files; every path gets the same time, so that equal content makes an equal layer."""
-    sizes = {"cold": 0, "hot": 0, "own": 0}
-    for path in sorted(HOME.rglob("*")):
-        link = path.is_symlink()
-        if path.is_dir() and not link:
-            continue
-        inside = path.relative_to(HOME)
-        own = str(inside) == "cold-start.txt" or OWN.match(str(inside)) is not None
-        layer = "own" if own else "hot" if path in hot else "cold"
-        sizes[layer] += path.lstat().st_size
-        target = LAYERS / layer / "opt/medusa" / inside
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if not link:
-            path.chmod(0o755 if os.access(path, os.X_OK) and path.stat().st_mode & 0o111 else 0o644)
-        path.rename(target)
-    for path in sorted(LAYERS.rglob("*"), reverse=True):
-        if path.is_dir() and not path.is_symlink():
-            path.chmod(0o755)
-        os.utime(path, (EPOCH_S, EPOCH_S), follow_symlinks=False)
-    return sizes
 
 
 if __name__ == "__main__":

@@ -1,0 +1,63 @@
+"""An image that was not built is not taken for one that was, whatever podman's exit status says."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+IMAGES = Path(__file__).parents[2] / "images"
+# Of the real one: what it writes where it succeeds, and what it says of a tag.
+PODMAN = """#!/bin/sh
+if [ "$1" = build ]; then
+    echo "$@" >> {folder}/calls
+    {build}
+    exit {status}
+fi
+echo {tagged}
+"""
+BUILT = 'echo -n sha256:new > "$3"'
+
+Build = Callable[..., None]
+
+
+@pytest.fixture
+def build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Build:
+    """images/build.py's ``build`` with a podman that ends as it is told."""
+    monkeypatch.syspath_prepend(IMAGES)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    module: dict[str, Any] = runpy.run_path(str(IMAGES / "build.py"))
+    for name in ("host", "podman"):
+        monkeypatch.delitem(sys.modules, name)
+
+    def run(**ends: object) -> None:
+        podman = tmp_path / "podman"
+        podman.write_text(PODMAN.format(folder=tmp_path, **({"build": BUILT, "status": 0, "tagged": "new"} | ends)))
+        podman.chmod(0o755)
+        module["build"]("slim", "base", tmp_path)
+
+    return run
+
+
+def test_each_stage_is_a_call_and_the_last_one_is_tagged(build: Build, tmp_path: Path) -> None:
+    build()
+    packages, runtime, image = (tmp_path / "calls").read_text().splitlines()
+    assert "--target packages" in packages
+    assert "--target runtime" in runtime
+    assert "--target" not in image
+    assert "--tag localhost/medusa-runtime:slim --tag localhost/medusa-runtime:latest" in image
+
+
+@pytest.mark.parametrize(("ends", "status"), [({"build": ":"}, 0), ({"build": ":", "status": 125}, 125)])
+def test_a_podman_that_made_no_image_is_one_error(build: Build, ends: dict[str, object], status: int) -> None:
+    with pytest.raises(SystemExit, match=f"expected an image of podman build, it ended with status {status}"):
+        build(**ends)
+
+
+def test_a_tag_of_another_image_is_one_error(build: Build) -> None:
+    with pytest.raises(SystemExit, match="slim was not built: expected it to name the new image new"):
+        build(tagged="old")
