@@ -9,6 +9,7 @@ import argparse
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from medusa_runtime.errors import ConfigError, MedusaError
@@ -44,6 +45,8 @@ class _Version(argparse.Action):
 def run(argv: Sequence[str]) -> int:
     """Run one command; returns the exit status: 0, 2 for a call that cannot be meant so, 1 for the rest."""
     _open_standard_streams()
+    # Of torch, when it is imported in full where NumPy is not installed; nothing of ours needs that.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     try:
         arguments = _parse(argv)
         status: int = importlib.import_module(arguments.module).run(arguments)

