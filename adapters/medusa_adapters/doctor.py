@@ -36,7 +36,7 @@ _EXTRAS = {
 
 
 class Finding(NamedTuple):
-    """One line: ``level`` is ok, - (optional and not there), warn or fail; ``advice``: what to do about the last two."""
+    """One line: ``level`` is ok, - (optional, not there), warn or fail; ``advice``: what to do about the last two."""
 
     level: str
     name: str
