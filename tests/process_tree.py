@@ -14,6 +14,11 @@ def alive(pid: int) -> bool:
         return False
 
 
+def stopped(pid: int) -> bool:
+    """Whether SIGSTOP has it."""
+    return _state_and_parent(pid)[0] == "T"
+
+
 def process_name(pid: int) -> str:
     """The role a process of an instance has given itself (its comm)."""
     try:

@@ -16,7 +16,7 @@ from medusa_runtime.config import Settings
 from medusa_runtime.node.attachment import Attachment
 from medusa_runtime.node.messages import receive, send
 from medusa_runtime.timeline import Timeline
-from process_tree import alive
+from process_tree import alive, stopped
 
 from .slow_origin import SlowOrigin, serving_origin
 
@@ -27,14 +27,15 @@ FALLBACK = "starting without the node agent"
 
 
 class Middleman:
-    """Stands between functions and the agent, and ends the agent in front of one message.
+    """Stands between functions and the agent, and ends (or stops) the agent in front of one message.
 
     ``step`` is the message's name with the side it comes from, such as ``agent:hello``.
     """
 
-    def __init__(self, node: Any, step: str) -> None:
+    def __init__(self, node: Any, step: str, stop: bool = False) -> None:
         self.node = node
         self.step = step
+        self.stop = stop
         self.path = str(node.folder / "middle.sock")
         self.seen: list[str] = []
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -64,7 +65,9 @@ class Middleman:
             while (message := receive(source)) is not None:
                 step = f"{name}:{message.kind}"
                 self.seen.append(step)
-                if step == self.step:
+                if step == self.step and self.stop:
+                    os.kill(self.node.process.pid, signal.SIGSTOP)
+                elif step == self.step:
                     self.node.kill()
                     message.close()
                     break
@@ -82,11 +85,11 @@ class Middleman:
 
 
 @pytest.fixture
-def middleman() -> Iterator[Callable[[Any, str], Middleman]]:
+def middleman() -> Iterator[Callable[..., Middleman]]:
     made: list[Middleman] = []
 
-    def make(node: Any, step: str) -> Middleman:
-        made.append(Middleman(node, step))
+    def make(node: Any, step: str, stop: bool = False) -> Middleman:
+        made.append(Middleman(node, step, stop))
         return made[-1]
 
     yield make
@@ -212,6 +215,30 @@ def test_the_agent_dies_around_the_handing_over_of_an_engine(
     assert {"zygote", "engine"} <= set(serving.children().values())
     node.until(lambda: not alive(warm))
     assert serving.stop() == 0
+
+
+@pytest.mark.parametrize("step", ["function:hello", "function:region", "function:engine"])
+def test_an_agent_that_hangs_at_any_step_is_done_without(
+    start: Start, start_node: Start, middleman: Callable[..., Middleman], example: Path, step: str
+) -> None:
+    node = ready_node(start_node, example)
+    (warm,) = node.status()["engines"]["torch"]["pids"]
+    serving = start("--model", example, "--node-socket", middleman(node, step, stop=True).path)
+    text = serving.complete()["choices"][0]["text"]
+    assert stopped(node.process.pid), "the first token came without it"
+    names = stages(serving)
+    assert [stage["name"] for stage in names["node-fallback"]] == ["node-fallback"]
+    assert f"did not answer {step.partition(':')[2]!r} within" in names["node-fallback"][0]["detail"]["reason"]
+    assert names["node-fallback"][0]["start_ns"] < names["ready"][0]["start_ns"]
+    assert "zygote" in serving.children().values()
+    os.kill(node.process.pid, signal.SIGCONT)
+    if step == "function:engine":  # it still hands one over, which ends: nobody holds its lease
+        node.until(lambda: not alive(warm))
+    assert serving.complete()["choices"][0]["text"] == text
+    assert serving.stop() == 0
+    node.until(lambda: node.status()["regions"][0]["in_use_by"] == 0)
+    node.wait_warm()
+    assert node.stop() == 0
 
 
 def test_the_agent_dies_while_a_function_serves(start: Start, start_node: Start, example: Path) -> None:

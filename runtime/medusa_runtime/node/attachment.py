@@ -13,7 +13,7 @@ from ..errors import MedusaError, NodeError
 from ..process import ReportPipe
 from ..timeline import Timeline
 from ..weights.region import Region
-from .client import NodeClient
+from .client import HURRIED, NodeClient
 from .handover import settings_to_body
 from .messages import pair
 
@@ -48,13 +48,13 @@ class Attachment:
         assert settings.model is not None
         try:
             with timeline.stage("node") as detail:
-                attachment = cls(NodeClient(path, settings.node_user), path, settings, timeline)
-                assert attachment._client is not None
+                client = NodeClient(path, settings.node_user, waits=HURRIED)
+                attachment = cls(client, path, settings, timeline)
                 try:
-                    attachment.region = attachment._client.region(settings.model, within_s=_SEALED_WITHIN_S)
+                    attachment.region = client.region(settings.model, within_s=_SEALED_WITHIN_S)
                     _check_usable(attachment.region, settings)
                 except BaseException:
-                    attachment._client.close()
+                    client.close()
                     raise
                 detail["region"] = attachment.region.progress().state
         except (MedusaError, OSError) as error:
@@ -115,7 +115,7 @@ class Attachment:
         if not os.path.exists(self._path):
             return
         try:
-            client = NodeClient(self._path, self._settings.node_user)
+            client = NodeClient(self._path, self._settings.node_user, waits=HURRIED)
             try:
                 client.keep(self._settings.model, self.region.fd)
             except BaseException:
