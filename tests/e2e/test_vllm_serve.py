@@ -15,7 +15,6 @@ from typing import Any
 
 import openai
 import pytest
-from process_tree import alive
 
 Start = Callable[..., Any]
 PATIENCE_S = 300.0  # vLLM is imported in every one of these, on slow cores beside other work
@@ -121,28 +120,6 @@ def test_a_quantization_without_kernels_here_is_told_in_one_line(start: Start, t
     assert serving.process.wait(PATIENCE_S) != 0
     assert "Model.Unsupported" in serving.output()
     assert "AVX-512" in serving.output()
-
-
-def test_ranks_take_their_slices_from_one_region(start: Start, example: Path) -> None:
-    if len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("two ranks need two CPUs")
-    one = start("--model", example, "--engine", "vllm", "--kv-cache-mb", "64")
-    expected = complete(one)[1]["choices"][0]["text"]
-    assert one.stop() == 0
-    two = start("--model", example, "--engine", "vllm", "--kv-cache-mb", "64", "--tensor-parallel", "2")
-    status, answer = complete(two)
-    assert status == 200, answer
-    assert answer["choices"][0]["text"] == expected
-    applied = [stage for stage in two.request("GET", "/timeline")[1]["stages"] if stage["name"] == "apply"]
-    assert len(applied) == 2
-    ranks = [pid for pid, name in two.children().items() if name.startswith("VLLM::Worker")]
-    assert len(ranks) == 2
-    two.process.send_signal(signal.SIGTERM)
-    two.process.wait(PATIENCE_S)
-    deadline = time.monotonic() + PATIENCE_S
-    while any(alive(pid) for pid in ranks) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(alive(pid) for pid in ranks)
 
 
 def test_a_node_gives_an_engine_that_has_imported_and_rehearsed(start: Start, start_node: Start, example: Path) -> None:

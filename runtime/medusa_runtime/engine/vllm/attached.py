@@ -1,7 +1,7 @@
 """The region and the timeline as vLLM's processes are told of them: by paths, in the load configuration.
 
-Descriptors are inherited by forks only; vLLM starts the workers of further ranks as new interpreters. A path through
-/proc names the same memory from any process of this user.
+Descriptors are inherited by forks only; on a GPU vLLM may start ranks as new interpreters. A path through /proc names
+the same memory from any process of this user.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class CompiledStart:
             self._timeline.mark("compiled", left_out=str(error)[:300])
             self._blob = None
             return False
-        # Workers of further ranks are new interpreters: a path through /proc names the same memory there.
+        # As with the region: a path names the same memory in a rank that is a new interpreter.
         self._fd = os.memfd_create("medusa-compile-cache", os.MFD_CLOEXEC)
         with open(self._fd, "wb", closefd=False) as file:
             file.write(self._blob)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from ...config import Settings
@@ -92,21 +91,18 @@ def _create(
 
 
 def _executor(settings: Settings) -> Any:
+    from vllm.platforms import current_platform
+
     if settings.tensor_parallel > 1:
-        _share_cpus(settings)
-        return "mp"
+        if not current_platform.is_cpu():
+            return "mp"
+        from .ranks import RanksExecutor, share_cpus
+
+        share_cpus(settings)
+        return RanksExecutor
     from .executor import OneProcessExecutor
 
     return OneProcessExecutor
-
-
-def _share_cpus(settings: Settings) -> None:
-    """Give each rank its CPUs; without being told so vLLM wants a NUMA node for each."""
-    ranks, cpus = settings.tensor_parallel, sorted(os.sched_getaffinity(0))[: settings.threads]
-    if len(cpus) < ranks:
-        raise ConfigError(f"--tensor-parallel={ranks} cannot be used: expected a CPU for each, found {len(cpus)}")
-    shares = (",".join(map(str, cpus[rank::ranks])) for rank in range(ranks))
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(shares))
 
 
 def _dtype(folder: CheckpointFolder, settings: Settings) -> str:

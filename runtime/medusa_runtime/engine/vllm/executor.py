@@ -19,7 +19,7 @@ class OneProcessExecutor(UniProcExecutor):  # type: ignore[misc]
     """One rank in the engine's own process: no messages between ranks, for which vLLM takes 160 MB of /dev/shm."""
 
     def _init_executor(self) -> None:
-        self.driver_worker = _PreparedWrapper(rpc_rank=0)
+        self.driver_worker = PreparedWorker(rpc_rank=0)
         rank = {"local_rank": 0, "rank": 0, "distributed_init_method": "env://", "is_driver_worker": True}
         self.driver_worker.init_worker([{"vllm_config": self.vllm_config, **rank}])
         join_group_of_one(self.vllm_config)
@@ -32,10 +32,11 @@ class OneProcessExecutor(UniProcExecutor):  # type: ignore[misc]
         envs.disable_envs_cache()
 
 
-class _PreparedWrapper(WorkerWrapperBase):  # type: ignore[misc]
+class PreparedWorker(WorkerWrapperBase):  # type: ignore[misc]
     def init_worker(self, all_kwargs: list[dict[str, Any]]) -> None:
         """As vLLM's, without replacing Triton's kernels: that looks through all modules, and ``preimport`` did it."""
-        (kwargs,) = all_kwargs
+        kwargs = all_kwargs[self.rpc_rank]
+        kwargs.pop("shared_worker_lock", None)  # for encoders' caches, which text does not have
         self.vllm_config = kwargs["vllm_config"]
         self.mm_receiver_cache = None
         with set_current_vllm_config(self.vllm_config):
@@ -52,4 +53,4 @@ def join_group_of_one(config: Any) -> None:
         parallel_state.ensure_model_parallel_initialized(1, 1)
 
 
-__all__ = ["OneProcessExecutor", "join_group_of_one"]
+__all__ = ["OneProcessExecutor", "PreparedWorker", "join_group_of_one"]

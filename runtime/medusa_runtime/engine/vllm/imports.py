@@ -8,7 +8,9 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
+from tempfile import gettempdir
+from unittest.mock import patch
 
 from ...config import Settings
 from ...weights.region import Region
@@ -82,12 +84,9 @@ def _import_all() -> None:
 
 @contextmanager
 def _no_cache_folder() -> Iterator[None]:
-    """Importing torch's compiler makes a folder in the temporary one, which nobody would remove."""
-    given = _CACHE_FOLDER in os.environ
-    yield
-    if not given and (folder := os.environ.pop(_CACHE_FOLDER, None)):
-        with suppress(OSError):  # something is in it
-            os.rmdir(folder)
+    """Importing torch's compiler makes a folder of caches in the temporary one: here it is one that is there."""
+    with nullcontext() if _CACHE_FOLDER in os.environ else patch.dict(os.environ, {_CACHE_FOLDER: gettempdir()}):
+        yield
 
 
 def import_model(architecture: str) -> None:

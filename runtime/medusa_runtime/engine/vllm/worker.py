@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from functools import cached_property
 from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from ...process import die_with_parent
 from .attached import Attached
 from .compiled import WorkerCompilation
 from .lazy_zeros import LazyZeros
@@ -18,8 +16,10 @@ class CpuWorker(CPUWorker):  # type: ignore[misc]
     """``worker_cls``, which vLLM's documentation offers for this."""
 
     def init_device(self) -> None:
-        if self.parallel_config.world_size > 1:  # in a process of its own, which nobody else would end
-            die_with_parent(os.getppid())
+        if self.parallel_config.world_size > 1:  # in a process of its own
+            from .ranks import become_rank
+
+            become_rank()
         with self._timeline.stage("device"):
             super().init_device()
 
