@@ -100,9 +100,11 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def refuse_tracing() -> None:
     """WeightsError in ``torch.jit.trace``: it has noted which tensors are parameters, and would find others."""
     if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
-        raise WeightsError(
-            "torch.jit.trace of a module whose weights have not come; expected context.weights.wait() first"
-        )
+        raise too_early("torch.jit.trace")
+
+
+def too_early(what: str) -> WeightsError:
+    return WeightsError(f"{what} of a module whose weights have not come; expected context.weights.wait() first")
 
 
 def _values(given: Any) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from medusa_runtime.errors import WeightsError
 from medusa_runtime.timeline import Timeline
-from medusa_runtime.weights.awaited import is_awaitable, refuse_tracing
+from medusa_runtime.weights.awaited import is_awaitable, refuse_tracing, too_early
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _PARAMETER_LISTS = (nn.ParameterList, nn.ParameterDict)
@@ -61,7 +61,7 @@ class Gate:
         # A module's hook is copied before it is called, so it may be removed while another thread is in a forward.
         # In front of all other hooks: those of a lazy module look at its parameters.
         if hooked:
-            module.register_forward_pre_hook(self._check, prepend=True)
+            module.register_forward_pre_hook(self, prepend=True)
 
     @property
     def is_open(self) -> bool:
@@ -75,7 +75,7 @@ class Gate:
 
     def _remove(self, module: nn.Module) -> None:
         hooks = module._forward_pre_hooks
-        for key in [key for key, hook in list(hooks.items()) if getattr(hook, "__self__", None) is self]:
+        for key in [key for key, hook in list(hooks.items()) if hook is self]:
             hooks.pop(key, None)
 
     def wait(self) -> None:
@@ -102,7 +102,11 @@ class Gate:
         self.wait()
         return _opened_gate, (self.name,)
 
-    def _check(self, module: nn.Module, args: Any) -> None:  # torch.jit.script: only after context.weights.wait()
+    @property
+    def __name__(self) -> str:  # only torch.jit.script asks for it, which would compile this hook
+        raise too_early("torch.jit.script")
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
         if getattr(_thread, "passing", False):
             return
         refuse_tracing()

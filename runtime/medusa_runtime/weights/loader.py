@@ -219,7 +219,8 @@ class Loader:
         building = self._building
         expected = self._places or places(self._module)
         rename = self._rename if building is None else with_load_hooks(self._module, index, self._rename)
-        self._pending, missing = plan(index, expected, rename, strict=building is None or building.strict)
+        strict, last = building is None or building.strict, building is not None
+        self._pending, missing = plan(index, expected, rename, strict=strict, last=last)
         if building is not None and not index.recorded:
             # Nobody knows in which order a forward goes; it was constructed in one that is seldom another.
             rank = {name: number for number, name in enumerate(self._places)}

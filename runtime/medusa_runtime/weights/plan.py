@@ -61,15 +61,20 @@ class Plan(NamedTuple):
     missing: list[Place]
 
 
-def plan(index: WeightIndex, expected: dict[str, Place], rename: Rename, *, strict: bool = True) -> Plan:
+def plan(
+    index: WeightIndex, expected: dict[str, Place], rename: Rename, *, strict: bool = True, last: bool = False
+) -> Plan:
     """Where each needed tensor of the checkpoint goes, of a module's ``places``.
 
     MismatchError names all tensors that are missing, not expected (both only if ``strict``), of another shape, or of
     whole numbers for a parameter of floats (quantized weights). Of tensors that are tied in the module and both in the
-    checkpoint, the one with the place's own name is taken. A lazy module's parameter has the checkpoint's shape. The
-    counters of batch norms may be missing, as for ``load_state_dict``: files of old PyTorch have none.
+    checkpoint, the first of the module's is taken (what transformers does with a language model's head), or the
+    ``last`` (``load_state_dict``, which copies one after the other). A lazy module's parameter has the checkpoint's
+    shape. The counters of batch norms may be missing, as for ``load_state_dict``: files of old PyTorch have none.
     """
     chosen: dict[str, str] = {}  # name of the place → name in the checkpoint
+    ranks = {target: -rank if last else rank for rank, target in enumerate(expected)}
+    best: dict[str, int] = {}
     unexpected: list[str] = []
     for name in index.order:
         target = rename(name)
@@ -78,8 +83,8 @@ def plan(index: WeightIndex, expected: dict[str, Place], rename: Rename, *, stri
         place = expected.get(target)
         if place is None:
             unexpected.append(name)
-        elif place.name not in chosen or target == place.name:
-            chosen[place.name] = name
+        elif ranks[target] <= best.get(place.name, ranks[target]):
+            chosen[place.name], best[place.name] = name, ranks[target]
     missing = [place for name, place in expected.items() if name == place.name and name not in chosen]
     sources = {source: expected[target] for target, source in chosen.items()}
     misshaped = [

@@ -404,3 +404,16 @@ def test_what_is_unusual_equals_eager_loading(filling: Fill) -> None:
     assert [p.requires_grad for p in module.parameters()] == [p.requires_grad for p in eager.parameters()]
     (module(x).sum()).backward()  # also trains, as what was loaded eagerly
     assert module.folded.grad is not None
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_of_tied_values_that_differ_the_last_counts_as_with_load_state_dict(filling: Fill, backwards: bool) -> None:
+    stored = {name: torch.rand_like(tensor) for name, tensor in Unusual().state_dict().items()}
+    eager = Unusual().eval()
+    eager.load_state_dict(stored)
+    assert torch.equal(eager.dense.weight, stored["again.0.weight"])
+    in_file = dict(reversed(stored.items())) if backwards else stored
+    module, loader = build(filling(in_file).complete().region, lambda: Unusual().eval())
+    loader.wait()
+    assert torch.equal(module.dense.weight, eager.dense.weight)
+    assert torch.equal(module.dense.bias, eager.dense.bias)

@@ -199,6 +199,7 @@ def trace(module: Net) -> Any:
 @pytest.mark.parametrize(
     ("use", "message"),
     [
+        (torch.jit.script, r"torch\.jit\.script of a module whose weights have not come"),
         (trace, r"torch\.jit\.trace of a module whose weights have not come"),
         (lambda module: nn.Parameter(module.head.weight), "a parameter is made of a weight that has not come"),
     ],
