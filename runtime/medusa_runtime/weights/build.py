@@ -84,16 +84,20 @@ def _renaming(module: nn.Module, prefix: str, given: Rename | None) -> Rename:
 
 
 def _construct(factory: Callable[[], M]) -> M:
+    random_state = torch.get_rng_state()
     try:
-        with skeleton():
+        with skeleton() as phantoms:
             module = factory()
         problem = next(_on_meta(module), None)
+        if problem is None and phantoms.drew_others:
+            problem = next(_not_stored(module), None)
     except Exception as error:  # noqa: BLE001  one of the user's own is raised again below
         problem = _user_line(error)
     if problem is not None:
         # What it computed from a parameter is computed from initial values; so it would be without us.
-        logger.warning("the factory reads a parameter's value (%s); constructing with initial values, slower", problem)
+        logger.warning("the factory needs parameters' initial values (%s); constructing with them, slower", problem)
         gc.collect()
+        torch.set_rng_state(random_state)
         module = factory()
         lost = next(_on_meta(module, stored=False), None)
         if lost is not None:
@@ -129,6 +133,20 @@ def _on_meta(module: nn.Module, *, stored: bool = True) -> Iterator[str]:
         for name, value in vars(part).items():
             if type(value) is torch.Tensor and value.is_meta:
                 yield f"attribute {dot}{name}"
+
+
+def _not_stored(module: nn.Module) -> Iterator[str]:
+    """What has a value that no checkpoint replaces, and that may be a random number."""
+    if not isinstance(module, nn.Module):
+        return
+    for prefix, part in module.named_modules():
+        dot = f"{prefix}." if prefix else ""
+        for name in part._non_persistent_buffers_set & part._buffers.keys():
+            if part._buffers[name] is not None:
+                yield f"random numbers, perhaps of buffer {dot}{name}"
+        for name, value in vars(part).items():
+            if type(value) is torch.Tensor:
+                yield f"random numbers, perhaps of attribute {dot}{name}"
 
 
 def _convert_computed(module: nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> None:

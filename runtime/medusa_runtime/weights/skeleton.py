@@ -17,6 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import swap_tensors
 
 _FACTORIES = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
+_RANDOM = frozenset({torch.rand, torch.randn})
+_LARGEST_SEED = 1 << 32  # that people set; torch's own, different in each process, has 53 bits
 _DESCRIBING = frozenset({"size", "dtype", "layout", "memory_format"})  # what a factory's arguments say of the result
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # equal to, but not the same as what is called
 _HARMLESS = frozenset(  # what looks at a tensor, not into it
@@ -26,24 +28,26 @@ _HARMLESS = frozenset(  # what looks at a tensor, not into it
 
 
 @contextmanager
-def skeleton() -> Iterator[None]:
+def skeleton() -> Iterator[Phantoms]:
     """In this context, and in this thread, any code that constructs modules gets parameters on the meta device.
 
     ``nn.Parameter`` of a fresh ``torch.empty``, ``zeros``, ``ones``, ``full``, ``rand`` or ``randn`` takes no memory,
     and initialising it (``nn.init``, ``reset_parameters``, in-place methods) does nothing. Whatever is computed is
     computed: buffers have the values they would have had, and so has a parameter made of a computed tensor
-    (``scale * torch.randn(…)``), until a loader replaces it.
+    (``scale * torch.randn(…)``), until a loader replaces it. What is drawn at random behind something that was not
+    drawn is another number than it would have been, see ``drew_others``.
     """
-    with _Phantoms() as phantoms:
-        yield
+    with Phantoms() as phantoms:
+        yield phantoms
     phantoms.settle()
 
 
-class _Phantoms(TorchFunctionMode):
+class Phantoms(TorchFunctionMode):
     """Answers factories with phantoms: meta tensors that become real when something looks into them or keeps them."""
 
     def __init__(self) -> None:
         super().__init__()
+        self._random_state: Tensor | None = None  # when something was first not drawn
         # Phantoms are held here, so that an id stays theirs. The first entry is nobody's; see settle.
         nobody = torch.empty(0, device="meta")
         self._made: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {id(nobody): (nobody, lambda: torch.empty(0))}
@@ -63,6 +67,7 @@ class _Phantoms(TorchFunctionMode):
                 _empty(target, args[1])
                 return None
             if _writes(func, kwargs):
+                self._skip()
                 _empty(target)
                 return target
             if target.is_meta and func is Tensor.new_tensor:  # nn.init.trunc_normal_ reads its bounds back from one
@@ -83,7 +88,20 @@ class _Phantoms(TorchFunctionMode):
         else:
             phantom = torch.empty(*args, **{k: v for k, v in kwargs.items() if k in _DESCRIBING}, device="meta")
         self._made[id(phantom)] = phantom, lambda: _tensor(func(*args, **kwargs))
+        if func in _RANDOM:
+            self._skip()
         return phantom
+
+    def _skip(self) -> None:
+        if self._random_state is None:
+            self._random_state = torch.get_rng_state()
+
+    @property
+    def drew_others(self) -> bool:
+        """Whether random numbers of a known seed were drawn that others would have been drawn before."""
+        if self._random_state is None or torch.initial_seed() > _LARGEST_SEED:
+            return False
+        return not torch.equal(self._random_state, torch.get_rng_state())
 
     def _make_real(self, phantom: Tensor) -> None:
         _, make = self._made.pop(id(phantom))
