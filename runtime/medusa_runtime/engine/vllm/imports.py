@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from tempfile import gettempdir
-from unittest.mock import patch
 
 from ...config import Settings
 from ...weights.region import Region
@@ -85,8 +84,11 @@ def _import_all() -> None:
 @contextmanager
 def _no_cache_folder() -> Iterator[None]:
     """Importing torch's compiler makes a folder of caches in the temporary one: here it is one that is there."""
-    with nullcontext() if _CACHE_FOLDER in os.environ else patch.dict(os.environ, {_CACHE_FOLDER: gettempdir()}):
-        yield
+    given = _CACHE_FOLDER in os.environ
+    os.environ.setdefault(_CACHE_FOLDER, gettempdir())
+    yield
+    if not given:
+        del os.environ[_CACHE_FOLDER]
 
 
 def import_model(architecture: str) -> None:
