@@ -99,7 +99,6 @@ class Console:
         self._width = width
         self._url = ""
         self._progress = ProgressLine(self._write, moving=self._moving)
-        self._charted = False
 
     def bound(self, url: str) -> None:
         self._url = url

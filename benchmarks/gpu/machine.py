@@ -110,14 +110,13 @@ class _Arrived:
 
 
 class _HostLink:
-    registered_bytes = staged_bytes = 0
+    registered_bytes = 0
 
     def memory(self, name: str, size_bytes: int) -> Tensor:
         return torch.zeros(size_bytes, dtype=torch.uint8)
 
     def copy(self, target: Tensor, source: Tensor, *, urgent: bool) -> _Arrived:
         target.copy_(source)
-        self.staged_bytes += source.nbytes
         return _Arrived()
 
     def forget(self, source: Tensor) -> None: ...

@@ -186,7 +186,7 @@ def test_the_node_agents_pod_is_told_what_to_keep_warm() -> None:
     assert "--node-agent-prewarm='jax=1' cannot be used: expected engine=count" in refused.stderr
 
 
-def test_gated_fields_are_checked_by_the_renderer(tmp_path: Path) -> None:
+def test_gated_fields_are_checked_by_the_renderer() -> None:
     _, documents = rendered("qwen", "--image=qwen:1", *EVERYTHING)
     service = documents[-1]
     features.check(service)

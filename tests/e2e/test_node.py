@@ -266,7 +266,7 @@ def test_the_agent_dies_while_a_function_serves(start: Start, start_node: Start,
 @pytest.mark.parametrize("prewarm", ["torch=1", "torch=0"])
 @pytest.mark.parametrize("victim", ["agent", "prefetcher"])
 def test_the_fetch_dies_while_a_request_waits(
-    start: Start, start_node: Start, slow_origin: SlowOrigin, example: Path, prewarm: str, victim: str
+    start: Start, start_node: Start, slow_origin: SlowOrigin, prewarm: str, victim: str
 ) -> None:
     node = start_node("--prewarm", prewarm)
     if prewarm == "torch=1":
@@ -326,9 +326,7 @@ def test_an_engine_that_is_asked_for_by_the_first_request(start: Start, start_no
     assert node.stop() == 0
 
 
-def test_two_functions_of_one_model_share_its_bytes(
-    start: Start, start_node: Start, slow_origin: SlowOrigin, example: Path
-) -> None:
+def test_two_functions_of_one_model_share_its_bytes(start: Start, start_node: Start, slow_origin: SlowOrigin) -> None:
     slow_origin.bytes_per_s = 1e9
     node = start_node("--look-every-s", "0")
     client = node.client()

@@ -45,7 +45,7 @@ def test_what_the_base_has_or_cannot_use_is_not(host: dict[str, Any], tmp_path: 
     assert host["apt_mirrors"](sources(tmp_path, stanza)) == []
 
 
-def test_what_is_lent_has_a_place_in_the_build(host: dict[str, Any], tmp_path: Path) -> None:
+def test_what_is_lent_has_a_place_in_the_build(host: dict[str, Any]) -> None:
     dockerfile = (HOST.parent.parent / "Dockerfile").read_text()
     for name, target in host["INSIDE"].items():
         assert f"--mount=type=secret,id={name},target={target}" in dockerfile

@@ -65,7 +65,7 @@ class CudaLink:
         assert way in WAYS
         self.device = device
         self._memory = memory
-        self.registered_bytes = self.staged_bytes = 0
+        self.registered_bytes = 0
         self._register = way != "staging"
         self._must_register = way == "register"
         urgent = [torch.cuda.Stream(device, priority=_URGENT) for _ in range(2)]  # type: ignore[no-untyped-call]
@@ -149,7 +149,6 @@ class CudaLink:
             target[start : start + part.numel()].copy_(buffer, non_blocking=True)
             piece.event.record(stream)
             self._ring.append(piece)
-            self.staged_bytes += part.numel()
 
     def _free_piece(self) -> _Piece:
         if len(self._ring) < self._pieces:

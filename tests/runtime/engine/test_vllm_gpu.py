@@ -222,7 +222,7 @@ def test_vllm_takes_the_arguments_for_a_gpu(parts: Any) -> None:
     assert resolve_obj_by_qualname(WORKER) is parts.worker.GpuWorker
 
 
-def test_the_cache_has_the_size_that_the_bundles_graphs_know(worker: Any, parts: Any) -> None:
+def test_the_cache_has_the_size_that_the_bundles_graphs_know(worker: Any) -> None:
     from medusa_runtime.state.graphs import Blueprints
 
     worker.__dict__["_blueprints"] = Blueprints(fingerprint={"kv_cache_bytes": str(5 << 30)})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -196,6 +197,27 @@ def test_the_least_recently_used_goes_first_and_one_in_use_never(start_node: Sta
         client.close()
 
 
+def test_the_memory_of_what_is_evicted_is_taken_back_by_a_child(start_node: Start, put_model: Put) -> None:
+    """It takes the kernel a second for gigabytes, in which the agent would answer nobody."""
+    url, large = put_model("m"), put_model("large", 40 * MB)
+    node = start_node("--memory-budget", "42MB", "--log-level", "debug")
+
+    def have(url: str) -> None:
+        client = node.client()
+        read_all(client.region(url))
+        client.close()
+        node.until(lambda: all(held["in_use_by"] == 0 for held in node.status()["regions"]))
+
+    have(large)
+    have(put_model("other", 8 * MB))
+    assert re.search(rf"process \d+ takes back the memory of {large}", node.output())
+    have(url)
+    assert node.output().count("takes back") == 1, "of little it is the agent that does"
+    node.until(lambda: node.children() == {})
+    held = [os.readlink(f"/proc/{node.process.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{node.process.pid}/fd")]
+    assert len([name for name in held if "medusa-region" in name]) == 2
+
+
 def test_a_pinned_model_stays_without_users(start_node: Start, put_model: Put) -> None:
     pinned, other = put_model("a", 4 * MB), put_model("b", 4 * MB)
     node = start_node("--memory-budget", "6MB", "--pin", pinned)
@@ -333,7 +355,7 @@ def test_sealed_regions_take_no_other_seal_away(start_node: Start, put_model: Pu
     client.close()
 
 
-def test_a_budget_that_is_no_size(start_node: Start) -> None:
+def test_a_budget_that_is_no_size() -> None:
     from medusa_runtime.node.settings import node_settings
 
     with pytest.raises(ConfigError, match=r"--memory-budget='lots' cannot be used: expected a size above 0"):

@@ -203,7 +203,7 @@ def test_structures_and_constants(tmp_path: Path) -> None:
     assert {name: int(value) for name, value in found} == wanted
 
 
-def test_packed_as_the_structure(tmp_path: Path) -> None:
+def test_packed_as_the_structure() -> None:
     """Kernel nodes are packed by hand, since a restore makes tens of thousands of them."""
     same = NODE.from_buffer_copy(structs.KERNEL_NODE.pack(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12))
     assert (same.func, tuple(same.grid), tuple(same.block), same.shared_bytes) == (1, (2, 3, 4), (5, 6, 7), 8)

@@ -81,7 +81,7 @@ def test_damaged_marks_are_none(bundle: Path, environ: dict[str, str], text: str
     assert of(bundle, environ).reason(DIGEST) == "a fault"
 
 
-def test_inspect_tells_it(tmp_path: Path, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspect_tells_it(tmp_path: Path, environ: dict[str, str]) -> None:
     from medusa_adapters.bundle_summary import as_text, summarize
     from medusa_runtime.state.kinds import CUDA_GRAPHS
     from medusa_runtime.state.manifest import Artifact, Manifest
