@@ -27,7 +27,7 @@ from ..timeline import Timeline
 from ..weights.region import Region
 from .clients import Client, Clients
 from .engine_pool import EnginePool
-from .fetching import end_fetch, start_fetch
+from .fetching import end_fetch, give_back, start_fetch
 from .held_region import HeldRegion
 from .messages import receive, send
 from .model_key import model_key
@@ -41,6 +41,7 @@ from .socket_file import SocketFile
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.5
+_MUCH_BYTES = 32 << 20  # of memory; less is taken back in the time that a fork takes
 
 
 class Agent:
@@ -75,6 +76,7 @@ class Agent:
             unwatch=self.unwatch,
         )
         self._clients = Clients(self)
+        self._ending: list[int] = []  # children that give memory back, for as long as that takes
         self.started_at = time.monotonic()
 
     def run(self) -> int:
@@ -92,6 +94,7 @@ class Agent:
                 self.engines.tick()
                 self._clients.tick()
                 self._revalidation.tick(self.regions)
+                self._ending = [pid for pid in self._ending if not os.waitpid(pid, os.WNOHANG)[0]]
                 for key, _ in self._selector.select(_TICK_S):
                     if key.fd in self._selector.get_map():  # an earlier one may have ended it
                         try:
@@ -198,13 +201,18 @@ class Agent:
             error = NodeError("the node agent has given this fetch up")
             self._tell(held, error)
             self._clients.lost(held, error)
-        held.close()
+        if held.size_bytes < _MUCH_BYTES or self._stopping:
+            held.close()
+        else:
+            self._ending.append(give_back(held, timeline=self._timeline, reports=self._reports))
+            logger.debug("process %d takes back the memory of %s", self._ending[-1], redacted(held.key))
         self._record()
 
     def _end_fetch(self, held: HeldRegion) -> None:
         assert held.fetch is not None
         self.unwatch(held.fetch.channel)
         end_fetch(held.fetch)
+        self._ending.append(held.fetch.pid)
         held.fetch = None
 
     def _changed(self, held: HeldRegion) -> None:
@@ -247,6 +255,9 @@ class Agent:
         self._revalidation.close()
         self._records.freeze()  # those who hold a region may bring it to the next agent
         self.regions.close()
+        for pid in self._ending:
+            os.waitpid(pid, 0)
+        self._ending.clear()
         self._selector.close()
         self._reports.close()
 

@@ -31,10 +31,27 @@ def start_fetch(held: HeldRegion, settings: Settings, *, timeline: Timeline, rep
 
 
 def end_fetch(fetch: Fetch) -> None:
-    """Whatever it is doing. Its region keeps what came."""
+    """Whatever it is doing; it is to be reaped. Its region keeps what came."""
     fetch.channel.close()
     os.kill(fetch.pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
-    os.waitpid(fetch.pid, 0)
+
+
+def give_back(held: HeldRegion, *, timeline: Timeline, reports: ReportPipe) -> int:
+    """Close a region by the end of a child, whose pid this is: it keeps the kernel busy for a second.
+
+    The caller must have a single thread.
+    """
+    mine, theirs = pair()
+
+    def body(_: Timeline) -> int:
+        close_others(theirs.fileno(), held.region.fd)
+        receive(theirs)  # until the agent has closed it
+        return 0
+
+    pid = fork("release", body, timeline=timeline, reports=reports)
+    for channel in (held, mine, theirs):
+        channel.close()
+    return pid
 
 
 def _run(held: HeldRegion, channel: socket.socket, settings: Settings, reports: ReportPipe, timeline: Timeline) -> int:

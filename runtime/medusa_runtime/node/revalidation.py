@@ -79,6 +79,7 @@ class Revalidation:
         if self._look is not None:
             self._unwatch(self._look.channel)
             end_fetch(self._look)
+            os.waitpid(self._look.pid, 0)
             self._look = None
 
     def close(self) -> None:
