@@ -22,6 +22,7 @@ from ..state.graphs.restore import RestoredGraphs, restore_graphs
 from ..state.graphs.trace import AllocationTrace
 from .cuda_capture import CudaCapturer, CudaGraph
 from .decode_graphs import DecodeGraphs
+from .graph_memory import other_regions
 from .placed_memory import PlacedMemory
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class GraphState:
     def restore(self, data: Blueprints | bytes, *, validate: str = "ends") -> dict[int, Any]:
         """Graphs by size, as many as fit here; why the others do not is logged once. Weights must be there."""
         blueprints = Blueprints.load(data) if isinstance(data, bytes) else data
-        used = {relocation.region for graph in blueprints.graphs for relocation in graph.relocations}
+        used = blueprints.used_regions()
         wanted = [region for n, region in enumerate(blueprints.regions) if n in used and region.kind in _OURS]
         try:
             placement = place(self._driver, wanted, placed=self._memory.addresses())
@@ -125,15 +126,9 @@ class GraphState:
 
     def regions(self, pool: Any) -> list[DeviceRegion]:
         """All device memory that a graph may point into: by name, the graphs' pool, and what else torch has."""
-        found = list(self._memory.regions.values())
-        counts: dict[str, int] = {}
+        named = list(self._memory.regions.values())
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        for segment in sorted(segments, key=lambda segment: int(segment["address"])):
-            in_pool = tuple(segment.get("segment_pool_id", (0, 0))) == tuple(pool)
-            kind = RegionKind.SLAB if in_pool else RegionKind.WORKSPACE
-            number = counts[kind.name] = counts.get(kind.name, -1) + 1
-            found.append(DeviceRegion(f"{kind.name.lower()} {number}", kind, segment["address"], segment["total_size"]))
-        return found
+        return [*named, *other_regions(named, segments, pool)]
 
     def _captured(self) -> dict[int, CudaGraph]:
         return {size: graph for size, graph in self._graphs.graphs.items() if isinstance(graph, CudaGraph)}

@@ -75,15 +75,18 @@ class FakeCuda:
         self.current = Stream(self, stream)
         self.pools: list[Any] = []
         self.at: dict[str, int] = {}
+        shifts = int(os.environ.get("FAKE_CUDA_SHIFTS", "0"))
+        self._shifts = [self.driver.handle("cuMemAlloc_v2", WORKSPACE_BYTES) for _ in range(shifts)]
         self.renew(pool_first=bool(int(os.environ.get("FAKE_CUDA_ORDER", "0"))))
         self.kernels = Toy(self.driver, stream, self.at)
         self._copies = Copies(self)
 
     def renew(self, *, pool_first: bool) -> None:
         """Another pool and workspace, elsewhere, as of another process."""
-        sizes = {"pool": POOL_BYTES, "workspace": WORKSPACE_BYTES}
+        sizes = {"pool": POOL_BYTES, "workspace": 2 * WORKSPACE_BYTES}
         for name in sorted(sizes, reverse=not pool_first):
             self.at[name] = self.driver.handle("cuMemAlloc_v2", sizes[name])
+        self.at["given back"] = self.at["workspace"] + WORKSPACE_BYTES
         if hasattr(self, "kernels"):
             self.kernels.pool = Pool(self.at["pool"])
 
@@ -95,13 +98,20 @@ class FakeCuda:
         self.kernels.free(tensor.data_ptr())
 
     def snapshot(self) -> list[dict[str, Any]]:
-        """As torch.cuda.memory_snapshot: the graphs' pool, and a workspace among all else."""
-        segments = []
-        for name, size, pool in (("pool", POOL_BYTES, (0, 1)), ("workspace", WORKSPACE_BYTES, (0, 0))):
-            block = {"address": self.at[name], "size": size, "requested_size": size, "state": "active_allocated"}
-            segment = {"address": self.at[name], "total_size": size, "segment_pool_id": pool, "blocks": [block]}
-            segments.append(segment)
-        return segments
+        """As torch.cuda.memory_snapshot: the graphs' pool, and a workspace among all else, with what is behind it."""
+        found = [((0, 1), [(self.at["pool"], POOL_BYTES, "active_allocated")])]
+        found += [((0, 0), [(at, WORKSPACE_BYTES, "active_allocated")]) for at in self._shifts]
+        names = {"workspace": "active_allocated", "given back": "inactive"}
+        found.append(((0, 0), [(self.at[name], WORKSPACE_BYTES, state) for name, state in names.items()]))
+        return [
+            {
+                "address": blocks[0][0],
+                "total_size": sum(size for _, size, _ in blocks),
+                "segment_pool_id": pool,
+                "blocks": [{"address": at, "size": size, "state": state} for at, size, state in blocks],
+            }
+            for pool, blocks in found
+        ]
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:

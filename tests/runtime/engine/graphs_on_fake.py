@@ -22,6 +22,7 @@ from medusa_runtime.engine.placed_memory import BASE, OTHER_BASE, PlacedMemory
 from medusa_runtime.errors import DeviceError
 from medusa_runtime.state.graphs.blueprint import Blueprints
 from torch import Tensor
+from toy import MAGIC
 
 WIDTH, LAYERS, VOCAB, SIZES = 16, 3, 32, (1, 2, 4)
 ROW = WIDTH * 4
@@ -46,7 +47,8 @@ class Model:
     def _gemv(self, weight: int, x: int, y: int, rows: int) -> None:
         cuda = self._cuda
         cuda.driver.call("cuMemsetD32Async", y, 0, rows, cuda.current.cuda_stream)
-        cuda.kernels.launch("gemv", [struct.pack("<QQQii4Q", weight, x, y, rows, WIDTH, 0, 0, 0, 0)])
+        stale = cuda.at["given back"] + 64  # what the stack had there
+        cuda.kernels.launch("gemv", [struct.pack("<QQQii4Q", weight, x, y, rows, WIDTH, stale, 0, 0, 0)])
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         out = self._cuda.empty(len(token_ids), WIDTH)
@@ -76,7 +78,9 @@ class Model:
         out = self._cuda.empty(len(hidden), VOCAB)
         head = self._at + (VOCAB + LAYERS * WIDTH) * ROW
         for row in range(len(hidden)):
-            self._gemv(head, hidden.data_ptr() + row * ROW, out.data_ptr() + row * VOCAB * 4, VOCAB)
+            x = hidden.data_ptr() + row * ROW
+            self._cuda.kernels.launch("add_checked", [p(x), p(x), p(self._cuda.at["workspace"]), i(WIDTH)])
+            self._gemv(head, x, out.data_ptr() + row * VOCAB * 4, VOCAB)
         self._cuda.free(out)  # the next one's address; what reads it was launched before
         return out
 
@@ -97,6 +101,8 @@ def main(phase: str, options: dict[str, Any]) -> dict[str, Any]:
     cuda = FakeCuda()
     cuda.install()
     memory = PlacedMemory(cuda.driver, HOST, OTHER_BASE if phase == "dump" else options.get("base", BASE))
+    if phase != "restore":
+        cuda.driver.write(cuda.at["workspace"], MAGIC)
     numbers = random.Random(3)
     count = (2 * VOCAB + LAYERS * WIDTH) * WIDTH
     weights = memory("weights", count * 4)

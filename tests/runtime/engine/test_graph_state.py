@@ -22,6 +22,7 @@ def run(fake_cuda: Path) -> Run:
     def run(phase: str, where: int, **options: Any) -> dict[str, Any]:
         variables = {**os.environ, "FAKE_CUDA_LIBRARY": str(fake_cuda), "TOY_CUBINS": str(GRAPHS / "cubins")}
         variables |= {"FAKE_CUDA_BASE": hex(where), "FAKE_CUDA_ORDER": str(int(phase == "dump"))}
+        variables["FAKE_CUDA_SHIFTS"] = "2" if phase == "dump" else "0"  # as large as the workspace, and before it
         command = [sys.executable, str(HERE / "graphs_on_fake.py"), phase, json.dumps(options)]
         done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=250)
         assert done.returncode == 0, done.stderr

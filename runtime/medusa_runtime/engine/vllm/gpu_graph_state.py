@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,8 +38,9 @@ from ...state.graphs import (
     place,
     restore_graphs,
 )
+from ..graph_memory import Segments, other_regions
 from .gpu_graphs import Restored, key_of
-from .gpu_memory import named_regions, other_regions
+from .gpu_memory import named_regions
 from .gpu_recording import HIDDEN, Recording, is_input
 
 logger = logging.getLogger(__name__)
@@ -48,8 +49,6 @@ KV_BYTES = "kv_cache_bytes"
 _REFERENCE_BYTES = 1024  # of a row's hidden states
 _REFERENCE_ROWS = 16
 _PLACED = (RegionKind.SLAB, RegionKind.WORKSPACE)
-
-Segments = Callable[[], Iterable[Mapping[str, Any]]]
 
 
 def obstacle(runner: Any, manager: Any) -> str | None:
@@ -67,7 +66,13 @@ class VllmGraphState:
     """One worker's graphs: ``dump`` and ``materialize`` where they were captured, ``restore`` where they were not."""
 
     def __init__(
-        self, driver: CudaDriver, runner: Any, manager: Any, *, segments: Segments | None = None, device: str = "cuda"
+        self,
+        driver: CudaDriver,
+        runner: Any,
+        manager: Any,
+        *,
+        segments: Callable[[], Segments] | None = None,
+        device: str = "cuda",
     ) -> None:
         self._driver, self._runner, self._manager = driver, runner, manager
         self._segments = segments or torch.cuda.memory_snapshot
@@ -125,7 +130,7 @@ class VllmGraphState:
     def restore(self, data: Blueprints | bytes, *, validate: str = "ends") -> Restored | None:
         """As many graphs as fit here; why the others do not is logged once. DeviceError when the context is lost."""
         blueprints = Blueprints.load(data) if isinstance(data, bytes) else data
-        used = {relocation.region for graph in blueprints.graphs for relocation in graph.relocations}
+        used = blueprints.used_regions()
         recorded = {region.name: region for n, region in enumerate(blueprints.regions) if n in used}
         full = self._manager._capture_descs.get(CUDAGraphMode.FULL, [])
         hidden = self._hidden_states(recorded.get(HIDDEN), full)

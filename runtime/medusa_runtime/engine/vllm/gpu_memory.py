@@ -7,9 +7,8 @@ tensor's name is the shortest path of attributes to it from the model runner, ``
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -42,35 +41,6 @@ def apart(regions: Iterable[DeviceRegion]) -> list[DeviceRegion]:
     return kept
 
 
-def other_regions(
-    named: Iterable[DeviceRegion], segments: Iterable[Mapping[str, Any]], pool: tuple[int, int]
-) -> list[DeviceRegion]:
-    """What torch has allocated besides: the graphs' pool, and live blocks that have no name (workspaces of cuBLAS).
-
-    ``segments``: torch.cuda.memory_snapshot's. Their names are their sizes, and a number where sizes are equal: order
-    and addresses of allocations differ from process to process, and so do their counts.
-    """
-    known = sorted((region.address, region.address + region.size) for region in named)
-    counts: Counter[tuple[RegionKind, int]] = Counter()
-    found = []
-    for kind, address, size in sorted(_blocks(segments, tuple(pool)), key=lambda block: (block[0], block[2], block[1])):
-        if any(start < address + size and address < stop for start, stop in known):
-            continue
-        found.append(DeviceRegion(f"{kind.name.lower()} {size} {counts[kind, size]}", kind, address, size))
-        counts[kind, size] += 1
-    return found
-
-
-def _blocks(segments: Iterable[Mapping[str, Any]], pool: tuple[int, ...]) -> Iterator[tuple[RegionKind, int, int]]:
-    for segment in segments:
-        if tuple(segment.get("segment_pool_id", (0, 0))) == pool:
-            yield RegionKind.SLAB, int(segment["address"]), int(segment["total_size"])
-        else:
-            for block in segment["blocks"]:
-                if block["state"] == "active_allocated":
-                    yield RegionKind.WORKSPACE, int(block["address"]), int(block["size"])
-
-
 def _tensors(root: object) -> Iterator[tuple[str, Tensor]]:
     """Breadth first, so that the shortest path gives the name, in the order in which attributes were made."""
     seen: dict[int, object] = {id(root): root}  # the objects are kept: an id may be used again
@@ -98,4 +68,4 @@ def _children(thing: object) -> Iterable[tuple[object, object]]:
     return ()
 
 
-__all__ = ["apart", "named_regions", "other_regions"]
+__all__ = ["apart", "named_regions"]

@@ -24,6 +24,7 @@ class RegionKind(IntEnum):
     SLAB = 1  # the graphs' own memory pool
     WORKSPACE = 2  # other live memory, as of cuBLAS
     MODULE = 3  # a variable of a kernel image; its name is "<image>:<variable>"
+    FREE = 4  # the allocator's, and given to nobody: an address in it is a stale one, which no kernel follows
 
 
 class DeviceRegion(NamedTuple):
@@ -150,6 +151,11 @@ class Blueprints:
 
     def graph(self, key: str) -> GraphBlueprint:
         return next(graph for graph in self.graphs if graph.key == key)
+
+    def used_regions(self) -> set[int]:
+        """Those that any graph points into, or must find where they were."""
+        pinned = {number for graph in self.graphs for number in graph.pinned}
+        return pinned | {relocation.region for graph in self.graphs for relocation in graph.relocations}
 
     def words(self, node: Node) -> list[tuple[int, int]]:
         """(start, stop) in the blob of each parameter of a node that can hold addresses."""

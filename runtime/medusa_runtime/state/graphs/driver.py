@@ -162,9 +162,15 @@ class CudaDriver(Driver):
 
     def write(self, address: int, data: bytes) -> None:
         self.call("cuMemcpyHtoD_v2", address, ctypes.cast(c_char_p(data), c_void_p), len(data))
+        self._finish()
 
     def fill(self, address: int, value: int, size: int) -> None:
         self.call("cuMemsetD8_v2", address, value, size)
+        self._finish()
+
+    def _finish(self) -> None:
+        """Both may only have begun when they return, and torch's streams do not wait for the one that they are on."""
+        self.call("cuStreamSynchronize", None)
 
     def range_of(self, address: int) -> tuple[int, int] | None:
         """Start and size of the device allocation that holds this address; None when there is none."""

@@ -15,6 +15,7 @@ from .images import ImageStore
 from .mapped import locate
 from .mismatch import MismatchError, Reason
 from .poison import permanent_contents
+from .regions import RegionMap
 from .relocate import prove
 from .replay import Launch, Replayer
 from .tensor_map import MAP_BYTES, replacer
@@ -120,6 +121,7 @@ def _pointers(blueprints: Blueprints, graph: GraphBlueprint) -> dict[int, tuple[
 def _foreign(driver: CudaDriver, blueprints: Blueprints) -> dict[str, str]:
     """Graphs with a word that is a device address, though of no region: memory inside of some library."""
     known: dict[int, bool] = {}
+    free = RegionMap(blueprints.regions, free=True)
     found = {}
     for graph in blueprints.graphs:
         relocated = {relocation.position for relocation in graph.relocations}
@@ -133,7 +135,7 @@ def _foreign(driver: CudaDriver, blueprints: Blueprints) -> dict[str, str]:
                     if position in relocated or word < 1 << 32:
                         continue
                     if word not in known:
-                        known[word] = driver.range_of(word) is not None
+                        known[word] = not free.places(word) and driver.range_of(word) is not None
                     if known[word]:
                         detail = f"node {number} points to {word:#x}, which is in no named region"
                         found[graph.key] = f"{Reason.FOREIGN_POINTER}: {detail}"

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .blueprint import DeviceRegion
+from .blueprint import DeviceRegion, RegionKind
 
 
 class Place(NamedTuple):
@@ -15,10 +15,14 @@ class Place(NamedTuple):
 
 
 class RegionMap:
-    """Looks addresses up in regions that do not overlap."""
+    """Looks addresses up in regions that do not overlap: in those that are in use, or in the others (``free``)."""
 
-    def __init__(self, regions: Sequence[DeviceRegion]) -> None:
-        self._sorted = sorted((region.address, region.address + region.size, n) for n, region in enumerate(regions))
+    def __init__(self, regions: Sequence[DeviceRegion], *, free: bool = False) -> None:
+        self._sorted = sorted(
+            (region.address, region.address + region.size, n)
+            for n, region in enumerate(regions)
+            if (region.kind == RegionKind.FREE) == free
+        )
         self._starts = [start for start, _, _ in self._sorted]
 
     def places(self, address: int) -> list[Place]:

@@ -19,11 +19,13 @@ _HOST_ADDRESSES = (
     *(range(0x5500_0000_0000, 0x5700_0000_0000), range(0x7000_0000_0000, 0x8000_0000_0000)),  # x86-64
     *(range(0xAAAA_0000_0000, 0xAAAC_0000_0000), range(0xFF00_0000_0000, 0x1_0000_0000_0000)),  # arm64
 )
+_UNNAMED = (RegionKind.SLAB, RegionKind.WORKSPACE)
+_NOT_PLACED = (RegionKind.MODULE, RegionKind.FREE)
 
 
 class Proof(NamedTuple):
-    """``words``: how many were "pointer", "map" (a tensor map), "constant", "stale" (host addresses) or "opaque"
-    (changed, unexplained). ``opaque``: kernel → how many graphs it pins with such words."""
+    """``words``: how many were "pointer", "map" (a tensor map), "constant", "stale" (addresses of the host, or of memory
+    that nobody had any more) or "opaque" (changed, unexplained). ``opaque``: kernel → how many graphs it pins with such words."""
 
     blueprints: Blueprints
     words: Counter[str]
@@ -39,6 +41,7 @@ def prove(first: Blueprints, second: Blueprints | None, replace_address: Replace
     """
     words: Counter[str] = Counter()
     opaque: Counter[str] = Counter()
+    pairs = _Pairs(first, second or first)
     graphs, refused = [], dict(first.refused)
     others = {graph.key: graph for graph in second.graphs} if second else {}
     for graph in first.graphs:
@@ -47,13 +50,40 @@ def prove(first: Blueprints, second: Blueprints | None, replace_address: Replace
             continue
         try:
             comparison = _Comparison(
-                first, second or first, graph, others.get(graph.key, graph), words, replace_address
+                first, second or first, graph, others.get(graph.key, graph), pairs, words, replace_address
             )
             graphs.append(comparison.run())
             opaque.update(comparison.opaque)
         except MismatchError as mismatch:
             refused[graph.key] = str(mismatch)
     return Proof(replace(first, graphs=tuple(graphs), refused=refused), words, opaque)
+
+
+class _Pairs:
+    """Which region of the second capture is which of the first. By name; but what torch has allocated for itself has
+    none that would be the same in two processes. There the first word that points to the same offset of two equally
+    large ones decides, and from then on every other word must agree."""
+
+    def __init__(self, first: Blueprints, second: Blueprints) -> None:
+        self._regions = first.regions, second.regions
+        numbers = {region.name: n for n, region in enumerate(first.regions) if region.kind not in _UNNAMED}
+        self._second = {numbers[region.name]: n for n, region in enumerate(second.regions) if region.name in numbers}
+        self._first = {two: one for one, two in self._second.items()}
+
+    def same(self, one: Place, two: Place) -> bool:
+        if one.offset != two.offset:
+            return False
+        if one.region in self._second or two.region in self._first:
+            return self._second.get(one.region) == two.region
+        a, b = self._regions[0][one.region], self._regions[1][two.region]
+        if a.kind not in _UNNAMED or (a.kind, a.size) != (b.kind, b.size):
+            return False
+        self._second[one.region], self._first[two.region] = two.region, one.region
+        return True
+
+    def moved(self, region: int) -> bool:
+        """Of the first capture, once a word has pointed to it."""
+        return self._regions[0][region].address != self._regions[1][self._second[region]].address
 
 
 class _Comparison:
@@ -63,18 +93,19 @@ class _Comparison:
         second: Blueprints,
         a: GraphBlueprint,
         b: GraphBlueprint,
+        pairs: _Pairs,
         words: Counter[str],
         replace_address: Replace,
     ) -> None:
         self._dumps = first, second
         self._graphs = a, b
         self._maps = RegionMap(first.regions), RegionMap(second.regions)
-        numbers = {region.name: n for n, region in enumerate(first.regions)}
-        self._renumber = {n: numbers.get(region.name, -1) for n, region in enumerate(second.regions)}
-        addresses = {region.name: region.address for region in second.regions}
+        self._free = RegionMap(first.regions, free=True), RegionMap(second.regions, free=True)
+        self._pairs = pairs
+        addresses = {region.address for region in second.regions}
         # A variable of a kernel image is asked for by name when restored: it is never where it was.
-        self._own = {n for n, region in enumerate(first.regions) if region.kind != RegionKind.MODULE}
-        self._unmoved = {n for n in self._own if addresses.get(first.regions[n].name) == first.regions[n].address}
+        self._own = {n for n, region in enumerate(first.regions) if region.kind not in _NOT_PLACED}
+        self._unmoved = {n for n in self._own if first.regions[n].address in addresses}
         self._pinned: set[int] = set()
         self._words = words
         self._replace = replace_address
@@ -130,15 +161,15 @@ class _Comparison:
             common = self._common(*known) if known else []
             if common:
                 self._words["map"] += 1
-                if common[0].region in self._unmoved:
+                if common[0].region in self._own and not self._pairs.moved(common[0].region):
                     self._pinned.add(common[0].region)
                 return Relocation(start, common[0].region, common[0].offset, map=True)
         return None
 
     def _common(self, one: int, two: int) -> list[Place]:
         """Where an address of the first capture and one of the second are at the same place."""
-        there = [place._replace(region=self._renumber[place.region]) for place in self._maps[1].places(two)]
-        return [place for place in self._maps[0].places(one) if place in there]
+        there = self._maps[1].places(two)
+        return [place for place in self._maps[0].places(one) if any(self._pairs.same(place, other) for other in there)]
 
     def _shape(self, side: int, node: Node) -> tuple[object, ...]:
         dump = self._dumps[side]
@@ -150,21 +181,25 @@ class _Comparison:
         common = self._common(one, two)
         if common:
             place = common[0]
-            if place.region in self._unmoved:
+            if place.region in self._own and not self._pairs.moved(place.region):
                 self._pinned.add(place.region)
             self._words["pointer"] += 1
             return place
-        if one == two:
+        places = self._maps[0].places(one), self._maps[1].places(two)
+        if one == two and not all(places):
             self._words["constant"] += 1
             return None
-        if self._maps[0].places(one) or self._maps[1].places(two):
+        if any(places):
             raise self._differ(f"a parameter of node {number} points to {one:#x} once and to {two:#x} then")
         return None
 
     def _unexplained(self, number: int, position: int) -> None:
         """A word that changed, and is no address as such."""
         one, two = (int.from_bytes(graph.blob[position : position + 8], "little") for graph in self._graphs)
-        if all(any(word in host for host in _HOST_ADDRESSES) for word in (one, two)):
+        if all(
+            any(word in host for host in _HOST_ADDRESSES) or free.places(word)
+            for word, free in zip((one, two), self._free, strict=True)
+        ):
             self._words["stale"] += 1
             return
         # An address in a form that nobody knows, or nothing: at the captured addresses both are right.

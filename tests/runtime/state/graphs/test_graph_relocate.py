@@ -52,6 +52,43 @@ def test_one_past_the_end() -> None:
     assert found([NEXT], [OTHER["next"]]) == [(0, "next", 0)]
 
 
+def test_what_nobody_named_is_known_by_what_points_to_it() -> None:
+    """In the other process there was something of the same size before: numbers and addresses name nothing."""
+
+    def made(addresses: list[int], words: list[int], size: int = 0x100) -> Blueprints:
+        regions = (
+            DeviceRegion(f"workspace {size} {n}", RegionKind.WORKSPACE, at, size) for n, at in enumerate(addresses)
+        )
+        return dump(words, tuple(regions))
+
+    a, b, c = 0x7F00_0000_0000, 0x7F00_0100_0000, 0x7F00_0200_0000
+    first = made([a, b], [a + 8, b, a])
+    graph = prove(first, made([b, c, a], [c + 8, a, c])).blueprints.graphs[0]
+    assert [(r.position, r.region, r.offset) for r in graph.relocations] == [(0, 0, 8), (8, 1, 0), (16, 0, 0)]
+    assert graph.pinned == ()
+    for other in (
+        made([b, c], [b + 8, c, c]),  # what was one is two then
+        made([b, c], [b + 8, b, b]),  # what were two is one
+        made([b, c], [b + 16, c, b]),
+        made([b, c], [b + 8, c, b], size=0x200),
+    ):
+        (why,) = prove(first, other).blueprints.refused.values()
+        assert why.startswith("not-deterministic: two captures differ: a parameter of node 0 points to")
+
+
+def test_addresses_of_what_was_given_back_are_stale() -> None:
+    """Parameters passed by value carry what was on the stack: of the warm-up before, whose memory torch still holds."""
+    free = DeviceRegion("free 256 0", RegionKind.FREE, 0x7000_0000, 0x100)
+    first = dump([free.address + 8, WEIGHTS], (*REGIONS, free))
+    moved = free._replace(name="free 512 0", address=0x9000_0000, size=0x200)
+    proof = prove(first, dump([moved.address + 64, OTHER["weights"]], (*ELSEWHERE, moved)))
+    assert proof.words == {"stale": 1, "pointer": 1}
+    assert proof.blueprints.graphs[0].pinned == ()
+    lost = prove(first, dump([0x9000_0000, OTHER["weights"]], ELSEWHERE))
+    assert lost.opaque == {"k": 1}
+    assert lost.blueprints.used_regions() == {0, 1, 2}, "what is pinned is placed, and free memory is not"
+
+
 def test_stale_words_of_the_stack_are_kept() -> None:
     proof = prove(dump([0x7FFC_1234_5678]), dump([0x7FFD_0000_1238], ELSEWHERE))
     assert proof.words == {"stale": 1}

@@ -125,6 +125,7 @@ void handle_free(void *handle);
 
 // memory.c
 int device_range(CUdeviceptr address, size_t size); // mapped and accessible
+void memory_finish(void); // what was begun without a stream
 CUresult device_alloc(CUdeviceptr *address, size_t size);
 
 // kernels.c

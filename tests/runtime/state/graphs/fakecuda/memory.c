@@ -132,15 +132,34 @@ CUresult cuMemUnmap(CUdeviceptr address, size_t size) {
 }
 
 CUresult cuMemGetInfo_v2(size_t *available, size_t *all) { return *all = total(), *available = setting("FAKE_CUDA_LIES", 0) ? 1ull << 40 : total() - taken, CUDA_SUCCESS; }
-CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void *from, size_t size) {
-  return device_range(to, size) ? (memcpy((void *)to, from, size), CUDA_SUCCESS) : CUDA_ERROR_INVALID_VALUE;
+// What has no stream of its own is only begun when its call returns, and torch's streams do not wait for it.
+static struct {
+  CUdeviceptr to;
+  size_t size;
+  void *data;
+} begun[256];
+static int begun_count;
+void memory_finish(void) {
+  for (int i = 0; i < begun_count; i++) {
+    if (device_range(begun[i].to, begun[i].size)) memcpy((void *)begun[i].to, begun[i].data, begun[i].size);
+    free(begun[i].data);
+  }
+  begun_count = 0;
 }
+static CUresult begin(CUdeviceptr to, const void *from, int value, size_t size) {
+  if (!device_range(to, size)) return CUDA_ERROR_INVALID_VALUE;
+  if (begun_count == 256) memory_finish();
+  void *data = malloc(size ? size : 1);
+  from ? memcpy(data, from, size) : memset(data, value, size);
+  begun[begun_count].to = to, begun[begun_count].size = size, begun[begun_count++].data = data;
+  return CUDA_SUCCESS;
+}
+CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void *from, size_t size) { return begin(to, from, 0, size); }
 CUresult cuMemcpyDtoH_v2(void *to, CUdeviceptr from, size_t size) {
+  memory_finish();
   return device_range(from, size) ? (memcpy(to, (void *)from, size), CUDA_SUCCESS) : CUDA_ERROR_INVALID_VALUE;
 }
-CUresult cuMemsetD8_v2(CUdeviceptr to, unsigned char value, size_t size) {
-  return device_range(to, size) ? (memset((void *)to, value, size), CUDA_SUCCESS) : CUDA_ERROR_INVALID_VALUE;
-}
+CUresult cuMemsetD8_v2(CUdeviceptr to, unsigned char value, size_t size) { return begin(to, NULL, value, size); }
 CUresult cuPointerGetAttribute(void *data, int attribute, CUdeviceptr address) {
   Range *range = find(address, 1, 0);
   if (!range || !range->usable) return CUDA_ERROR_INVALID_VALUE;

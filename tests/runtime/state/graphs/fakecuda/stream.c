@@ -45,7 +45,7 @@ CUresult cuDevicePrimaryCtxRelease_v2(int device) { return CUDA_SUCCESS; }
 CUresult cuCtxSetCurrent(void *context) { return current = context, CUDA_SUCCESS; }
 CUresult cuCtxGetCurrent(void **context) { return *context = current, CUDA_SUCCESS; }
 CUresult cuCtxGetDevice(int *device) { return *device = 0, current ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT; }
-CUresult cuCtxSynchronize(void) { return current ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT; }
+CUresult cuCtxSynchronize(void) { return memory_finish(), current ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT; }
 CUresult cuGetErrorName(CUresult code, const char **name) {
   static const struct {
     int code;
@@ -62,7 +62,10 @@ CUresult cuStreamCreate(void **stream, unsigned flags) {
   return *stream = handle_new(STREAM, calloc(1, sizeof(Stream))), CUDA_SUCCESS;
 }
 CUresult cuStreamDestroy_v2(void *stream) { return handle_free(stream), CUDA_SUCCESS; }
-CUresult cuStreamSynchronize(void *stream) { return handle_get(STREAM, stream) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE; }
+CUresult cuStreamSynchronize(void *stream) {
+  if (!stream) return memory_finish(), CUDA_SUCCESS;
+  return handle_get(STREAM, stream) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
+}
 CUresult cuEventCreate(void **event, unsigned flags) {
   return *event = handle_new(EVENT, calloc(1, sizeof(Stream))), CUDA_SUCCESS;
 }
