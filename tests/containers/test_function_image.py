@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+import shutil
+import uuid
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .conftest import podman
+from .conftest import BASE, EXAMPLE, HANDLER, ROOT, load, podman
 
 pytestmark = [pytest.mark.containers, pytest.mark.timeout(1200)]  # the first test may build the base
 
@@ -29,3 +35,32 @@ def test_another_torch_is_refused(build_function: Any) -> None:
 def test_handler_has_bytecode(function_image: str) -> None:
     listed = podman("run", "--rm", "--entrypoint", "ls", function_image, "/function/__pycache__").stdout
     assert "handler.cpython" in listed
+
+
+def test_the_commands_of_the_page_run(
+    start: Callable[..., Any], base_image: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/images.md: its Dockerfile, `podman build` and `podman run`, beside a folder ``model``; on another port."""
+    if base_image != BASE:
+        pytest.skip(f"{BASE} is what the page's FROM means; MEDUSA_TEST_IMAGE names another")
+    blocks = dict(re.findall(r"(?ms)^```(\w*)\n(.*?)^```", (ROOT / "docs/images.md").read_text()))
+    build, run = (shlex.split(command) for command in blocks[""].replace("\\\n", "").splitlines())
+    assert (build[:2], run[:5]) == (["podman", "build"], ["podman", "run", "--rm", "-p", "8080:8080"])
+    function = tmp_path / "function"
+    function.mkdir()
+    (function / "Dockerfile").write_text(blocks["dockerfile"])
+    (function / "handler.py").write_text(HANDLER)
+    (function / "requirements.txt").write_text("iniconfig==2.1.0\n")
+    shutil.copytree(EXAMPLE, function / "model", ignore=shutil.ignore_patterns(".medusa"))
+    monkeypatch.chdir(function)
+    name = f"localhost/medusa-test-{uuid.uuid4().hex[:12]}"
+    try:
+        lent = load("host").user_build_flags(tmp_path)  # as the page says, where the network has an index of its own
+        words = [name if word == "my-function" else word for word in build[2:]]
+        podman("build", "--network", "host", *lent, *words, timeout_s=600)
+        container = start(name, *run[5:-1])
+        container.wait_ready()
+        assert container.request("POST", "/", {"name": "you"})[1] == {"hello": "you", "uid": 1000, "iniconfig": True}
+        container.remove()
+    finally:
+        podman("rmi", "--force", name, check=False)

