@@ -77,6 +77,7 @@ class DecodeGraphs:
     ) -> None:
         self.sizes = tuple(sizes)
         self.graphs: dict[int, Graph] = {}
+        self.replays = 0
         self._model = model
         self._cache = cache
         self.capturer = capturer
@@ -117,6 +118,7 @@ class DecodeGraphs:
         assert size is not None
         self.inputs.fill(spans, size)
         self.graphs[size].replay()
+        self.replays += 1
         return self.inputs.logits[: len(spans)]
 
     def step(self, size: int, layers: int | None = None) -> None:
