@@ -40,9 +40,19 @@ def permanent_contents(blueprints: Blueprints, launches: Mapping[str, Launch], r
 
 
 def _needed(graph: GraphBlueprint, launch: Launch, replayer: Replayer, saved: Sequence[Piece]) -> set[int]:
-    if _right(graph, launch, replayer, saved, saved):
-        return set()
-    return {number for number, piece in enumerate(saved) if not _right(graph, launch, replayer, saved, [piece])}
+    """Of pieces that are poisoned together with no effect none is needed: so halves are tried, and their halves."""
+    found: set[int] = set()
+    waiting = [range(len(saved))]
+    while waiting:
+        tried = waiting.pop()
+        if not tried or _right(graph, launch, replayer, saved, [saved[number] for number in tried]):
+            continue
+        if len(tried) == 1:
+            found.add(tried[0])
+        else:
+            half = len(tried) // 2
+            waiting += [tried[:half], tried[half:]]
+    return found
 
 
 def _right(

@@ -24,8 +24,8 @@ _NOT_PLACED = (RegionKind.MODULE, RegionKind.FREE)
 
 
 class Proof(NamedTuple):
-    """``words``: how many were "pointer", "map" (a tensor map), "constant", "stale" (addresses of the host, or of memory
-    that nobody had any more) or "opaque" (changed, unexplained). ``opaque``: kernel → how many graphs it pins so."""
+    """``words``: how many were "pointer", "map" (a tensor map), "constant", "stale" (addresses of the host, or of what
+    nobody had any more) or "opaque" (changed, unexplained). ``opaque``: kernel → how many graphs it pins so."""
 
     blueprints: Blueprints
     words: Counter[str]
