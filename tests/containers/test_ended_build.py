@@ -1,0 +1,69 @@
+"""A build whose podman is ended: podman says 0 then (4.3), and nothing may be taken for the image."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from process_tree import descendants
+
+from .conftest import ROOT, podman
+
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(1200)]  # the first test may build the base
+
+BUILD = """
+import sys
+from pathlib import Path
+images, folder, base, name = sys.argv[1:]
+sys.path.insert(0, images)
+import build
+build.ROOT, build.NAME = Path(folder), name
+build.build("slim", base, Path(folder))
+"""
+DOCKERFILE = "FROM {base} AS packages\nFROM packages AS runtime\nRUN echo begun; exec sleep 600\nFROM runtime\n"
+
+
+@pytest.fixture
+def base(base_image: str) -> Iterator[str]:
+    """By a name of its own, which what the ended build leaves is found by."""
+    name = f"localhost/medusa-test-{uuid.uuid4().hex[:12]}:base"
+    podman("tag", base_image, name)
+    yield name
+    for left in podman("ps", "--all", "--external", "--quiet", "--filter", f"ancestor={name}").stdout.split():
+        podman("rm", "--force", left, check=False)
+    podman("rmi", name, check=False)
+
+
+def test_a_build_that_is_ended_is_one_error(base: str, tmp_path: Path) -> None:
+    (tmp_path / "Dockerfile").write_text(DOCKERFILE.format(base=base))
+    name = base.removesuffix(":base")
+    command = [sys.executable, "-c", BUILD, str(ROOT / "images"), str(tmp_path), base, name]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if line.strip() == "begun":
+                break
+        family = descendants(process.pid)
+        (podman_build,) = [pid for pid in family if parent(pid) == process.pid]
+        os.kill(podman_build, signal.SIGTERM)
+        status = process.wait(60)
+        for pid in family:  # podman leaves what the step runs, which holds the pipe
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        said += process.stdout
+    assert status == 1, "".join(said)
+    assert said[-1].startswith("nothing was built: expected an image of podman build, it ended with status ")
+    assert podman("image", "exists", f"{name}:slim", check=False).returncode == 1
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
