@@ -81,7 +81,7 @@ def summarize(checkpoint: Checkpoint) -> dict[str, Any]:
     for entry in index.tensors.values():
         parameters[entry.dtype] += prod(entry.shape)
     return {
-        "url": checkpoint.store.url,
+        "url": redacted(checkpoint.store.url),
         "config": _config(checkpoint),
         "bytes": index.total_bytes,
         "parameters": sum(parameters.values()),

@@ -14,6 +14,7 @@ from medusa_runtime.errors import ConfigError, MedusaError
 from medusa_runtime.state.kinds import STAGE_TIMES
 from medusa_runtime.state.materialize import Made, Materialization
 from medusa_runtime.state.stage_times import StageTimes, summarize
+from medusa_runtime.storage.base import redacted
 
 from .bench import openai_client
 from .bench.contestants import Medusa, Question, ask, connect, stages_from_json, wait_ready
@@ -89,7 +90,8 @@ def convert(settings: Settings, file: Path) -> str:
         prefetch(region, settings.model, settings=settings, timeline=Timeline.create("convert"))
         if is_converted(region.wait_index()):
             raise ConfigError(
-                f"--convert: {settings.model} is safetensors already, aligned and in one file; leave --convert out"
+                f"--convert: {redacted(settings.model)} is safetensors already, aligned and in one file; "
+                "leave --convert out"
             )
         write_safetensors(region, file)
     finally:

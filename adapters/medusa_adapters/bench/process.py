@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from medusa_runtime.errors import MedusaError
+from medusa_runtime.storage.base import redacted
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_S = 10.0
@@ -68,7 +69,7 @@ class Process:
         said = self._errors.read().decode(errors="replace").strip()[-1500:]
         status = self._process.poll()
         state = "still running" if status is None else f"status {status}"
-        return MedusaError(f"`{' '.join(self.command)[:200]}` {what} ({state}): {said}")
+        return MedusaError(f"`{' '.join(map(redacted, self.command))[:200]}` {what} ({state}): {said}")
 
     def tree(self) -> list[int]:
         """This process and all that descend from it."""

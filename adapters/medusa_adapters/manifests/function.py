@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from medusa_runtime.config import ENGINES, Settings, from_env
 from medusa_runtime.errors import ConfigError
+from medusa_runtime.storage.base import redacted
 
 from ..base import load
 from . import values
@@ -16,6 +19,7 @@ from .measured import Measured, measure
 _MOST_CONCURRENCY = 1000  # Knative's own limit for containerConcurrency
 _HOLD_FACTOR = 10  # a request is held for ten measured starts
 _LEAST_HOLD_S = 30
+_SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|ACCESS_KEY|API_KEY)$")
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,15 @@ def _check_environment(env: Mapping[str, str], platform: str) -> None:
     """ConfigError for a variable with which an instance would not start."""
     adapter = load(platform)
     from_env({**adapter.variables(env), **env})
+    for variable in ("MEDUSA_MODEL", "MEDUSA_STATE"):
+        url = env.get(variable, "")
+        if url.partition("://")[2] != redacted(url).partition("://")[2]:
+            raise ConfigError(
+                f"{variable}={redacted(url)!r} came with a user, password or query, which everybody who reads what is "
+                f"deployed would see: expected a URL without them, and credentials that the instance finds by itself"
+            )
+    if readable := [name for name in env if _SECRET.search(name)]:
+        print(f"medusa: {', '.join(readable)}: everybody who reads what is deployed sees the value", file=sys.stderr)
 
 
 def hold_s(measured: Measured | None, timeout_s: int) -> int:

@@ -8,6 +8,7 @@ import urllib.request
 from typing import Any, NamedTuple
 
 from medusa_runtime.errors import ConfigError
+from medusa_runtime.storage.base import redacted
 from medusa_runtime.timeline import Stage
 
 from ..gantt import moment, window
@@ -39,13 +40,13 @@ def measure(source: str) -> Measured:
     ready, token = moment(stages, "ready"), moment(stages, "first_token")
     if ready is None:
         raise ConfigError(
-            f"--timeline={source!r}: expected the timeline of an instance that became ready, found {len(stages)} "
-            "stages and no 'ready'; ask it again when /readyz answers 200"
+            f"--timeline={redacted(source)!r}: expected the timeline of an instance that became ready, found "
+            f"{len(stages)} stages and no 'ready'; ask it again when /readyz answers 200"
         )
     start, end = window(stages)
     # A first token behind the window belongs to a request that came to an idle instance: it tells nothing of a start.
     ttft = (token - start) / _NS if token is not None and token <= end else None
-    return Measured((ready - start) / _NS, ttft, source)
+    return Measured((ready - start) / _NS, ttft, redacted(source))
 
 
 def _read(source: str) -> Any:
@@ -59,11 +60,13 @@ def _read(source: str) -> Any:
                 text = file.read(_MOST_BYTES)
     except (OSError, ValueError, urllib.error.URLError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"--timeline={source!r} cannot be read: {reason}") from None
+        raise ConfigError(f"--timeline={redacted(source)!r} cannot be read: {reason}") from None
     try:
         return json.loads(text)
     except ValueError:
-        raise ConfigError(f"--timeline={source!r}: expected the JSON of /timeline, found something else") from None
+        raise ConfigError(
+            f"--timeline={redacted(source)!r}: expected the JSON of /timeline, found something else"
+        ) from None
 
 
 def _stages(document: Any, source: str) -> list[Stage]:
@@ -74,4 +77,4 @@ def _stages(document: Any, source: str) -> list[Stage]:
         ]
     except (KeyError, TypeError, ValueError, AttributeError):
         expected = 'an object with "stages", each with name, process, start_ns and end_ns'
-        raise ConfigError(f"--timeline={source!r}: expected {expected}, as GET /timeline answers") from None
+        raise ConfigError(f"--timeline={redacted(source)!r}: expected {expected}, as GET /timeline answers") from None

@@ -99,6 +99,7 @@ def variables(values: Sequence[str], flag: str = "--env") -> dict[str, str]:
     for text in values:
         variable, sign, value = text.partition("=")
         if not sign or not _VARIABLE.fullmatch(variable):
-            raise ConfigError(f"{flag} {variable!r} cannot be used: expected NAME=VALUE")
+            found_text = repr(variable) if sign else "a text without '='"
+            raise ConfigError(f"{flag} cannot be used: expected NAME=VALUE, found {found_text}")
         found[variable] = value
     return found

@@ -106,5 +106,11 @@ def redacted(url: str) -> str:
     if not scheme_of(url):
         return url
     scheme, _, rest = url.partition("://")  # urlsplit would find none in a scheme with a bad character
-    parts = urlsplit("//" + rest)
+    authority, _, path = rest.partition("/")
+    if "@" not in authority and "@" in path and not authority.rpartition(":")[2].isdecimal() and ":" in authority:
+        rest = rest.rpartition("@")[2]  # no port but the beginning of a password that has a slash
+    try:
+        parts = urlsplit("//" + rest)
+    except ValueError:  # a bracket that opens no address
+        return f"{scheme.lower()}://…"
     return f"{scheme.lower()}://{parts.netloc.rpartition('@')[2]}{parts.path}"

@@ -297,8 +297,8 @@ def _target(url: str) -> Target:
     try:
         parts = urlsplit(url)
         port = parts.port
-    except ValueError as error:
-        raise ConfigError(f"{redacted(url)}: expected http(s)://host[:port]/path ({error})") from None
+    except ValueError:  # its text may quote a part of a password
+        raise ConfigError(f"{redacted(url)}: expected http(s)://host[:port]/path") from None
     if parts.scheme not in ("http", "https") or not parts.hostname or _CONTROL & set(parts.path + parts.query):
         raise ConfigError(f"{redacted(url)}: expected http(s)://host[:port]/path")
     tls = parts.scheme == "https"

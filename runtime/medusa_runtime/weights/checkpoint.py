@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 from typing import Protocol
 from urllib.parse import urlsplit, urlunsplit
 
-from ..errors import CorruptError, ForbiddenError, ObjectNotFoundError
+from ..errors import ConfigError, CorruptError, ForbiddenError, ObjectNotFoundError
 from ..storage.base import ObjectInfo, Store, open_store, redacted, scheme_of
 from .archive import SUFFIXES, read_archive
 from .header import PREFIX_BYTES, HeaderEntry, header_bytes, parse_header
@@ -106,7 +106,10 @@ def split(url: str) -> tuple[str, str | None]:
             return url, None
         path = PurePosixPath(url)
         return str(path.parent), path.name
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise ConfigError(f"{redacted(url)}: expected a URL, found a bracket that opens no IPv6 address") from None
     if not parts.path.endswith(suffixes):
         return url, None
     parent, _, name = parts.path.rpartition("/")
