@@ -126,7 +126,7 @@ def test_while_it_answers(launch: Launch, place: Place) -> None:
     answers: list[Any] = []
     asking = threading.Thread(target=lambda: answers.append(serving.request("POST", place.path, body)))
     asking.start()
-    serving.until(lambda: serving.metric("medusa_requests_in_flight") == 1)
+    serving.until(lambda: bool(answers) or serving.metric("medusa_requests_in_flight") == 1)
     serving.terminate()
     asking.join()
     ended(serving)
