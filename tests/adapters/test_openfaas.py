@@ -135,7 +135,7 @@ def test_a_client_that_reads_nothing_is_ended(launch: Launch) -> None:
 
 def test_sigterm_in_the_watchdogs_order(launch: Launch) -> None:
     LOCK.unlink(missing_ok=True)
-    ending = launch(handler="openfaas/handler.py", healthcheck_interval="2s", metrics_port="0")
+    ending = launch(handler="openfaas/handler.py", healthcheck_interval="5s", metrics_port="0")
     assert LOCK.exists()
     ending.terminate()
     ending.until(lambda: ending.request("GET", "/_/health").status == 503)

@@ -187,7 +187,7 @@ def test_idle_connections_take_no_threads(serve: Serve) -> None:
 
 
 def test_sigterm_finishes_streams_and_says_unready(serve: Serve) -> None:
-    served = serve(token_s=0.02)
+    served = serve(token_s=0.04)
     connection, response = stream(served, max_tokens=150)
     first = response.readline()
     served.process.send_signal(signal.SIGTERM)
