@@ -71,7 +71,8 @@ def test_who_runs_them_is_there() -> None:
         path, _, name = test.partition("::")
         assert f"\ndef {name}(" in (ROOT / "tests" / path).read_text(), command
     for command, path in RUNNERS["ci"].items():
-        needs = rf"(?m)^[^#\n]*\b{command}$" if path == ".ci/run" else rf"(?m)^[\w-]+:.*\b{command.removeprefix('make ')}\b"
+        target = command.removeprefix("make ")
+        needs = rf"(?m)^[^#\n]*\bmake {target}$" if path == ".ci/run" else rf"(?m)^[\w-]+:.*\b{target}\b"
         assert re.search(needs, (ROOT / path).read_text()), command
 
 
