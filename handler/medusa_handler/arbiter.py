@@ -26,7 +26,7 @@ from medusa_runtime.shortage import shortage
 from .faults import ApiError, compact
 from .late_clients import LateClients
 from .server import STOP_GRACE_S, options
-from .slow_clients import WHOLE, SlowClients
+from .slow_clients import CLOSE, WHOLE, SlowClients
 
 if TYPE_CHECKING:
     from medusa_runtime.config import Settings
@@ -55,6 +55,21 @@ def _timeval(seconds: float) -> bytes:
     return struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
 
 
+def _correct(req: Any) -> None:
+    """Where gunicorn is not as strict as RFC 9110 and 9112. Raises its own errors."""
+    fields: dict[str, str] = {}
+    for name, value in req.headers:
+        fields[name] = f"{fields[name]},{value}" if name in fields else value
+    if req.version == (1, 1) and "HOST" not in fields:
+        raise errors.InvalidHeader("HOST is missing", req=req)
+    # It leaves what is coded so to the application, which expects the body itself.
+    if fields.get("TRANSFER-ENCODING", "chunked").strip().lower() != "chunked":
+        raise errors.UnsupportedTransferCoding(fields["TRANSFER-ENCODING"])
+    if "close" in (option.strip().lower() for option in fields.get("CONNECTION", "").split(",")):
+        req.force_close()
+    req.version = min(req.version, (1, 1))  # in which the answer is sent
+
+
 class FunctionServer(BaseApplication):  # type: ignore[misc]
     """``boot`` runs in the worker and returns the WSGI callable and what drains it."""
 
@@ -68,6 +83,7 @@ class FunctionServer(BaseApplication):  # type: ignore[misc]
         self._options = options(door, settings)
         self._boot = boot
         self.drain: Callable[[], bool] | None = None
+        self.serving = threading.local()  # each thread's request
         self.slow_clients = SlowClients(settings.read_timeout_s)
         self.write_timeout_s = settings.write_timeout_s
         super().__init__()
@@ -83,6 +99,7 @@ class FunctionServer(BaseApplication):  # type: ignore[misc]
 
         def handle(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
             environ[WHOLE] = partial(slow.end, environ["gunicorn.socket"])
+            environ[CLOSE] = self.serving.request.force_close
             return front(environ, start_response)
 
         return handle
@@ -167,6 +184,8 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         return kept
 
     def handle_request(self, req: Any, conn: Any) -> Any:
+        _correct(req)
+        self.app.serving.request = req
         try:
             return super().handle_request(req, conn)
         except BlockingIOError as error:  # SO_SNDTIMEO's; as one of these gunicorn does not log it as a defect
@@ -177,7 +196,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         status = next((status for kind, status in _STATUSES if isinstance(exc, kind)), 500)
         if status == 500:
             logger.error("request failed", exc_info=exc)
-        message = str(exc) if status < 500 else "internal error"
+        message = "internal error" if status == 500 else str(exc)
         body = (compact(ApiError(status, message, code="bad_http").body()) + "\n").encode("utf-8", "replace")
         head = f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\nConnection: close\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"

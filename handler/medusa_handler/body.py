@@ -10,7 +10,7 @@ from gunicorn.http.errors import ParseException
 from werkzeug.exceptions import ClientDisconnected
 
 from .faults import ApiError
-from .slow_clients import WHOLE
+from .slow_clients import CLOSE, WHOLE
 
 
 def read_body() -> bytes:
@@ -36,8 +36,10 @@ def read_body() -> bytes:
 
 
 def _incomplete(why: str) -> ApiError:
+    if close := request.environ.get(CLOSE):
+        close()
     message = f"the body ended early, came too slowly or is badly chunked: {why}"
-    return ApiError(400, message, code="incomplete_body", headers={"Connection": "close"})
+    return ApiError(400, message, code="incomplete_body")
 
 
 def json_object() -> dict[str, Any]:

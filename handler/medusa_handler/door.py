@@ -121,11 +121,13 @@ class Door:
         """The answer and whether the connection stays; None when the worker is to answer."""
         if not head.startswith((b"GET ", b"HEAD ")) or (request := _HEAD.fullmatch(head)) is None:
             return None
-        method, path, minor, fields = request[1], request[2], request[3], request[4].lower()
+        method, path, recent, fields = request[1], request[2], request[3] == b"1", b"\r\n" + request[4].lower()
         told = self._probes.answer(path.decode())
-        if not isinstance(told, Told) or any(b"\r\n" + name in b"\r\n" + fields for name in _BODY_OR_MORE):
+        if not isinstance(told, Told) or any(b"\r\n" + name in fields for name in _BODY_OR_MORE):
             return None
-        lasting = minor == b"1" and b"\r\nconnection:" not in b"\r\n" + fields
+        if fields.count(b"\r\nhost:") != 1 and recent:
+            return None
+        lasting = recent and b"\r\nconnection:" not in fields
         body = json.dumps(told.status).encode() + b"\n"
         lines = (
             "HTTP/1.1 " + ("200 OK" if told.good else "503 Service Unavailable"),

@@ -56,6 +56,8 @@ class Front:
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         if WHOLE in environ and environ.get("CONTENT_LENGTH", "0") in ("", "0") and not _is_chunked(environ):
             environ[WHOLE]()
+        # We know no other protocol; werkzeug would refuse who offers to go on with WebSocket.
+        environ.pop("HTTP_UPGRADE", None)
         probe = self._service.probes.answer(environ["PATH_INFO"])
         if probe is not None and environ["REQUEST_METHOD"] in ("GET", "HEAD"):
             if isinstance(probe, Told):

@@ -11,6 +11,7 @@ import threading
 import time
 
 WHOLE = "medusa.whole"  # the environ's key of a function to call when the whole request has been read
+CLOSE = "medusa.close"  # of one that ends the connection with this answer
 
 
 class SlowClients:

@@ -142,6 +142,15 @@ def test_bodies_that_do_not_fit(instances: Any, place: Place, body: bytes, kind:
         (b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", b"414"),
         (b"POST / HTTP/1.1\r\n" + b"".join(b"X-%d: a\r\n" % n for n in range(150)) + b"\r\n", b"431"),
         (b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\n", b"400"),
+        (b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n", b"501"),
+        (b"POST / HTTP/1.1\r\nContent-Length: 0\r\n\r\n", b"400"),
+        (b"GET /livez HTTP/1.1\r\n\r\n", b"400"),
+        (b"GET /livez HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n", b"400"),
+        (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nContent-Length: 2\r\n\r\n{}", b"400"),
+        (b"POST / HTTP/1.1\r\nHost: x\r\nX-A: 1\r\n 2\r\n\r\n", b"400"),
+        (b"POST / HTTP/1.1\r\nHost: x\r\nExpect: more\r\n\r\n", b"417"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0", b"400"),
+        (b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX Y: 1\r\n\r\n", b"400"),
         (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n", b"400"),
         (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", b"400"),
         (b"POST / HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n", b"400"),
@@ -151,7 +160,38 @@ def test_what_is_no_http_is_refused_as_json(instances: Any, text: bytes, status:
     answer = instances("function/handler.py").raw(text)
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.split()[1] == status, answer
+    assert b"Connection: close" in head
     assert json.loads(body)["error"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        b"Connection: close, TE\r\nTE: trailers",
+        b"Connection: TE\r\nConnection: CLOSE",
+        b"Connection: , keep-alive ,close",
+    ],
+)
+def test_any_of_the_connections_options_may_be_close(instances: Any, fields: bytes) -> None:
+    answer = instances("function/handler.py").raw(b"GET /metrics HTTP/1.1\r\nHost: x\r\n" + fields + b"\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert b"Connection: close" in answer
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        b"Connection: Upgrade\r\nUpgrade: websocket\r\n",
+        b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n",
+        b"Connection: closed\r\n",
+    ],
+)
+def test_what_we_do_not_speak_is_not_taken_up_and_costs_nothing(instances: Any, fields: bytes) -> None:
+    first = b"POST / HTTP/1.2\r\nHost: x\r\n" + fields + b'Content-Length: 14\r\n\r\n{"name": "me"}'
+    last = b"GET http://other/livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    answer = instances("function/handler.py:anything").raw(first + last)
+    assert answer.count(b"HTTP/1.1 200 OK") == 2
+    assert b'"bytes": 14' in answer
 
 
 def test_no_header_moves_a_route(instances: Any) -> None:
