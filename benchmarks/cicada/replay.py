@@ -77,7 +77,9 @@ def _replay(wanted: Sequence[Invocation], folders: Mapping[str, Path], strategy:
 
         def invoke(invocation: Invocation, container: Container) -> float:
             container.infer(Request(invocation.model, strategy, str(folders[invocation.model])))
-            return time.monotonic() - began - invocation.at
+            seconds = time.monotonic() - began - invocation.at
+            container.close()  # the models of all of them together would be more than a machine's memory
+            return seconds
 
         running = []
         for invocation, container in zip(wanted, containers, strict=True):

@@ -72,11 +72,15 @@ class Container:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is not None:
+            self._process.kill()
+        self.close()
+
+    def close(self) -> None:
+        """May be called twice."""
         with suppress(OSError):
             assert self._process.stdin
             self._process.stdin.close()
-        if kind is not None:
-            self._process.kill()
         self._process.wait()
         assert self._process.stdout
         self._process.stdout.close()
