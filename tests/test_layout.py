@@ -46,7 +46,9 @@ WITHOUT_TORCH = (
     "medusa_runtime.weights.region",
 )
 # These subclass what vLLM documents for it, and only vLLM imports them.
-INSIDE_VLLM = tuple(f"medusa_runtime.engine.vllm.{name}" for name in ("executor", "linear", "loader", "worker"))
+INSIDE_VLLM = tuple(
+    f"medusa_runtime.engine.vllm.{name}" for name in ("executor", "linear", "loader", "ranks", "worker")
+)
 # What only a GPU's machine has: triton, and vLLM's classes for a GPU.
 ON_A_GPU = (
     "medusa_runtime.engine.vllm.gpu_graph_state",
