@@ -1,0 +1,67 @@
+"""`medusa serve` on a GPU of host memory whose restored CUDA graphs break its context: ``breaking_gpu.py medusa serve …``.
+
+Everything else is what serves: supervisor, zygote, engine, the mark against the bundle, the abort. In an instance the
+processes are forks, so what is put in place here is in place in each.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+from medusa_runtime import zygote
+from medusa_runtime.config import Settings
+from medusa_runtime.timeline import Timeline
+from medusa_runtime.weights.region import Region
+
+
+class Context:
+    """The device's, of which there is none."""
+
+    def __init__(self, timeline: Timeline) -> None: ...
+
+    def wait(self) -> None: ...
+
+
+class Bundle:
+    """A region's files, among them graphs."""
+
+    def file(self, name: str) -> bytes:
+        return b"graphs"
+
+
+def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Any:
+    """In the engine's process, after its imports."""
+    from medusa_runtime.engine import kinds, torch_engine
+    from medusa_runtime.engine.gpu import BundledGraphs
+    from medusa_runtime.errors import DeviceError
+    from medusa_runtime.state.graphs.driver import CudaError
+
+    from benchmarks.gpu.machine import HostGpu
+
+    class BreakingGpu(HostGpu):
+        def restored(self, model: Any, graphs: Any, blueprints: bytes) -> Mapping[int, Any]:
+            fault = CudaError("cuStreamSynchronize", 700, "CUDA_ERROR_ILLEGAL_ADDRESS (700)")
+            raise DeviceError("a restored CUDA graph broke the context") from fault
+
+    torch_engine.open_gpu = lambda *_: BreakingGpu()
+    torch_engine.graphs_of = lambda _, settings: BundledGraphs(Bundle(), settings)  # type: ignore[arg-type]
+    return kinds.open_engine(region, settings, timeline)
+
+
+def main() -> int:
+    from medusa_adapters.cli import main
+
+    sys.modules["breaking_gpu"] = sys.modules["__main__"]
+    zygote.choose = lambda *_: "cuda"
+    zygote.DeviceContext = Context  # type: ignore[assignment, misc]
+    zygote._ENGINES["torch"] = "breaking_gpu:open_engine"
+    return main(sys.argv[2:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
