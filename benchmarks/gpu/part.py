@@ -83,6 +83,8 @@ def captured(machine: Machine, options: Any) -> dict[str, Any]:
 
     with started(machine, _settings(options)) as one:
         capture = capture_all(one)
+        if not one.graphs.graphs:
+            raise RuntimeError("no graph was captured; the log says why")
         found = {"capture": capture, "eager": against_eager(machine, one), "hashes": hashes(machine, one)}
         return {**found, "steps": steps(machine, one)}
 

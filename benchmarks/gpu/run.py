@@ -12,6 +12,7 @@ minutes and nothing else. ``--dry-run`` runs all of it here, on tiny shapes, wit
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -26,14 +27,23 @@ from typing import Any, NamedTuple
 from benchmarks.gpu.summary import lines
 
 ROOT = Path(__file__).parents[2]
+_ROOTS = [str(ROOT / name) for name in ("runtime", "handler", "adapters")]
 SHAPES = {
     2: ("llama-3-8b",),
     3: ("qwen2.5-0.5b", "opt-1.3b", "falcon-7b"),
     4: ("llama-3-8b", "qwen2.5-0.5b", "opt-1.3b"),
 }
 DRY_SHAPES = {2: ("tiny-llama",), 3: ("tiny-qwen2", "tiny-opt", "tiny-falcon"), 4: ("tiny-llama",)}
+MINUTES = {1: 4.0, 2: 7.0, 3: 6.0, 4: 8.0}  # together less than the half hour for which a GPU is lent, starts included
 _REPEATS = 3
 _STRATEGIES = ("capture", "async", "medusa")
+_WITHOUT = {
+    "torch": "nothing can be measured",
+    "triton": "decode steps cannot be captured, so runs 2 to 4 will fail",
+    "tokenizers": "nothing can be measured",
+    "pytest": "the tests marked gpu will fail",
+    "vllm": "its worker and its graphs stay unmeasured, all else is measured",
+}
 
 
 class Part(NamedTuple):
@@ -72,7 +82,12 @@ class Check:
         with log.open("wb") as file:
             # A session of its own: what a part has started must not hold the GPU while the next ones are measured.
             process = subprocess.Popen(
-                command, cwd=ROOT, env=_environ(), stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                cwd=ROOT,
+                env=_environ(dry_run=self._dry_run),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
             try:
                 status: int | str = process.wait(min(part.timeout_s, left))
@@ -171,10 +186,10 @@ def gpu_tests(check: Check, out: Path) -> None:
     print(f"          gpu tests: {end}", flush=True)
 
 
-def _environ() -> dict[str, str]:
+def _environ(*, dry_run: bool = False) -> dict[str, str]:
     """The packages by their source roots: nothing of ours is installed on a machine that is lent."""
-    roots = [str(ROOT / name) for name in ("runtime", "handler", "adapters")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([*roots, str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    found = {**os.environ, "PYTHONPATH": os.pathsep.join([*_ROOTS, str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    return {**found, "TRITON_INTERPRET": "1"} if dry_run else found  # triton may be there, and has no GPU then
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -184,17 +199,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--work", type=Path, default=Path("/tmp/medusa-gpu"), help="checkpoints and bundles, to be kept"
     )
-    parser.add_argument("--minutes", type=float, default=9.0, help="of each run; what is left over is left out")
+    parser.add_argument("--minutes", type=float, help=f"of each run; what is left over is left out (default {MINUTES})")
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     options.work.mkdir(parents=True, exist_ok=True)
+    for package, lost in _WITHOUT.items():
+        if importlib.util.find_spec(package) is None:
+            print(f"          there is no {package} here: {lost}", flush=True)
     for number in options.run or (1, 2, 3, 4):
-        check = Check(options.out, options.work, dry_run=options.dry_run, budget_s=options.minutes * 60)
+        budget_s = (options.minutes or MINUTES[number]) * 60
+        check = Check(options.out, options.work, dry_run=options.dry_run, budget_s=budget_s)
         for part in parts(number, check, dry_run=options.dry_run):
             check.run(part)
         if number == 1 and not options.dry_run:
             gpu_tests(check, options.out)
+    sys.path += _ROOTS
     from benchmarks.gpu.figures import report
 
     (options.out / "report.html").write_text(report(check.results))
