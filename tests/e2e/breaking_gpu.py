@@ -1,4 +1,4 @@
-"""`medusa serve` on a GPU of host memory whose restored CUDA graphs break its context: ``breaking_gpu.py medusa serve …``.
+"""`medusa serve` on a GPU of host memory whose restored CUDA graphs break its context; arguments: medusa serve ….
 
 Everything else is what serves: supervisor, zygote, engine, the mark against the bundle, the abort. In an instance the
 processes are forks, so what is put in place here is in place in each.
