@@ -7,11 +7,9 @@ import math
 import torch
 
 from ..config import Settings
-from ..errors import StateError
 from ..limits import memory_available_bytes
 from ..models import ModelConfig
-from ..state.kinds import KV_PLAN, file_name
-from ..state.kv_plan import Geometry, KvPlan, activation_bytes, logger, plan
+from ..state.kv_plan import Geometry, KvPlan, activation_bytes, plan, recorded_in
 from ..weights.index import TensorEntry
 from ..weights.region import Region
 from .kv_cache import BLOCK_TOKENS, KvShape
@@ -55,7 +53,7 @@ def kv_plan(
         settings,
         free_bytes=free_bytes(region, settings, dtype) if device_free_bytes is None else device_free_bytes,
         activation_bytes=activations(region, config, settings, dtype),
-        recorded=_recorded(region),
+        recorded=recorded_in(region),
     )
 
 
@@ -68,14 +66,3 @@ def activations(region: Region, config: ModelConfig, settings: Settings, dtype: 
         item_bytes=dtype.itemsize,
         settings=settings,
     )
-
-
-def _recorded(region: Region) -> KvPlan | None:
-    data = region.file(file_name(KV_PLAN.name))
-    if data is None:
-        return None
-    try:
-        return KvPlan.from_bytes(data)
-    except StateError as error:
-        logger.warning("the recorded KV plan is not used: %s", error)
-        return None

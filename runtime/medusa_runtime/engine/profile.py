@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -23,19 +21,15 @@ from ..weights.trace import record_execution_order
 from .base import GenerateRequest, SamplingParams
 from .checkpoint_files import read_config, read_json
 from .encoder import Encoder
+from .forward_memory import MOST_TOKENS, measure
 from .kv_cache import KvCache, KvShape, blocks_for
 from .kv_size import activations, geometry
 from .runner import run_step
 from .sequence import Sequence, Span
 from .transcript import Transcript
 
-logger = logging.getLogger(__name__)
-
 _ORDER_TOKENS = 4
 _PLENTY_BYTES = 1 << 60
-# Results grow with the number of tokens: more than these are calculated, which takes seconds instead of minutes.
-_MOST_TOKENS = 256
-_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class Profile(NamedTuple):
@@ -103,20 +97,12 @@ def _named(used: list[str], rename: Rename, region: Region) -> list[str]:
 def _activations(model: DecoderModel, shape: KvShape, settings: Settings, config: ModelConfig) -> int | None:
     """The most bytes that a forward of ``max_batched_tokens`` takes beside weights and cache; None when this kernel
     does not tell."""
-    tokens = min(settings.max_batched_tokens, _MOST_TOKENS, config.max_positions)
+    tokens = min(settings.max_batched_tokens, MOST_TOKENS, config.max_positions)
     cache = KvCache(shape, blocks_for(tokens))
     run_step(model, cache, _spans(tokens))  # touches weights and cache, makes threads and buffers that stay
-    try:
-        _CLEAR_REFS.write_text("5")  # the high-water mark is what is resident now; proc(5)
-        before = _status("VmRSS")
-        run_step(model, cache, _spans(tokens))
-        peak = _status("VmHWM")
-    except OSError as error:
-        logger.warning("the memory of a forward cannot be measured (%s); it is calculated", error.strerror)
-        return None
-    rows = min(settings.max_concurrency, settings.max_batched_tokens)
-    logits = 2 * rows * config.vocab_size * 4  # in float32, and a sorted copy
-    return max(peak - before, 0) * -(-settings.max_batched_tokens // tokens) + logits
+    return measure(
+        lambda: run_step(model, cache, _spans(tokens)), settings, tokens=tokens, vocabulary=config.vocab_size
+    )
 
 
 def _spans(tokens: int) -> list[Span]:
@@ -131,11 +117,6 @@ def _spans(tokens: int) -> list[Span]:
     )
     sequence.blocks = list(range(blocks_for(tokens)))
     return [Span(sequence, 0, tokens)]
-
-
-def _status(name: str) -> int:
-    lines = _STATUS.read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
 
 
 __all__ = ["Profile", "profile"]

@@ -75,8 +75,8 @@ class BundleWriter:
                 size += len(piece)
             target.flush()
             os.fsync(target.fileno())
+        inline = part.read_bytes() if size <= _MOST_INLINE_BYTES else None
         part.replace(self._folder / BLOBS / digest.hexdigest())
-        inline = data if isinstance(data, bytes) and size <= _MOST_INLINE_BYTES else None
         return Artifact(kind, key, digest.hexdigest(), size, inline)
 
     def commit(self, manifest: Manifest) -> None:

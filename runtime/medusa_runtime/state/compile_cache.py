@@ -9,23 +9,18 @@ manifest; what only vLLM can tell is checked before it is used.
 from __future__ import annotations
 
 import io
-import json
-import os
 import struct
-import subprocess
-import sys
 import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 
 from ..config import Settings
 from ..errors import StateError
+from .offline import run_module
 
 _CAPTURES = {"vllm": "medusa_runtime.engine.vllm.capture"}  # the engines stand above this package
-_CAPTURE_TIMEOUT_S = 3600.0
 _MODEL = "model-1"  # the folder within; another number is another format
 # What zipfile raises for bytes that are no archive, or an archive with wrong bytes in it.
 _DAMAGE: tuple[type[Exception], ...] = (zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, OverflowError)
@@ -39,23 +34,8 @@ def capture(model: str, settings: Settings, folder: Path) -> Path:
     """
     made, blob = folder / "made", folder / "compile-cache"
     made.mkdir(parents=True)
-    command = [sys.executable, "-m", _CAPTURES[settings.engine], model, str(made)]
-    try:
-        subprocess.run(
-            command,
-            input=json.dumps(asdict(settings)),
-            env={**os.environ, **cache_folders(folder / "caches")},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=True,
-            timeout=_CAPTURE_TIMEOUT_S,
-        )
-    except subprocess.CalledProcessError as error:
-        said = error.stderr.strip().splitlines() or [f"status {error.returncode}"]
-        raise StateError(f"the model could not be compiled: {said[-1][-500:]}") from None
-    except subprocess.TimeoutExpired:
-        raise StateError(f"the model could not be compiled within {_CAPTURE_TIMEOUT_S / 60:.0f} minutes") from None
+    caches = cache_folders(folder / "caches")
+    run_module(_CAPTURES[settings.engine], [model, str(made)], settings, "the model could not be compiled", caches)
     return pack(made, blob)
 
 

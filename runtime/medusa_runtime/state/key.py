@@ -191,6 +191,10 @@ class Facts:
     def key(self, names: tuple[str, ...]) -> Key:
         return {name: self[name] for name in names}
 
+    def concerns(self, key: Mapping[str, str]) -> bool:
+        """Whether an artifact of this key is for this engine, in whatever version; another's lies beside it."""
+        return key.get("engine", self["engine"]).partition(" ")[0] == self.subject.settings.engine
+
     def difference(self, key: Mapping[str, str], names: tuple[str, ...]) -> str | None:
         """Why an artifact of this key is not valid here; None when it is."""
         for name in names:

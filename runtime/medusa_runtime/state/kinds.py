@@ -22,7 +22,8 @@ class Kind(NamedTuple):
 _COMPUTED = ("shape", "engine", "torch", "isa", "gpu", "dtype", "max_model_len")
 
 WEIGHT_INDEX = Kind("weight-index", ("layout",), ("torch", "vllm", "none"))
-KV_PLAN = Kind("kv-plan", (*_COMPUTED, "max_batched_tokens"), ("torch",))
+_VLLM_PLAN = "medusa_runtime.engine.vllm.kv_profile:capture"
+KV_PLAN = Kind("kv-plan", (*_COMPUTED, "max_batched_tokens"), ("torch", "vllm"), _VLLM_PLAN)
 STAGE_TIMES = Kind("stage-times", ("shape", "engine", "torch", "isa", "gpu", "dtype"), ())
 COMPILE_CACHE = Kind("compile-cache", (*_COMPUTED, "python"), ("vllm",), "medusa_runtime.state.compile_cache:capture")
 CUDA_GRAPHS = Kind("cuda-graphs", (*_COMPUTED, "driver"), capture="medusa_runtime.engine.graph_capture:capture")

@@ -1,7 +1,7 @@
 """How large the KV cache is (MEDUSA §6): recorded once, and checked against the machine as it is at each start.
 
-What a forward needs beside weights and cache was measured offline (``engine/kv_profile.py``). Without a record it is
-computed from the number of layers and the shapes of what they compute (ParaServe §7). No forward is run to find out.
+What a forward needs beside weights and cache was measured offline (``engine/forward_memory.py``). Without a record it
+is computed from the number of layers and the shapes of what they compute (ParaServe §7). No forward is run to find out.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from ..config import Settings
 from ..errors import ConfigError, StateError
 from ..weights.index import WeightIndex
+from ..weights.region import Region
+from .kinds import KV_PLAN, file_name
 
 logger = logging.getLogger(__name__)
 
@@ -127,11 +129,28 @@ def plan(
         if recorded.needed_bytes <= free_bytes:
             return replace(recorded, source="recorded")
         source = "recomputed"
+        logger.warning(
+            "the recorded KV plan is not used: it needs %d MiB, and %d MiB are free here now; planning for these",
+            recorded.needed_bytes >> 20,
+            max(free_bytes, 0) >> 20,
+        )
     fitting = _within(made, _room(made, free_bytes))
     if fitting.tokens < _least(fitting, settings):  # a record must not be what a start fails by
         made = replace(made, activation_bytes=min(activation_bytes, made.activation_bytes))
         fitting = _within(made, _room(made, free_bytes))
     return _checked(replace(fitting, source=source), settings)
+
+
+def recorded_in(region: Region) -> KvPlan | None:
+    """What the state bundle holds for this start; of what cannot be read it says so."""
+    data = region.file(file_name(KV_PLAN.name))
+    if data is None:
+        return None
+    try:
+        return KvPlan.from_bytes(data)
+    except StateError as error:
+        logger.warning("the recorded KV plan is not used: %s", error)
+        return None
 
 
 def _room(made: KvPlan, free_bytes: int) -> int:
@@ -186,4 +205,4 @@ def activation_bytes(index: WeightIndex, *, hidden: int, vocabulary: int, item_b
     return settings.max_batched_tokens * token + 2 * rows * vocabulary * 4
 
 
-__all__ = ["Geometry", "KvPlan", "activation_bytes", "plan"]
+__all__ = ["Geometry", "KvPlan", "activation_bytes", "plan", "recorded_in"]

@@ -54,7 +54,7 @@ def _lend_one(region: Region, bundle: Bundle, manifest: Manifest, kind: Kind, fa
                 region.lend(file_name(kind.name), bundle.read(artifact))
                 timeline.record("restore", began_ns, time.monotonic_ns(), artifact=kind.name, bytes=artifact.size)
                 return
-            reason = reason or difference
+            reason = reason or (difference if facts.concerns(artifact.key) else None)
         if reason is not None:
             raise StateError(reason)
     except MedusaError as error:

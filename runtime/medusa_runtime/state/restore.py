@@ -183,7 +183,7 @@ class Restoration:
                 difference = facts.difference(artifact.key, kind.facts)
                 if difference is None:
                     return artifact
-                reason = reason or difference
+                reason = reason or (difference if facts.concerns(artifact.key) else None)
         if reason is not None:
             raise StateError(reason)
         return None

@@ -61,9 +61,9 @@ def test_a_plan_says_what_is_wanted_not_what_is_free_here(profiled: Callable[...
 def test_where_memory_cannot_be_measured_it_is_calculated(
     profiled: Callable[..., Any], checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from medusa_runtime.engine import profile
+    from medusa_runtime.engine import forward_memory
 
-    monkeypatch.setattr(profile, "_CLEAR_REFS", Path("/proc/self/no-such-file"))
+    monkeypatch.setattr(forward_memory, "_CLEAR_REFS", Path("/proc/self/no-such-file"))
     _, plan = profiled(checkpoint)
     assert plan.activation_bytes == 64 * (3 * 128 + 6 * 64) * 4 + 2 * 4 * 320 * 4
     assert "cannot be measured" in caplog.text

@@ -7,6 +7,7 @@ import mmap
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from medusa_runtime.engine.vllm.lean_imports import functions_as_they_are, lean_
 from medusa_runtime.engine.vllm.scratch import scratch_folder
 from medusa_runtime.engine.vllm.version import check_version
 from medusa_runtime.errors import ConfigError, MissingPackageError, ModelError
+from medusa_runtime.state.kinds import file_name
 from medusa_runtime.state.kv_plan import KvPlan
 from medusa_runtime.weights.index import WeightIndex
 
@@ -85,7 +87,7 @@ def test_small_and_other_zeros_are_torchs_own() -> None:
     assert not isinstance(large.untyped_storage(), mmap.mmap)
 
 
-def configuration(max_model_len: int) -> Any:
+def configuration(max_model_len: int, ranks: int = 1) -> Any:
     return SimpleNamespace(
         model_config=SimpleNamespace(
             max_model_len=max_model_len,
@@ -98,7 +100,8 @@ def configuration(max_model_len: int) -> Any:
             get_vocab_size=lambda: 4096,
         ),
         cache_config=SimpleNamespace(block_size=128, cache_dtype="auto"),
-        parallel_config=None,
+        parallel_config=SimpleNamespace(world_size=ranks),
+        device_config=SimpleNamespace(device_type="cpu"),
     )
 
 
@@ -108,20 +111,28 @@ TOKEN_BYTES = 2 * 4 * 64 * 2 * 8  # keys and values, heads, head size, bfloat16,
 class Weights:
     """What a budget asks of a region."""
 
+    def __init__(self, recorded: KvPlan | None = None) -> None:
+        self.recorded = recorded
+
+    def file(self, name: str) -> bytes | None:
+        return self.recorded.to_bytes() if self.recorded and name == file_name("kv-plan") else None
+
     def wait_index(self) -> WeightIndex:
         return WeightIndex([], {})
 
 
-def budget(monkeypatch: pytest.MonkeyPatch, free_bytes: int, **settings: Any) -> KvPlan:
+def budget(
+    monkeypatch: pytest.MonkeyPatch, free_bytes: int, recorded: KvPlan | None = None, ranks: int = 1, **settings: Any
+) -> KvPlan:
     monkeypatch.setattr(budgets, "_free_bytes", lambda region, settings: free_bytes)
-    region: Any = Weights()
-    return budgets.kv_budget(configuration(settings.get("max_model_len") or 1000), region, Settings(**settings))
+    region: Any = Weights(recorded)
+    return budgets.kv_budget(configuration(settings.get("max_model_len") or 1000, ranks), region, Settings(**settings))
 
 
 def test_the_cache_is_what_all_requests_need_and_a_block_of_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     found = budget(monkeypatch, 100 << 30, max_concurrency=4)
     assert found.blocks == 4 * 8
-    assert budgets.cache_bytes(found) == (4 * 8 + 1) * 128 * TOKEN_BYTES
+    assert budgets.cache_bytes(found, configuration(1000)) == (4 * 8 + 1) * 128 * TOKEN_BYTES
     assert found.max_model_len == 1000
 
 
@@ -130,8 +141,27 @@ def test_the_cache_is_what_there_is_room_for(monkeypatch: pytest.MonkeyPatch) ->
     beside = needed.activation_bytes + needed.margin_bytes
     found = budget(monkeypatch, beside + 4 * MIB + MIB // 2)
     assert found.block_bytes == MIB
-    assert budgets.cache_bytes(found) == 4 * MIB
+    assert budgets.cache_bytes(found, configuration(1000)) == 4 * MIB
     assert found.max_model_len == 3 * 128
+
+
+def test_a_recorded_plan_is_taken_while_it_fits_and_made_anew_with_one_line_when_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorded = replace(budget(monkeypatch, 100 << 30), activation_bytes=77 * MIB)
+    assert budget(monkeypatch, 100 << 30, recorded) == replace(recorded, source="recorded")
+    assert not caplog.records
+    found = budget(monkeypatch, recorded.needed_bytes - MIB, recorded)
+    assert (found.source, found.activation_bytes) == ("recomputed", 77 * MIB)  # what was measured still counts
+    assert 0 < found.blocks < recorded.blocks
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["the recorded KV plan is not used"]
+
+
+def test_ranks_share_the_memory_of_a_machine_and_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = budget(monkeypatch, 100 << 30, ranks=1)
+    two = budget(monkeypatch, 100 << 30, one, ranks=2)
+    assert two.block_bytes == 2 * one.block_bytes  # this configuration's ranks have as many heads as one alone
+    assert budgets.cache_bytes(two, configuration(1000, ranks=2)) == budgets.cache_bytes(one, configuration(1000))
 
 
 def test_a_length_that_was_asked_for_and_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

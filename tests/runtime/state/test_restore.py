@@ -220,13 +220,20 @@ def test_weights_damaged_in_the_store_end_the_start(published: Published, region
 
 
 def test_small_and_large_artifacts_reach_the_engine(published: Published, region: Region) -> None:
-    plan = Kind("kv-plan", KV_PLAN.facts, KV_PLAN.engines)
-    published.publish((plan, b"small"), (COMPILE_CACHE, LARGE))
+    published.publish((KV_PLAN, b"small"), (COMPILE_CACHE, LARGE))
     stages = fill(region, published.url)
     check(region)
     assert region.file(file_name("compile-cache"), timeout_s=60) == LARGE
-    assert region.file(file_name("kv-plan")) is None  # vLLM has no use for the torch engine's
-    assert (used(stages), left_out(stages)) == ({"compile-cache"}, {})
+    assert region.file(file_name("kv-plan")) == b"small"
+    assert (used(stages), left_out(stages)) == ({"compile-cache", "kv-plan"}, {})
+
+
+def test_what_is_for_another_engine_is_passed_over_in_silence(published: Published, region: Region) -> None:
+    published.publish((KV_PLAN, b"small"), engine="torch 1.0")
+    stages = fill(region, published.url)
+    check(region)
+    assert region.file(file_name("kv-plan")) is None
+    assert (used(stages), left_out(stages)) == (set(), {})
 
 
 # A prefetcher in a process of its own: this one has threads, and a fork of it may inherit a lock that one holds.

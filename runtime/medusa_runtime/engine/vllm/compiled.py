@@ -48,6 +48,8 @@ class CompiledStart:
         if self._blob is None:
             return True
         try:
+            if (ranks := config.parallel_config.world_size) > 1:
+                raise StateError(f"it was made for one rank, here are {ranks}")  # noqa: TRY301
             check_index(read_file(self._blob, INDEX), config)
         except StateError as error:
             logger.warning("%s is not used: %s", COMPILE_CACHE.name, error)

@@ -36,8 +36,8 @@ def configure(
         budget = kv_budget(config, region, settings)
         if budget.max_model_len < config.model_config.max_model_len:
             config = _create(folder, region, settings, timeline, compiled, budget.max_model_len)
-        config.cache_config.kv_cache_memory_bytes = cache_bytes(budget)
-        detail["tokens"] = budget.tokens
+        config.cache_config.kv_cache_memory_bytes = cache_bytes(budget, config)
+        detail |= {"tokens": budget.tokens, "source": budget.source}
     return config, budget
 
 

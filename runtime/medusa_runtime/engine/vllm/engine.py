@@ -59,10 +59,10 @@ class VllmEngine:
         self._tokenizer = Tokenizer(region.file("tokenizer.json"), timeline)
         self._compiled = CompiledStart(region, settings, timeline, capture)
         with CheckpointFolder(region) as folder:
-            self._config, budget = configure(folder, region, settings, timeline, self._compiled)
-            if not self._compiled.suits(self._config):
-                self._config, budget = configure(folder, region, settings, timeline, self._compiled)
-        model = self._config.model_config
+            self.config, budget = configure(folder, region, settings, timeline, self._compiled)
+            if not self._compiled.suits(self.config):
+                self.config, budget = configure(folder, region, settings, timeline, self._compiled)
+        model = self.config.model_config
         self._vocab_size = model.get_vocab_size()
         self.info = EngineInfo(
             "vllm",
@@ -153,7 +153,7 @@ class VllmEngine:
 
         try:
             with self._timeline.stage("core"):
-                self._core = EngineCore(self._config, Executor.get_class(self._config), log_stats=False)
+                self._core = EngineCore(self.config, Executor.get_class(self.config), log_stats=False)
         except MedusaError as error:
             self._load_error = error
             raise

@@ -25,6 +25,7 @@ _ENVIRONMENT = {
     "VLLM_PLUGINS": "medusa",  # others' plugins import what they like
     "HF_HUB_OFFLINE": "1",  # what is not in the checkpoint is not there; nothing is asked of the network
     "TOKENIZERS_PARALLELISM": "false",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # each worker warns that its memory is bound to the only NUMA node there is
 }
 _CACHE_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 _MODULES = (
@@ -57,7 +58,7 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
         logging.getLogger("vllm").setLevel(logging.ERROR)  # its warnings are about what is decided here on purpose
     # A process that waits for its model has the time to import all.
     lean = region is not None and settings.compile != "always"
-    with lean_imports() if lean else nullcontext(), functions_as_they_are(), _no_cache_folder():
+    with lean_imports() if lean else nullcontext(), functions_as_they_are(), no_cache_folder():
         _import_all()
     from vllm.platforms import current_platform
 
@@ -82,8 +83,8 @@ def _import_all() -> None:
 
 
 @contextmanager
-def _no_cache_folder() -> Iterator[None]:
-    """Importing torch's compiler makes a folder of caches in the temporary one: here it is one that is there."""
+def no_cache_folder() -> Iterator[None]:
+    """Importing torch's compiler, or having it wrap a function, makes a folder of caches; here one that is there."""
     given = _CACHE_FOLDER in os.environ
     os.environ.setdefault(_CACHE_FOLDER, gettempdir())
     yield

@@ -14,6 +14,7 @@ from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from ...errors import ModelError
 from ...weights.views import Views
 from .attached import Attached
+from .imports import no_cache_folder
 from .linear import use_stored_weights
 from .sharing import share
 
@@ -33,7 +34,7 @@ class RegionLoader(DefaultModelLoader):  # type: ignore[misc]
         self._attached.region.wait_index()
 
     def create_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
-        with self._attached.timeline.stage("skeleton"):
+        with self._attached.timeline.stage("skeleton"), no_cache_folder():
             model: nn.Module = super().create_model(vllm_config, model_config, prefix)
         self._model = model_config.model
         return model

@@ -1,0 +1,44 @@
+"""Offline: the memory that a forward takes beside weights and cache, measured in the process that runs it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from ..config import Settings
+
+logger = logging.getLogger(__name__)
+
+# Results grow with the number of tokens: more than these are calculated, which takes seconds instead of minutes.
+MOST_TOKENS = 256
+_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def measure(
+    forward: Callable[[], object], settings: Settings, *, tokens: int, vocabulary: int, stays_bytes: int = 0
+) -> int | None:
+    """The most bytes that a forward of ``max_batched_tokens`` takes; None when this kernel does not tell.
+
+    ``forward`` is one of ``tokens``, in a process in which another has made what stays: threads, buffers. Only
+    ``stays_bytes`` of what it takes, pages of the cache, do not count.
+    """
+    try:
+        _CLEAR_REFS.write_text("5")  # the high-water mark is what is resident now; proc(5)
+        before = _status("VmRSS")
+        forward()
+        peak = _status("VmHWM")
+    except OSError as error:
+        logger.warning("the memory of a forward cannot be measured (%s); it is calculated", error.strerror)
+        return None
+    rows = min(settings.max_concurrency, settings.max_batched_tokens)
+    logits = 2 * rows * vocabulary * 4  # in float32, and a sorted copy
+    return max(peak - before - stays_bytes, 0) * -(-settings.max_batched_tokens // tokens) + logits
+
+
+def _status(name: str) -> int:
+    lines = _STATUS.read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
+
+
+__all__ = ["MOST_TOKENS", "measure"]

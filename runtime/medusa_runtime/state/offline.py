@@ -1,0 +1,43 @@
+"""What is made offline by a process of its own: an engine that is started once leaves nothing behind in another."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+from ..config import Settings
+from ..errors import StateError
+
+_TIMEOUT_S = 3600.0
+
+
+def run_module(
+    name: str, arguments: Sequence[str], settings: Settings, failure: str, env: Mapping[str, str] | None = None
+) -> None:
+    """Run a module as a program, with the settings as JSON on its standard input, and ``env`` besides ours.
+
+    Raises StateError, ``failure`` with the last line that it wrote, when it fails or takes an hour.
+    """
+    try:
+        subprocess.run(
+            [sys.executable, "-m", name, *arguments],
+            input=json.dumps(asdict(settings)),
+            env={**os.environ, **(env or {})},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=True,
+            timeout=_TIMEOUT_S,
+        )
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.strip().splitlines() or [f"status {error.returncode}"]
+        raise StateError(f"{failure}: {said[-1][-500:]}") from None
+    except subprocess.TimeoutExpired:
+        raise StateError(f"{failure} within {_TIMEOUT_S / 60:.0f} minutes") from None
+
+
+__all__ = ["run_module"]
