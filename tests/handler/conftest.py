@@ -65,6 +65,10 @@ class Served:
     def complete(self, **body: Any) -> tuple[int, Any, dict[str, str]]:
         return self.request("POST", "/v1/completions", {"prompt": "a b c", "max_tokens": 5} | body)
 
+    def metric(self, name: str) -> float:
+        lines = self.request("GET", "/metrics")[1].decode().splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((name + " ", name + "{")))
+
     def until(self, condition: Callable[[], bool]) -> None:
         for _ in range(1500):
             if condition():

@@ -77,6 +77,17 @@ def test_a_generator_is_closed_when_the_client_leaves(serve: Serve) -> None:
     served.until((served.log.parent / "closed").exists)
 
 
+def test_a_silent_generator_is_given_up_when_the_client_leaves(serve: Serve) -> None:
+    """Long before the next heartbeat would tell."""
+    served = serve(handler="streaming/handler.py:handle", heartbeat_s=300.0)
+    connection = served.connect()
+    connection.request("POST", "/", b"silent", TEXT)
+    assert connection.getresponse().readline() == b"data: one\n"
+    connection.close()
+    served.until(lambda: served.metric("medusa_requests_in_flight") == 0)
+    (served.log.parent / "go").touch()
+
+
 def test_a_response_with_an_iterator_is_streamed_as_it_is(serve: Serve) -> None:
     status, data, headers = serve(handler="streaming/handler.py:raw").request("POST", "/", b"")
     assert (status, data, headers["content-type"]) == (200, b"abc", "text/csv")

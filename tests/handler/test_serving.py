@@ -19,13 +19,6 @@ Serve = Callable[..., Any]
 BODY = {"prompt": "a b", "max_tokens": 5}
 
 
-def metric(served: Any, name: str) -> float:
-    page = served.request("GET", "/metrics")[1].decode()
-    return sum(
-        float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith((name + " ", name + "{"))
-    )
-
-
 def stream(served: Any, **body: Any) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
     connection = served.connect()
     sent = json.dumps(BODY | {"stream": True} | body)
@@ -61,7 +54,7 @@ def test_early_requests_are_held_and_answered_in_bounds(serve: Serve) -> None:
     served = serve(ready=False, max_waiting=3)
     with ThreadPoolExecutor(3) as pool:
         held = [pool.submit(served.complete) for _ in range(3)]
-        served.until(lambda: metric(served, "medusa_requests_held") == 3)
+        served.until(lambda: served.metric("medusa_requests_held") == 3)
         status, answer, headers = served.complete()
         assert status == 503
         assert answer["error"]["type"] == "service_unavailable_error"
@@ -69,7 +62,7 @@ def test_early_requests_are_held_and_answered_in_bounds(serve: Serve) -> None:
         assert served.request("GET", "/livez")[0] == 200
         served.control(ready=True)
         assert [future.result()[0] for future in held] == [200] * 3
-    assert metric(served, "medusa_requests_refused_total") == 1
+    assert served.metric("medusa_requests_refused_total") == 1
 
 
 def test_a_hold_ends(serve: Serve) -> None:
@@ -78,7 +71,7 @@ def test_a_hold_ends(serve: Serve) -> None:
     assert status == 503
     assert "0.3 s" in answer["error"]["message"]
     assert headers["retry-after"] == "3"  # what is left of the fetch
-    served.until(lambda: metric(served, "medusa_engine_cancelled_total") == 1)
+    served.until(lambda: served.metric("medusa_engine_cancelled_total") == 1)
 
 
 def test_an_early_stream_gets_heartbeats(serve: Serve) -> None:
@@ -125,19 +118,19 @@ def test_a_client_that_leaves_cancels_its_request(serve: Serve) -> None:
         if asked:
             connection.getresponse().readline()
         else:
-            served.until(lambda: metric(served, "medusa_requests_in_flight") == 1)
+            served.until(lambda: served.metric("medusa_requests_in_flight") == 1)
         connection.close()
-        served.until(lambda n=cancelled: metric(served, "medusa_engine_cancelled_total") == n)
-        served.until(lambda: metric(served, "medusa_requests_in_flight") == 0)
+        served.until(lambda n=cancelled: served.metric("medusa_engine_cancelled_total") == n)
+        served.until(lambda: served.metric("medusa_requests_in_flight") == 0)
 
 
 def test_a_client_that_leaves_while_it_waits_frees_its_place(serve: Serve) -> None:
     served = serve(ready=False, max_waiting=1)
     connection = served.connect()
     connection.request("POST", "/v1/completions", json.dumps(BODY), {"Content-Type": "application/json"})
-    served.until(lambda: metric(served, "medusa_requests_held") == 1)
+    served.until(lambda: served.metric("medusa_requests_held") == 1)
     connection.close()
-    served.until(lambda: metric(served, "medusa_requests_held") == 0)
+    served.until(lambda: served.metric("medusa_requests_held") == 0)
     served.control(ready=True)
     served.wait_ready()
     assert served.complete()[0] == 200
@@ -165,7 +158,7 @@ def test_probes_do_not_queue_behind_work(serve: Serve) -> None:
     served.control(hold=True)
     with ThreadPoolExecutor(8) as pool:
         busy = [pool.submit(served.complete) for _ in range(8)]
-        served.until(lambda: metric(served, "medusa_requests_in_flight") == 8)
+        served.until(lambda: served.metric("medusa_requests_in_flight") == 8)
         assert served.complete()[0] == 429
         for path in ("/livez", "/readyz", "/metrics", "/timeline", "/v1/models"):
             assert served.request("GET", path)[0] == 200
@@ -206,7 +199,7 @@ def test_the_drain_ends(serve: Serve) -> None:
     served.control(hold=True)
     connection = served.connect()
     connection.request("POST", "/v1/completions", json.dumps(BODY), {"Content-Type": "application/json"})
-    served.until(lambda: metric(served, "medusa_requests_in_flight") == 1)
+    served.until(lambda: served.metric("medusa_requests_in_flight") == 1)
     assert served.stop() == 0
     connection.close()
 
@@ -216,7 +209,7 @@ def test_sigterm_refuses_what_still_waits_for_the_start(serve: Serve) -> None:
         served = serve(**options)
         with ThreadPoolExecutor(1) as pool:
             held = pool.submit(served.complete)
-            served.until(lambda served=served: metric(served, "medusa_requests_held") == 1)
+            served.until(lambda served=served: served.metric("medusa_requests_held") == 1)
             assert served.stop() == 0
             status, answer, headers = held.result()
         assert status == 503
@@ -240,8 +233,8 @@ def test_the_first_answer_carries_the_stages(serve: Serve) -> None:
     assert {"server", "app"} <= {stage["name"] for stage in timeline["stages"]}
     trace = served.request("GET", "/timeline?format=chrome")[1]["traceEvents"]
     assert {event["ph"] for event in trace} >= {"M", "X"}
-    assert metric(served, "medusa_time_to_first_token_seconds_count") == 2
-    assert metric(served, 'medusa_requests_total{route="/v1/completions",status="200"}') == 2
+    assert served.metric("medusa_time_to_first_token_seconds_count") == 2
+    assert served.metric('medusa_requests_total{route="/v1/completions",status="200"}') == 2
 
 
 def test_a_function_loads_in_the_background(serve: Serve) -> None:
@@ -250,7 +243,7 @@ def test_a_function_loads_in_the_background(serve: Serve) -> None:
     assert served.request("GET", "/readyz")[1] == {"status": "starting", "handler": "loading"}
     with ThreadPoolExecutor(1) as pool:
         held = pool.submit(served.request, "POST", "/", b"")
-        served.until(lambda: metric(served, "medusa_requests_held") == 1)
+        served.until(lambda: served.metric("medusa_requests_held") == 1)
         (served.log.parent / "go").touch()
         assert held.result()[:2] == (200, b"loaded")
     served.wait_ready()

@@ -13,6 +13,8 @@ def handle(request):
         raise RuntimeError("secret detail")
     if request.text == "slow":
         time.sleep(1.0)
+    while request.text == "silent" and not pathlib.Path("go").exists():
+        time.sleep(0.02)
     if request.text == "endless":
         try:
             while True:
