@@ -20,7 +20,7 @@ from ..config import Settings
 from ..errors import StateError
 from .offline import run_module
 
-_CAPTURES = {"vllm": "medusa_runtime.engine.vllm.capture"}  # the engines stand above this package
+_CAPTURES = {"vllm": "medusa_runtime.engine.vllm.compile_capture"}  # the engines stand above this package
 _MODEL = "model-1"  # the folder within; another number is another format
 # What zipfile raises for bytes that are no archive, or an archive with wrong bytes in it.
 _DAMAGE: tuple[type[Exception], ...] = (zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, OverflowError)

@@ -35,8 +35,8 @@ from ..validation import check_token_ids
 from .checkpoint_folder import CheckpointFolder
 from .compiled import CompiledStart
 from .configuration import configure
+from .core_request import core_request
 from .eos import eos_token_ids
-from .parameters import core_request
 
 logger = logging.getLogger(__name__)
 

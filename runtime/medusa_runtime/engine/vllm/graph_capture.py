@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 from ...config import Settings
 from ...errors import EngineError
+from .offline import fetch_and_import, load
 
 _SHIFTS = (3 << 20, 24 << 20, 1 << 30)  # before weights, KV cache and captures of the second process
 _LIBRARIES = ("libtorch_cuda.", "libcublas")  # whose kernel images need not be saved
@@ -43,15 +43,7 @@ def main(arguments: list[str]) -> int:
 
 def _record(settings: Settings, *, shifted: bool) -> tuple[Any, Any, Any]:
     """Start vLLM as an instance does, with a manager that keeps what it captures."""
-    from ...timeline import Timeline
-    from ...weights.prefetcher import prefetch
-    from ...weights.region import Region
-    from .imports import preimport
-
-    assert settings.model is not None
-    region, timeline = Region.create(), Timeline.create("capture")
-    prefetch(region, settings.model, settings=settings, timeline=timeline)
-    preimport(settings, region)
+    region, timeline = fetch_and_import(settings)
     from ...state.graphs import CudaDriver
     from .engine import VllmEngine
     from .gpu_graph_state import VllmGraphState, obstacle
@@ -61,9 +53,7 @@ def _record(settings: Settings, *, shifted: bool) -> tuple[Any, Any, Any]:
     GpuWorker.recording = recording = Recording(shifts=_SHIFTS if shifted else ())
     recording.attach(lambda runner, manager: VllmGraphState(CudaDriver(), runner, manager))
     engine = VllmEngine(region, settings, timeline)
-    stop = threading.Event()
-    stop.set()
-    engine.run(stop)  # loads, which captures, and serves nobody
+    load(engine)
     if recording.manager is None or not recording.inputs:
         raise EngineError("vLLM has captured no full graph of a decode here; see its log for why")
     if reason := obstacle(recording.runner, recording.manager):

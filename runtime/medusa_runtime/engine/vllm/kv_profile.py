@@ -18,11 +18,9 @@ from ...config import Settings
 from ...device.choice import choose
 from ...errors import EngineError
 from ...state.offline import run_module
-from ...timeline import Timeline
-from ...weights.prefetcher import prefetch
-from ...weights.region import Region
 from ..base import Delta, GenerateRequest, SamplingParams
 from ..forward_memory import MOST_TOKENS, measure
+from .offline import fetch_and_import
 
 if TYPE_CHECKING:
     from .engine import VllmEngine
@@ -47,11 +45,7 @@ def main() -> int:
     # What is free here and now says nothing about another start, which looks for itself.
     settings = replace(Settings(**json.load(sys.stdin)), model=model, compile="never", state="none", kv_cache_mb=None)
     settings = replace(settings, tensor_parallel=1)
-    region, timeline = Region.create(), Timeline.create("profile")
-    prefetch(region, model, settings=settings, timeline=timeline)
-    from .imports import preimport
-
-    preimport(settings, region)
+    region, timeline = fetch_and_import(settings)
     from ...state.kv_plan import plan
     from .engine import VllmEngine
     from .kv_budget import computed_activations, geometry, token_bytes

@@ -7,30 +7,22 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 
 from ...config import Settings
-from ...timeline import Timeline
-from ...weights.prefetcher import prefetch
-from ...weights.region import Region
-from .imports import preimport
+from .offline import fetch_and_import, load
 
 
 def main() -> int:
     model, folder = sys.argv[1], Path(sys.argv[2])
     settings = replace(Settings(**json.load(sys.stdin)), model=model, compile="always", state="none")
-    region, timeline = Region.create(), Timeline.create("capture")
-    prefetch(region, model, settings=settings, timeline=timeline)
-    preimport(settings, region)
+    region, timeline = fetch_and_import(settings)
     from .engine import VllmEngine
 
     engine = VllmEngine(region, settings, timeline, capture=folder)
-    stop = threading.Event()
-    stop.set()
     try:
-        engine.run(stop)  # loads, which compiles, and serves nobody
+        load(engine)
     finally:
         engine.close()
     return 0
