@@ -84,7 +84,7 @@ class Check:
             process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env=_environ(dry_run=self._dry_run),
+                env=_environ(),
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -186,10 +186,9 @@ def gpu_tests(check: Check, out: Path) -> None:
     print(f"          gpu tests: {end}", flush=True)
 
 
-def _environ(*, dry_run: bool = False) -> dict[str, str]:
+def _environ() -> dict[str, str]:
     """The packages by their source roots: nothing of ours is installed on a machine that is lent."""
-    found = {**os.environ, "PYTHONPATH": os.pathsep.join([*_ROOTS, str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    return {**found, "TRITON_INTERPRET": "1"} if dry_run else found  # triton may be there, and has no GPU then
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([*_ROOTS, str(ROOT), os.environ.get("PYTHONPATH", "")])}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from medusa_runtime.config import Settings
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("vLLM is not installed", allow_module_level=True)
@@ -121,12 +122,14 @@ def test_what_is_missing_is_captured(parts: Any, manager: Any) -> None:
     assert [one.num_tokens for one in made._capture_descs[parts.modes.FULL]] == [4, 2, 1]
 
 
-def test_piecewise_graphs_are_left_to_vllm(parts: Any, manager: Any) -> None:
+def test_piecewise_graphs_are_left_to_vllm(parts: Any, manager: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     manager._capture_descs[parts.modes.PIECEWISE] = [describe(parts, 4, "PIECEWISE")]
     made = adopt(parts, manager, lambda manager: restored(parts, 1, 2, 4))
     made.capture()
     assert made.captured == [4]
     assert len(made.graphs) == 4
+    assert caplog.text.count("CUDA graphs of 1 batches are captured, not restored: piecewise: ") == 1
 
 
 @pytest.mark.parametrize("failing", [None, RuntimeError("of another driver")])
@@ -208,7 +211,6 @@ def test_the_runners_manager_is_replaced_once_the_cache_is_there(
 
 
 def test_vllm_takes_the_arguments_for_a_gpu(parts: Any) -> None:
-    from medusa_runtime.config import Settings
     from medusa_runtime.engine.vllm.gpu_arguments import WORKER, gpu_arguments
     from vllm.config import CompilationConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -279,7 +281,7 @@ def test_a_broken_context_is_written_down_and_ends_the_process(
     class Breaking:
         def __init__(self, *_: Any) -> None: ...
 
-        def restore(self, blueprints: Any) -> None:
+        def restore(self, blueprints: Any, **_: Any) -> None:
             raise DeviceError("broke the context") from CudaError("cuGraphLaunch", 700, "an illegal address")
 
     aborted: list[bool] = []
@@ -301,3 +303,16 @@ def clean(manager: Any) -> Any:
     manager.graphs.clear()
     manager._graphs_captured = False
     return manager
+
+
+def test_a_plan_for_a_gpu_looks_at_the_gpus_memory(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the weights, which are there once; each rank has a part of them."""
+    from medusa_runtime.engine.vllm import kv_budget
+    from vllm.platforms import current_platform
+
+    shards = [SimpleNamespace(data_bytes=30 << 30, path=None)]
+    region: Any = SimpleNamespace(wait_index=lambda: SimpleNamespace(shards=shards), progress=lambda: None)
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda _: True)
+    monkeypatch.setattr(parts.torch.cuda, "mem_get_info", lambda: (80 << 30, 100 << 30))
+    assert kv_budget._free_bytes(region, Settings()) == 50 << 30
+    assert kv_budget._free_bytes(region, Settings(tensor_parallel=2)) == 65 << 30

@@ -51,6 +51,7 @@ _STARTS: dict[str, dict[str, Any]] = {
     "gpu": {"other_gpu": True},
     "cache": {"kv_blocks": 41},
     "weights": {"wrong_weights": True},
+    "trigger": {"without_images": True},
 }
 
 
@@ -84,6 +85,16 @@ def test_vllm_replays_restored_graphs_and_runs_no_forward(restored: dict[str, An
     assert found["forwards"] == 0
     assert found["untouched"], "validation left its inputs behind"
     assert found["log"] == ""
+
+
+def test_kernels_without_an_image_come_out_of_a_first_layer(restored: dict[str, Any], made: dict[str, Any]) -> None:
+    """MEDUSA §5.2: vLLM's own warm-up and capture, of one layer, once."""
+    found = restored["trigger"]
+    assert found["kinds"] == dict.fromkeys("421", "RestoredGraph")
+    assert found["answers"] == made["plain"]["answers"]
+    assert (found["forwards"], found["layers"]) == (2, 2)
+    assert found["untouched"]
+    assert "captured" not in found["log"]
 
 
 def test_what_is_missing_is_captured_into_the_same_outputs(restored: dict[str, Any], made: dict[str, Any]) -> None:

@@ -34,7 +34,7 @@ from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 from vllm.v1.worker.gpu.input_batch import InputBuffers
 
-WIDTH, VOCAB, SIZES, BLOCK, BLOCKS = 16, 64, (4, 2, 1), 4, 40
+WIDTH, LAYERS, VOCAB, SIZES, BLOCK, BLOCKS = 16, 3, 64, (4, 2, 1), 4, 40
 ROW = WIDTH * 4
 
 
@@ -53,20 +53,24 @@ class Model(nn.Module):
         super().__init__()
         self.weights = nn.Parameter(weights, requires_grad=False)
         self._cuda, self._unnamed = [cuda], unnamed
-        self.forwards = 0
+        self.start_layer, self.end_layer = 0, LAYERS  # as vLLM's models have them
+        self.forwards = self.layers = 0
 
     def forward(self, input_ids: Tensor, positions: Tensor, **_: Any) -> Tensor:
         self.forwards += 1
         (cuda,) = self._cuda
         rows, weights = len(input_ids), self.weights.data_ptr()
+        self.layers += self.end_layer - self.start_layer
         hidden, out = cuda.empty(rows, WIDTH), cuda.empty(rows, WIDTH)
         for row in range(rows):
             x, y = hidden.data_ptr() + row * ROW, out.data_ptr() + row * ROW
             cuda.kernels.launch("embed", [p(weights), p(input_ids.data_ptr() + 4 * row), p(x), i(WIDTH)])
-            cuda.driver.call("cuMemsetD32Async", y, 0, WIDTH, cuda.current.cuda_stream)
-            cuda.kernels.launch(
-                "gemv", [struct.pack("<QQQii4Q", weights + VOCAB * ROW, x, y, WIDTH, WIDTH, 0, 0, 0, 0)]
-            )
+            for layer in range(self.start_layer, self.end_layer):
+                x, y = (x, y) if layer == self.start_layer else (y, x)
+                cuda.driver.call("cuMemsetD32Async", y, 0, WIDTH, cuda.current.cuda_stream)
+                cuda.kernels.launch(
+                    "gemv", [struct.pack("<QQQii4Q", weights + VOCAB * ROW, x, y, WIDTH, WIDTH, 0, 0, 0, 0)]
+                )
             if self._unnamed:
                 cuda.kernels.launch("add_checked", [p(x), p(y), p(cuda.at["workspace"] + 64), i(WIDTH)])
         cuda.free(hidden)
@@ -215,6 +219,8 @@ def online(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> dict[
     blueprints = Blueprints.load(Path(options["bundle"]).read_bytes())
     if options.get("other_gpu"):
         blueprints = replace(blueprints, fingerprint={**blueprints.fingerprint, "gpu": "Fake B200"})
+    if options.get("without_images"):
+        blueprints = replace(blueprints, images={})
     if "only" in options:
         key = f"tokens={options['only']} "
         blueprints = replace(blueprints, graphs=tuple(graph for graph in blueprints.graphs if key in graph.key))
@@ -225,14 +231,15 @@ def online(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> dict[
 
     def restored(manager: Any) -> Any:
         kept.append(VllmGraphState(cuda.driver, runner, manager, device="cpu"))
-        return kept[-1].restore(blueprints, validate="all")
+        return kept[-1].restore(blueprints, trigger=manager.first_layer, validate="all")
 
     made = GraphManager.of(manager, restored, NoTimeline())
     runner.cudagraph_manager = made
     capture(made, runner)
     kinds = {str(one.num_tokens): type(graph).__name__ for one, graph in made.graphs.items()}
     untouched = bool((runner.input_buffers.input_ids == 0).all())
-    return {"kinds": kinds, "forwards": runner.model.forwards, "untouched": untouched, "answers": answers(made, runner)}
+    found = {"kinds": kinds, "forwards": runner.model.forwards, "layers": runner.model.layers, "untouched": untouched}
+    return {**found, "answers": answers(made, runner)}
 
 
 def main(phase: str, starts: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from ...state.graphs import (
     Reason,
     RegionKind,
     RestoredGraphs,
+    Trigger,
     dump_graphs,
     fingerprint,
     materialize_graphs,
@@ -127,7 +128,9 @@ class VllmGraphState:
         )
         return _without_stale_state(materialize_graphs(self._driver, dump, capture, second=second))
 
-    def restore(self, data: Blueprints | bytes, *, validate: str = "ends") -> Restored | None:
+    def restore(
+        self, data: Blueprints | bytes, *, trigger: Trigger | None = None, validate: str = "ends"
+    ) -> Restored | None:
         """As many graphs as fit here; why the others do not is logged once. DeviceError when the context is lost."""
         blueprints = Blueprints.load(data) if isinstance(data, bytes) else data
         used = blueprints.used_regions()
@@ -158,6 +161,7 @@ class VllmGraphState:
             stream=stream.cuda_stream,
             fingerprint=self.fingerprint() | {KV_BYTES: str(self._kv_bytes())},
             current_stream=lambda: torch.cuda.current_stream().cuda_stream,
+            trigger=trigger,
             validate=validate,
         )
         for region, contents in before:

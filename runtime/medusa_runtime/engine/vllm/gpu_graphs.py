@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
+from unittest.mock import patch
 
+import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 
-from ...errors import DeviceError
+from ...errors import DeviceError, EngineError
+from ...state.graphs import Reason
 from ...state.graphs.driver import CudaError
 from ...timeline import Timeline
 
@@ -69,21 +73,64 @@ def lost(error: Exception) -> bool:
     return isinstance(found, CudaError) and found.sticky
 
 
+Manager = TypeVar("Manager", bound=ModelCudaGraphManager)
+
+
+def remade(kind: type[Manager], manager: ModelCudaGraphManager) -> Manager:
+    """A manager of another kind out of vLLM's own, which has captured nothing yet."""
+    assert not manager.graphs
+    made: Manager = object.__new__(kind)
+    made.__dict__.update(manager.__dict__)
+    return made
+
+
+def keeping_nodes() -> AbstractContextManager[Any]:
+    """What is captured inside can be read, and is not instantiated."""
+    return patch.object(torch.cuda, "CUDAGraph", partial(torch.cuda.CUDAGraph, keep_graph=True))
+
+
+@contextmanager
+def _one_layer(model: Any) -> Iterator[None]:
+    """While inside, vLLM's model runs its first layer only. EngineError where its layers are not listed as in most."""
+    stacks = [one for one in model.modules() if hasattr(one, "start_layer") and hasattr(one, "end_layer")]
+    if len(stacks) != 1:
+        raise EngineError("the layers of this model cannot be run one by one")
+    (stack,) = stacks
+    end, stack.end_layer = stack.end_layer, stack.start_layer + 1
+    try:
+        yield
+    finally:
+        stack.end_layer = end
+
+
 class GraphManager(ModelCudaGraphManager):  # type: ignore[misc]
     """Made of vLLM's own manager, right after vLLM has made it; nothing is captured by then."""
 
     @classmethod
     def of(cls, manager: ModelCudaGraphManager, restore: Restore, timeline: Timeline | NoTimeline) -> GraphManager:
-        assert not manager.graphs
-        made = cls.__new__(cls)
-        made.__dict__.update(manager.__dict__)
+        made = remade(cls, manager)
         made._restore = restore
         made._timeline = timeline
+        made._triggered = []
         return made
+
+    def first_layer(self, key: str) -> int:
+        """A captured step of one layer with this batch: what its kernels are in is loaded then (MEDUSA §5.2)."""
+        (one,) = [one for one in self._capture_descs[CUDAGraphMode.FULL] if key_of(one) == key]
+        # A pool of its own: what is captured here is never run.
+        own = {"_capture_descs": {CUDAGraphMode.FULL: [one]}, "graphs": {}, "hidden_states": None}
+        scratch = remade(ModelCudaGraphManager, self)
+        scratch.__dict__.update(own, pool=torch.cuda.graph_pool_handle())
+        arguments, options = self._arguments
+        with keeping_nodes(), _one_layer(arguments[0]):
+            scratch.capture(*arguments, **options)
+        self._triggered.append(scratch)
+        return int(scratch.graphs[one].raw_cuda_graph())
 
     def capture(self, *arguments: Any, **options: Any) -> None:
         """Restore what can be, and let vLLM capture the rest. Never fails for a bundle's sake."""
         start_ns = time.monotonic_ns()
+        self._arguments = arguments, options
         restored = self._restored()
         if restored is not None:
             self._adopt(restored)
@@ -91,7 +138,10 @@ class GraphManager(ModelCudaGraphManager):  # type: ignore[misc]
         if self._graphs_captured:
             return
         start_ns = time.monotonic_ns()
-        adopted = len(self.graphs)
+        adopted, pieces = len(self.graphs), len(self._capture_descs.get(CUDAGraphMode.PIECEWISE, ()))
+        if adopted and pieces:
+            why = "they are of single functions that were compiled, and pass tensors on among themselves"
+            logger.info("CUDA graphs of %d batches are captured, not restored: %s: %s", pieces, Reason.PIECEWISE, why)
         with _without(self._capture_descs, self.graphs):
             super().capture(*arguments, **options)
         self._timeline.record("capture", start_ns, time.monotonic_ns(), graphs=len(self.graphs) - adopted)
@@ -101,6 +151,7 @@ class GraphManager(ModelCudaGraphManager):  # type: ignore[misc]
             return None
         try:
             restored: Restored | None = self._restore(self)
+            self._triggered.clear()  # their kernels were taken from them
         except Exception as error:
             if lost(error):
                 raise  # nothing can be captured in this process either
@@ -135,4 +186,14 @@ class _without:
         self._descriptions.update(self._all)
 
 
-__all__ = ["GraphManager", "NoTimeline", "Replayable", "Restore", "Restored", "key_of", "lost"]
+__all__ = [
+    "GraphManager",
+    "NoTimeline",
+    "Replayable",
+    "Restore",
+    "Restored",
+    "keeping_nodes",
+    "key_of",
+    "lost",
+    "remade",
+]

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -15,6 +12,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager, ModelCudaGraphManager
 
 from ...state.graphs.blueprint import DeviceRegion
+from .gpu_graphs import keeping_nodes, remade
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +33,7 @@ class _Kept(CudaGraphManager):  # type: ignore[misc]
                 self.recording.prepared(description)
             return forward
 
-        with _keeping_nodes():
+        with keeping_nodes():
             super().capture(create, *arguments, **options)
         for graph in self.graphs.values():
             graph.instantiate()
@@ -48,8 +46,7 @@ class RecordingManager(ModelCudaGraphManager, _Kept):  # type: ignore[misc]
 
     @classmethod
     def of(cls, manager: ModelCudaGraphManager, recording: Recording) -> RecordingManager:
-        made = cls.__new__(cls)
-        made.__dict__.update(manager.__dict__)
+        made = remade(cls, manager)
         made.recording = recording
         recording.manager = made
         return made
@@ -114,10 +111,6 @@ def lay_out(buffers: Any, tables: Any, rows: int, *, blocks: int, vocab: int) ->
     for group, (table, size) in enumerate(zip(tables.input_block_tables, tables.block_sizes, strict=True)):
         table[:rows, 0] = (kind + 1).to(table.dtype)  # block 0 is nobody's, and has to stay zero
         tables.slot_mappings[group, :rows] = (kind + 1) * size
-
-
-def _keeping_nodes() -> AbstractContextManager[Any]:
-    return patch.object(torch.cuda, "CUDAGraph", partial(torch.cuda.CUDAGraph, keep_graph=True))
 
 
 __all__ = ["HIDDEN", "Recording", "RecordingManager", "Snapshot", "is_input", "lay_out"]

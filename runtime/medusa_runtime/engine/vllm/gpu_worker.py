@@ -95,7 +95,7 @@ class GpuWorker(Worker):  # type: ignore[misc]
             return None
         self._graph_state = VllmGraphState(CudaDriver(), self.model_runner, manager)  # kept: the graphs are its
         try:
-            return self._graph_state.restore(blueprints)
+            return self._graph_state.restore(blueprints, trigger=manager.first_layer)
         except DeviceError as error:
             bundled = self._bundled
             if not lost(error) or bundled is None or not bundled.distrust(str(error)):

@@ -12,6 +12,7 @@ from .driver import CudaDriver
 from .dump import dump_graphs
 from .fingerprint import fingerprint
 from .images import ImageStore
+from .kernels import Trigger
 from .materialize import Capture, materialize_graphs
 from .mismatch import MismatchError, Reason
 from .placement import Placement, place, replayed
@@ -32,6 +33,7 @@ __all__ = [
     "RegionKind",
     "RestoredGraph",
     "RestoredGraphs",
+    "Trigger",
     "dump_graphs",
     "fingerprint",
     "materialize_graphs",

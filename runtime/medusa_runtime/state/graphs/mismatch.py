@@ -21,6 +21,7 @@ class Reason(StrEnum):
     FOREIGN_POINTER = "foreign-pointer"  # points into memory that nobody named
     NOT_DETERMINISTIC = "not-deterministic"  # two captures differ
     CONTENTS = "contents"  # permanent contents could not be told from scratch
+    PIECEWISE = "piecewise"  # vLLM's of a part of a compiled model, which only vLLM can call
     ABSENT = "absent"  # a graph that was not captured when materializing
     OUTPUT = "output"  # a replay did not give the stored outputs
     DRIVER_CALL = "driver-call"  # the driver refused a call
