@@ -251,25 +251,26 @@ def test_speech_from_a_file_of_old_names(tmp_path: Path) -> None:
 class Noisy(nn.Module):
     """Draws what no checkpoint brings, behind initial values."""
 
-    def __init__(self, seed: int | None) -> None:
+    def __init__(self, seed: int | None, draw: Callable[[], Tensor]) -> None:
         super().__init__()
         torch.seed() if seed is None else torch.manual_seed(seed)
         self.dense = nn.Linear(8, 8)
-        self.register_buffer("noise", torch.randn(8), persistent=False)
-        self.kept = torch.rand(8)
+        self.register_buffer("noise", draw(), persistent=False)
+        self.kept = draw()
 
 
+@pytest.mark.parametrize("draw", [lambda: torch.randn(8), lambda: torch.zeros(8).normal_()], ids=["made", "filled"])
 @pytest.mark.parametrize("seed", [None, 3])
 def test_random_numbers_of_a_seed_are_those_of_eager_construction(
-    filling: Callable[..., Any], seed: int | None
+    filling: Callable[..., Any], seed: int | None, draw: Callable[[], Tensor]
 ) -> None:
     made: list[Noisy] = []
 
     def factory() -> Noisy:
-        made.append(Noisy(seed))
+        made.append(Noisy(seed, draw))
         return made[-1]
 
-    eager = Noisy(seed)
+    eager = Noisy(seed, draw)
     module, loader = build(filling(dict(eager.state_dict())).complete().region, factory)
     loader.wait()
     assert torch.equal(module.dense.weight, eager.dense.weight)
