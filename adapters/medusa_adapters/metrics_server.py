@@ -7,40 +7,46 @@ import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from medusa_handler.metrics import Histogram
     from medusa_handler.service import Service
 
 logger = logging.getLogger(__name__)
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
 class Calls:
-    """Counts under the names that of-watchdog has given, which dashboards know."""
+    """Counts under the names and labels that of-watchdog has given, which dashboards know."""
 
     def __init__(self) -> None:
-        from medusa_handler.metrics import Histogram
-
         self._lock = threading.Lock()
-        self._counts: dict[tuple[str, str], int] = {}
-        self._seconds = Histogram("http_request_duration_seconds", "Until the head of the answer.", _SECONDS)
+        self._seconds: dict[tuple[str, str], Histogram] = {}  # by status and method
 
     def count(self, method: str, code: int, seconds: float) -> None:
-        self._seconds.observe(seconds)
+        from medusa_handler.metrics import Histogram
+
+        # Clients invent methods; each would be twenty lines more on the page.
+        key = (str(code), method.lower() if method in _METHODS else "unknown")
         with self._lock:
-            key = (str(code), method)
-            self._counts[key] = self._counts.get(key, 0) + 1
+            if key not in self._seconds:
+                labels = (("code", key[0]), ("method", key[1]))
+                text = "Until the head of the answer."
+                self._seconds[key] = Histogram("http_request_duration_seconds", text, _SECONDS, labels)
+        self._seconds[key].observe(seconds)
 
     def page(self, in_flight: int) -> str:
         from medusa_handler.metrics import gauge
 
         with self._lock:
-            counts = sorted(self._counts.items())
-        samples = [((("code", code), ("method", method)), count) for (code, method), count in counts]
+            histograms = [self._seconds[key] for key in sorted(self._seconds)]
+        samples = [(histogram.labels, histogram.count) for histogram in histograms]
         lines = [
             *gauge("http_requests_total", "Calls by status and method.", *samples),
             *gauge("http_requests_in_flight", "Calls that are not answered yet.", ((), in_flight)),
-            *self._seconds.lines(),
         ]
+        if histograms:
+            lines += histograms[0].lines(*histograms[1:])
         return "\n".join(lines) + "\n"
 
 

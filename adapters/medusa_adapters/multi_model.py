@@ -39,6 +39,7 @@ _NOT_THEIRS = (
 _HOP_BY_HOP = ("connection", "transfer-encoding", "content-length", "server", "date", "host", "keep-alive")
 _JSON = {"description": "As in SageMaker's contract", "content": {"application/json": {"schema": {}}}}
 _ANYTHING = {"description": "What the model answers", "content": {"*/*": {"schema": {}}}}
+_STATUSES = {"Weights.TooLarge": 507, "Config.Invalid": 400}  # of what an instance says when it ends
 _POLL_S = 0.1
 _END_S = 30.0
 
@@ -165,7 +166,7 @@ class Models:
                 loaded.ready = _ping(loaded.port) == 200
             else:
                 log.join(_POLL_S)
-                status = 507 if "Weights.TooLarge" in last[0] else 500
+                status = next((status for code, status in _STATUSES.items() if last[0].endswith(f"[{code}]")), 500)
                 raise HttpError(status, f"the model could not be loaded: {last[0].removeprefix('medusa: ')}")
 
     def unload(self, name: str) -> Loaded:

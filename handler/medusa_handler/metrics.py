@@ -15,8 +15,9 @@ Labels = tuple[tuple[str, str], ...]
 class Histogram:
     """Observations in buckets."""
 
-    def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
+    def __init__(self, name: str, text: str, bounds: tuple[float, ...], labels: Labels = ()) -> None:
         self.name = name
+        self.labels = labels
         self.text = text
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
@@ -28,16 +29,25 @@ class Histogram:
             self._counts[bisect_left(self._bounds, value)] += 1
             self._sum += value
 
-    def lines(self) -> Iterable[str]:
+    @property
+    def count(self) -> int:
+        return sum(self._counts)
+
+    def lines(self, *others: Histogram) -> Iterable[str]:
+        """All of this one's lines, and those of ``others`` of this name, which have other labels."""
+        yield from _head(self.name, "histogram", self.text)
+        for histogram in (self, *others):
+            yield from histogram._samples()
+
+    def _samples(self) -> Iterable[str]:
         with self._lock:
             counts, total = list(self._counts), self._sum
-        yield from _head(self.name, "histogram", self.text)
         seen = 0
         for bound, count in zip((*map(str, self._bounds), "+Inf"), counts, strict=True):
             seen += count
-            yield f'{self.name}_bucket{{le="{bound}"}} {seen}'
-        yield f"{self.name}_sum {total}"
-        yield f"{self.name}_count {seen}"
+            yield sample(f"{self.name}_bucket", seen, (*self.labels, ("le", bound)))
+        yield sample(f"{self.name}_sum", total, self.labels)
+        yield sample(f"{self.name}_count", seen, self.labels)
 
 
 class Metrics:

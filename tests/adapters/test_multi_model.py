@@ -62,11 +62,14 @@ def test_models_come_and_go(host: Any, tmp_path: Path) -> None:
 
 def test_models_that_cannot_be_loaded(host: Any, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
+    (tmp_path / "broken" / "code").mkdir(parents=True)
+    (tmp_path / "broken" / "code" / "handler.py").write_text("import nothing_of_this_name\n")
     (tmp_path / "huge").mkdir()
     with open(tmp_path / "huge" / "model.safetensors", "wb") as file:
         file.truncate(1 << 50 if os.statvfs(tmp_path).f_bsize > 1 << 12 else 1 << 43)
     for body, status in (
-        ({"model_name": "a", "url": str(tmp_path / "empty")}, 500),
+        ({"model_name": "a", "url": str(tmp_path / "empty")}, 400),
+        ({"model_name": "a", "url": str(tmp_path / "broken")}, 500),
         ({"model_name": "a", "url": str(tmp_path / "nowhere")}, 400),
         ({"model_name": "../a", "url": str(tmp_path / "empty")}, 400),
         ({"model_name": "a", "url": str(tmp_path / "huge")}, 507),

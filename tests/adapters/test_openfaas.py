@@ -26,13 +26,14 @@ def free_port() -> int:
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("30s", 30), ("1m", 60), ("500ms", 0.5), ("1h2m3.5s", 3723.5), ("45", 45), ("100us", 1e-4)]
+    ("text", "seconds"),
+    [("30s", 30), ("1m", 60), ("500ms", 0.5), ("1h2m3.5s", 3723.5), ("45", 45), ("100us", 1e-4), ("+1.5h", 5400)],
 )
 def test_durations_are_gos(text: str, seconds: float) -> None:
     assert duration.seconds(text) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("text", ["", "soon", "1x", "1.5", "-3s", "5 s"])
+@pytest.mark.parametrize("text", ["", "soon", "1x", "1.5", "-3s", "5 s", "1m30", "٣s", "5s\n", "9999999999h"])
 def test_a_duration_that_is_none_names_its_variable(text: str) -> None:
     with pytest.raises(ValueError, match="such as 30s"):
         duration.seconds(text)
@@ -84,7 +85,9 @@ def test_max_inflight_refuses_at_once_and_leaves_health_alone(launch: Launch) ->
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
             text = page.read().decode()
         assert "medusa_requests_in_flight 2" in text
-        assert 'http_requests_total{code="429",method="POST"} 1' in text
+        assert 'http_requests_total{code="429",method="post"} 1' in text
+        assert 'http_request_duration_seconds_count{code="429",method="post"} 1' in text
+        assert text.count("# TYPE http_request_duration_seconds histogram") == 1
         (busy.folder / "go").touch()
         assert [future.result().status for future in running] == [200, 200]
     assert busy.request("POST", "/", b"").status == 200
