@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ PATIENCE_S = 120.0
 class NodeProcess:
     """One agent on a socket in a short path; its output is kept in a file."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, wrapper: Sequence[str] = ()) -> None:
         self.folder = folder
+        self.wrapper = wrapper
         self.socket = str(folder / "node.sock")
         self.log = folder / "node.log"
         self.arguments = arguments
@@ -40,7 +41,7 @@ class NodeProcess:
         self._began = self.log.stat().st_size if self.log.exists() else 0
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
-                [MEDUSA, "node", "--socket", self.socket, *self.arguments],
+                [*self.wrapper, MEDUSA, "node", "--socket", self.socket, *self.arguments],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment | {"PYTHONUNBUFFERED": "1"},
@@ -109,10 +110,10 @@ def start_node() -> Iterator[Callable[..., NodeProcess]]:
     """Start `medusa node` with these arguments; what the test leaves running is killed."""
     started: list[NodeProcess] = []
 
-    def start(*arguments: str) -> NodeProcess:
+    def start(*arguments: str, wrapper: Sequence[str] = ()) -> NodeProcess:
         folder = Path(tempfile.mkdtemp(prefix="n"))
-        folder.chmod(0o755)
-        started.append(NodeProcess(folder, *arguments))
+        folder.chmod(0o777 if wrapper else 0o755)  # it may be another user's
+        started.append(NodeProcess(folder, *arguments, wrapper=wrapper))
         return started[-1]
 
     yield start

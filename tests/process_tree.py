@@ -19,6 +19,10 @@ def stopped(pid: int) -> bool:
     return _state_and_parent(pid)[0] == "T"
 
 
+def asleep(pid: int) -> bool:
+    return _state_and_parent(pid)[0] == "S"
+
+
 def process_name(pid: int) -> str:
     """The role a process of an instance has given itself (its comm)."""
     try:

@@ -18,15 +18,16 @@ def choose(asked: str, environ: Mapping[str, str], *, root: Path = _ROOT, torch:
     """``cpu`` or ``cuda`` for ``auto``, ``cpu`` or ``cuda``. DeviceError when ``cuda`` is asked for and cannot be."""
     if asked == "cpu":
         return "cpu"
-    obstacle = _obstacle(environ, root, torch)
-    if obstacle is None:
+    found = obstacle(environ, root, torch)
+    if found is None:
         return "cuda"
     if asked == "cuda":
-        raise DeviceError(f"--device cuda cannot be used: {obstacle}; or use --device cpu")
+        raise DeviceError(f"--device cuda cannot be used: {found}; or use --device cpu")
     return "cpu"
 
 
-def _obstacle(environ: Mapping[str, str], root: Path, torch: Path | None) -> str | None:
+def obstacle(environ: Mapping[str, str], root: Path = _ROOT, torch: Path | None = None) -> str | None:
+    """What stands against using a GPU here, with what to do; None when nothing does."""
     if not any((root / node).exists() for node in _NODES):
         return "expected a GPU's device files (/dev/nvidiactl), found none; give the container a GPU"
     if environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in _HIDDEN:

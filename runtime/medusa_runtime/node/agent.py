@@ -17,20 +17,24 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from ..config import Settings
-from ..errors import MedusaError, NodeError, StorageError, from_code
+from ..device.choice import obstacle
+from ..errors import ConfigError, MedusaError, NodeError, StorageError, from_code
 from ..process import ReportPipe, share_cores
+from ..shortage import make_room_for_files
 from ..storage.base import redacted
 from ..timeline import Timeline
 from ..weights.region import Region
+from .child import end_child
 from .clients import Client, Clients
 from .engine_pool import EnginePool
-from .fetching import end_fetch, give_back, start_fetch
+from .fetching import give_back, start_fetch
 from .held_region import HeldRegion
 from .messages import receive, send
-from .model_key import model_key
+from .model_key import absolute, model_key
 from .policy import Policy
 from .records import Records
 from .region_pool import RegionPool
@@ -41,6 +45,7 @@ from .socket_file import SocketFile
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.5
+_PIN_AGAIN_S = 10.0  # after a store did not give what is pinned
 _MUCH_BYTES = 32 << 20  # of memory; less is taken back in the time that a fork takes
 
 
@@ -48,7 +53,14 @@ class Agent:
     """Owns everything; ``run`` serves until SIGTERM or SIGINT."""
 
     def __init__(self, settings: NodeSettings) -> None:
-        """Listen. Raises ConfigError when another agent serves this socket, or it cannot be had."""
+        """Listen. Raises ConfigError when another agent serves this socket, or it cannot be had.
+
+        LimitError when too few files may be open; each function is one.
+        """
+        make_room_for_files()
+        if settings.gpu_context and (missing := obstacle(os.environ)):
+            raise ConfigError(f"--gpu-context yes cannot be had: {missing}; or leave it out")
+        self._pins = {model_key(absolute(url)) for url in settings.pin}
         self.settings = settings
         self.policy = Policy(settings.allow, settings.quota)
         self.socket_file = SocketFile(settings.socket)
@@ -76,6 +88,7 @@ class Agent:
             unwatch=self.unwatch,
         )
         self._clients = Clients(self)
+        self._pin_at = 0.0
         self._ending: list[int] = []  # children that give memory back, for as long as that takes
         self.started_at = time.monotonic()
 
@@ -88,19 +101,15 @@ class Agent:
             self.watch(self.socket_file.socket, self._clients.accept)
             self._selector.register(self._stop[0], selectors.EVENT_READ, self._drain)
             self._selector.register(self._reports.read_fd, selectors.EVENT_READ, self._read_reports)
-            for url in self.settings.pin:
-                self._pin(url)
             while not self._stopping:
                 self.engines.tick()
                 self._clients.tick()
+                self._fetch_pinned()
                 self._revalidation.tick(self.regions)
                 self._ending = [pid for pid in self._ending if not os.waitpid(pid, os.WNOHANG)[0]]
                 for key, _ in self._selector.select(_TICK_S):
-                    if key.fd in self._selector.get_map():  # an earlier one may have ended it
-                        try:
-                            key.data()
-                        except BlockingIOError:
-                            pass  # its number was another's when select returned
+                    if self._selector.get_map().get(key.fd) is key:  # an earlier one may have ended it
+                        key.data()
             return 0
         finally:
             self.close()
@@ -125,10 +134,14 @@ class Agent:
             held = None
         if held is None:
             held = HeldRegion(key)
-            held.pinned = pinned
-            self.regions.add(held)
+            held.pinned = pinned or key in self._pins
             settings = Settings(model=key, connections=self.settings.connections)
-            held.fetch = start_fetch(held, settings, timeline=self._timeline, reports=self._reports)
+            try:
+                held.fetch = start_fetch(held, settings, timeline=self._timeline, reports=self._reports)
+            except BaseException:
+                held.close()
+                raise
+            self.regions.add(held)
             self.watch(held.fetch.channel, partial(self._on_fetch, held))
             logger.info("fetching %s", redacted(key))
         return held
@@ -143,6 +156,7 @@ class Agent:
         if not held.complete or not held.is_current():
             held.close()
             raise NodeError(f"the region of {redacted(key)} is not complete, or its files have changed")
+        held.pinned = key in self._pins
         self.regions.add(held)
         try:
             self.regions.admit(held, held.region.wait_index().region_bytes)
@@ -160,13 +174,14 @@ class Agent:
         if message is None:
             self._ended(held)
         elif message.kind == "room":
+            answer: tuple[str, dict[str, str]] = "room", {}
             try:
                 self.regions.admit(held, int(message.body["bytes"]))
             except MedusaError as error:
                 logger.warning("%s", error)
-                send(held.fetch.channel, "error", {"code": error.code, "message": str(error)})
-            else:
-                send(held.fetch.channel, "room")
+                answer = "error", {"code": error.code, "message": str(error)}
+            with suppress(OSError):  # it has just died; its connection tells
+                send(held.fetch.channel, *answer)
         elif message.kind == "sealed":
             held.sealed = True
             self._record()
@@ -201,17 +216,24 @@ class Agent:
             error = NodeError("the node agent has given this fetch up")
             self._tell(held, error)
             self._clients.lost(held, error)
-        if held.size_bytes < _MUCH_BYTES or self._stopping:
-            held.close()
-        else:
-            self._ending.append(give_back(held, timeline=self._timeline, reports=self._reports))
-            logger.debug("process %d takes back the memory of %s", self._ending[-1], redacted(held.key))
+        self._give_back(held)
         self._record()
+
+    def _give_back(self, held: HeldRegion) -> None:
+        if held.size_bytes >= _MUCH_BYTES and not self._stopping:
+            try:
+                self._ending.append(give_back(held, timeline=self._timeline, reports=self._reports))
+            except MedusaError as error:
+                logger.debug("%s", error)
+            else:
+                logger.debug("process %d takes back the memory of %s", self._ending[-1], redacted(held.key))
+                return
+        held.close()
 
     def _end_fetch(self, held: HeldRegion) -> None:
         assert held.fetch is not None
         self.unwatch(held.fetch.channel)
-        end_fetch(held.fetch)
+        end_child(held.fetch)
         self._ending.append(held.fetch.pid)
         held.fetch = None
 
@@ -219,16 +241,28 @@ class Agent:
         """Its objects were replaced; what is pinned is fetched again, and the rest when somebody asks."""
         if self.regions.get(held.key) is not held:
             return
-        if held.pinned:
-            self.want(held.key, fresh=True)
-        else:
+        if not held.pinned:
             self.regions.drop(held)
-
-    def _pin(self, url: str) -> None:
+            return
         try:
-            self.want(model_key(url)).pinned = True
+            self.want(held.key, fresh=True)
         except MedusaError as error:
-            logger.warning("--pin: %s", error)
+            logger.warning("%s", error)
+
+    def _fetch_pinned(self) -> None:
+        """What ``--pin`` names and is not there: its store may not have answered yet."""
+        if time.monotonic() < self._pin_at:
+            return
+        self._pin_at = time.monotonic() + _PIN_AGAIN_S
+        for key in self._pins:
+            try:
+                self.want(key)
+            except MedusaError as error:
+                logger.warning("--pin: %s", error)
+
+    def unpin(self, held: HeldRegion) -> None:
+        held.pinned = False
+        self._pins.discard(held.key)
 
     def _record(self) -> None:
         self._records.write({held.key: held.region.fd for held in self.regions if held.sealed})

@@ -153,7 +153,7 @@ class Client:
         held = self._agent.regions.get(key)
         if held is None:
             raise NodeError("the node agent holds no such model; expected one that medusa node --status names")
-        held.pinned = False
+        self._agent.unpin(held)
         if held.in_use:
             raise NodeError(f"{len(held.leases)} functions use this model; it is unpinned, and goes after them")
         self._agent.regions.drop(held)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,10 +11,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from ..errors import NodeError
-from ..process import ReportPipe, fork
+from ..errors import MedusaError, NodeError
+from ..process import ReportPipe
 from ..timeline import Timeline
-from .messages import close_all, pair, receive, send
+from .child import Child, end_child, start_child
+from .messages import close_all, receive, send
 from .warm_zygote import run_zygote
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class _Idle:
 class _Kind:
     name: str
     wanted: int
-    zygote: tuple[int, socket.socket] | None = None
+    zygote: Child | None = None
     idle: list[_Idle] = field(default_factory=list)
     forking: int = 0
     taken: int = 0
@@ -72,14 +72,16 @@ class EnginePool:
         for kind in self._kinds.values():
             if kind.failure is not None:
                 continue
+            if time.monotonic() < kind.refill_at:
+                continue
             if kind.zygote is None:
                 self._start_zygote(kind)
             missing = kind.wanted - len(kind.idle) - kind.forking
-            if missing > 0 and time.monotonic() >= kind.refill_at and kind.zygote is not None:
+            if missing > 0 and kind.zygote is not None:
                 try:
                     # One after the other: they share what cores the functions leave.
                     if not kind.forking and all(idle.warm for idle in kind.idle):
-                        send(kind.zygote[1], "fork")
+                        send(kind.zygote.channel, "fork")
                         kind.forking += 1
                 except OSError:
                     self._lost_zygote(kind)
@@ -129,18 +131,19 @@ class EnginePool:
             kind.failure = "the node agent is stopping"
 
     def _start_zygote(self, kind: _Kind) -> None:
-        mine, theirs = pair()
-        body = partial(run_zygote, kind.name, self._gpu_context, theirs, self._reports)
-        pid = fork(f"{kind.name}-zygote", body, timeline=self._timeline, reports=self._reports)
-        theirs.close()
-        mine.setblocking(False)
-        kind.zygote = pid, mine
         kind.forking = 0
-        self._watch(mine, lambda: self._on_zygote(kind))
+        try:
+            body = partial(run_zygote, kind.name, self._gpu_context, self._reports)
+            kind.zygote = start_child(f"{kind.name}-zygote", body, timeline=self._timeline, reports=self._reports)
+        except MedusaError as error:
+            logger.warning("%s; trying again in %g s", error, _QUICK_S)
+            kind.refill_at = time.monotonic() + _QUICK_S
+            return
+        self._watch(kind.zygote.channel, lambda: self._on_zygote(kind))
 
     def _on_zygote(self, kind: _Kind) -> None:
         assert kind.zygote is not None
-        message = receive(kind.zygote[1])
+        message = receive(kind.zygote.channel)
         if message is None:
             self._lost_zygote(kind)
         elif message.kind == "failed":
@@ -178,15 +181,13 @@ class EnginePool:
 
     def _end_zygote(self, kind: _Kind) -> None:
         assert kind.zygote is not None
-        pid, channel = kind.zygote
-        kind.zygote, kind.forking = None, 0
+        zygote, kind.zygote, kind.forking = kind.zygote, None, 0
         for idle in tuple(kind.idle):  # they die with it
             self._forget(kind, idle)
             idle.channel.close()
-        self._unwatch(channel)
-        channel.close()
-        os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
-        os.waitpid(pid, 0)
+        self._unwatch(zygote.channel)
+        end_child(zygote)
+        os.waitpid(zygote.pid, 0)
 
     def _count_death(self, kind: _Kind) -> None:
         now = time.monotonic()

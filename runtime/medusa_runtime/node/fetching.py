@@ -2,59 +2,46 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ..config import Settings
 from ..errors import NodeError, from_code
-from ..process import ReportPipe, fork
+from ..process import ReportPipe
 from ..timeline import Timeline
-from .held_region import Fetch, HeldRegion
+from .child import Child, start_child
+from .held_region import HeldRegion
 from .inheritance import close_others
-from .messages import pair, receive, send
+from .messages import receive, send
 
 if TYPE_CHECKING:
     from ..weights.region_writer import RegionWriter
 
 
-def start_fetch(held: HeldRegion, settings: Settings, *, timeline: Timeline, reports: ReportPipe) -> Fetch:
-    """Fork a prefetcher for this region. The caller must have a single thread."""
-    mine, theirs = pair()
-    mine.setblocking(False)
-    body = partial(_run, held, theirs, settings, reports)
-    pid = fork("prefetcher", body, timeline=timeline, reports=reports)
-    theirs.close()
-    return Fetch(pid, mine)
-
-
-def end_fetch(fetch: Fetch) -> None:
-    """Whatever it is doing; it is to be reaped. Its region keeps what came."""
-    fetch.channel.close()
-    os.kill(fetch.pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
+def start_fetch(held: HeldRegion, settings: Settings, *, timeline: Timeline, reports: ReportPipe) -> Child:
+    """Fork a prefetcher for this region. Raises what ``start_child`` does."""
+    return start_child("prefetcher", partial(_run, held, settings, reports), timeline=timeline, reports=reports)
 
 
 def give_back(held: HeldRegion, *, timeline: Timeline, reports: ReportPipe) -> int:
     """Close a region by the end of a child, whose pid this is: it keeps the kernel busy for a second.
 
-    The caller must have a single thread.
+    Raises what ``start_child`` does.
     """
-    mine, theirs = pair()
 
-    def body(_: Timeline) -> int:
-        close_others(theirs.fileno(), held.region.fd)
-        receive(theirs)  # until the agent has closed it
+    def body(channel: socket.socket, _: Timeline) -> int:
+        close_others(channel.fileno(), held.region.fd)
+        receive(channel)  # until the agent has closed it
         return 0
 
-    pid = fork("release", body, timeline=timeline, reports=reports)
-    for channel in (held, mine, theirs):
-        channel.close()
-    return pid
+    child = start_child("release", body, timeline=timeline, reports=reports)
+    held.close()
+    child.channel.close()
+    return child.pid
 
 
-def _run(held: HeldRegion, channel: socket.socket, settings: Settings, reports: ReportPipe, timeline: Timeline) -> int:
+def _run(held: HeldRegion, settings: Settings, reports: ReportPipe, channel: socket.socket, timeline: Timeline) -> int:
     close_others(channel.fileno(), held.region.fd, held.asking_fd, timeline.fd, reports.write_fd)
     from ..state.restore import Restoration
     from ..weights.prefetcher import prefetch

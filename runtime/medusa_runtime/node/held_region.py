@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 from ..errors import MedusaError
 from ..storage.base import redacted
@@ -14,14 +12,8 @@ from ..storage.local import file_version
 from ..weights.asking import asking_memory
 from ..weights.region import Region
 from ..weights.region_layout import reopen
+from .child import Child
 from .messages import close_all
-
-
-class Fetch(NamedTuple):
-    """A prefetcher process, and the connection to it; its end is the fetch's."""
-
-    pid: int
-    channel: socket.socket
 
 
 class HeldRegion:
@@ -39,7 +31,7 @@ class HeldRegion:
         self.leases: set[int] = set()  # descriptors of the connections that use it
         self.waiting: list[Callable[[MedusaError | None], None]] = []  # told when it is sealed, or what went wrong
         self.used_at = self.looked_at = time.monotonic()
-        self.fetch: Fetch | None = None
+        self.fetch: Child | None = None
         self.handed = 0
 
     @property

@@ -39,17 +39,20 @@ class RegionPool:
 
     def admit(self, held: HeldRegion, size_bytes: int) -> None:
         """Make room for a region. Raises TooLargeError or NodeRefusedError with who has the room instead."""
-        self._make_room(held, "*", size_bytes, self.budget_bytes)
-        for prefix, quota_bytes in self._policy.quotas(held.key):
-            self._make_room(held, prefix, size_bytes, quota_bytes)
+        limits = [("*", self.budget_bytes), *self._policy.quotas(held.key)]
+        for prefix, limit_bytes in limits:  # all of them, before anything is dropped
+            fixed = sum(other.size_bytes for other in self._others(held, prefix) if other.in_use)
+            if size_bytes + fixed > limit_bytes:
+                raise _no_room(held, prefix, size_bytes, fixed, limit_bytes)
+        for prefix, limit_bytes in limits:
+            self._make_room(self._others(held, prefix), size_bytes, limit_bytes)
         held.size_bytes = size_bytes
 
-    def _make_room(self, held: HeldRegion, prefix: str, size_bytes: int, limit_bytes: int) -> None:
-        others = [other for other in self if other is not held and below(other.key, prefix)]
-        fixed = sum(other.size_bytes for other in others if other.in_use)
+    def _others(self, held: HeldRegion, prefix: str) -> list[HeldRegion]:
+        return [other for other in self if other is not held and below(other.key, prefix)]
+
+    def _make_room(self, others: list[HeldRegion], size_bytes: int, limit_bytes: int) -> None:
         used = sum(other.size_bytes for other in others)
-        if size_bytes + fixed > limit_bytes:
-            raise _no_room(held, prefix, size_bytes, fixed, limit_bytes)
         for other in sorted((other for other in others if not other.in_use), key=lambda other: other.used_at):
             if used + size_bytes <= limit_bytes:
                 return

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from ..errors import MedusaError
-from ..process import ReportPipe, fork
+from ..process import ReportPipe
 from ..storage.base import redacted, scheme_of
 from ..timeline import Timeline
-from .fetching import end_fetch
-from .held_region import Fetch, HeldRegion
+from .child import Child, end_child, start_child
+from .held_region import HeldRegion
 from .inheritance import close_others
-from .messages import pair, receive, send
+from .messages import receive, send
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Revalidation:
         self._reports = reports
         self._watch = watch
         self._unwatch = unwatch
-        self._look: Fetch | None = None
+        self._look: Child | None = None
         self._began = 0.0
 
     def tick(self, regions: Iterable[HeldRegion]) -> None:
@@ -60,12 +60,13 @@ class Revalidation:
 
     def _begin(self, held: HeldRegion, now: float) -> None:
         held.looked_at = self._began = now
-        mine, theirs = pair()
-        mine.setblocking(False)
-        body = partial(_run, held, theirs, self._reports)
-        self._look = Fetch(fork("look", body, timeline=self._timeline, reports=self._reports), mine)
-        theirs.close()
-        self._watch(mine, lambda: self._on_message(held))
+        try:
+            body = partial(_run, held, self._reports)
+            self._look = start_child("look", body, timeline=self._timeline, reports=self._reports)
+        except MedusaError as error:
+            logger.warning("%s could not be looked at: %s", redacted(held.key), error)
+            return
+        self._watch(self._look.channel, lambda: self._on_message(held))
 
     def _on_message(self, held: HeldRegion) -> None:
         assert self._look is not None
@@ -78,7 +79,7 @@ class Revalidation:
     def _end(self) -> None:
         if self._look is not None:
             self._unwatch(self._look.channel)
-            end_fetch(self._look)
+            end_child(self._look)
             os.waitpid(self._look.pid, 0)
             self._look = None
 
@@ -86,7 +87,7 @@ class Revalidation:
         self._end()
 
 
-def _run(held: HeldRegion, channel: socket.socket, reports: ReportPipe, timeline: Timeline) -> int:
+def _run(held: HeldRegion, reports: ReportPipe, channel: socket.socket, timeline: Timeline) -> int:
     close_others(channel.fileno(), held.region.fd, timeline.fd, reports.write_fd)
     os.nice(_NICE)
     from ..weights.checkpoint import open_checkpoint

@@ -21,7 +21,7 @@ from .messages import pair, receive, send
 from .warm_engine import run_idle
 
 
-def run_zygote(kind: str, gpu_context: bool, channel: socket.socket, reports: ReportPipe, timeline: Timeline) -> int:
+def run_zygote(kind: str, gpu_context: bool, reports: ReportPipe, channel: socket.socket, timeline: Timeline) -> int:
     """Until the agent closes the channel. What cannot be imported is told to it."""
     close_others(channel.fileno(), reports.write_fd, timeline.fd)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -13,16 +15,24 @@ from typing import Any
 
 import pytest
 from medusa_runtime.config import Settings
-from medusa_runtime.errors import MedusaError, NodeError
+from medusa_runtime.errors import LimitError, MedusaError, NodeError
 from medusa_runtime.node.attachment import Attachment
 from medusa_runtime.node.client import HURRIED, NodeClient
+from medusa_runtime.node.messages import send
 from medusa_runtime.timeline import Timeline
-from process_tree import alive, stopped
+from process_tree import alive, asleep, stopped
 
 pytestmark = pytest.mark.timeout(200)
 
 Start = Callable[..., Any]
 Put = Callable[..., str]
+LONELY = 54321  # a user without processes
+ALONE = """
+import resource, runpy, sys
+resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 def test_ten_who_wait_for_an_agent_that_is_killed_are_told(start_node: Start, put_model: Put, origin: Any) -> None:
@@ -139,6 +149,79 @@ def test_a_slow_store_is_waited_for_while_the_agent_lives(start_node: Start, put
     assert client.status()["regions"], "no answer to an earlier question is taken for this one's"
     region.close()
     client.close()
+
+
+def test_a_prefetcher_that_dies_before_its_question_is_answered(start_node: Start, put_model: Put, origin: Any) -> None:
+    node = start_node()
+    url = put_model("m")
+    hold = threading.Event()
+    origin.accept = lambda *_: hold.wait(60)
+    errors: list[MedusaError] = []
+
+    def ask(client: NodeClient) -> None:
+        try:
+            client.region(url)
+        except MedusaError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask, args=(node.client(),))
+    thread.start()
+    node.until(lambda: "prefetcher" in node.children().values())
+    (prefetcher,) = node.children()
+    os.kill(node.process.pid, signal.SIGSTOP)
+    hold.set()
+    looks: list[bool] = []
+    node.until(
+        lambda: looks.append(asleep(prefetcher)) or (all(looks[-20:]) and len(looks) >= 20)
+    )  # it waits for its answer
+    os.kill(prefetcher, signal.SIGKILL)
+    node.until(lambda: not alive(prefetcher))
+    os.kill(node.process.pid, signal.SIGCONT)
+    thread.join(60)
+    assert "its prefetcher ended early" in str(errors[0])
+    again = node.client().region(url)
+    assert again.wait_index(60).order, "the agent lives, and fetches it for the next"
+    again.close()
+
+
+def test_a_prefetcher_ends_in_the_moment_in_which_it_is_replaced(
+    start_node: Start, put_model: Put, origin: Any
+) -> None:
+    """Both are news of one look; the new prefetcher's connection has the number of the old one's."""
+    node = start_node()
+    url = put_model("m", 8 << 20)
+    origin.bytes_per_s = 1e6
+    first, second = node.client(), node.client()
+    first.region(url).close()
+    (prefetcher,) = node.children()
+    os.kill(node.process.pid, signal.SIGSTOP)
+    send(second._socket, "region", {"url": url, "fresh": True})
+    os.kill(prefetcher, signal.SIGKILL)
+    node.until(lambda: not alive(prefetcher))
+    os.kill(node.process.pid, signal.SIGCONT)
+    second._next("region").close()
+    assert "given this fetch up" in str(first.lost())
+    (held,) = node.status()["regions"]
+    assert held["in_use_by"] == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root and setpriv for another user")
+def test_an_agent_that_can_start_no_process_says_so(start_node: Start, put_model: Put) -> None:
+    user = ["setpriv", f"--reuid={LONELY}", f"--regid={LONELY}", "--clear-groups"]
+    node = start_node("--prewarm", "torch=1", wrapper=[*user, sys.executable, "-c", ALONE])
+    node.until(lambda: "no further process" in node.output())
+    url = put_model("m")
+    for _ in range(2):
+        with closing(NodeClient(node.socket, LONELY)) as client:
+            with pytest.raises(LimitError, match="no further process"):
+                client.region(url)
+            assert client.status()["count"] == 0
+
+
+def test_more_functions_than_files_may_be_open_by_default(start_node: Start) -> None:
+    node = start_node(wrapper=["prlimit", "--nofile=64:4096"])
+    clients = [node.client() for _ in range(100)]
+    assert clients[-1].status()["pid"] == node.process.pid
 
 
 def test_a_link_in_the_place_of_the_agents_list_is_not_followed(start_node: Start, put_model: Put) -> None:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -360,3 +361,60 @@ def test_a_budget_that_is_no_size() -> None:
 
     with pytest.raises(ConfigError, match=r"--memory-budget='lots' cannot be used: expected a size above 0"):
         node_settings({}, {"memory_budget_bytes": "lots"})
+
+
+def test_a_pinned_model_is_fetched_when_its_store_answers_at_last(
+    start_node: Start, put_model: Put, origin: Any
+) -> None:
+    url = put_model("m")
+    origin.accept = lambda headers, path: False
+    node = start_node("--pin", url)
+    node.until(lambda: f"{url} could not be fetched" in node.output() and node.status()["regions"] == [])
+    origin.accept = lambda headers, path: True
+    node.until(lambda: [held["state"] for held in node.status()["regions"]] == ["done"])
+    assert node.status()["regions"][0]["pinned"]
+    node.client().drop(url)
+    assert node.status()["regions"] == []
+
+
+def test_who_is_refused_by_a_quota_evicts_nothing(start_node: Start, put_model: Put, origin: Any) -> None:
+    first, second, other = (put_model(name, 4 * MB) for name in ("team/a", "team/b", "other"))
+    node = start_node("--quota", f"{origin.url}/team=6MB", "--memory-budget", "9MB")
+    with closing(node.client()) as client:
+        read_all(client.region(other))
+    client = node.client()
+    read_all(client.region(first))
+    with pytest.raises(NodeRefusedError, match="the quota of 6 MB"):
+        node.client().region(second)
+    assert {held["url"] for held in node.status()["regions"]} == {first, other}
+
+
+def test_ten_ask_for_two_models_where_there_is_room_for_one(start_node: Start, put_model: Put) -> None:
+    urls = [put_model(name, 4 * MB) for name in ("a", "bb")]
+    node = start_node("--memory-budget", "5MB")
+    clients = [node.client() for _ in range(10)]
+    found: dict[int, object] = {}
+
+    def ask(number: int) -> None:
+        try:
+            with closing(clients[number].region(urls[number % 2])) as region:
+                found[number] = read_all(region)["model.layers.0.weight"][0]
+        except TooLargeError as error:
+            found[number] = str(error)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    answers = [{found[number] for number in range(10) if number % 2 == model} for model in (0, 1)]
+    had = [model for model in (0, 1) if answers[model] == {len(urls[model].rpartition("/")[2])}]
+    assert len(had) == 1, "one model, whole and right, for all who asked for it"
+    assert all("budget of 5 MB, of which 4 MB are in use" in str(text) for text in answers[1 - had[0]])
+    (held,) = node.status()["regions"]
+    assert (held["url"], held["in_use_by"]) == (urls[had[0]], 5)
+    for client in clients[had[0] :: 2]:
+        client.close()
+    node.until(lambda: node.status()["regions"][0]["in_use_by"] == 0)
+    assert read_all(clients[1 - had[0]].region(urls[1 - had[0]]))
+    assert [held["url"] for held in node.status()["regions"]] == [urls[1 - had[0]]]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from medusa_runtime.device.choice import obstacle
 from medusa_runtime.errors import ConfigError, NodeError, NodeRefusedError
 from medusa_runtime.node.model_key import model_key
 from medusa_runtime.node.peer import Peer
@@ -87,3 +91,9 @@ def test_a_rule_for_some_users() -> None:
         policy.check("s3://b/m", Peer(1, 8, 8))
     with pytest.raises(NodeRefusedError):
         policy.check("s3://other/m", Peer(1, 7, 7))
+
+
+@pytest.mark.skipif(obstacle(os.environ) is None, reason="a GPU is here")
+def test_a_gpus_context_where_there_is_no_gpu(start_node: Callable[..., Any]) -> None:
+    with pytest.raises(AssertionError, match=r"--gpu-context yes cannot be had: expected .*; or leave it out"):
+        start_node("--gpu-context", "yes")
