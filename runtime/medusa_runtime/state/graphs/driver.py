@@ -35,7 +35,6 @@ SIGNATURES = {
     "cuCtxSynchronize": "",
     "cuStreamCreate": "pu",
     "cuStreamSynchronize": "p",
-    "cuStreamDestroy_v2": "p",
     "cuMemGetInfo_v2": "pp",
     "cuMemcpyHtoD_v2": "qpz",
     "cuMemcpyDtoH_v2": "pqz",
@@ -83,7 +82,6 @@ SIGNATURES = {
     "cuGraphAddEmptyNode": "pppz",
     "cuGraphAddDependencies_v2": "ppppz",
     "cuGraphInstantiateWithParams": "ppp",
-    "cuGraphUpload": "pp",
     "cuGraphLaunch": "pp",
     "cuGraphExecDestroy": "p",
 }
