@@ -192,6 +192,13 @@ def test_artifacts_of_one_kind_stand_beside_each_other(folder: Path) -> None:
     assert [artifact.key for artifact in manifest.of_kind("small")] == [{"isa": "x"}, {"isa": "other"}]
 
 
+def test_a_small_file_stands_in_the_manifest_as_bytes_do(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "made").write_bytes(SMALL)
+    with BundleWriter(folder) as writer:
+        assert writer.add("small", {}, tmp_path / "made") == writer.add("small", {}, SMALL)
+        assert writer.add("small", {}, SMALL).inline == SMALL
+
+
 def test_an_artifact_survives_json() -> None:
     artifact = Artifact("kv-plan", {"dtype": "bfloat16"}, "0" * 64, 3, b"\0\1\2")
     assert Manifest.parse(Manifest((artifact,), ("a",)).to_json()) == Manifest((artifact,), ("a",))
