@@ -192,11 +192,13 @@ def test_artifacts_of_one_kind_stand_beside_each_other(folder: Path) -> None:
     assert [artifact.key for artifact in manifest.of_kind("small")] == [{"isa": "x"}, {"isa": "other"}]
 
 
-def test_a_small_file_stands_in_the_manifest_as_bytes_do(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "made").write_bytes(SMALL)
+@pytest.mark.parametrize("data", [SMALL, LARGE], ids=["small", "large"])
+def test_a_file_is_added_as_its_bytes_are(folder: Path, tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "made").write_bytes(data)
     with BundleWriter(folder) as writer:
-        assert writer.add("small", {}, tmp_path / "made") == writer.add("small", {}, SMALL)
-        assert writer.add("small", {}, SMALL).inline == SMALL
+        from_file, from_bytes = writer.add("made", {}, tmp_path / "made"), writer.add("made", {}, data)
+    assert from_file == from_bytes
+    assert from_file.inline == (SMALL if data is SMALL else None)
 
 
 def test_an_artifact_survives_json() -> None:
