@@ -28,7 +28,6 @@ from .executor import PreparedWorker
 from .scratch import scratch_folder
 
 _PLACES = ("GOMP_CPU_AFFINITY", "OMP_PLACES", "KMP_AFFINITY")  # vLLM sets one, by the OpenMP that is loaded
-
 _QUIET = "ignore::UserWarning:multiprocessing.resource_tracker"
 
 
