@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ctypes import addressof, byref, c_uint64
 
 from .blueprint import Blueprints, GraphBlueprint, Node, NodeKind
-from .driver import CudaDriver
+from .driver import CudaDriver, CudaError
 from .kernels import KernelHandle
 from .mismatch import MismatchError, Reason
 from .structs import EDGE_DATA_BYTES, KERNEL_NODE, InstantiateParams
@@ -27,7 +27,7 @@ def build(
     stream: int,
 ) -> int:
     """The CUgraphExec. ``kernels``: a handle for each of ``blueprints.kernels`` that the graph uses; ``addresses``: one
-    for each of its relocations. CudaError when the driver refuses."""
+    for each of its relocations. MismatchError (DRIVER_CALL) when the driver refuses."""
     blob = ctypes.create_string_buffer(graph.blob, max(len(graph.blob), 1))
     base = addressof(blob)
     words = memoryview(blob).cast("B")
@@ -38,6 +38,7 @@ def build(
             words[relocation.position : relocation.position + 8] = address.to_bytes(8, "little")
     context = driver.current_context()
     made = driver.handle("cuGraphCreate", 0)
+    node: Node | None = None
     try:
         nodes = (c_uint64 * max(len(graph.nodes), 1))()
         params = ctypes.create_string_buffer(KERNEL_NODE.size)
@@ -58,10 +59,24 @@ def build(
                 driver.call("cuGraphAddMemcpyNode", out, made, None, 0, base + node.start, context)
             else:
                 driver.call("cuGraphAddEmptyNode", out, made, None, 0)
+        node = None
         _connect(driver, graph, made, nodes)
         return _instantiate(driver, blueprints, graph, made, stream)
+    except CudaError as error:
+        raise MismatchError(Reason.DRIVER_CALL, f"{error}: {_about(blueprints, node)}") from error
     finally:
         driver.result("cuGraphDestroy", made)
+
+
+def _about(blueprints: Blueprints, node: Node | None) -> str:
+    """For a message: what the driver was asked for."""
+    if node is None:
+        return "the edges and the whole"
+    if node.kind != NodeKind.KERNEL:
+        return f"a {NodeKind(node.kind).name.lower()} node"
+    numbers = [number for number, _ in blueprints.attribute_sets[node.attributes]]
+    kernel = blueprints.kernels[node.kernel]
+    return f"{kernel.name}, {node.shared_bytes} bytes of shared memory, attributes {numbers}"
 
 
 def _replace_map(driver: CudaDriver, data: memoryview, address: int) -> None:

@@ -30,13 +30,17 @@ def _folders() -> Iterator[Path]:
     toolkits = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")), *sorted(Path("/usr/local").glob("cuda-13*"))]
     for root in (*toolkits, *(one for package in packages for one in sorted(package.glob("cu13*")))):
         header = root / "include/cuda.h"
-        if header.is_file() and "#define CUDA_VERSION 13" in header.read_text(errors="replace"):
+        if (
+            header.is_file()
+            and header.with_name("cupti.h").is_file()
+            and "#define CUDA_VERSION 13" in header.read_text(errors="replace")
+        ):
             yield header.parent
 
 
 FOLDER = next(_folders(), None)
 pytestmark = pytest.mark.skipif(
-    FOLDER is None or shutil.which("c++") is None, reason="needs CUDA 13's cuda.h (CUDA_HOME) and c++"
+    FOLDER is None or shutil.which("c++") is None, reason="needs CUDA 13's cuda.h and cupti.h (CUDA_HOME) and c++"
 )
 
 # What is called without declared types, by device/ and weights/cuda_link.py, or from the allocation recorder.

@@ -129,6 +129,15 @@ def test_saved_images_missing(toy: Any, materialized: dict[str, Any]) -> None:
     assert all(reason.startswith("kernel-missing") for reason in restored["reasons"].values())
 
 
+def test_what_the_driver_refuses_is_named(toy: Any, materialized: dict[str, Any]) -> None:
+    """More shared memory than a kernel may have unless it was allowed to."""
+    restored = toy("restore", {"bundle": materialized["path"], "change": "allowances"}, base=OTHER_BASE)
+    assert restored["restored"] == []
+    (reason,) = set(restored["reasons"].values())
+    assert reason.startswith("driver-call: cuGraphAddKernelNode_v2 failed: CUDA_ERROR_INVALID_VALUE (1): wide, ")
+    assert " bytes of shared memory, attributes [" in reason
+
+
 def test_one_log_line(toy: Any, materialized: dict[str, Any]) -> None:
     restored = toy("restore", {"bundle": materialized["path"], "change": "names"}, base=OTHER_BASE)
     lines = [line for line in restored["log"].splitlines() if "captured, not restored" in line]

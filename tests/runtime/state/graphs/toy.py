@@ -422,6 +422,11 @@ def _without_variables(blueprints: Blueprints) -> Blueprints:
     return replace(blueprints, kernels=kernels)
 
 
+def _without_allowances(blueprints: Blueprints) -> Blueprints:
+    kernels = tuple(kernel._replace(attributes=()) for kernel in blueprints.kernels)
+    return replace(blueprints, kernels=kernels)
+
+
 def _first_match(blueprints: Blueprints) -> Blueprints:
     """What matching addresses alone gives: the first allocation that ever returned it (figure 6)."""
     first: dict[int, int] = {}
@@ -447,6 +452,7 @@ CHANGES = {
     "contents": _without_contents,
     "images": _without_images,
     "names": _without_variables,
+    "allowances": _without_allowances,
     "first match": _first_match,
 }
 
