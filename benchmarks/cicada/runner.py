@@ -53,8 +53,8 @@ class Inference(NamedTuple):
 class Container:
     """A process with everything imported, that waits for its one request. A context manager."""
 
-    def __init__(self, scratch: Path) -> None:
-        environment = {**os.environ, "MEDUSA_BENCH_SCRATCH": str(scratch)}
+    def __init__(self, scratch: Path, *, lean: bool = False) -> None:
+        environment = {**os.environ, "MEDUSA_BENCH_SCRATCH": str(scratch), "MEDUSA_BENCH_LEAN": "1" if lean else ""}
         self._errors = TemporaryFile("w+")  # noqa: SIM115  a pipe that nobody reads could stop the child
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.cicada.sample"],

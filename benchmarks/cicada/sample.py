@@ -50,6 +50,10 @@ def main() -> None:
         os.close(writer)
         _fetch(reader, region, timeline.named("prefetcher"))
     os.close(reader)
+    if os.environ.get("MEDUSA_BENCH_LEAN"):
+        from medusa_runtime.lean_torch import import_torch
+
+        import_torch()
     from benchmarks.cicada import strategies, workload  # torch, a second or two
 
     _prepare()
@@ -86,6 +90,7 @@ def _prepare() -> None:
 
     # The runtime's own projections take no initial values; a user's module does, so here they do.
     Linear.reset_parameters = nn.Linear.reset_parameters  # type: ignore[method-assign]
+    torch.tensor([0.0])  # asks for numpy
     with torch.inference_mode():  # the threads of the intra-op pool
         torch.randn(256, 256) @ torch.randn(256, 256)
 
@@ -97,7 +102,7 @@ def _answer(request: Request, chosen: Any, strategies: Any, parts: tuple[Region,
     torch.set_default_dtype(chosen.dtype)
     start = time.monotonic_ns()
     path = None
-    if request.strategy in ("full", "converted", "floor"):
+    if request.strategy in strategies.OURS:
         os.write(writer, json.dumps([request.url, request.connections]).encode() + b"\n")
     else:
         path = _local(request.url, timeline)

@@ -67,6 +67,11 @@ class UserFunction:
             service.admission.open()
 
     def _load(self, spec: str) -> None:
+        if self._service.settings.torch_import == "lean":
+            from medusa_runtime.lean_torch import import_torch
+
+            with self._service.timeline.stage("import", package="torch"):
+                import_torch()  # before anything of the user's does
         target = load_target(spec)
         source = getattr(sys.modules.get(getattr(target, "__module__", "")), "__file__", None)
         self.folder = Path(source).parent if source else None

@@ -21,6 +21,7 @@ ENGINE_STARTS = ("now", "request")
 NODE_SOCKET = "/run/medusa/node.sock"
 KERNELS = ("auto", "library")
 LOAD_PRIORITIES = ("interactive", "background")
+TORCH_IMPORTS = ("plain", "lean")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -49,6 +50,7 @@ class Settings:
     threads: int | None = None
     connections: int | None = None
     load_priority: str = "interactive"
+    torch_import: str = "plain"
     node_socket: str | None = None
     node_user: int | None = None
     engine_start: str = "now"
@@ -197,6 +199,12 @@ OPTIONS = (
         ("MEDUSA_LOAD_PRIORITY",),
         OneOf(*LOAD_PRIORITIES),
         "whether loads of a handler's own modules give way to others",
+    ),
+    Option(
+        "torch_import",
+        ("MEDUSA_TORCH_IMPORT",),
+        OneOf(*TORCH_IMPORTS),
+        "a handler's torch: lean puts off what eager inference never uses until it is touched",
     ),
     Option(
         "host_weights",

@@ -12,6 +12,7 @@ import torch
 from medusa_adapters.bench.result import Result
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import CorruptError, MedusaError
+from medusa_runtime.lean_torch import TESTED
 from medusa_runtime.timeline import Timeline
 from medusa_runtime.weights.prefetcher import prefetch
 from medusa_runtime.weights.region import Region
@@ -26,7 +27,7 @@ from benchmarks.cicada.replay import invocations, replay
 from benchmarks.cicada.runner import Container, Inference
 from benchmarks.cicada.sample import Request
 from benchmarks.cicada.session import Session
-from benchmarks.cicada.strategies import STRATEGIES, Job
+from benchmarks.cicada.strategies import OURS, STRATEGIES, Job
 from benchmarks.cicada.workload import NAMES, workload
 
 TINY = ("tiny-vgg", "tiny-resnet", "tiny-bert", "tiny-llama", "tiny-opt")
@@ -46,7 +47,7 @@ def test_every_strategy_gives_the_output_of_eager_loading(name: str, tmp_path: P
     outputs, units = {}, {}
     for strategy, run in STRATEGIES.items():
         timeline, region = Timeline.create("test"), Region.create()
-        if strategy in ("full", "converted", "floor"):
+        if strategy in OURS:
             prefetch(region, str(folder), settings=Settings(), timeline=timeline)
         with torch.inference_mode():
             outputs[strategy] = run(Job(chosen, folder / "model.safetensors", timeline, region))
@@ -135,6 +136,21 @@ def test_the_command_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[st
         "latency_s over PISeL's",
     ):
         assert f"tiny-bert: {figure}" in verdicts
+
+
+@pytest.mark.skipif(not torch.__version__.startswith(TESTED), reason="this torch is imported plainly")
+def test_a_lean_container_computes_the_same_with_less_memory(tmp_path: Path) -> None:
+    folder = checkpoint(workload("tiny-bert"), tmp_path)
+    found = []
+    for strategy in ("full", "lean"):
+        with Container(tmp_path, lean=strategy == "lean") as container:
+            container.wait_ready()
+            found.append(container.infer(Request("tiny-bert", strategy, str(folder)), watch=True))
+    plain, lean = found
+    assert plain.digest == lean.digest
+    assert plain.memory
+    assert lean.memory
+    assert lean.memory.used_mb < 0.9 * plain.memory.used_mb
 
 
 def test_the_trace_is_replayed_against_real_processes(tmp_path: Path) -> None:

@@ -29,11 +29,14 @@ def stored(net: Any) -> dict[str, torch.Tensor]:
     return {f"net.{name}": tensor for name, tensor in net.state_dict().items()}
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "model.pt"])
-def test_answers_as_eager_loading_does(start: Start, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "torch_import"), [("model.safetensors", "plain"), ("model.pt", "plain"), ("model.safetensors", "lean")]
+)
+def test_answers_as_eager_loading_does(start: Start, tmp_path: Path, name: str, torch_import: str) -> None:
     net = reference()
     (save_file if name.endswith("safetensors") else torch.save)(stored(net), tmp_path / name)
-    serving = start("--model", tmp_path / name, "--engine", "none", "--handler", HANDLER)
+    options = ("--engine", "none", "--handler", HANDLER, "--torch-import", torch_import)
+    serving = start("--model", tmp_path / name, *options)
     status, answer, _ = serving.request("POST", "/", {"value": 0.5})
     assert status == 200, answer
     with torch.inference_mode():

@@ -99,7 +99,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def refuse_tracing() -> None:
     """WeightsError in ``torch.jit.trace``: it has noted which tensors are parameters, and would find others."""
-    if torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
+    if torch._C._is_tracing():  # what torch.jit.is_tracing asks, which a lean import has not executed
         raise too_early("torch.jit.trace")
 
 
