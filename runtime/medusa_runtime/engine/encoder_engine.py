@@ -23,6 +23,7 @@ from ..timeline import Timeline
 from ..weights.region import Region
 from .base import Delta, EngineInfo, GenerateRequest
 from .encoder import Encoder, Reading
+from .validation import check_token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +155,7 @@ class EncoderEngine:
         return self._encoder.tokenizer.encode(text, add_special_tokens)
 
     def detokenize(self, token_ids: list[int]) -> str:
+        check_token_ids("token_ids", token_ids, self.info)
         return self._encoder.tokenizer.decode(token_ids)
 
     def stats(self) -> dict[str, Any]:
