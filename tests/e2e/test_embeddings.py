@@ -146,7 +146,7 @@ def test_bad_requests(start: Start, tmp_path: Path) -> None:
     assert "at most 10 tokens, found 12" in refused(input=" ".join(["cat"] * 10))
     assert "at most 10 tokens, found 1000000 characters" in refused(input="c" * 1_000_000)
     assert "below 12, found 99" in refused(input=[2, 99, 3])
-    assert "below 12, found 99" in refused("/detokenize", tokens=[2, 99])
+    assert "between 0 and 11, found 99" in refused("/detokenize", tokens=[2, 99])
     assert "at most 2048 of them, found 2049" in refused(input=["a"] * 2049)
     assert "at most the 32 of this model, found 33" in refused(input="a", dimensions=33)
     assert "dimensions: expected" in refused(input="a", dimensions=0)
