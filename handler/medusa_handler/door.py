@@ -81,6 +81,8 @@ class Door:
                         else:
                             self._look(key.data)
                     self._pass_on_what_waits()
+                if len(self._waiting) >= _MOST_WAITING:
+                    time.sleep(_RETRY_S)  # the listener stays readable
         except BaseException:
             logger.exception("connections cannot be accepted any more")
             os._exit(70)  # the supervisor ends the instance
@@ -96,6 +98,8 @@ class Door:
                     logger.warning("a client must wait: %s", known)
                     time.sleep(_RETRY_S)
                     return
+                if error.errno in (errno.EBADF, errno.EINVAL, errno.ENOTSOCK):
+                    raise
                 continue  # it had left
             connection.setblocking(False)
             self._look(connection)

@@ -84,3 +84,18 @@ def test_a_worker_that_dies_leaves_connections_to_the_next_one(serve: Serve) -> 
         os.kill(worker, signal.SIGKILL)
         assert read_all(waiting).startswith(b"HTTP/1.1 200")
     assert children(served.process.pid) != [worker]
+
+
+def test_more_connections_than_there_is_room_for_are_lost_nowhere(serve: Serve) -> None:
+    served = serve()
+    served.wait_ready()
+    (worker,) = children(served.process.pid)
+    os.kill(worker, signal.SIGSTOP)
+    with contextlib.ExitStack() as stack:
+        waiting = [stack.enter_context(connect(served)) for _ in range(500)]
+        for connection in waiting:
+            connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        assert served.request("GET", "/readyz")[0] == 200
+        os.kill(worker, signal.SIGCONT)
+        for connection in waiting:
+            assert read_all(connection).startswith(b"HTTP/1.1 200")
