@@ -231,7 +231,21 @@ class Instance:
 
         assert self._region is not None
         assert self._engine_listener is not None
+        if self._node is not None and self._region is self._node.region:
+            self._lend_code(timeline)
         return Zygote(self._engine_listener, self._region, self._settings, timeline, self._reports).run()
+
+    def _lend_code(self, timeline: Timeline) -> None:
+        """What an agent gives to nobody: compiled code and graphs, for the engines that have any."""
+        from .device.choice import choose
+
+        settings = self._settings
+        if settings.state is None and (settings.engine == "vllm" or choose(settings.device, os.environ) == "cuda"):
+            from .state.lending import lend
+
+            assert self._region is not None
+            assert settings.model is not None
+            lend(self._region, settings.model, settings, timeline)
 
     def supervise(self) -> int:
         """Until the function process has ended. Raises what a child reported as fatal."""

@@ -12,14 +12,17 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ..config import Settings
+from ..errors import StateError
 from ..weights.index import WeightIndex
+from .kinds import Kind
+from .manifest import Artifact, Manifest
 
 Key = dict[str, str]
 
@@ -205,6 +208,20 @@ class Facts:
         return None
 
 
+def choose(manifest: Manifest, kind: Kind, candidates: Sequence[Facts]) -> Artifact | None:
+    """The artifact that is valid for one of these; None when there is none to choose from. StateError: what differs."""
+    reason = None
+    for facts in candidates:
+        for artifact in manifest.of_kind(kind.name) if facts.subject.settings.engine in kind.engines else ():
+            difference = facts.difference(artifact.key, kind.facts)
+            if difference is None:
+                return artifact
+            reason = reason or (difference if facts.concerns(artifact.key) else None)
+    if reason is not None:
+        raise StateError(reason)
+    return None
+
+
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:32]
 
@@ -218,4 +235,4 @@ def _difference(name: str, there: str, here: str) -> str:
     return f"it was made for another {name}: only there {there_only[:200]}, only here {here_only[:200]}"
 
 
-__all__ = ["FACTS", "Facts", "Key", "Subject", "driver_version", "isa", "package_version"]
+__all__ = ["FACTS", "Facts", "Key", "Subject", "choose", "driver_version", "isa", "package_version"]

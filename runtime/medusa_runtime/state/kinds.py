@@ -9,14 +9,16 @@ class Kind(NamedTuple):
     """One kind of artifact.
 
     ``facts``: what its key holds (see ``key.FACTS``), so a change of anything else leaves it valid. ``engines``: whose
-    start uses it. ``capture``: ``module:function`` that makes its blob, by ``(model, settings, folder) -> Path | None``
-    (None: there is nothing to keep); empty for what ``materialize`` makes itself.
+    start uses it. ``code``: whether what is in it runs. ``capture``: ``module:function`` that makes its blob, by
+    ``(model, settings, folder) -> Path | None`` (None: there is nothing to keep); empty for what ``materialize`` makes
+    itself.
     """
 
     name: str
     facts: tuple[str, ...]
     engines: tuple[str, ...] = ("torch", "vllm")
     capture: str = ""
+    code: bool = False
 
 
 _COMPUTED = ("shape", "engine", "torch", "isa", "gpu", "dtype", "max_model_len")
@@ -25,8 +27,12 @@ WEIGHT_INDEX = Kind("weight-index", ("layout",), ("torch", "vllm", "none"))
 _VLLM_PLAN = "medusa_runtime.engine.vllm.kv_profile:capture"
 KV_PLAN = Kind("kv-plan", (*_COMPUTED, "max_batched_tokens"), ("torch", "vllm"), _VLLM_PLAN)
 STAGE_TIMES = Kind("stage-times", ("shape", "engine", "torch", "isa", "gpu", "dtype"), ())
-COMPILE_CACHE = Kind("compile-cache", (*_COMPUTED, "python"), ("vllm",), "medusa_runtime.state.compile_cache:capture")
-CUDA_GRAPHS = Kind("cuda-graphs", (*_COMPUTED, "driver"), capture="medusa_runtime.engine.graph_capture:capture")
+COMPILE_CACHE = Kind(
+    "compile-cache", (*_COMPUTED, "python"), ("vllm",), "medusa_runtime.state.compile_cache:capture", True
+)
+CUDA_GRAPHS = Kind(
+    "cuda-graphs", (*_COMPUTED, "driver"), capture="medusa_runtime.engine.graph_capture:capture", code=True
+)
 
 KINDS = {kind.name: kind for kind in (WEIGHT_INDEX, KV_PLAN, STAGE_TIMES, COMPILE_CACHE, CUDA_GRAPHS)}
 

@@ -1,7 +1,8 @@
 """What a bundle knows of a checkpoint, for an engine whose region was filled for all functions of a node.
 
-The agent's prefetcher does not know the settings that a function will have, so it restores nothing. The engine process
-that a function takes looks for itself, beside the weights that the agent fetched, and nowhere a function names.
+The agent's prefetcher does not know the settings that a function will have, nor whom it may give code. The engine
+process that a function takes looks for itself, beside the weights that the agent fetched, and nowhere a function names;
+so does a function's own engine that reads the agent's region.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import logging
 import time
 
 from ..config import Settings
-from ..errors import MedusaError, StateError
+from ..errors import MedusaError
 from ..storage.base import open_store
 from ..timeline import Timeline
 from ..weights.checkpoint import SMALL_FILES
 from ..weights.region import Region
 from .bundle import Bundle
-from .key import Facts, Subject
+from .key import Facts, Subject, choose
 from .kinds import KINDS, WEIGHT_INDEX, Kind, file_name
 from .locate import FOLDER
 from .manifest import Manifest
@@ -37,7 +38,7 @@ def lend(region: Region, model: str, settings: Settings, timeline: Timeline) -> 
             bundle = Bundle(store, f"{FOLDER}/")
             manifest = bundle.manifest()
             for kind in KINDS.values():
-                if manifest is not None and settings.engine in kind.engines and kind is not WEIGHT_INDEX:
+                if manifest is not None and kind is not WEIGHT_INDEX:
                     _lend_one(region, bundle, manifest, kind, facts, timeline)
         finally:
             store.close()
@@ -46,17 +47,12 @@ def lend(region: Region, model: str, settings: Settings, timeline: Timeline) -> 
 
 
 def _lend_one(region: Region, bundle: Bundle, manifest: Manifest, kind: Kind, facts: Facts, timeline: Timeline) -> None:
-    began_ns, reason = time.monotonic_ns(), None
+    began_ns = time.monotonic_ns()
     try:
-        for artifact in manifest.of_kind(kind.name):
-            difference = facts.difference(artifact.key, kind.facts)
-            if difference is None:
-                region.lend(file_name(kind.name), bundle.read(artifact))
-                timeline.record("restore", began_ns, time.monotonic_ns(), artifact=kind.name, bytes=artifact.size)
-                return
-            reason = reason or (difference if facts.concerns(artifact.key) else None)
-        if reason is not None:
-            raise StateError(reason)
+        artifact = choose(manifest, kind, [facts])
+        if artifact is not None:
+            region.lend(file_name(kind.name), bundle.read(artifact))
+            timeline.record("restore", began_ns, time.monotonic_ns(), artifact=kind.name, bytes=artifact.size)
     except MedusaError as error:
         _leave_out(kind.name, error, timeline, began_ns)
 

@@ -19,7 +19,7 @@ from ..limits import memory_available_bytes
 from ..storage.base import Store, open_store, redacted, scheme_of
 from ..weights.prefetcher import Restored
 from ..weights.region_layout import Late
-from .kinds import KINDS, WEIGHT_INDEX, Kind, file_name
+from .kinds import KINDS, WEIGHT_INDEX, file_name
 from .locate import FOLDER, read_manifest
 
 # Where there is a bundle, what reads it is imported: 10 ms, of which hashlib takes half.
@@ -43,10 +43,12 @@ class Restoration:
     """One start's use of a bundle: ``settings.state``, or what lies beside the weights; ``none`` asks for none.
 
     ``engines``: for whom, where that is not known yet (a node's agent); they check that dtype and length are theirs.
+    They are given no code, for they may run as the agent's user: see ``lending``.
     """
 
     def __init__(self, settings: Settings, timeline: Timeline, engines: Sequence[str] = ()) -> None:
         self._settings = settings
+        self._shared = bool(engines)
         self._engines = engines or (settings.engine,)
         self._timeline = timeline
         self._store: Store | None = None  # the bundle's own, where it is not the checkpoint's
@@ -145,7 +147,7 @@ class Restoration:
         if manifest is None:
             return Restored(index, None, {}, {})
         from .bundle import checked_size
-        from .key import Facts, Subject
+        from .key import Facts, Subject, choose
         from .weight_index import RecordedIndex
 
         for engine in self._engines:
@@ -153,9 +155,11 @@ class Restoration:
             self._facts.append(Facts(Subject(index, checkpoint.files, settings)))
         files: dict[str, bytes] = {}
         for kind in KINDS.values():
+            if kind.code and self._shared:
+                continue
             began_ns = time.monotonic_ns()
             try:
-                artifact = self._choose(manifest, kind)
+                artifact = choose(manifest, kind, self._facts)
                 if artifact is None:
                     continue
                 if kind is WEIGHT_INDEX:
@@ -174,19 +178,6 @@ class Restoration:
             except MedusaError as error:
                 self._leave_out(kind.name, str(error), began_ns)
         return Restored(index, checksums, files, {name: artifact.size for name, artifact in self._late.items()})
-
-    def _choose(self, manifest: Manifest, kind: Kind) -> Artifact | None:
-        """The artifact that is valid here; None when there is none to choose from. StateError says what differs."""
-        reason = None
-        for facts in self._facts:
-            for artifact in manifest.of_kind(kind.name) if facts.subject.settings.engine in kind.engines else ():
-                difference = facts.difference(artifact.key, kind.facts)
-                if difference is None:
-                    return artifact
-                reason = reason or (difference if facts.concerns(artifact.key) else None)
-        if reason is not None:
-            raise StateError(reason)
-        return None
 
     def start(self, writer: RegionWriter) -> None:
         """Fetch what comes later than the index into the laid-out region, beside the weights."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from medusa_runtime.config import Settings
 from medusa_runtime.state.bundle_writer import BundleWriter
 from medusa_runtime.state.key import Facts, Subject
-from medusa_runtime.state.kinds import KV_PLAN, file_name
+from medusa_runtime.state.kinds import COMPILE_CACHE, CUDA_GRAPHS, KV_PLAN, file_name
 from medusa_runtime.state.lending import lend
 from medusa_runtime.state.locate import FOLDER
 from medusa_runtime.state.manifest import Manifest
@@ -50,6 +54,21 @@ def test_a_reader_is_lent_what_fits_it_and_others_are_not(model: Path) -> None:
     assert Region(region.fd).file(NAME) is None
     assert [stage.detail["artifact"] for stage in timeline.stages()] == [KV_PLAN.name]
     region.close()
+
+
+def test_the_agents_prefetcher_gives_no_code_to_engines(model: Path, start_node: Callable[..., Any]) -> None:
+    """Their process is the agent's; what runs there is lent by ``lend``, where ``--trust-state yes`` allows it."""
+    region, settings = filled(model)
+    facts = Facts(Subject(region.wait_index(), {"config.json": region.file("config.json") or b""}, settings))
+    with BundleWriter(model / FOLDER) as writer:
+        kinds = [KV_PLAN, COMPILE_CACHE, CUDA_GRAPHS]
+        vllm = Facts(replace(facts.subject, settings=replace(settings, engine="vllm")))
+        keys = [(vllm if kind is COMPILE_CACHE else facts).key(kind.facts) for kind in kinds]
+        found = [writer.add(kind.name, key, b"code") for kind, key in zip(kinds, keys, strict=True)]
+        writer.commit(Manifest(tuple(found)))
+    region.close()
+    with closing(start_node().client().region(str(model))) as shared:
+        assert [shared.file(file_name(kind.name)) for kind in kinds] == [b"code", None, None]
 
 
 def test_nothing_is_lent_where_there_is_no_bundle(model: Path) -> None:
