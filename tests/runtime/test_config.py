@@ -39,8 +39,9 @@ def test_an_empty_variable_is_no_value() -> None:
         ("MEDUSA_ENGINE", "onnx", "torch, vllm"),
         ("MEDUSA_THREADS", "0", "above 0"),
         ("MEDUSA_THREADS", "1.5", "a number"),
-        ("MEDUSA_HOLD", "-1", "0 or more"),
-        ("MEDUSA_HOLD", "nan", "0 or more"),
+        ("MEDUSA_HOLD", "-1", "seconds, 0 to 1e9"),
+        ("MEDUSA_HOLD", "1e300", "seconds, 0 to 1e9"),
+        ("MEDUSA_HOLD", "nan", "seconds, 0 to 1e9"),
         ("MEDUSA_LOG_LEVEL", "loud", "debug, info"),
     ],
 )
