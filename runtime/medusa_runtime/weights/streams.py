@@ -26,8 +26,11 @@ _FEWEST, _FIRST, _SECOND, _MOST = 2, 4, 16, 32
 _FAST_BYTES_PER_S = 300e6  # a connection as quick as this is limited by CPUs, not by the store
 _LOOK_S = 0.005
 _WINDOW_S = 0.03
-_BUSY = 0.7  # a thread that runs, or waits to run, for more of its time is not held up by its connection
+_LATER_WINDOW_S = 0.1  # when more connections have been opened, and only a loss would have to be undone
+_BUSY = 0.7  # where threads run, or wait to run, for more of all CPUs' time, they are not held up by their connections
 _GAIN = 1.2  # what more connections must bring for still more to be opened
+_LOSS = 1.05  # what they must bring at least to be kept
+_HEARD_S = 1.0  # within which a connection that was opened should have brought something
 _SOON_S = 1.0  # what is left for less time than this is not worth more than the second step
 _HOLD_S = 2.0  # how long other ranges are suspended at most for one that is late; less than any store's patience
 _END_S = 0.2  # for connections to end when everything is there; one that hangs is left behind
@@ -67,7 +70,9 @@ class Streams:
         self._checksums = checksums
         self._nice = nice
         self._threads: list[threading.Thread] = []
+        self._wanted = 0  # connections that take ranges; those above it end
         self._received = 0  # a sum of all connections; counted under the lock
+        self._heard: set[int] = set()  # the threads that have received something
         self._lock = threading.Lock()
         self._local = threading.local()
         self._error: BaseException | None = None
@@ -136,8 +141,9 @@ class Streams:
         return self._error is None and self._working > 0 and not self._schedule.complete
 
     def _grow(self, count: int) -> None:
-        while self.connections < count:
-            self._start(self._take_all)
+        self._wanted = count
+        while (number := self.connections) < count:
+            self._start(partial(self._take_all, number))
 
     def _start(self, work: Callable[[], None]) -> None:
         thread = threading.Thread(target=self._work, args=(work,), name=f"fetch-{len(self._threads)}", daemon=True)
@@ -147,21 +153,25 @@ class Streams:
         thread.start()
 
     def _adapt(self) -> None:
-        """More connections while each is slow, waits for the store, and those before have paid."""
-        before = 0.0
-        for count in (_SECOND, _MOST):
+        """More connections while each is slow, waits for the store, and those before have paid; else as before them."""
+        before, fewer, window_s = 0.0, self._wanted, _WINDOW_S
+        for count in (_SECOND, _MOST, None):
             if not self._alive() or self._schedule.exhausted:
                 return
-            busy = self._busy_s()
-            begin = time.monotonic()
-            rate = self._measure()
-            if rate is None or rate / self.connections > _FAST_BYTES_PER_S or rate < before * _GAIN:
+            busy_s, begin = self._busy_s(), time.monotonic()
+            rate = self._measure(window_s)
+            if rate is None:
                 return
-            if (self._busy_s() - busy) / (time.monotonic() - begin) > _BUSY * self.connections:
+            if rate < before * _LOSS:
+                self._wanted = fewer
+            if count is None or rate / self._wanted > _FAST_BYTES_PER_S or rate < before * _GAIN:
+                return
+            busy = (self._busy_s() - busy_s) / (time.monotonic() - begin)
+            if busy > _BUSY * min(self._wanted, cpu_count()):
                 return  # they wait for this machine's CPUs, not for the store
             if count == _MOST and self._schedule.left_bytes < rate * _SOON_S:
                 return
-            before = rate
+            before, fewer, window_s = rate, self._wanted, _LATER_WINDOW_S
             self._grow(count)
 
     def _busy_s(self) -> float:
@@ -176,14 +186,14 @@ class Streams:
             total_ns += int(ran) + int(waited)
         return total_ns / 1e9
 
-    def _measure(self) -> float | None:
+    def _measure(self, window_s: float) -> float | None:
         """Bytes a second over all connections, once they have shown what they can; None when the fetch is over."""
-        settled = self._received + self.connections * (256 << 10)  # past handshakes and slow start
-        while self._received < settled:
+        deadline = time.monotonic() + _HEARD_S
+        while len(self._heard) < self._wanted and time.monotonic() < deadline:  # handshakes and slow start
             if not self._pause():
                 return None
         begin, start = time.monotonic(), self._received
-        while time.monotonic() - begin < _WINDOW_S:
+        while time.monotonic() - begin < window_s:
             if not self._pause():
                 return None
         return (self._received - start) / (time.monotonic() - begin)
@@ -193,8 +203,8 @@ class Streams:
         self._changed.clear()
         return self._alive() and not self._schedule.exhausted
 
-    def _take_all(self) -> None:
-        while (span := self._schedule.take(self.connections)) is not None:
+    def _take_all(self, number: int) -> None:
+        while number < self._wanted and (span := self._schedule.take(self._wanted)) is not None:
             self._fetch(span)
 
     def _work(self, work: Callable[[], None]) -> None:
@@ -264,6 +274,7 @@ class Streams:
             nonlocal published, seen
             with self._lock:
                 self._received += filled - seen
+                self._heard.add(threading.get_ident())
             seen = filled
             flight.advance(flight.size_bytes - size + filled)
             if flight.hedged and published < span.length and self._there(span):
