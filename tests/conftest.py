@@ -105,6 +105,13 @@ class NodeProcess:
         return True
 
 
+def pytest_configure() -> None:
+    """Whoever runs the tests in the background (nohup, a shell's &) has these ignored, which processes inherit."""
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
 @pytest.fixture
 def start_node() -> Iterator[Callable[..., NodeProcess]]:
     """Start `medusa node` with these arguments; what the test leaves running is killed."""

@@ -99,7 +99,7 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def refuse_tracing() -> None:
     """WeightsError in ``torch.jit.trace``: it has noted which tensors are parameters, and would find others."""
-    if torch._C._is_tracing():  # what torch.jit.is_tracing asks, which a lean import has not executed
+    if torch._C._get_tracing_state() is not None:  # torch.jit.is_tracing would execute what a lean import has not
         raise too_early("torch.jit.trace")
 
 
