@@ -153,7 +153,10 @@ class Streams:
         thread.start()
 
     def _adapt(self) -> None:
-        """More connections while each is slow, waits for the store, and those before have paid; else as before them."""
+        """More connections while each is slow, waits for the store, and those before have paid.
+
+        Those that only took CPU time from the others end. On a link that is shared they stay, and hide late answers.
+        """
         before, fewer, window_s = 0.0, self._wanted, _WINDOW_S
         for count in (_SECOND, _MOST, None):
             if not self._alive() or self._schedule.exhausted:
@@ -162,13 +165,12 @@ class Streams:
             rate = self._measure(window_s)
             if rate is None:
                 return
-            if rate < before * _LOSS:
-                self._wanted = fewer
-            if count is None or rate / self._wanted > _FAST_BYTES_PER_S or rate < before * _GAIN:
-                return
             busy = (self._busy_s() - busy_s) / (time.monotonic() - begin)
-            if busy > _BUSY * min(self._wanted, cpu_count()):
-                return  # they wait for this machine's CPUs, not for the store
+            short = busy > _BUSY * min(self._wanted, cpu_count())  # of this machine's CPUs, and not of bytes
+            if short and rate < before * _LOSS:
+                self._wanted = fewer
+            if short or count is None or rate / self._wanted > _FAST_BYTES_PER_S or rate < before * _GAIN:
+                return
             if count == _MOST and self._schedule.left_bytes < rate * _SOON_S:
                 return
             before, fewer, window_s = rate, self._wanted, _LATER_WINDOW_S
