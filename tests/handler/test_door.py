@@ -21,6 +21,14 @@ def connect(served: Any) -> socket.socket:
     return socket.create_connection(("127.0.0.1", served.port), timeout=60)
 
 
+def stopped_worker(served: Any) -> int:
+    """Its process id; it is up and does nothing."""
+    served.wait_ready()
+    (worker,) = children(served.process.pid)
+    os.kill(worker, signal.SIGSTOP)
+    return worker
+
+
 def read_all(connection: socket.socket) -> bytes:
     found = b""
     while piece := connection.recv(65536):
@@ -30,9 +38,7 @@ def read_all(connection: socket.socket) -> bytes:
 
 def test_a_worker_that_does_nothing_keeps_no_probe_waiting(serve: Serve) -> None:
     served = serve()
-    served.wait_ready()
-    (worker,) = children(served.process.pid)
-    os.kill(worker, signal.SIGSTOP)
+    worker = stopped_worker(served)
     with connect(served) as other:
         other.sendall(b"GET /v1/models HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
         assert served.request("GET", "/livez")[1] == {"status": "alive"}
@@ -75,9 +81,7 @@ def test_what_comes_in_pieces_or_with_more_behind_it_is_the_workers(serve: Serve
 
 def test_a_worker_that_dies_leaves_connections_to_the_next_one(serve: Serve) -> None:
     served = serve()
-    served.wait_ready()
-    (worker,) = children(served.process.pid)
-    os.kill(worker, signal.SIGSTOP)
+    worker = stopped_worker(served)
     with connect(served) as waiting:
         waiting.sendall(b"GET /metrics HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
         assert served.request("GET", "/livez")[0] == 200  # so the one before it has been passed on
@@ -88,9 +92,7 @@ def test_a_worker_that_dies_leaves_connections_to_the_next_one(serve: Serve) -> 
 
 def test_more_connections_than_there_is_room_for_are_lost_nowhere(serve: Serve) -> None:
     served = serve()
-    served.wait_ready()
-    (worker,) = children(served.process.pid)
-    os.kill(worker, signal.SIGSTOP)
+    worker = stopped_worker(served)
     with contextlib.ExitStack() as stack:
         waiting = [stack.enter_context(connect(served)) for _ in range(500)]
         for connection in waiting:
