@@ -29,7 +29,7 @@ svg{width:100%;height:auto;margin:.5rem 0 1.5rem}text{font-size:12px;fill:#333}.
 def report(results: Results) -> str:
     parts = ["<h1>MEDUSA on a GPU</h1>", _facts(results)]
     said = lines(results)
-    parts.append("<pre>" + escape("\n".join(said) or "nothing was measured") + "</pre>")
+    parts.append("<pre>" + escape("\n".join(said)) + "</pre>")
     phased = {shape: runs for shape in shapes(results) if (runs := medians(shape, results))}
     if phased:
         parts += ["<h2>Figures 1 and 8: where the time goes, by strategy</h2>", *_timelines(phased)]

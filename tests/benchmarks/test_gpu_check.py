@@ -75,11 +75,14 @@ def test_what_no_minutes_are_left_for_is_named(tmp_path: Path) -> None:
 
 def results(**changes: Any) -> dict[str, Any]:
     steps = {"1": {"eager_ms": 5.0, "replay_ms": 2.0, "speedup": 2.5}}
-    captured = {"capture": {"seconds": 10.0}, "hashes": {"1": ["a", "a", "b", "b"]}, "steps": steps}
-    restored = {"restore": {"seconds": 0.5, "graphs": 35, "missing": []}, "hashes": {"1": ["a", "a", "b", "b"]}}
+    captured = {"capture": {"seconds": 10.0}, "hashes": {"1": ["a", "a", "b", "b", "c", "c"]}, "steps": steps}
+    restored = {
+        "restore": {"seconds": 0.5, "graphs": 35, "missing": []},
+        "hashes": {"1": ["a", "a", "b", "b", "c", "c"]},
+    }
     found: dict[str, Any] = {
         "transfer": {"pinned_gb_s": 50.0, "register": {"first_gb_s": 45.0, "again_gb_s": 48.0}},
-        "m materialize": {"seconds": 30.0},
+        "m materialize": {"seconds": 30.0, "bytes": 40 << 20},
         "m captured": captured,
         "m restored": {**restored, "steps": steps, **changes},
     }
@@ -101,13 +104,29 @@ def test_targets_that_are_reached_are_said_to_be() -> None:
     assert any("20.0 times" in line for line in said)
 
 
+def test_a_promised_row_that_was_not_measured_is_named() -> None:
+    found = results()
+    del found["m restored"]
+    assert "----  llama-3-8b: restoring: not measured" in summary.lines(found)
+    assert "----  context beside imports: not measured" in summary.lines(found)
+    found["loading"] = {"start": {"context": [0.0, 1.0], "import": [0.1, 3.0]}, "register": {"gb_s": 48.0}}
+    assert "ok    imports hide 90% of the context's 1.00 s" in summary.lines(found)
+    assert not any("host to device, of" in line for line in summary.lines(found))
+
+
+def test_a_slow_or_large_offline_phase_is_a_miss() -> None:
+    assert not missed(results())
+    for made in ({"seconds": 61.0, "bytes": 1}, {"seconds": 1.0, "bytes": 101 << 20}):
+        assert any("materialized in" in line for line in missed(results() | {"m materialize": made}))
+
+
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
         ({"restore": {"seconds": 1.5, "graphs": 35, "missing": []}}, "restored in 1.50 s"),
         ({"restore": {"seconds": 0.5, "graphs": 34, "missing": [8]}}, "1 missing"),
-        ({"hashes": {"1": ["a", "a", "b", "c"]}}, "bits differ: ['1']"),
-        ({"hashes": {}}, "bits differ: ['1']"),
+        ({"hashes": {"1": ["a", "a", "b", "b", "c", "d"]}}, "bits differ: 1"),
+        ({"hashes": {}}, "bits differ: 1"),
         ({"steps": {"1": {"eager_ms": 5.0, "replay_ms": 2.1, "speedup": 2.4}}}, "1.050 of captured"),
     ],
 )
@@ -120,7 +139,7 @@ def test_replays_that_differ_among_themselves_are_no_agreement() -> None:
 
 
 def test_a_report_of_nothing_says_so() -> None:
-    assert "nothing was measured" in report({})
+    assert "restoring: not measured" in report({})
 
 
 def test_what_a_part_has_started_ends_with_it(tmp_path: Path) -> None:
