@@ -39,6 +39,7 @@ _MOST_PREFETCHERS = 4  # the first and three that take over from a killed one
 _MOST_QUICK_ENDS, _QUICK_S = 4, 60.0  # of the zygote, which otherwise lives as long as the instance
 _KILL_AFTER_S = 5.0
 _NOW = -1.0  # as the time at which to stop: without draining
+_AGAIN_S = 0.5  # a signal that comes sooner is the first one: timeout(1) sends it to us and to our group, npm as well
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -331,7 +332,8 @@ class Instance:
     def _on_stop(self, number: int, _frame: FrameType | None) -> None:
         """First signal: drain. A second Ctrl-C: stop now."""
         if self._stop_asked:
-            self._stop_asked = _NOW
+            if time.monotonic() > self._stop_asked + _AGAIN_S:
+                self._stop_asked = _NOW
             return
         self._stop_asked = time.monotonic()
         self._stop_function()
