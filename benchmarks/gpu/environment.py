@@ -64,6 +64,8 @@ def _cupti(machine: Machine) -> dict[str, int]:
     from medusa_runtime.device.cupti import ModuleRecorder
 
     with ModuleRecorder() as recorder:
+        if recorder.error is not None:
+            raise recorder.error
         x = torch.randn(64, 4096, device=machine.device, dtype=torch.bfloat16)
         torch.cuda.synchronize()
         (x @ x.T).relu().sum().item()

@@ -29,6 +29,9 @@ class Machine(Protocol):
 
     def materialize(self, settings: Settings, folder: Path) -> Path | None: ...
 
+    def summary(self, bundle: bytes) -> Mapping[str, object]:
+        """What is in it, and what was refused, and why."""
+
     def without_images(self, bundle: bytes) -> bytes:
         """The same graphs without the kernels' images and the places of these in libraries."""
 
@@ -68,6 +71,12 @@ class CudaMachine:
         assert settings.model is not None
         return capture(settings.model, settings, folder)
 
+    def summary(self, bundle: bytes) -> Mapping[str, object]:
+        from medusa_runtime.engine.graph_state import summary
+        from medusa_runtime.state.graphs.blueprint import Blueprints
+
+        return summary(Blueprints.load(bundle))
+
     def without_images(self, bundle: bytes) -> bytes:
         from medusa_runtime.state.graphs.blob_format import encode
         from medusa_runtime.state.graphs.blueprint import Blueprints
@@ -104,6 +113,9 @@ class HostMachine:
         path = folder / "cuda-graphs"
         path.write_bytes(b"dry run")
         return path
+
+    def summary(self, bundle: bytes) -> Mapping[str, object]:
+        return {}
 
     def without_images(self, bundle: bytes) -> bytes:
         return bundle

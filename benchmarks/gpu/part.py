@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable
@@ -26,6 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--strategy", default="", help="of the part phase")
     parser.add_argument("--dry-run", action="store_true", help="host memory in place of a GPU")
     options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     began = time.monotonic_ns()
     timeline = Timeline.create("engine")
     context = None if options.dry_run else DeviceContext(timeline=timeline)  # beside the imports, as the engine does
@@ -73,7 +75,8 @@ def materialize(machine: Machine, options: Any) -> dict[str, Any]:
     if made is None:
         raise RuntimeError("nothing was materialized")
     made.rename(options.bundle)
-    return {"seconds": seconds, "bytes": options.bundle.stat().st_size}
+    data = options.bundle.read_bytes()
+    return {"seconds": seconds, "bytes": len(data), **machine.summary(data)}
 
 
 def captured(machine: Machine, options: Any) -> dict[str, Any]:

@@ -9,6 +9,11 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
+import logging
+import os
+import shlex
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +21,9 @@ from typing import Any, Self
 
 from ..errors import DeviceError
 
+logger = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("module_recorder.c")
 _RESOURCE, _MODULE_LOADED = 3, 6  # CUPTI_CB_DOMAIN_RESOURCE, CUPTI_CBID_RESOURCE_MODULE_LOADED
 _NAMES = ("libcupti.so.13", "libcupti.so.12", "libcupti.so")
 
@@ -33,19 +41,34 @@ class _Resource(ctypes.Structure):
 
 
 class ModuleRecorder:
-    """While open, ``images`` collects each loaded image once. One subscriber a process: no profiler beside it."""
+    """While open, ``images`` collects each loaded image once. One subscriber a process: no profiler beside it.
+
+    ``error`` says why nothing is recorded, where there is no CUPTI, or it refuses: kernels are then found another way.
+    """
 
     def __init__(self, library: str | None = None) -> None:
-        self._cupti = _load(library)
-        self._images: dict[bytes, bytes] = {}
         self._subscriber = ctypes.c_void_p()
+        self._images: dict[bytes, bytes] = {}
+        self._taken = 0
+        self._native = _compiled()
         kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.POINTER(_Resource))
-        self._callback = kind(self._loaded)  # kept: CUPTI calls it until the end
-        self._call("cuptiSubscribe", ctypes.byref(self._subscriber), self._callback, None)
-        self._call("cuptiEnableCallback", ctypes.c_uint32(1), self._subscriber, _RESOURCE, _MODULE_LOADED)
+        # Kept: CUPTI calls it until the end. Without a compiler, Python's: right, if nothing else runs beside it.
+        self._callback = kind(self._loaded) if self._native is None else self._native.medusa_module_loaded
+        self.error: DeviceError | None = None
+        try:
+            self._cupti = _load(library)
+            self._call("cuptiSubscribe", ctypes.byref(self._subscriber), self._callback, None)
+            self._call("cuptiEnableCallback", ctypes.c_uint32(1), self._subscriber, _RESOURCE, _MODULE_LOADED)
+        except DeviceError as error:
+            self.error = error
+            logger.warning("%s", error)
 
     @property
     def images(self) -> list[bytes]:
+        size = ctypes.c_size_t()
+        while self._native is not None and (at := self._native.medusa_module(self._taken, ctypes.byref(size))):
+            self._add(ctypes.string_at(at, size.value))
+            self._taken += 1
         return list(self._images.values())
 
     def close(self) -> None:
@@ -66,8 +89,10 @@ class ModuleRecorder:
         """Called by CUPTI, in the thread that loads: copies, and calls nothing of CUDA or torch."""
         module = resource.contents.described
         if module and module.contents.image and module.contents.size:
-            image = ctypes.string_at(module.contents.image, module.contents.size)
-            self._images.setdefault(hashlib.sha256(image).digest(), image)
+            self._add(ctypes.string_at(module.contents.image, module.contents.size))
+
+    def _add(self, image: bytes) -> None:
+        self._images.setdefault(hashlib.sha256(image).digest(), image)
 
     def _call(self, function: str, *arguments: Any) -> None:
         result = getattr(self._cupti, function)(*arguments)
@@ -76,6 +101,22 @@ class ModuleRecorder:
             self._cupti.cuptiGetResultString(result, ctypes.byref(text))
             reason = text.value.decode() if text.value else "unknown"
             raise DeviceError(f"{function} failed: {reason} ({result}); kernel images cannot be recorded")
+
+
+def _compiled() -> ctypes.CDLL | None:
+    """The callback in C, made here and now; None where there is no compiler."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder, "module_recorder.so")
+        command = [*shlex.split(os.environ.get("CC") or "cc"), "-O2", "-shared", "-fPIC", "-pthread", "-o", str(made)]
+        try:
+            subprocess.run([*command, str(_SOURCE)], check=True, capture_output=True, timeout=100)
+            native = ctypes.CDLL(str(made))
+        except (OSError, subprocess.SubprocessError) as error:
+            logger.info("kernel images are recorded by Python: %s", error)
+            return None
+    native.medusa_module.restype = ctypes.c_void_p
+    native.medusa_module.argtypes = (ctypes.c_size_t, ctypes.c_void_p)
+    return native
 
 
 def _load(library: str | None) -> ctypes.CDLL:

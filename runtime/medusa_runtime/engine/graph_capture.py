@@ -7,6 +7,7 @@ process of its own for each, since what the driver has loaded, and where, must n
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from ..errors import DeviceError, EngineError
 
 if TYPE_CHECKING:
     from ..state.graphs.allocation_recorder import AllocationRecorder
+
+logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 600.0
 _PROCESSES = {
@@ -60,12 +63,15 @@ def run(settings: Settings, out: Path, second: Path | None = None) -> None:
     done = subprocess.run(
         command, input=json.dumps(asdict(settings)).encode(), capture_output=True, timeout=_TIMEOUT_S, check=False
     )
+    for line in (done.stdout + done.stderr).decode(errors="replace").splitlines():
+        logger.info("%s", line)
     if done.returncode:
         raise EngineError(f"capturing CUDA graphs failed: {done.stderr.decode(errors='replace').strip()[-1500:]}")
 
 
 def main(arguments: list[str]) -> int:
     """``out [second]``, with the settings on standard input: a dump, or, given the second one, the blueprints."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     settings = Settings(**json.load(sys.stdin))
     out, second = Path(arguments[0]), Path(arguments[1]) if len(arguments) > 1 else None
     from ..device.cupti import ModuleRecorder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Mapping
-from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint64, c_void_p
 
 from .blueprint import (
     AttributeSet,
@@ -17,7 +17,7 @@ from .blueprint import (
     NodeKind,
     RegionKind,
 )
-from .driver import CudaDriver
+from .driver import INVALID_VALUE, CudaDriver, CudaError
 from .images import ImageStore
 from .mismatch import MismatchError, Reason
 from .structs import (
@@ -38,7 +38,9 @@ NODE_ATTRIBUTES = (1, 2, 4, 5, 8, 9, 10, 11, 13, 14)
 # tells kernels of one name apart; dynamic shared memory, carveout and non-portable clusters are set by who launches.
 REGISTERS = 4
 IDENTITY = (1, 2, 3, REGISTERS, 5, 6)
-FUNCTION_ATTRIBUTES = (*IDENTITY, 8, 9, 14)
+_DYNAMIC_SHARED = 8
+FUNCTION_ATTRIBUTES = (*IDENTITY, _DYNAMIC_SHARED, 9, 14)
+_DEVICE_UPDATABLE = 13  # its value has a handle for kernels to change the node by, which no other process has
 _NODE_KINDS = {
     3: "host",
     4: "child graph",
@@ -73,6 +75,10 @@ def dump_graphs(
             read.append(reader.graph(key, graph))
         except MismatchError as mismatch:
             refused[key] = str(mismatch)
+        except CudaError as error:
+            if error.sticky:
+                raise
+            refused[key] = str(MismatchError(Reason.DRIVER_CALL, str(error)))
     return Blueprints(
         regions=(*regions, *reader.variables.values()),
         kernels=tuple(reader.kernels),
@@ -114,6 +120,9 @@ def kernel_of(driver: CudaDriver, node: int) -> tuple[KernelNodeParams, str, tup
     """A kernel node's parameters, its kernel's name, and the (offset, size) of each parameter."""
     params = KernelNodeParams()
     driver.call("cuGraphKernelNodeGetParams_v2", node, byref(params))
+    if params.func and driver.result("cuFuncGetName", byref(c_char_p()), params.func):
+        # A CUkernel can be launched in place of a CUfunction; what tells of functions does not take it.
+        params.func, params.kern = None, params.kern or params.func
     return params, *describe(driver, func=params.func or 0, kern=params.kern or 0)
 
 
@@ -124,8 +133,10 @@ def describe(driver: CudaDriver, *, func: int, kern: int) -> tuple[str, tuple[tu
     call = "cuFuncGetParamInfo" if func else "cuKernelGetParamInfo"
     layout: list[tuple[int, int]] = []
     offset, size = c_size_t(), c_size_t()
-    while driver.result(call, handle, len(layout), byref(offset), byref(size)) == 0:
+    while not (failed := driver.result(call, handle, len(layout), byref(offset), byref(size))):
         layout.append((offset.value, size.value))
+    if failed != INVALID_VALUE:  # not the end: a kernel without its parameters would run with somebody else's
+        driver.call(call, handle, len(layout), byref(offset), byref(size))
     return name, tuple(layout)
 
 
@@ -185,11 +196,14 @@ class _Reader:
         values = bytearray(size)
         # The memory behind these pointers is the node's own: it is copied at once, and never written.
         packed = _packed(params.extra) if params.extra else 0
-        pointers = (c_uint64 * len(layout)).from_address(params.params) if params.params and layout else ()
+        if layout and not packed and not params.params:
+            raise MismatchError(Reason.NODE_KIND, f"the parameters of {name} cannot be read")
+        pointers = (c_uint64 * len(layout)).from_address(params.params) if layout and not packed else ()
         for number, (offset, length) in enumerate(layout):
             source = packed + offset if packed else pointers[number]
             values[offset : offset + length] = ctypes.string_at(source, length)
         blob += values
+        self._allow(record, params.shared_bytes)
         attributes = self._attributes(handle)
         if attributes not in self.sets:
             self.sets.append(attributes)
@@ -217,9 +231,20 @@ class _Reader:
             self.kernels.append(KernelRecord(name, image, layout, tuple(attributes)))
         return self._numbers[handle]
 
+    def _allow(self, record: int, shared_bytes: int) -> None:
+        """Who launched it may have allowed its shared memory through a handle that was not asked here."""
+        attributes = dict(self.kernels[record].attributes)
+        if attributes.get(_DYNAMIC_SHARED, 0) < shared_bytes:
+            attributes[_DYNAMIC_SHARED] = shared_bytes
+            self.kernels[record] = self.kernels[record]._replace(attributes=tuple(sorted(attributes.items())))
+
     def _add_variables(self, image: str, params: KernelNodeParams) -> None:
-        func = params.func or self._driver.handle("cuKernelGetFunction", params.kern)
-        module = self._driver.handle("cuFuncGetModule", func)
+        """Without them a pointer into one is a foreign one."""
+        try:
+            func = params.func or self._driver.handle("cuKernelGetFunction", params.kern)
+            module = self._driver.handle("cuFuncGetModule", func)
+        except CudaError:
+            return
         for variable, size in self._images.cubin(image).variables.items():
             address = c_uint64()
             if not self._driver.result("cuModuleGetGlobal_v2", byref(address), None, module, variable.encode()):
@@ -231,6 +256,10 @@ class _Reader:
         for attribute in NODE_ATTRIBUTES:
             value = ctypes.create_string_buffer(ATTRIBUTE_BYTES)
             if self._driver.result("cuGraphKernelNodeGetAttribute", handle, attribute, value):
+                continue
+            if attribute == _DEVICE_UPDATABLE:
+                if any(value.raw[:4]):
+                    raise MismatchError(Reason.NODE_KIND, "kernels change one of its nodes")
                 continue
             if value.raw.rstrip(b"\0") not in (b"", _DEFAULTS.get(attribute)):
                 found.append((attribute, value.raw))

@@ -38,7 +38,7 @@ class KernelFinder:
         self._modules: dict[str, int] = {}  # image → the module that a triggered kernel of it is in
         self._kept: list[object] = []
         self._found: dict[int, KernelHandle] = {}
-        self._triggered: defaultdict[str, dict[KernelHandle, tuple[tuple[int, int], ...]]] = defaultdict(dict)
+        self._triggered: defaultdict[str, list[KernelHandle]] = defaultdict(list)
         self._done: set[str] = set()
 
     def handle(self, number: int, graph: str) -> KernelHandle:
@@ -115,12 +115,8 @@ class KernelFinder:
             > 1
         ):
             raise MismatchError(Reason.KERNEL_AMBIGUOUS, f"{record.name} is several kernels that nothing tells apart")
-        candidates = self._triggered.get(record.name, {})
-        matches = [
-            handle
-            for handle, layout in candidates.items()
-            if (record.name, layout, tuple(self._attribute(handle, one) for one in IDENTITY)) == wanted
-        ]
+        candidates = self._triggered.get(record.name, [])
+        matches = [handle for handle in candidates if self._identity_of(handle) == wanted]
         if not matches:
             if candidates:
                 raise MismatchError(Reason.KERNEL_MISSING, f"{record.name} is another kernel here")
@@ -139,24 +135,34 @@ class KernelFinder:
         for node in nodes_of(self._driver, graph):
             if node_kind(self._driver, node) != NodeKind.KERNEL:
                 continue
-            params, _, _ = kernel_of(self._driver, node)
+            params, name, _ = kernel_of(self._driver, node)
             func = params.func or self._driver.handle("cuKernelGetFunction", params.kern)
-            module = self._driver.handle("cuFuncGetModule", func)
-            if module in seen:
-                continue
-            seen.add(module)
-            count = c_uint()
-            self._driver.call("cuModuleGetFunctionCount", byref(count), module)
-            functions = (c_uint64 * count.value)()
-            self._driver.call("cuModuleEnumerateFunctions", functions, count.value, module)
+            try:
+                module = self._driver.handle("cuFuncGetModule", func)
+                functions = self._functions(module) if module not in seen else []
+                seen.add(module)
+            except CudaError:  # of the rest of its module nothing is known, itself it is there
+                functions = []
+            # Names alone: the driver loads a function that it is asked more about, and a module may have hundreds.
             for function in functions:
-                name, layout = describe(self._driver, func=function, kern=0)
-                self._triggered[name][KernelHandle(function, 0)] = layout
+                self._triggered[self._driver.text("cuFuncGetName", function)].append(KernelHandle(function, 0))
+            if name not in self._triggered:
+                self._triggered[name].append(KernelHandle(func, 0))
 
-    def _attribute(self, handle: KernelHandle, attribute: int) -> int:
-        value = ctypes.c_int()
-        self._driver.call("cuFuncGetAttribute", byref(value), attribute, handle.func)
-        return value.value
+    def _functions(self, module: int) -> list[int]:
+        count = c_uint()
+        self._driver.call("cuModuleGetFunctionCount", byref(count), module)
+        functions = (c_uint64 * count.value)()
+        self._driver.call("cuModuleEnumerateFunctions", functions, count.value, module)
+        return list(functions)
+
+    def _identity_of(self, handle: KernelHandle) -> tuple[str, tuple[tuple[int, int], ...], tuple[int, ...]]:
+        values = []
+        for attribute in IDENTITY:
+            value = ctypes.c_int()
+            self._driver.call("cuFuncGetAttribute", byref(value), attribute, handle.func)
+            values.append(value.value)
+        return *describe(self._driver, func=handle.func, kern=0), tuple(values)
 
     def _set_attributes(self, handle: KernelHandle, record: KernelRecord) -> None:
         """More than 48 KiB of dynamic shared memory, among others, must be allowed before a node asks for it."""

@@ -35,8 +35,8 @@ driver = CudaDriver(os.environ["FAKE_CUDA_LIBRARY"])
 
 @pytest.fixture
 def python(fake_cuda: Path, cubins: Path) -> Any:
-    def run(code: str) -> str:
-        variables = {**os.environ, "FAKE_CUDA_LIBRARY": str(fake_cuda), "TOY_CUBINS": str(cubins)}
+    def run(code: str, **environment: str) -> str:
+        variables = {**os.environ, "FAKE_CUDA_LIBRARY": str(fake_cuda), "TOY_CUBINS": str(cubins), **environment}
         done = subprocess.run(
             [sys.executable, "-c", SCRIPT + code], env=variables, capture_output=True, text=True, timeout=100
         )
@@ -125,6 +125,101 @@ print(dump.graphs[0].blob == struct.pack("<Qi", x, 16), dump.graphs[0].nodes[0],
     assert said[1].startswith("True Node(kind=")
     assert "grid=(2, 1, 1), block=(32, 1, 1), shared_bytes=65536, start=0, size=12" in said[1]
     assert "(8, 65536)" in said[1]
+
+
+WIDE = """
+kernel = driver.handle("cuLibraryGetKernel", library, b"wide")
+values = ctypes.create_string_buffer(struct.pack("<Qi", 0x1234, 16), 12)
+pointers = (c_uint64 * 2)(ctypes.addressof(values), ctypes.addressof(values) + 8)
+params = KERNEL_NODE.pack(0, 2, 1, 1, 32, 1, 1, 1024, ctypes.addressof(pointers), 0, kernel, 0)
+node = driver.handle("cuGraphAddKernelNode_v2", graph, None, 0, params)
+images = ImageStore([Path(os.environ["TOY_CUBINS"], "toy_a.cubin").read_bytes()])
+"""
+
+
+@pytest.mark.parametrize("environment", [{}, {"FAKE_CUDA_CAST": "1"}, {"FAKE_CUDA_NO_MODULES": "1"}])
+def test_a_kernel_in_place_of_a_function(python: Any, environment: dict[str, str]) -> None:
+    """A CUkernel is launched as if it were a CUfunction, by CUDA's runtime; and not each function has a module."""
+    said = python(
+        "from medusa_runtime.state.graphs.images import ImageStore"
+        + CONTEXT
+        + WIDE
+        + """
+dump = dump_graphs(driver, {"g": graph}, [], images=images)
+print(dump.refused, dump.kernels[0].name, bool(dump.kernels[0].image), dump.kernels[0].parameters,
+      dict(dump.kernels[0].attributes)[8], dump.graphs[0].blob == values.raw)
+""",
+        **environment,
+    )
+    assert said == "{} wide True ((0, 8), (8, 4)) 1024 True\n"
+
+
+def test_nodes_that_cannot_be_read_are_refused_by_themselves(python: Any) -> None:
+    """Whatever the driver says of one graph: the others are kept."""
+    said = python(
+        "from medusa_runtime.state.graphs.images import ImageStore"
+        + CONTEXT
+        + WIDE
+        + """
+other = driver.handle("cuGraphCreate", 0)
+changed = driver.handle("cuGraphAddKernelNode_v2", other, None, 0, params)
+driver.call("cuGraphKernelNodeSetAttribute", changed, 13, struct.pack("<iiQ", 1, 0, 77) + bytes(48))
+import medusa_runtime.state.graphs.dump as dumping
+real = dumping.CudaDriver.result
+def failing(self, function, *arguments):
+    if function == "cuKernelGetParamInfo" and arguments[1] == 1 and broken:
+        return 201
+    return real(self, function, *arguments)
+dumping.CudaDriver.result = failing
+for broken in (False, True):
+    dump = dump_graphs(driver, {"g": graph, "changed": other, "gone": 3}, [])
+    print([one.key for one in dump.graphs])
+    print(*sorted(dump.refused.items()), sep="\\n")
+"""
+    ).splitlines()
+    changed, gone = "('changed', 'node-kind: kernels change one of its nodes')", "CUDA_ERROR_INVALID_HANDLE (400)')"
+    assert said[:2] == ["['g']", changed]
+    assert said[2].startswith("('gone', 'driver-call: cuGraphGetNodes failed")
+    assert said[2].endswith(gone)
+    assert said[3] == "[]", "a kernel without its parameters was taken"
+    assert "('g', 'driver-call: cuKernelGetParamInfo failed" in said[5]
+
+
+@pytest.mark.parametrize("compiler", ["cc", "false"])
+def test_loaded_modules_are_recorded(python: Any, compiler: str) -> None:
+    """By a callback in C, which waits for no lock of Python's; by Python's where there is no compiler."""
+    said = python(
+        """
+from medusa_runtime.device.cupti import ModuleRecorder
+with ModuleRecorder(os.environ["FAKE_CUDA_LIBRARY"]) as recorder:
+    print(recorder.error, recorder._native is None, recorder.images)
+"""
+        + CONTEXT.replace("\n", "\n    ")
+        + """
+    driver.handle("cuLibraryLoadData", Path(os.environ["TOY_CUBINS"], "toy_a.cubin").read_bytes(),
+                  None, None, 0, None, None, 0)
+    driver.handle("cuLibraryLoadData", Path(os.environ["TOY_CUBINS"], "toy_b.cubin").read_bytes(),
+                  None, None, 0, None, None, 0)
+wanted = [Path(os.environ["TOY_CUBINS"], name).read_bytes() for name in ("toy_a.cubin", "toy_b.cubin")]
+print(recorder.images == wanted, recorder.images == wanted)
+""",
+        CC=compiler,
+    )
+    assert said == f"None {compiler == 'false'} []\nTrue True\n"
+
+
+def test_without_cupti_no_image_is_recorded_and_nothing_fails(python: Any) -> None:
+    said = python(
+        """
+from medusa_runtime.device.cupti import ModuleRecorder
+with ModuleRecorder("libno-cupti-here.so") as recorder:
+    print(recorder.images, recorder.error)
+with ModuleRecorder(os.environ["FAKE_CUDA_LIBRARY"]), ModuleRecorder(os.environ["FAKE_CUDA_LIBRARY"]) as recorder:
+    print(recorder.images, recorder.error)
+"""
+    ).splitlines()
+    assert said[0].startswith("[] expected CUPTI")
+    assert said[1].startswith("[] cuptiSubscribe failed: CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED (39)")
 
 
 def test_edges_are_asked_for_with_their_data(python: Any) -> None:

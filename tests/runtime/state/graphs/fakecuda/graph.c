@@ -149,7 +149,9 @@ CUresult cuGraphNodeGetType(void *handle, int *type) {
 }
 CUresult cuGraphKernelNodeGetParams_v2(void *handle, KernelNodeParams *params) {
   NODE_(NODE_KERNEL, handle);
-  return *params = node->kernel, CUDA_SUCCESS;
+  *params = node->kernel;
+  if (node->by_kernel && getenv("FAKE_CUDA_CAST")) params->func = params->kern, params->kern = NULL;  // as it was launched
+  return CUDA_SUCCESS;
 }
 CUresult cuGraphMemsetNodeGetParams(void *handle, MemsetNodeParams *params) {
   NODE_(NODE_MEMSET, handle);

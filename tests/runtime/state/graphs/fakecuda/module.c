@@ -228,6 +228,7 @@ CUresult cuKernelGetLibrary(void **library, void *kernel) {
 }
 CUresult cuFuncGetModule(void **module, void *func) {
   KNOWN(func, NULL);
+  if (getenv("FAKE_CUDA_NO_MODULES")) return CUDA_ERROR_NOT_FOUND;
   return *module = function->image->module, CUDA_SUCCESS;
 }
 static CUresult name_of(const char **name, Function *function) {
