@@ -17,12 +17,12 @@ class KernelBuildHook(BuildHookInterface[Any]):
         """Compile beside the sources (an editable install finds the library there) and add it to the wheel."""
         root = Path(self.root)
         kernels = runpy.run_path(str(root / KERNELS / "build.py"))
+        library = Path(root, KERNELS, kernels["LIBRARY_NAME"])
         try:
-            library = kernels["build"]()
+            if version != "editable" or not kernels["is_fresh"](library):
+                kernels["build"](library)
         except kernels["KernelBuildError"] as error:
-            Path(root, KERNELS, kernels["LIBRARY_NAME"]).unlink(
-                missing_ok=True
-            )  # one of an earlier build may not match
+            library.unlink(missing_ok=True)  # one of an earlier build may not match
             self.app.display_warning(
                 f"medusa-runtime is built without its CPU kernels, bf16 products will be slow: {error}"
             )

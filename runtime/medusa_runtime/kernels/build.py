@@ -40,20 +40,28 @@ def build(target: Path = SOURCE_DIR / LIBRARY_NAME) -> Path:
         raise KernelBuildError(
             f"kernels are written for x86-64 Linux, this is {platform.machine()} {platform.system()}"
         )
+    from concurrent.futures import ThreadPoolExecutor  # a start imports this module for the library's name alone
+
     compiler = shlex.split(os.environ.get("CC") or "cc")
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".kernels-") as folder:
-        objects = []
-        for name, source, flags in OBJECTS:
-            objects.append(f"{folder}/{name}.o")
-            _run([*compiler, *FLAGS, *flags, "-c", str(SOURCE_DIR / source), "-o", objects[-1]])
+        objects = [f"{folder}/{name}.o" for name, *_ in OBJECTS]
+        commands = [[*compiler, *FLAGS, *flags, "-c", str(SOURCE_DIR / source)] for _, source, flags in OBJECTS]
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+            list(threads.map(_run, ([*each, "-o", object] for each, object in zip(commands, objects, strict=True))))
         library = Path(folder, LIBRARY_NAME)
         _run([*compiler, "-shared", "-o", str(library), *objects, "-lm", "-lpthread"])
         library.replace(target)
     return target
 
 
+def is_fresh(library: Path = SOURCE_DIR / LIBRARY_NAME) -> bool:
+    """Whether it is there and younger than all it is built from."""
+    sources = [Path(__file__), *SOURCE_DIR.glob("*.[ch]")]
+    return library.exists() and library.stat().st_mtime >= max(source.stat().st_mtime for source in sources)
+
+
 def _run(command: list[str]) -> None:
-    import subprocess  # a start imports this module for the library's name alone
+    import subprocess
 
     try:
         subprocess.run(command, check=True, capture_output=True, text=True)
