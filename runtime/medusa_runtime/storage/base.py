@@ -49,6 +49,12 @@ class Store(Protocol):
         each time it is full; ``advance`` must be done with the bytes it is told of, and is always told in time.
         """
 
+    def interrupt(self, thread: int) -> None:
+        """End the ``read_into`` that another thread (by its ``get_ident``) is in: it raises StorageError.
+
+        For a range that somebody else has brought meanwhile. A store that cannot do it does nothing.
+        """
+
     def local_path(self, key: str) -> Path | None:
         """The object as a file on this machine that can be mapped, or None."""
 

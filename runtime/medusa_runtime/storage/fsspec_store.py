@@ -142,6 +142,8 @@ class FsspecStore:
         if advance:
             advance(len(buffer))
 
+    def interrupt(self, thread: int) -> None: ...
+
     def local_path(self, key: str) -> Path | None:
         return None
 

@@ -45,6 +45,7 @@ class HttpStore:
         self.url = url
         self.retries = retries or RetryPolicy()
         self._idle: dict[Endpoint, list[Connection]] = {}
+        self._busy: dict[int, Connection] = {}  # by thread
         self._moved: dict[str, Target] = {}  # where redirects led, so that a range costs one round trip
         self._lock = threading.Lock()
         self._closed = False
@@ -137,6 +138,7 @@ class HttpStore:
                     if advance:
                         advance(filled)
             except WireError as error:
+                self._check_interrupted(key, connection)
                 if filled > begun:
                     patience.progressed()
                 patience.again(Transient(StorageError(f"{self.name(key)}: {error}")))
@@ -219,6 +221,8 @@ class HttpStore:
                 return connection, connection.request(target.path, headers)
             except WireError as error:
                 connection.close()
+                self._give_back(connection)
+                self._check_interrupted(key, connection)
                 if used:
                     continue  # the server may close an idle connection at any time; that is no failed try
                 raise Transient(StorageError(f"{self.name(key)}: {error}")) from None
@@ -227,16 +231,21 @@ class HttpStore:
         with self._lock:
             idle = self._idle.get(endpoint)
             if idle:
+                self._busy[threading.get_ident()] = idle[-1]
                 return idle.pop(), True
         try:
-            return Connection(endpoint, self.retries.stall_s), False
+            connection = Connection(endpoint, self.retries.stall_s)
         except WireError as error:
             raise Transient(
                 UnreachableError(f"{self.name(key)}: cannot reach {endpoint.host} port {endpoint.port}: {error}")
             ) from None
+        with self._lock:
+            self._busy[threading.get_ident()] = connection
+        return connection, False
 
     def _give_back(self, connection: Connection) -> None:
         with self._lock:
+            self._busy.pop(threading.get_ident(), None)
             if self._closed or not connection.reusable:  # a request that nobody needs any more may outlive the store
                 connection.close()
                 return
@@ -267,6 +276,15 @@ class HttpStore:
     def hint(self) -> str:
         """What to do about a refusal."""
         return "; expected an address that may be read, or https://user:password@host/…"
+
+    def interrupt(self, thread: int) -> None:
+        with self._lock:
+            if connection := self._busy.get(thread):
+                connection.interrupt()
+
+    def _check_interrupted(self, key: str, connection: Connection | None) -> None:
+        if connection and connection.interrupted:
+            raise StorageError(f"{self.name(key)}: interrupted, somebody else has brought this range")
 
     def local_path(self, key: str) -> Path | None:
         return None

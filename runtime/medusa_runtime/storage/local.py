@@ -85,6 +85,8 @@ class LocalStore:
         if version is not None and info.version != version:
             raise ObjectChangedError(f"{self._folder / key} was replaced or written to while it was read; start again")
 
+    def interrupt(self, thread: int) -> None: ...
+
     def local_path(self, key: str) -> Path | None:
         return self._folder / key
 

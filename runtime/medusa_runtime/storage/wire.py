@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import struct
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class Connection:
         self._to_read: int | None = 0
         self._chunked = False
         self._keep = True
+        self.interrupted = False
 
     @property
     def reusable(self) -> bool:
@@ -196,7 +198,15 @@ class Connection:
         except OSError as error:
             raise WireError(_reason(error)) from None
 
+    def interrupt(self) -> None:
+        """End it from another thread: whoever reads from it gets a WireError at once."""
+        self.interrupted, self._keep = True, False
+        with suppress(OSError):
+            # Of the plain socket: TLS would take its state from under the one who reads.
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
     def close(self) -> None:
+        self._keep = False
         self._socket.close()
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from heapq import nlargest
 from typing import NamedTuple
 
 _SLACK = 2.0  # a range may take this many times what ranges take on average
@@ -20,6 +22,7 @@ _WEIGHT = 0.3  # of the newest range in the measured rate
 _RANGE_S, _ANSWERS = 0.1, 8
 _FIRST_BYTES = 2 << 20  # the same where nothing is known yet
 _BURST_S = 0.05  # what comes in less time tells nothing of the link: it was on its way, or saved up
+_OVERTAKERS = 2  # so many ranges that were begun later and are answered show that an answer is late
 _DOUBLED = 4  # of so many ranges one may be asked for twice at a time
 
 
@@ -33,6 +36,9 @@ class Span(NamedTuple):
     def chunks(self) -> range:
         return range(self.first, self.first + self.length)
 
+    def overlaps(self, other: Span) -> bool:
+        return self.first < other.first + other.length and other.first < self.first + self.length
+
 
 class OvertakenError(Exception):
     """Another request for the same range was faster."""
@@ -44,9 +50,12 @@ class Flight:
 
     span: Span
     size_bytes: int
+    thread: int = field(default_factory=threading.get_ident)
     began: float = field(default_factory=time.monotonic)
     done_bytes: int = 0
-    hedged: bool = False
+    hedged: bool = False  # the same range has been asked for again
+    second: bool = False  # it is what was asked for again
+    awaited: bool = False  # by a forward
     held: bool = False
     first_s: float | None = None  # until its first bytes came
 
@@ -76,25 +85,36 @@ class Flights:
         self._least_s = math.inf  # until an answer began, at least: that is the store, and no queue before the link
         self._began = 0.0
         self._done_bytes = 0  # of ranges that have ended
+        self._answered: list[float] = []  # when the newest _OVERTAKERS of them began that were answered
 
-    def begin(self, span: Span, size_bytes: int, *, hedged: bool = False) -> Flight:
-        flight = Flight(span, size_bytes, hedged=hedged)
+    def begin(self, span: Span, size_bytes: int, *, second: bool = False) -> Flight:
+        flight = Flight(span, size_bytes, second=second)
         with self._lock:
             self._began = self._began or flight.began
             self._flying.append(flight)
         return flight
 
-    def end(self, flight: Flight) -> None:
+    def end(self, flight: Flight) -> bool:
+        """Whether nobody else is fetching the same range."""
         with self._lock:
             self._flying.remove(flight)
             self._done_bytes += flight.done_bytes
             if flight.first_s is not None:
                 self._least_s = min(self._least_s, flight.first_s)
+                self._answered = nlargest(_OVERTAKERS, (*self._answered, flight.began))
             seconds = time.monotonic() - flight.began
             if flight.done_bytes == flight.size_bytes and seconds > 0 and not flight.held:
                 self._bytes_per_s = _averaged(self._bytes_per_s, flight.size_bytes / seconds)
-                if flight.first_s is not None and not flight.hedged:
+                if flight.first_s is not None and not flight.second:
                     self._first_s = _averaged(self._first_s, flight.first_s)
+            return not any(flight.span.overlaps(other.span) for other in self._flying)
+
+    def interrupt(self, there: Callable[[Span], bool], interrupt: Callable[[int], None]) -> None:
+        """Interrupt the threads whose ranges have come by another request."""
+        with self._lock:  # none of them begins another range meanwhile
+            for flight in self._flying:
+                if (flight.hedged or flight.second) and there(flight.span):
+                    interrupt(flight.thread)
 
     @property
     def count(self) -> int:
@@ -118,8 +138,8 @@ class Flights:
         with self._lock:
             if ending:
                 return len(self._flying)
-            twice = sum(flight.hedged for flight in self._flying)  # the second ones count, too
-            return max(max(len(self._flying) // _DOUBLED, 1) - twice // 2, 0)
+            seconds = sum(flight.second for flight in self._flying)
+            return max(max((len(self._flying) - seconds) // _DOUBLED, 1) - seconds, 0)
 
     def late(self, *, ending: bool = False) -> list[Flight]:
         """Ranges without a second request that should have been complete by now, from what the others show.
@@ -132,16 +152,18 @@ class Flights:
         now = time.monotonic()
         with self._lock:
             flying, rate, first_s = list(self._flying), self._bytes_per_s, self._first_s
-        silent = sum(flight.first_s is None for flight in flying)
-        if not ending and silent > max(len(flying) // _DOUBLED, 1):
-            first_s = None  # that is the link, and no single answer
+            answered = (*self._answered, *(flight.began for flight in flying if flight.first_s is not None))
+        # Where hardly anybody was answered who asked later, it is the link or the store, and no single answer.
+        overtaken = math.inf if ending else min(nlargest(_OVERTAKERS, (*answered, *[-math.inf] * _OVERTAKERS)))
         rates = sorted((flight.rate(now), id(flight)) for flight in flying if flight.done_bytes)
         places = {flight: place for place, (_, flight) in enumerate(rates)}
         late = []
         for flight in flying:
             usual = min(filter(None, (rate, _median_without(rates, places.get(id(flight))))), default=None)
-            if usual and not flight.hedged and now - flight.began > _patience_s(flight, usual, first_s, ending):
-                late.append(flight)
+            if usual and not flight.hedged:
+                patience_s = _patience_s(flight, usual, first_s if flight.began < overtaken else None, ending)
+                if now - flight.began > patience_s:
+                    late.append(flight)
         return late
 
 

@@ -98,15 +98,19 @@ class Schedule:
         return [chunk for chunk in asked if not self._writer.present(chunk)]
 
     def late(self) -> list[Flight]:
-        """Ranges that are late and awaited: by a forward, or, when nothing else is left to fetch, by everybody.
+        """Ranges that are late, those first that a forward awaits; no more than may be asked for twice now.
 
-        No more than may be asked for twice now.
+        Of others those of which nothing has come: a second request for them takes no bandwidth from the first.
+        When nothing else is left to fetch, everybody awaits all.
         """
         ending = self.exhausted
         late = self.flights.late(ending=ending)
         if late and not ending:
             wanted = set(self.wanted())
-            late = [flight for flight in late if not wanted.isdisjoint(flight.span.chunks)]
+            for flight in late:
+                flight.awaited = not wanted.isdisjoint(flight.span.chunks)
+            late = [flight for flight in late if flight.awaited or flight.first_s is None]
+            late.sort(key=lambda flight: not flight.awaited)
         return late[: self.flights.room(ending=ending)] if late else []
 
     def stop(self) -> None:

@@ -113,20 +113,20 @@ class Streams:
         while self._alive():
             for flight in self._schedule.late():
                 flight.hedged = True
-                self._late, self._late_until = flight, time.monotonic() + _HOLD_S
                 self.hedges += 1
-                self._start(partial(self._hedge, flight.span))
+                self._start(partial(self._hedge, flight))
             time.sleep(_LOOK_S)
 
-    def _hedge(self, span: Span) -> None:
-        missing = [chunk for chunk in span.chunks if not self._writer.present(chunk)]
+    def _hedge(self, late: Flight) -> None:
+        stop = late.span.first + late.span.length
+        missing = [chunk for chunk in late.span.chunks if not self._writer.present(chunk)]
         if missing:
-            self._fetch(Span(missing[0], span.first + span.length - missing[0]), hedged=True)
+            self._fetch(Span(missing[0], stop - missing[0]), late)
 
     def _hold(self, flight: Flight) -> None:
         """Suspend a range while another one, which is awaited, is late."""
         late = self._late
-        if late is None or flight.hedged:
+        if late is None or flight.second:
             return
         begin = time.monotonic()
         while self._alive() and time.monotonic() < self._late_until and not self._there(late.span):
@@ -222,21 +222,25 @@ class Streams:
                 self._working -= 1
             self._changed.set()
 
-    def _fetch(self, span: Span, *, hedged: bool = False) -> None:
-        """One range, unless another request for it is faster."""
+    def _fetch(self, span: Span, late: Flight | None = None) -> None:
+        """One range, unless another request for it is faster; ``late`` is the one before, for a second request."""
         chunks = self._writer.chunks
         assert chunks is not None
         size_bytes = chunks.place(span.first + span.length - 1).stop - chunks.place(span.first).start
-        flight = self._schedule.flights.begin(span, size_bytes, hedged=hedged)
+        flights, failure = self._schedule.flights, None
+        flight = flights.begin(span, size_bytes, second=late is not None)
+        flight.awaited = late is not None and late.awaited
         try:
             self._fetch_right(span, flight)
         except OvertakenError:
             pass
-        except Exception:
-            if not self._there(span):
-                raise
-        finally:
-            self._schedule.flights.end(flight)
+        except Exception as error:  # noqa: BLE001  raised below, unless another request brings the range
+            failure = error
+        alone = flights.end(flight)
+        if failure and alone and not self._there(span):
+            raise failure
+        if flight.hedged or flight.second:
+            flights.interrupt(self._there, self._store.interrupt)
 
     def _fetch_right(self, span: Span, flight: Flight) -> None:
         """One range; a chunk with a wrong checksum is fetched once more, the second time it is an error."""
@@ -279,8 +283,10 @@ class Streams:
                 self._heard.add(threading.get_ident())
             seen = filled
             flight.advance(flight.size_bytes - size + filled)
-            if flight.hedged and published < span.length and self._there(span):
+            if (flight.hedged or flight.second) and published < span.length and self._there(span):
                 raise OvertakenError
+            if flight.second and flight.awaited and self._late is not flight:
+                self._late, self._late_until = flight, time.monotonic() + _HOLD_S
             self._hold(flight)
             while published < span.length:
                 begin = published * chunks.chunk_bytes

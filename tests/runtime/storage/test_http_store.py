@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -180,3 +182,36 @@ def test_an_empty_object(store: HttpStore, origin: Any) -> None:
 def test_a_url_that_is_none() -> None:
     with pytest.raises(ConfigError, match="expected http"):
         HttpStore("http://host:port/m")
+
+
+@pytest.mark.parametrize("fault", ["stall", "silent"])
+def test_a_read_is_interrupted(origin: Any, fault: str) -> None:
+    """By its thread; what the same thread reads next is read."""
+    origin.put("/m/w", BODY)
+    origin.faults["/m/w"] = [fault]
+    store = HttpStore(origin.url + "/m", RetryPolicy(stall_s=600.0))
+    errors, ended, results = [], threading.Event(), []
+
+    def read() -> None:
+        try:
+            fetched(store)
+        except StorageError as error:
+            errors.append(str(error))
+        ended.wait()
+        results.append(fetched(store))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    while not origin.hanging:
+        time.sleep(0.01)
+    store.interrupt(threading.get_ident())
+    assert origin.hanging
+    while not errors:
+        assert not origin.gave_up, "the origin gave up before the reader"
+        store.interrupt(thread.ident or 0)
+        time.sleep(0.01)
+    ended.set()
+    thread.join(60)
+    assert "interrupted" in errors[0]
+    assert results == [BODY]
+    store.close()

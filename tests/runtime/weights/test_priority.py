@@ -6,10 +6,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 from medusa_runtime.config import Settings
+from medusa_runtime.storage.retry import RetryPolicy
 from medusa_runtime.timeline import Timeline
 from medusa_runtime.weights.flights import Flights, Span
 from medusa_runtime.weights.load_priority import interactive_load, loading
@@ -91,7 +94,11 @@ def test_an_answer_that_has_not_begun_is_late_before_one_that_is_slow() -> None:
         flight.began -= 100.0  # at most 10 MB a second: a gigabyte takes longer
     assert flights.late() == []  # nothing tells yet how soon an answer begins
     flights.end(first)
-    assert flights.late() == [silent]
+    assert flights.late() == [silent], "two that were begun later are answered"
+    slow.began -= 100.0
+    assert flights.late() == [], "one is no proof"
+    assert flights.late(ending=True) == [silent]
+    slow.began += 150.0
     silent.hedged = True
     assert flights.late() == []
 
@@ -120,7 +127,7 @@ def test_ranges_that_a_shared_link_slows_are_not_late() -> None:
     assert flights.late() == peers[:2], "twice what a range needs now is over"
     assert flights.room() == 6
     peers[0].hedged = True
-    flights.begin(Span(1, 1), 8 * MIB, hedged=True)
+    flights.begin(Span(1, 1), 8 * MIB, second=True)
     assert flights.room() == 5
     peers[1].pause(6.0)
     assert flights.late() == [], "it was suspended for that long"
@@ -142,7 +149,41 @@ def test_a_range_that_stalls_is_asked_for_again(served: Any, region: Region, num
     assert next(stage for stage in timeline.stages() if stage.name == "fetch").detail["hedges"] >= 1
 
 
-def test_a_background_load_gives_way_and_still_ends(served: Any, region: Region) -> None:
+def test_what_came_by_another_request_is_not_waited_for(
+    served: Any, region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else connections are lost to a store that hangs, and late answers take the bandwidth of others."""
+    monkeypatch.setattr("medusa_runtime.storage.http.RetryPolicy", partial(RetryPolicy, stall_s=600.0))
+    served.faults["/m/model.safetensors"] = [""] * 6 + ["stall"]
+    thread = fetching(region, served.url + "/m", Timeline.create("test"), connections=1)
+    region.wait_index()
+    region.ask(list(TENSORS))
+    thread.join(100)
+    check(region)
+    while any(thread.name.startswith("fetch-") for thread in threading.enumerate()):
+        time.sleep(0.01)
+    assert served.hanging, "the origin was not asked for what it holds back"
+    assert not served.gave_up, "somebody waited for an answer that nobody needed"
+
+
+def test_a_second_request_that_fails_leaves_the_first_alone(served: Any, region: Region) -> None:
+    served.faults["/m/model.safetensors"] = [""] * 6 + ["stall", "403"]
+    thread = fetching(region, served.url + "/m", Timeline.create("test"), connections=1)
+    region.wait_index()
+    region.ask(list(TENSORS))
+    while served.faults["/m/model.safetensors"] and thread.is_alive():
+        time.sleep(0.01)
+    served.stopping.set()  # the first one's connection breaks, and it goes on where it was
+    thread.join(60)
+    assert region.progress().error is None
+    check(region)
+
+
+def test_a_background_load_gives_way_and_still_ends(
+    served: Any, region: Region, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lock").touch()  # other tests load at the same time
+    monkeypatch.setattr("medusa_runtime.weights.load_priority.__file__", str(tmp_path / "lock"))
     assert not interactive_load()
     with loading("interactive"):
         assert interactive_load()
