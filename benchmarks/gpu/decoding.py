@@ -37,8 +37,9 @@ def fill(one: Started, size: int, seed: int, context: int | None = None) -> None
     inputs, width = graphs.inputs, graphs.inputs.tables.shape[1]
     dice = torch.Generator().manual_seed(seed)
     # Blocks are shared by sequences: attention only reads, and each writes to a last block of its own.
-    last = torch.arange(size) % cache.spare
-    tables = torch.randint(cache.spare, (size, width), generator=dice)
+    blocks = cache.pool.shape[2]
+    last = torch.arange(size) % blocks
+    tables = torch.randint(blocks, (size, width), generator=dice)
     longest = width * BLOCK_TOKENS if context is None else context
     contexts = torch.randint(1, longest + 1, (size,), generator=dice)
     if context is not None:

@@ -6,8 +6,10 @@ from __future__ import annotations
 class BlockPool:
     """Hands out block numbers. Freed ones come first: their pages are in memory already, fresh ones would cost more."""
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, first: int = 0) -> None:
+        """``blocks`` of them, numbered from ``first`` on."""
         self.blocks = blocks
+        self._first = first
         self._fresh = 0
         self._freed: list[int] = []
 
@@ -25,7 +27,7 @@ class BlockPool:
             return None
         reused = min(count, len(self._freed))
         taken = [self._freed.pop() for _ in range(reused)]
-        taken.extend(range(self._fresh, self._fresh + count - reused))
+        taken.extend(range(self._first + self._fresh, self._first + self._fresh + count - reused))
         self._fresh += count - reused
         return taken
 

@@ -79,7 +79,7 @@ class DecodeGraphs:
         self.graphs: dict[int, Graph] = {}
         self.replays = 0
         self._model = model
-        self._cache = cache
+        self.cache = cache
         self.capturer = capturer
         self._timeline = timeline
         self.inputs = StaticInputs(
@@ -125,7 +125,7 @@ class DecodeGraphs:
         """What the graph of this size does, launched by hand: the first ``size`` rows of the inputs → their logits.
         ``layers``: only so many of the model's."""
         inputs = self.inputs
-        attention = DecodeAttention(self._cache, inputs.slots[:size], inputs.contexts[:size], inputs.tables[:size])
+        attention = DecodeAttention(self.cache, inputs.slots[:size], inputs.contexts[:size], inputs.tables[:size])
         positions = inputs.positions[:size]
         hidden = self._model.embed(inputs.token_ids[:size], positions)
         hidden = self._model.run_layers(hidden, positions, attention, stop=layers)

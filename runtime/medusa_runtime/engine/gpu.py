@@ -91,6 +91,10 @@ class Gpu:
         """uint8 [size_bytes], mapped and not cleared, where a graph's pointers expect it. DeviceError if it is full."""
         return self.placed(name, size_bytes)
 
+    def blocks(self, planned: int) -> int:
+        """How many blocks the KV cache gets."""
+        return planned
+
     def free_beside(self, loader: Loader) -> int:
         """Bytes that are free when the weights have their place. Raises what placing them raised."""
         loader.wait_placed()

@@ -27,7 +27,7 @@ class DecodeAttention:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
         """The seam of models/base.py; the new keys and values are written before anything is read."""
-        self._cache.write(layer, self._slots, k, v)
+        cuda.write_decoded(*self._cache.slots[layer], self._slots, k, v)
         keys, values = self._cache.layers[layer]
         return cuda.paged_decode(q, keys, values, self._tables, self.lengths, scale=scale, window=window)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,17 +17,19 @@ from ..state.graphs.dump import dump_graphs
 from ..state.graphs.fingerprint import fingerprint
 from ..state.graphs.images import ImageStore
 from ..state.graphs.materialize import Capture, materialize_graphs
-from ..state.graphs.mismatch import MismatchError
+from ..state.graphs.mismatch import MismatchError, Reason
 from ..state.graphs.placement import Placement, place
 from ..state.graphs.restore import RestoredGraphs, restore_graphs
 from ..state.graphs.trace import AllocationTrace
 from .cuda_capture import CudaCapturer, CudaGraph
 from .decode_graphs import DecodeGraphs
+from .kv_cache import KV_CACHE
 from .graph_memory import other_regions
 from .placed_memory import PlacedMemory
 
 logger = logging.getLogger(__name__)
 
+KV_BLOCKS, _ANY = "kv blocks", "any"
 _REFERENCE_BYTES = 1024  # of a row's logits
 _OURS = (RegionKind.SLAB, RegionKind.WORKSPACE)
 
@@ -41,6 +44,7 @@ class GraphState:
     def __init__(self, model: DecoderModel, graphs: DecodeGraphs, memory: PlacedMemory) -> None:
         self._model = model
         self._graphs = graphs
+        self._cache = graphs.cache
         self._memory = memory
         self._driver: CudaDriver = memory.driver
         self._placement: Placement | None = None
@@ -48,11 +52,11 @@ class GraphState:
 
     def restore(self, data: Blueprints | bytes, *, validate: str = "ends") -> dict[int, Any]:
         """Graphs by size, as many as fit here; why the others do not is logged once. Weights must be there."""
-        blueprints = Blueprints.load(data) if isinstance(data, bytes) else data
+        blueprints = self._fitting(Blueprints.load(data) if isinstance(data, bytes) else data)
         used = blueprints.used_regions()
         wanted = [region for n, region in enumerate(blueprints.regions) if n in used and region.kind in _OURS]
         try:
-            placement = place(self._driver, wanted, placed=self._memory.addresses())
+            placement = place(self._driver, wanted, placed={one.name: one.address for one in self._named()})
         except MismatchError as mismatch:
             logger.warning("CUDA graphs are captured, not restored: %s", mismatch)
             return {}
@@ -75,7 +79,7 @@ class GraphState:
             placement,
             keys=list(sizes),
             stream=stream.cuda_stream,
-            fingerprint=self.fingerprint(),
+            fingerprint=self.fingerprint() | self._blocks(blueprints.fingerprint.get(KV_BLOCKS) == _ANY),
             current_stream=lambda: torch.cuda.current_stream().cuda_stream,
             trigger=trigger,
             validate=validate,
@@ -112,7 +116,7 @@ class GraphState:
             stream,
             ImageStore(images),
             trace=trace({graph.key: len(graph.nodes) for graph in dump.graphs}) if trace else None,
-            fingerprint=self.fingerprint(),
+            fingerprint=self.fingerprint() | self._blocks(second is not None and self._resized(second)),
             libraries=libraries,
         )
         return materialize_graphs(self._driver, dump, capture, second=second)
@@ -120,15 +124,45 @@ class GraphState:
     def fingerprint(self) -> dict[str, str]:
         """What must be equal where the graphs are restored: all that their kernels, sizes or offsets depend on."""
         config = hashlib.sha256(repr(self._model.config).encode()).hexdigest()[:16]
-        sizes = {f"region.{name}": str(region.size) for name, region in self._memory.regions.items()}
+        named = self._memory.regions.items()
+        sizes = {f"region.{name}": str(region.size) for name, region in named if name != KV_CACHE}
         own = {"torch": torch.__version__, "model": config, "rows": str(self._graphs.sizes[-1]), **sizes}
         return fingerprint(self._driver, own)
 
     def regions(self, pool: Any) -> list[DeviceRegion]:
         """All device memory that a graph may point into: by name, the graphs' pool, and what else torch has."""
-        named = list(self._memory.regions.values())
+        named = self._named()
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         return [*named, *other_regions(named, segments, pool)]
+
+    def _named(self) -> list[DeviceRegion]:
+        """The KV cache is a region for each layer's keys and values: where each begins is all that graphs know of it,
+        unless one was captured with the number of blocks, too."""
+        named = [region for region in self._memory.regions.values() if region.name != KV_CACHE]
+        for layer, parts in enumerate(self._cache.layers):
+            for kind, part in zip(("keys", "values"), parts, strict=True):
+                name = f"{KV_CACHE} {layer} {kind}"
+                named.append(DeviceRegion(name, RegionKind.NAMED, part.data_ptr(), part.nbytes))
+        return named
+
+    def _resized(self, other: Blueprints) -> bool:
+        """Whether all of the KV cache had another size there."""
+        sizes = {region.name: region.size for region in other.regions}
+        parts = [region for region in self._named() if region.name.startswith(KV_CACHE)]
+        return all(sizes.get(part.name, part.size) != part.size for part in parts)
+
+    def _blocks(self, proved: bool) -> dict[str, str]:
+        """Of the fingerprint: graphs fit a KV cache of any size if two captures with caches of other sizes were alike."""
+        return {KV_BLOCKS: _ANY if proved else str(len(self._cache.layers[0][0]))}
+
+    def _fitting(self, blueprints: Blueprints) -> Blueprints:
+        """Without the graphs that have a word nobody can explain, where the KV cache has another size than theirs."""
+        if not self._resized(blueprints):
+            return blueprints
+        why = f"{Reason.ADDRESS}: captured with a KV cache of another size, which something in it may depend on"
+        refused = {graph.key: why for graph in blueprints.graphs if graph.pinned}
+        graphs = tuple(graph for graph in blueprints.graphs if not graph.pinned)
+        return replace(blueprints, graphs=graphs, refused={**blueprints.refused, **refused})
 
     def _captured(self) -> dict[int, CudaGraph]:
         return {size: graph for size, graph in self._graphs.graphs.items() if isinstance(graph, CudaGraph)}

@@ -15,6 +15,7 @@ from .block_pool import BlockPool
 
 BLOCK_TOKENS = 16
 SPARE_BLOCKS = 16
+KV_CACHE = "KV cache"  # the name of its memory
 
 Memory = Callable[[str, int], Tensor]  # a name and a size in bytes → uint8 of a device, with whatever was in it
 
@@ -41,25 +42,27 @@ class KvCache:
 
     The pool is never cleared, so a page of it costs memory only when it is first written. ``memory`` places it on a
     device; there it has ``SPARE_BLOCKS`` more, from ``spare`` on, that are no sequence's: padding is written there.
+    They are the first ones, so that a graph's reference inputs are the same whatever the number of blocks.
     """
 
     def __init__(self, shape: KvShape, blocks: int, memory: Memory | None = None) -> None:
         self.shape = shape
-        self.blocks = BlockPool(blocks)
-        self.spare = blocks
-        total = blocks if memory is None else blocks + SPARE_BLOCKS
+        self.spare = 0
+        spares = 0 if memory is None else SPARE_BLOCKS
+        self.blocks = BlockPool(blocks, spares)
+        total = blocks + spares
         sizes = (shape.layers, 2, total, BLOCK_TOKENS, shape.kv_heads, shape.head_dim)
         if memory is None:
             self.pool = torch.empty(sizes, dtype=shape.dtype)
         else:
             size_bytes = total * shape.block_bytes
-            self.pool = memory("KV cache", size_bytes)[:size_bytes].view(shape.dtype).view(sizes)
+            self.pool = memory(KV_CACHE, size_bytes)[:size_bytes].view(shape.dtype).view(sizes)
         self.layers = [(layer[0], layer[1]) for layer in self.pool]
-        self._slots = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in self.layers]
+        self.slots = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in self.layers]
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """k and v [tokens, kv_heads, head_dim] into ``slots`` [tokens] (block x 16 + place in the block)."""
-        kernels.write_kv(*self._slots[layer], slots, k, v)
+        kernels.write_kv(*self.slots[layer], slots, k, v)
 
     def read_out(self, blocks: Items[int], tokens: int) -> Tensor:
         """A copy of one sequence's keys and values, [layers, 2, tokens, kv_heads, head_dim]."""

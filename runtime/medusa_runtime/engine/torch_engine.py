@@ -65,7 +65,10 @@ class TorchEngine:
         with timeline.stage("kv_plan") as detail:
             free = gpu.free_beside(self._loader) if gpu is not None else None
             plan = kv_plan(region, config, settings, dtype, device_free_bytes=free)
-            self._cache = KvCache(KvShape.of(config, dtype), plan.blocks, gpu.memory if gpu is not None else None)
+            shape = KvShape.of(config, dtype)
+            self._cache = (
+                KvCache(shape, plan.blocks) if gpu is None else KvCache(shape, gpu.blocks(plan.blocks), gpu.memory)
+            )
             detail |= {"tokens": plan.tokens, "source": plan.source}
         self.runner: Runner = (
             CpuRunner(self._model, self._cache)

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from medusa_runtime.kernels.pointwise import write_kv
+
 logger = logging.getLogger(__name__)
 
 
@@ -34,6 +36,16 @@ def paged_decode(
 
     rows = torch.arange(len(q), dtype=torch.int32, device=q.device)
     return paged.attention(q, keys, values, block_tables, rows, contexts, scale=scale, window=window)
+
+
+def write_decoded(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    """What ``paged_decode`` reads; see ``paged_triton.write``. For captures: a prefill should not wait for triton."""
+    if triton_obstacle() is None:
+        from medusa_runtime.kernels import paged_triton
+
+        paged_triton.write(keys, values, slots, k, v)
+    else:
+        write_kv(keys, values, slots, k, v)
 
 
 def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:

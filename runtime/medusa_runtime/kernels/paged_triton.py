@@ -102,6 +102,37 @@ def _combine(  # type: ignore[no-untyped-def]
     tl.store(out + head * HEAD_DIM + dims, result, mask=dims < HEAD_DIM)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _write(  # type: ignore[no-untyped-def]
+    k, v, keys, values, slots,
+    k_token, k_head, v_token, v_head,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr,
+):  # fmt: skip
+    """One program: one kv head of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    dims = tl.arange(0, DIMS)
+    mask = dims < HEAD_DIM
+    place = (tl.load(slots + token) * KV_HEADS + head) * HEAD_DIM
+    tl.store(keys + place + dims, tl.load(k + token * k_token + head * k_head + dims, mask=mask), mask=mask)
+    tl.store(values + place + dims, tl.load(v + token * v_token + head * v_head + dims, mask=mask), mask=mask)
+
+
+def write(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+    """k and v [tokens, kv_heads, head_dim] into ``slots`` (int64 [tokens]) of contiguous [all slots, kv_heads, head_dim].
+
+    Not torch's index_copy: that one is told how many slots there are, and so would a captured launch be.
+    """
+    count, kv_heads, head_dim = k.shape
+    k, v = (part if part.stride(2) == 1 else part.contiguous() for part in (k, v))
+    if count:
+        _write[(count, kv_heads)](
+            k, v, keys, values, slots,
+            k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIMS=triton.next_power_of_2(head_dim), num_warps=1,
+        )  # fmt: skip
+
+
 def decode(
     q: Tensor, keys: Tensor, values: Tensor, block_tables: Tensor, contexts: Tensor, *, scale: float, window: int | None
 ) -> Tensor:

@@ -18,6 +18,7 @@ from fake_torch_cuda import HOST, FakeCuda
 from medusa_runtime.engine.cuda_capture import CudaCapturer
 from medusa_runtime.engine.decode_graphs import DecodeGraphs
 from medusa_runtime.engine.graph_state import GraphState
+from medusa_runtime.engine.kv_cache import KvCache, KvShape
 from medusa_runtime.engine.placed_memory import BASE, OTHER_BASE, PlacedMemory
 from medusa_runtime.errors import DeviceError
 from medusa_runtime.state.graphs.blueprint import Blueprints
@@ -37,18 +38,20 @@ def i(value: int) -> bytes:
 
 
 class Model:
-    """Embedding, layers and head out of the toy's kernels; ``odd``: the last layer has one that no other has."""
+    """Embedding, layers and head out of the toy's kernels; ``odd``: the last layer has one that no other has; ``slots``:
+    of the KV cache, as some kernels are told."""
 
-    def __init__(self, cuda: FakeCuda, weights: Tensor, odd: bool = False) -> None:
+    def __init__(self, cuda: FakeCuda, weights: Tensor, odd: bool = False, slots: int = 0) -> None:
         self.config = SimpleNamespace(vocab_size=VOCAB)
         self._cuda, self._at, self._odd = cuda, weights.data_ptr(), odd
+        self._slots = slots
         self.layers_run: list[int] = []
 
     def _gemv(self, weight: int, x: int, y: int, rows: int) -> None:
         cuda = self._cuda
         cuda.driver.call("cuMemsetD32Async", y, 0, rows, cuda.current.cuda_stream)
         stale = cuda.at["given back"] + 64  # what the stack had there
-        cuda.kernels.launch("gemv", [struct.pack("<QQQii4Q", weight, x, y, rows, WIDTH, stale, 0, 0, 0)])
+        cuda.kernels.launch("gemv", [struct.pack("<QQQii4Q", weight, x, y, rows, WIDTH, stale, self._slots, 0, 0)])
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         out = self._cuda.empty(len(token_ids), WIDTH)
@@ -70,6 +73,11 @@ class Model:
                 self._cuda.kernels.launch("scale", [p(y), i(WIDTH), struct.pack("<f", 0.5)])
                 if self._odd and layer == LAYERS - 1:
                     self._cuda.kernels.launch("scale", [p(y), i(WIDTH), struct.pack("<f", 3.0)], other=True)
+            keys, values = attention._cache.layers[layer]
+            for part in (keys, values):  # into the cache and out of it
+                row = part.view(-1, WIDTH)[: len(out)]
+                row.copy_(out)
+                out.copy_(row)
             self._cuda.free(hidden)
             hidden = out
         return hidden
@@ -107,8 +115,9 @@ def main(phase: str, options: dict[str, Any]) -> dict[str, Any]:
     count = (2 * VOCAB + LAYERS * WIDTH) * WIDTH
     weights = memory("weights", count * 4)
     weights.view(torch.float32)[:] = torch.tensor([numbers.uniform(-1, 1) for _ in range(count)])
-    cache = SimpleNamespace(pool=memory("KV cache", 64), spare=0, shape=SimpleNamespace(dtype=torch.float32))
-    model = Model(cuda, weights, odd=options.get("odd", False))
+    cache = KvCache(KvShape(LAYERS, 1, WIDTH, torch.float32), options.get("blocks", 5), memory)
+    slots = len(cache.slots[0][0]) if "told" in options else 0
+    model = Model(cuda, weights, odd=options.get("odd", False), slots=slots)
     capturer = CudaCapturer(HOST, keep_graph=phase != "restore")
     graphs = DecodeGraphs(model, cache, capturer, sizes=SIZES, max_model_len=64, memory=memory)  # type: ignore[arg-type]
     state = GraphState(model, graphs, memory)  # type: ignore[arg-type]

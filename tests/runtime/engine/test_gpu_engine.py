@@ -17,6 +17,7 @@ from medusa_runtime.engine import torch_engine
 from medusa_runtime.engine.decode_graphs import BATCH_SIZES, DecodeGraphs, sizes_for
 from medusa_runtime.engine.gpu import Gpu
 from medusa_runtime.engine.gpu_runner import GpuRunner
+from medusa_runtime.engine.kv_cache import SPARE_BLOCKS
 from medusa_runtime.errors import DeviceError, StateError
 from medusa_runtime.timeline import Timeline
 from medusa_runtime.weights.prefetcher import prefetch
@@ -216,8 +217,9 @@ def test_padding_changes_nothing_that_is_read(start: Callable[..., Any]) -> None
     until(lambda: not graphs.pending)
     answers(served)
     cache = served.engine._cache
-    used, spare = cache.pool[:, :, : cache.spare], cache.pool[:, :, cache.spare :]
-    assert cache.spare == cache.blocks.blocks
+    used, spare = cache.pool[:, :, SPARE_BLOCKS:], cache.pool[:, :, :SPARE_BLOCKS]
+    assert cache.spare == 0
+    assert used.shape[2] == cache.blocks.blocks
     untouched = [block for block in range(used.shape[2]) if used[:, :, block].isnan().all()]
     assert untouched, "the pool was cleared, or padding was written to blocks of others"
     assert not spare[:, :, 0, 0].isnan().any()

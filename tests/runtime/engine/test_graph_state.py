@@ -35,7 +35,7 @@ def run(fake_cuda: Path) -> Run:
 @pytest.fixture(scope="module")
 def bundle(run: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("bundle")
-    run("dump", 0x510000000000, out=str(folder / "second"))
+    run("dump", 0x510000000000, out=str(folder / "second"), blocks=3)
     made = run("materialize", 0x610000000000, out=str(folder / "bundle"), second=str(folder / "second"))
     assert made["refused"] == {}
     assert len({digest for digests in made["answers"].values() for digest in digests}) == 6
@@ -69,3 +69,37 @@ def test_a_kernel_that_the_first_layer_does_not_have(run: Run, bundle: dict[str,
     reason = "kernel-missing: scale is another kernel here"
     assert set(restored["reasons"].values()) == {reason}, "the first layer has one of that name and those parameters"
     assert restored["log"].count("captured, not restored") == 1
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("blocks", [4, 9, 40_000])
+def test_a_kv_cache_of_another_size(run: Run, bundle: dict[str, Any], blocks: int) -> None:
+    """Where each layer's keys and values begin is all that these graphs know of it: two captures have shown that."""
+    restored = run("restore", 0x580000000000, bundle=bundle["path"], blocks=blocks)
+    assert restored["reasons"] == {}
+    assert restored["answers"] == bundle["answers"]
+
+
+@pytest.mark.timeout(600)
+def test_kernels_that_are_told_how_large_the_kv_cache_is(run: Run, tmp_path: Path) -> None:
+    bundle = str(tmp_path / "bundle")
+    run("dump", 0x510000000000, out=str(tmp_path / "second"), blocks=3, told=1)
+    made = run("materialize", 0x610000000000, out=bundle, second=str(tmp_path / "second"), told=1)
+    assert made["refused"] == {}
+    assert "3 graphs only fit where they were captured: gemv has an address of unknown form" in made["log"]
+    restored = run("restore", 0x610000000000, bundle=bundle, blocks=6, told=1)
+    assert restored["answers"] == {}
+    assert set(restored["reasons"].values()) == {
+        "address: captured with a KV cache of another size, which something in it may depend on"
+    }
+
+
+@pytest.mark.timeout(600)
+def test_a_size_that_was_not_tried_is_not_taken(run: Run, tmp_path: Path) -> None:
+    """Both captures had as many blocks: what depends on them was not seen."""
+    bundle = str(tmp_path / "bundle")
+    run("dump", 0x510000000000, out=str(tmp_path / "second"))
+    made = run("materialize", 0x610000000000, out=bundle, second=str(tmp_path / "second"))
+    assert run("restore", 0x580000000000, bundle=bundle)["answers"] == made["answers"]
+    restored = run("restore", 0x580000000000, bundle=bundle, blocks=6)
+    assert set(restored["reasons"].values()) == {"library: made for kv blocks 21, this is 22"}

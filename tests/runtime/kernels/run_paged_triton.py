@@ -32,7 +32,23 @@ def interpret(shape: dict[str, Any]) -> dict[str, Any]:
         worst = max(worst, float((found - expected).norm() / expected.norm()))
         if found.isnan().any():
             return {"nan": True, "error": worst}
-    return {"nan": False, "error": worst}
+    return {"nan": False, "error": worst, "written": written(pools, len(contexts))}
+
+
+def written(pools: list[Any], tokens: int) -> bool:
+    """Keys and values of a fused product, each at its slot and nowhere else."""
+    import torch
+    from medusa_runtime.kernels import paged_triton
+
+    keys, values = (pool.flatten(0, 1) for pool in pools)
+    fused = torch.randn(tokens, 3 * keys[0].numel(), dtype=keys.dtype)
+    k, v = (part.view(tokens, *keys.shape[1:]) for part in fused.chunk(3, dim=1)[1:])
+    slots = torch.randperm(len(keys))[:tokens]
+    wanted = [part.clone().index_copy_(0, slots, new) for part, new in ((keys, k), (values, v))]
+    paged_triton.write(keys, values, slots, k, v)
+    paged_triton.write(keys, values, slots[:0], k[:0], v[:0])
+    pairs = zip((keys, values), wanted, strict=True)
+    return all(torch.equal(one.nan_to_num(7), other.nan_to_num(7)) for one, other in pairs)
 
 
 def compile_it(shape: dict[str, Any]) -> dict[str, Any]:
@@ -44,7 +60,7 @@ def compile_it(shape: dict[str, Any]) -> dict[str, Any]:
     group, size = shape["heads"] // shape["kv_heads"], shape["head_dim"]
     rows, dims = max(triton.next_power_of_2(group), 16), triton.next_power_of_2(size)
     constants = {"WINDOW": shape.get("window", 0), "GROUP": group, "HEAD_DIM": size, "BLOCK_SIZE": 16}
-    constants |= {"ROWS": rows, "DIMS": dims, "TILE": 64, "SPLITS": 4}
+    constants |= {"KV_HEADS": shape["kv_heads"], "ROWS": rows, "DIMS": dims, "TILE": 64, "SPLITS": 4}
     kinds = {"q": "*bf16", "keys": "*bf16", "values": "*bf16", "tables": "*i32", "contexts": "*i64", "scale": "fp32"}
     kinds |= {"out": "*fp32", "sums": "*fp32", "maxima": "*fp32"}
     target = GPUTarget("cuda", 90, 32)
@@ -52,6 +68,7 @@ def compile_it(shape: dict[str, Any]) -> dict[str, Any]:
     for kernel, known in (
         (paged_triton._attend, kinds),
         (paged_triton._combine, {"parts": "*fp32", "sums": "*fp32", "maxima": "*fp32", "out": "*bf16"}),
+        (paged_triton._write, {"k": "*bf16", "v": "*bf16", "keys": "*bf16", "values": "*bf16", "slots": "*i64"}),
     ):
         names = kernel.arg_names
         signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in names}

@@ -38,6 +38,7 @@ def test_it_computes_what_torch_computes(name: str) -> None:
     pytest.importorskip("numpy", reason="triton's interpreter needs numpy")
     found = run("interpret", SHAPES[name], TRITON_INTERPRET="1")
     assert found["nan"] is False
+    assert found["written"] is True
     assert float(str(found["error"])) < (1e-3 if name == "half" else 1e-5)
 
 
