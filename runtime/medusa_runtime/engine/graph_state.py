@@ -23,8 +23,8 @@ from ..state.graphs.restore import RestoredGraphs, restore_graphs
 from ..state.graphs.trace import AllocationTrace
 from .cuda_capture import CudaCapturer, CudaGraph
 from .decode_graphs import DecodeGraphs
-from .kv_cache import KV_CACHE
 from .graph_memory import other_regions
+from .kv_cache import KV_CACHE
 from .placed_memory import PlacedMemory
 
 logger = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class GraphState:
         return all(sizes.get(part.name, part.size) != part.size for part in parts)
 
     def _blocks(self, proved: bool) -> dict[str, str]:
-        """Of the fingerprint: graphs fit a KV cache of any size if two captures with caches of other sizes were alike."""
+        """Of the fingerprint: graphs fit any KV cache if captures with caches of other sizes were alike."""
         return {KV_BLOCKS: _ANY if proved else str(len(self._cache.layers[0][0]))}
 
     def _fitting(self, blueprints: Blueprints) -> Blueprints:

@@ -119,7 +119,7 @@ def _write(  # type: ignore[no-untyped-def]
 
 
 def write(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """k and v [tokens, kv_heads, head_dim] into ``slots`` (int64 [tokens]) of contiguous [all slots, kv_heads, head_dim].
+    """k and v [tokens, kv_heads, head_dim] into ``slots`` (int64 [tokens]) of [all slots, kv_heads, head_dim].
 
     Not torch's index_copy: that one is told how many slots there are, and so would a captured launch be.
     """

@@ -38,8 +38,8 @@ def i(value: int) -> bytes:
 
 
 class Model:
-    """Embedding, layers and head out of the toy's kernels; ``odd``: the last layer has one that no other has; ``slots``:
-    of the KV cache, as some kernels are told."""
+    """Embedding, layers and head out of the toy's kernels; ``odd``: the last layer has one that no other has;
+    ``slots``: of the KV cache, as some kernels are told."""
 
     def __init__(self, cuda: FakeCuda, weights: Tensor, odd: bool = False, slots: int = 0) -> None:
         self.config = SimpleNamespace(vocab_size=VOCAB)
