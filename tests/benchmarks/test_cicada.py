@@ -179,20 +179,31 @@ def test_origins_and_trace(tmp_path: Path) -> None:
     assert list(scratch.iterdir()) == []
 
 
+class Scripted:
+    """A container that starts nothing and answers at once, another output under "mini"."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def __enter__(self) -> Scripted:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def wait_ready(self) -> None: ...
+
+    def infer(self, request: Request, *, watch: bool = False) -> Inference:
+        return Inference(0.1, "other" if request.strategy == "mini" else "eager", [])
+
+
 def test_another_output_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Even when only one strategy differs."""
-
-    class Wrong(Container):
-        def infer(self, request: Request, *, watch: bool = False) -> Inference:
-            found = super().infer(request, watch=watch)
-            return found._replace(digest=found.digest[::-1]) if request.strategy == "mini" else found
-
-    monkeypatch.setattr(session, "Container", Wrong)
+    monkeypatch.setattr(session, "Container", Scripted)
     with pytest.raises(CorruptError, match="tiny-bert/mini: the output is not that of eager loading"):
         command.main(["--models", "tiny-bert", "--strategies", "mini", "--runs", "1", "--checkpoints", str(tmp_path)])
 
 
-def test_no_round_begins_that_would_end_too_late(tmp_path: Path) -> None:
+def test_no_round_begins_that_would_end_too_late(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(session, "Container", Scripted)
     folders = {"tiny-bert": checkpoint(workload("tiny-bert"), tmp_path)}
     rounds = Session(folders, ("full",), tmp_path, minutes=0.0)
     rounds.round(0)  # whatever the time, of the first one there is a sample
