@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from medusa_adapters.bench.result import Result, targets_table
@@ -26,9 +27,14 @@ def main(arguments: list[str] | None = None) -> int:
     from benchmarks.cicada.checkpoint import checkpoint, converted
     from benchmarks.cicada.workload import NAMES, workload
 
-    unknown = [name for name in models if name not in NAMES] + [name for name in strategies if name not in STRATEGIES]
-    if unknown or options.runs < 1:
-        _parser().error(f"unknown {unknown} or --runs below 1; models: {', '.join(NAMES)}; {', '.join(STRATEGIES)}")
+    problem = (
+        _unknown("--models", models, NAMES)
+        or _unknown("--strategies", strategies, STRATEGIES)
+        or ("--runs: expected 1 or more" if options.runs < 1 else "")
+        or _absent("numpy", "safetensors", *["matplotlib"] * bool(options.figures))
+    )
+    if problem:
+        _parser().error(problem)
     result = Result()
     folders = {model: checkpoint(workload(model), options.checkpoints) for model in models}
     for folder in folders.values() if "converted" in strategies or options.prepare else ():
@@ -101,6 +107,17 @@ def _parser() -> argparse.ArgumentParser:
         "--checkpoints", type=Path, default=ROOT / "out" / "cicada", metavar="FOLDER", help="kept between runs"
     )
     return parser
+
+
+def _unknown(flag: str, given: Sequence[str], known: Sequence[str]) -> str:
+    found = ", ".join(name for name in given if name not in known)
+    return f"{flag}: expected of {', '.join(known)}; found {found}" if found else ""
+
+
+def _absent(*packages: str) -> str:
+    """Before anything is measured, which takes minutes."""
+    absent = [name for name in packages if find_spec(name) is None]
+    return f"packages are missing: pip install {' '.join(absent)}" if absent else ""
 
 
 def _names(text: str) -> list[str]:

@@ -211,11 +211,18 @@ def test_no_round_begins_that_would_end_too_late(monkeypatch: pytest.MonkeyPatch
     assert len(rounds.timed["tiny-bert", "full"]) == 1
 
 
-def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--models", "vgg99"], ["--strategies", "magic"], ["--models", "tiny-bert", "--runs", "0"]):
+def test_bad_input(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "matplotlib" else name)
+    for arguments, message in (
+        (["--models", "vgg99,tiny-vgg"], "--models: expected of vgg11, vgg13, vgg16"),
+        (["--models", "vgg99,tiny-vgg"], "found vgg99\n"),
+        (["--strategies", "magic"], "--strategies: expected of sequential, pisel"),
+        (["--models", "tiny-bert", "--runs", "0"], "--runs: expected 1 or more"),
+        (["--models", "tiny-bert", "--figures", "folder"], "packages are missing: pip install matplotlib\n"),
+    ):
         with pytest.raises(SystemExit):
             command.main([*arguments, "--checkpoints", str(tmp_path)])
-        assert "models: vgg11, vgg13, vgg16" in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     with Container(tmp_path) as container:
         container.wait_ready()
         with pytest.raises(MedusaError, match="tiny-bert/full failed"):
