@@ -6,8 +6,10 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from medusa_runtime.config import OPTIONS, Settings, from_env
 from medusa_runtime.errors import ConfigError, MedusaError
@@ -20,8 +22,12 @@ from .bench import openai_client
 from .bench.contestants import Medusa, Question, ask, connect, stages_from_json, wait_ready
 from .progress import note, size
 
+if TYPE_CHECKING:
+    from medusa_runtime.weights.region import Region
+
 _FLAGS = (
-    "model", "engine", "device", "dtype", "max_model_len", "max_concurrency", "max_batched_tokens", "threads",
+    "model", "engine", "handler", "device", "dtype", "max_model_len", "max_concurrency", "max_batched_tokens",
+    "threads",
 )  # fmt: skip
 _PROMPT, _TOKENS = "The quick brown fox jumps over the lazy dog", 9
 
@@ -30,6 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for option in OPTIONS:
         if option.field in _FLAGS:
             parser.add_argument(option.flag, metavar=option.form, help=option.help)
+    parser.add_argument(
+        "--request", metavar="BODY",
+        help="with --engine none: a request whose answer shows in which order the handler's module uses its tensors, "
+        "for starts to fetch them so; @FILE is a file's content",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the bundle there; default: .medusa in the model")
     parser.add_argument(
         "--convert", type=Path, metavar="FILE",
@@ -50,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.convert is not None:
         settings = replace(settings, model=convert(settings, arguments.convert))
     began = time.monotonic()
-    with Materialization(settings, arguments.out, _tell) as making:
+    with Materialization(settings, arguments.out, _tell, _ordered(settings, arguments.request)) as making:
         making.prepare()
         manifest = making.commit()
         if arguments.starts and settings.engine != "none" and making.continues_text:
@@ -67,6 +78,31 @@ def run(arguments: argparse.Namespace) -> int:
     count = len(manifest.artifacts)
     print(f"{making.folder}: {count} artifact{'s' * (count != 1)}, {size(total)}, in {took_s:.1f} s")
     return 0
+
+
+def _ordered(settings: Settings, request: str | None) -> Callable[[Region], Sequence[str]] | None:
+    """What finds out in which order the handler's own module uses its tensors; None where an engine runs the model."""
+    if settings.engine != "none" or settings.handler is None:
+        if request is not None:
+            raise ConfigError("--request is for a handler that builds its own module: expected --engine none --handler")
+        return None
+    if request is None:
+        _tell(Made("order", left_out="expected --request BODY, which the handler answers by a forward of its module"))
+        return None
+    try:
+        body = Path(request[1:]).read_bytes() if request.startswith("@") else request.encode()
+    except OSError as error:
+        raise ConfigError(f"--request={request}: expected a file that can be read: {error.strerror}") from None
+
+    def ordered(region: Region) -> Sequence[str]:
+        from medusa_handler.recording import execution_order
+
+        began = time.monotonic()
+        order = execution_order(region, settings, body)
+        note(f"the order of {len(order)} tensors, from one request, in {time.monotonic() - began:.1f} s")
+        return order
+
+    return ordered
 
 
 def convert(settings: Settings, file: Path) -> str:
@@ -106,7 +142,7 @@ def measure(settings: Settings, folder: Path, starts: int) -> StageTimes:
     given = {
         option.flag: getattr(settings, option.field)
         for option in OPTIONS
-        if option.field in _FLAGS and option.field not in ("model", "engine")
+        if option.field in _FLAGS and option.field not in ("model", "engine", "handler")
     }
     flags = [part for flag, value in given.items() if value is not None for part in (flag, str(value))]
     question = Question(

@@ -52,6 +52,11 @@ class Weights:
         for loader in list(self._loaders):
             loader.wait()
 
+    def names(self) -> dict[int, str]:
+        """The checkpoint's name of each tensor of the modules that were built, by its id. Waits for all of them."""
+        self.wait()
+        return {key: name for loader in self._loaders for key, name in loader.names().items()}
+
     def file(self, name: str) -> bytes | None:
         """A small file of the checkpoint (config.json, tokenizer.json …); None when it has none of this name."""
         region = self._region()

@@ -20,6 +20,7 @@ class SlowOrigin(http.server.ThreadingHTTPServer):
         self.folder = folder
         self.bytes_per_s = bytes_per_s
         self.sent = 0
+        self.ranges: list[tuple[int, int]] = []  # of the weights, in the order in which they were asked for
         self.replaced = False
         self.url = f"http://127.0.0.1:{self.server_port}/model"
 
@@ -29,7 +30,7 @@ class _Ranges(http.server.BaseHTTPRequestHandler):
     server: SlowOrigin
 
     def do_GET(self) -> None:
-        path = self.server.folder / self.path.rpartition("/")[2]
+        path = self.server.folder / self.path.removeprefix("/model/")
         if not path.is_file():
             self.send_response(404)
             self.send_header("Content-Length", "0")
@@ -40,6 +41,8 @@ class _Ranges(http.server.BaseHTTPRequestHandler):
         if asked := self.headers.get("Range"):
             first, _, last = asked.removeprefix("bytes=").partition("-")
             start, stop, status = int(first), min(int(last or len(data) - 1) + 1, len(data)), 206
+        if path.suffix == ".safetensors":
+            self.server.ranges.append((start, stop))
         etag = '"two"' if self.server.replaced else '"one"'
         if self.headers.get("If-Match") not in (None, etag):
             status, start, stop = 412, 0, 0

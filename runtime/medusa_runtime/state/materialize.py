@@ -6,7 +6,7 @@ import importlib
 import logging
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -44,17 +44,25 @@ class Made(NamedTuple):
 
 class Materialization:
     """One bundle being made, into ``out`` or beside a checkpoint that is a folder. ``told`` hears of each artifact.
+    ``ordered`` says in which order tensors of a region are used, where no engine runs the model.
 
     ``prepare``, then what there is to add, then ``commit``; until then the bundle is as it was. Raises ConfigError for
     a place that cannot be written, and what is wrong with the checkpoint.
     """
 
-    def __init__(self, settings: Settings, out: Path | None, told: Callable[[Made], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        out: Path | None,
+        told: Callable[[Made], None] = lambda _: None,
+        ordered: Callable[[Region], Sequence[str]] | None = None,
+    ) -> None:
         assert settings.model is not None
         self.folder = out or _beside(settings.model)
         self._model = settings.model
         self._settings = replace(settings, state="none")
         self._told = told
+        self._ordered = ordered
         self._writer = BundleWriter(self.folder)
         self._region = Region.create()
         self._made: list[Artifact] = []
@@ -83,7 +91,7 @@ class Materialization:
         files = {name: data for name in SMALL_FILES if (data := self._region.file(name)) is not None}
         self._facts = Facts(Subject(index, files, self._settings))
         began = time.monotonic()
-        order, plan = None, None
+        order, plan = self._ordered(self._region) if self._ordered else None, None
         try:
             if self._settings.engine in _PROFILES:
                 order, plan = _found(_PROFILES[self._settings.engine])(self._region, self._settings)

@@ -141,6 +141,19 @@ class Loader:
         """Whether all weights are there."""
         return not self._thread.is_alive() and self._error is None
 
+    def names(self) -> dict[int, str]:
+        """The checkpoint's name of each tensor that a built module has, by the tensor's id. Only after ``wait``."""
+        found: dict[int, str] = {}
+        for name in self._region.wait_index().order:
+            target = self._rename(name)
+            place = None if target is None else self._places.get(target)
+            if place is None:
+                continue
+            for owner, attribute in place.owners:
+                held: dict[str, Any] = owner._buffers if place.is_buffer else owner._parameters
+                found.setdefault(id(held.get(attribute)), name)
+        return found
+
     def close(self) -> None:
         """Stop applying; a forward that still waits raises. What is applied stays. May be called twice."""
         self._closing = True

@@ -9,8 +9,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 
-class _Trace(TorchFunctionMode):
-    """Notes each tensor of a module when a function is first given it, whoever calls that function."""
+class ExecutionTrace(TorchFunctionMode):
+    """Notes each tensor when a function of torch's is first given it, whoever calls that function in this thread.
+
+    ``names`` are those of the tensors, by their ids; ``order`` has the names of what was used.
+    """
 
     def __init__(self, names: dict[int, str]) -> None:
         super().__init__()
@@ -40,6 +43,6 @@ def record_execution_order(module: nn.Module, *args: Any, **kwargs: Any) -> list
     persistent = module.state_dict(keep_vars=True)
     for name, tensor in persistent.items():
         names.setdefault(id(tensor), name)
-    with torch.no_grad(), _Trace(names) as trace:
+    with torch.no_grad(), ExecutionTrace(names) as trace:
         module(*args, **kwargs)
     return [*trace.order, *(name for name in persistent if name not in trace.order)]
