@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -152,7 +153,7 @@ def arrive(tensor: Tensor, value: Tensor) -> Tensor:
     if isinstance(tensor, Awaited):
         value.__class__ = found.kind
         vars(value).update({name: kept for name, kept in vars(tensor).items() if name != _KEY})
-    elif _fill(tensor, value):
+    elif fill(tensor, value):
         value = tensor
         value.__class__ = found.kind
         del vars(value)[_KEY]
@@ -160,11 +161,11 @@ def arrive(tensor: Tensor, value: Tensor) -> Tensor:
     return value
 
 
-def _fill(buffer: Tensor, value: Tensor) -> bool:
-    """Whether the buffer has it in its own memory, as with ``load_state_dict``: what is a view of it has it, too."""
-    with torch._C.DisableTorchFunctionSubclass():
-        if buffer.is_meta or 0 in buffer.stride() or (buffer.dtype, buffer.device) != (value.dtype, value.device):
+def fill(tensor: Tensor, value: Tensor) -> bool:
+    """Whether the tensor has it in its own memory, as with ``load_state_dict``: what is a view of it has it, too."""
+    with nullcontext() if coming(tensor) is None else torch._C.DisableTorchFunctionSubclass():
+        if tensor.is_meta or 0 in tensor.stride() or (tensor.dtype, tensor.device) != (value.dtype, value.device):
             return False
-        with torch.inference_mode(buffer.is_inference()), torch.no_grad():  # one that was made there is written there
-            buffer.copy_(value)
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():  # one that was made there is written there
+            tensor.copy_(value)
         return True

@@ -48,7 +48,7 @@ def build(
     point parameters and buffers of the checkpoint, else each gets the module's own type, as with ``load_state_dict``.
     Without ``rename`` the module's own is asked, where it has one. See ``Building`` for ``strict``, ``copy``,
     ``exact`` and ``release``. Raises what the factory raises; what is wrong with the checkpoint is raised by the first
-    forward and by ``Loader.wait``.
+    forward and by ``Loader.wait``. Where the factory keeps views of weights, all is waited for here.
     """
     wanted = torch.device(device) if device is not None else None
     freeze()
@@ -69,6 +69,12 @@ def build(
     except BaseException:
         thaw()
         raise
+    if loader.has_shared:  # something looks into a weight's memory past all gates
+        try:
+            loader.wait()
+        except BaseException:
+            loader.close()
+            raise
     return module, loader
 
 
@@ -89,6 +95,8 @@ def _construct(factory: Callable[[], M]) -> M:
         with skeleton() as phantoms:
             module = factory()
         problem = next(_on_meta(module), None)
+        if problem is None and phantoms.keeps_views:
+            problem = "something is kept that was computed from one"
         if problem is None and phantoms.drew_others:
             problem = next(_not_stored(module), None)
     except Exception as error:  # noqa: BLE001  one of the user's own is raised again below
@@ -107,6 +115,12 @@ def _construct(factory: Callable[[], M]) -> M:
             )
     if not isinstance(module, nn.Module):
         raise WeightsError(f"the factory returned a {type(module).__name__}; expected a torch.nn.Module")
+    for name, part in module.named_modules():
+        if any(kind.__module__.startswith("torch.jit.") for kind in type(part).__mro__):
+            raise WeightsError(
+                f"module {name!r} of the factory is compiled by torch.jit, which nothing can wait in front of; "
+                "expected plain modules, and torch.jit after context.weights.wait()"
+            )
     return module
 
 

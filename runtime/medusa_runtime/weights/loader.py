@@ -23,12 +23,13 @@ from medusa_runtime.errors import WeightsError
 from medusa_runtime.limits import peak_bytes
 from medusa_runtime.timeline import Timeline
 from medusa_runtime.weights.alignment import must_move
-from medusa_runtime.weights.awaited import arrive, await_value, coming, is_awaitable
+from medusa_runtime.weights.awaited import arrive, await_value, coming, fill, is_awaitable
 from medusa_runtime.weights.gate import Gate, gates, owner_gates
 from medusa_runtime.weights.index import WeightIndex
 from medusa_runtime.weights.load_hooks import with_load_hooks
 from medusa_runtime.weights.plan import Place, Rename, places, plan
 from medusa_runtime.weights.region import Region
+from medusa_runtime.weights.shared import shared
 from medusa_runtime.weights.upload import Layout, Link, Uploads, lay_out
 from medusa_runtime.weights.upload import views as slab_views
 from medusa_runtime.weights.views import Views
@@ -106,6 +107,8 @@ class Loader:
         self._urgent: list[Gate] = []  # whose tensors are applied before all others; a forward waits for them
         self._needs: dict[Gate, list[str]] = {}
         self._wishes = False  # whether the order of the pending is told to the prefetcher
+        self._in_place: set[Place] = set()  # written to where they are, for others look at them there
+        self.has_shared = False
         if building is not None:
             self._await_values()
         for gate in self._gates:
@@ -200,9 +203,13 @@ class Loader:
     def _await_values(self) -> None:
         guards = {id(owner): gate for gate in self._gates for owner in gate.owners}
         device = self._device or torch.device("cpu")
+        elsewhere = shared(place.tensor for place in self._places.values() if is_awaitable(place.tensor))
+        self.has_shared = bool(elsewhere)
         for place in set(self._places.values()):
             tensor = place.tensor
-            if is_awaitable(tensor):
+            if id(tensor) in elsewhere or not (is_awaitable(tensor) or is_lazy(tensor)):
+                self._in_place.add(place)
+            elif not is_lazy(tensor):
                 dtype = self._dtype if self._dtype and tensor.is_floating_point() else tensor.dtype
                 await_value(tensor, guards[id(place.owners[0][0])], dtype, device)
 
@@ -334,9 +341,12 @@ class Loader:
         value: Tensor = self._converted(place, tensor)
         if place.is_buffer and value is tensor and coming(place.tensor) is None:
             value = value.clone()  # it may be written to by the forward, so it is never a view
+        if place in self._in_place and fill(place.tensor, value):
+            self._count(place, start, waiting)
+            return True
         value = self._assign(place, self._as_parameter(place, value))
         self._count(place, start, waiting)
-        return is_lazy(value) or value.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
+        return is_lazy(value) or not _same_memory(value, tensor)
 
     def _as_parameter(self, place: Place, value: Tensor) -> Tensor:
         if place.is_buffer or is_lazy(value):
@@ -377,7 +387,8 @@ class Loader:
             value = value.contiguous(memory_format=building.memory_format)
         elif not (place.is_buffer or is_lazy(place.tensor)):
             value = _laid_out_as(place.tensor, value)
-        return value.clone() if value is tensor and (building.copy or (building.exact and must_move(value))) else value
+        must_copy = building.copy or (building.exact and must_move(value))
+        return value.clone() if must_copy and _same_memory(value, tensor) else value
 
     def _check_closing(self) -> None:
         if self._closing:
@@ -417,11 +428,17 @@ class _Arrivals:
 
 def _laid_out_as(like: Tensor, value: Tensor) -> Tensor:
     """``value`` as ``load_state_dict`` leaves it: in the module's own memory format, which changes last bits."""
-    pairs = zip(like.shape, like.stride(), value.stride(), strict=True)
-    if all(size == 1 or own == found for size, own, found in pairs):
+    if like.stride() == value.stride():
         return value
+    pairs = zip(like.shape, like.stride(), value.stride(), strict=True)
+    if all(size == 1 or own == found for size, own, found in pairs):  # torch reads the format of a 1x1 kernel from them
+        return value.as_strided(like.shape, like.stride(), value.storage_offset())
     with torch._C.DisableTorchFunctionSubclass():
         return torch.empty_like(like, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _settle(module: nn.Module) -> None:

@@ -6,7 +6,9 @@ all: it is a tensor on torch's meta device, which knows its shape and dtype and 
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import swap_tensors
+
+from medusa_runtime.weights.shared import use_count
 
 _FACTORIES = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
 _RANDOM = frozenset({torch.rand, torch.randn})
@@ -51,6 +55,8 @@ class Phantoms(TorchFunctionMode):
         # Phantoms are held here, so that an id stays theirs. The first entry is nobody's; see settle.
         nobody = torch.empty(0, device="meta")
         self._made: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {id(nobody): (nobody, lambda: torch.empty(0))}
+        self._computed: list[weakref.ref[Tensor]] = []  # from parameters, and so without values
+        self._shared = False
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -78,7 +84,13 @@ class Phantoms(TorchFunctionMode):
             for item in value if type(value) in (tuple, list) else (value,):
                 if type(item) is Tensor and id(item) in self._made:
                     self._make_real(item)
-        return func(*args, **kwargs)
+        return self._noted(func(*args, **kwargs))
+
+    def _noted(self, result: Any) -> Any:
+        for item in result if type(result) in (tuple, list) else (result,):
+            if isinstance(item, Tensor) and not isinstance(item, nn.Parameter) and item.is_meta:
+                self._computed.append(weakref.ref(item))
+        return result
 
     def _make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         if kwargs.get("out") is not None or kwargs.get("requires_grad"):
@@ -116,9 +128,18 @@ class Phantoms(TorchFunctionMode):
             only_here = count if only_here is None else only_here
             if count > only_here:
                 kept.append(phantom)
+        alone = use_count(next(iter(self._made.values()))[0])
         for phantom in kept:
+            self._shared |= use_count(phantom) > alone  # a parameter was made of it
             self._make_real(phantom)
         self._made.clear()
+
+    @property
+    def keeps_views(self) -> bool:
+        """Whether something was kept that looks into a parameter, or was computed from one; only after the context."""
+        if any(ref() is not None for ref in self._computed):
+            gc.collect()  # a cycle
+        return self._shared or any(ref() is not None for ref in self._computed)
 
 
 def _swap(here: Tensor, there: Tensor) -> None:

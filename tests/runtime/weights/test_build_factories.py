@@ -80,7 +80,8 @@ class Turned(nn.Module):
 
 
 def channels_last() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).eval().to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1))
+    return net.eval().to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 
 def test_the_memory_format_is_the_factorys(tmp_path: Path) -> None:
@@ -141,6 +142,56 @@ def test_counters_of_batch_norms_may_be_missing(tmp_path: Path, filling: Callabl
     filled = filling({name: t for name, t in values(channels_last()).items() if "var" not in name}).complete()
     with pytest.raises(MismatchError, match=r"1 missing: 1\.running_var"):
         build(filled.region, channels_last)[1].wait()
+
+
+class Own(Tensor):
+    """A tensor of the user's own kind."""
+
+
+class Keeping(nn.Module):
+    """Keeps what looks into the memory that ``load_state_dict`` writes to, in one of many ways."""
+
+    def __init__(self, keep: Callable[[Any], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.drawn, self.counted = torch.randn(8), torch.arange(8.0)
+        self.one, self.two = nn.Parameter(self.drawn), nn.Parameter(self.counted)
+        self.own = nn.Parameter(torch.randn(8).as_subclass(Own))
+        self.register_buffer("steps", torch.ones(8).cumsum(0))
+        self.dense = nn.Linear(8, 8)
+        kept = keep(self)
+        del self.drawn, self.counted
+        self.kept = kept if callable(kept) else lambda: kept[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.dense(x) * self.kept().sum(0) + self.one * self.two + self.own.as_subclass(Tensor)
+        return torch.as_tensor(hidden * self.get_buffer("steps"))
+
+
+KEPT: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda m: [torch.ones(8)],
+    "a view": lambda m: [m.dense.weight.t()],
+    "a closure's view": lambda m: (lambda bias: lambda: bias)(m.dense.bias.view(1, 8)),
+    "computed": lambda m: [m.dense.weight * 2],
+    "data": lambda m: [m.dense.weight.data[1]],
+    "drawn": lambda m: [m.drawn],
+    "counted": lambda m: [m.counted],
+    "a view of a buffer": lambda m: [m.steps[2:3]],
+}
+
+
+@pytest.mark.parametrize("keep", KEPT.values(), ids=KEPT)
+def test_what_looks_into_weights_sees_what_is_loaded(tmp_path: Path, keep: Callable[[Any], Any]) -> None:
+    module = check(tmp_path, lambda: Keeping(keep), lambda m: m(torch.linspace(-1, 1, 16).view(2, 8)))
+    assert type(module.own) is Own
+
+
+def test_what_torch_jit_has_compiled_is_named(filling: Callable[..., Any]) -> None:
+    with pytest.warns(DeprecationWarning, match="deprecated"):
+        scripted = torch.jit.script(nn.Linear(8, 4))
+    filled = filling(dict(scripted.state_dict(prefix="0."))).complete()
+    with pytest.raises(WeightsError, match=r"module '0' .* is compiled by torch\.jit"):
+        build(filled.region, lambda: nn.Sequential(scripted))
 
 
 class Renamed(nn.Module):
