@@ -64,6 +64,8 @@ class FakeGraph:
         return self._graph
 
     def replay(self) -> None:
+        if not self._execution:
+            self.instantiate()  # as torch does for one that was kept
         self._cuda.driver.call("cuGraphLaunch", self._execution, self._cuda.current.cuda_stream)
 
 

@@ -42,7 +42,9 @@ def made(run: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the offline phase said, of a model, and of one that reads memory of which nobody knows."""
     folder = tmp_path_factory.mktemp("bundle")
     starts = {"plain": {"out": str(folder / "plain")}, "unnamed": {"out": str(folder / "unnamed"), "unnamed": True}}
-    return {**run("materialize", 0x610000000000, starts), "path": str(folder / "plain")}
+    starts["pieces"] = {"out": str(folder / "pieces"), "pieces": True}
+    found = run("materialize", 0x610000000000, starts)
+    return {**found, "path": str(folder / "plain"), "pieces path": str(folder / "pieces")}
 
 
 _STARTS: dict[str, dict[str, Any]] = {
@@ -52,13 +54,18 @@ _STARTS: dict[str, dict[str, Any]] = {
     "cache": {"kv_blocks": 41},
     "weights": {"wrong_weights": True},
     "trigger": {"without_images": True},
+    "pieces": {"pieces": True},
+    "results": {"pieces": True, "wrong_results": True},
+    "outputs": {"pieces": True, "wrong_pieces": True},
+    "piece": {"pieces": True, "without": "mode=PIECEWISE tokens=2"},
 }
 
 
 @pytest.fixture(scope="module")
 def restored(run: Run, made: dict[str, Any]) -> dict[str, Any]:
     """Several starts in another process, each with memory of its own."""
-    return run("restore", 0x580000000000, {name: {**one, "bundle": made["path"]} for name, one in _STARTS.items()})
+    paths = {name: made["pieces path" if "pieces" in one else "path"] for name, one in _STARTS.items()}
+    return run("restore", 0x580000000000, {name: {**one, "bundle": paths[name]} for name, one in _STARTS.items()})
 
 
 def test_memory_has_the_names_of_where_it_hangs(made: dict[str, Any]) -> None:
@@ -119,3 +126,40 @@ def test_what_does_not_fit_is_captured(restored: dict[str, Any], made: dict[str,
     assert found["log"].count("captured, not restored") == 1
     assert reason in found["log"]
     assert (found["answers"] == made["plain"]["answers"]) == (name != "weights")
+
+
+def test_piecewise_graphs_are_restored_but_for_the_smallest(restored: dict[str, Any], made: dict[str, Any]) -> None:
+    """vLLM captures that one, since its first forward compiles; all others are put into its wrappers' entries."""
+    found, offline = restored["pieces"], made["pieces"]
+    assert offline["refused"] == {}
+    assert found["log"] == ""
+    assert found["entries"] == [{"1": "FakeGraph", "2": "RestoredGraph", "4": "RestoredGraph"}] * 2
+    assert found["calls"] == [2, 2], "a warm-up and a capture"
+    assert found["piecewise"] == offline["piecewise"]
+    assert len({digest for digests in found["piecewise"].values() for digest in digests}) == 6
+    assert found["kinds"] == dict.fromkeys("421", "RestoredGraph")
+    assert found["answers"] == offline["answers"]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("results", "piecewise CUDA graphs are captured, not restored: not enough values"),
+        ("outputs", "captured, not restored: output: a forward of vllm mode=PIECEWISE tokens=4 "),
+    ],
+)
+def test_piecewise_graphs_that_are_not_right_are_captured(
+    restored: dict[str, Any], made: dict[str, Any], name: str, reason: str
+) -> None:
+    found = restored[name]
+    assert found["entries"] == [dict.fromkeys("124", "FakeGraph")] * 2
+    assert found["log"].count(reason) == 1
+    assert found["piecewise"] == made["pieces"]["piecewise"]
+    assert found["kinds"] == dict.fromkeys("421", "RestoredGraph"), "the full ones are as they were"
+
+
+def test_a_batch_of_which_a_piece_is_missing_is_captured(restored: dict[str, Any], made: dict[str, Any]) -> None:
+    found = restored["piece"]
+    assert found["entries"] == [{"1": "FakeGraph", "2": "FakeGraph", "4": "RestoredGraph"}] * 2
+    assert found["log"].count("2 CUDA graphs are captured, not restored: absent: it was not materialized") == 1
+    assert found["piecewise"] == made["pieces"]["piecewise"]

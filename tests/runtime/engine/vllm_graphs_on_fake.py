@@ -6,6 +6,7 @@ is of the toy's kernels, and reads what vLLM gives it.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import io
 import json
@@ -28,8 +29,10 @@ from medusa_runtime.engine.vllm.gpu_graphs import GraphManager, NoTimeline
 from medusa_runtime.engine.vllm.gpu_recording import Recording, RecordingManager
 from medusa_runtime.state.graphs.blueprint import Blueprints
 from torch import Tensor, nn
+from vllm.compilation import cuda_graph
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 from vllm.v1.worker.gpu.input_batch import InputBuffers
@@ -78,6 +81,61 @@ class Model(nn.Module):
         return out
 
 
+class Piece:
+    """A compiled function, as far as vLLM's wrapper looks at it."""
+
+    def __init__(self, index: int, run: Any) -> None:
+        self.vllm_backend = SimpleNamespace(prefix="backbone")
+        self.piecewise_compile_index, self.is_last_graph = index, index == 1
+        self._run, self.calls = run, 0
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.calls += 1
+        return self._run(*arguments)
+
+
+class PiecewiseModel(Model):
+    """Two compiled functions, with something between them that no graph has."""
+
+    def __init__(self, cuda: FakeCuda, weights: Tensor, unnamed: bool, config: VllmConfig) -> None:
+        super().__init__(cuda, weights, unnamed)
+        self._config = config
+        self.pieces: list[Piece] = []
+        self._wrapped: list[Any] = []
+
+    def forward(self, input_ids: Tensor, positions: Tensor, **_: Any) -> Tensor:
+        if not self.pieces:  # compiled by the first forward
+            self.pieces = [Piece(0, self._first), Piece(1, self._second)]
+            self._wrapped = [
+                cuda_graph.CUDAGraphWrapper(piece, self._config, CUDAGraphMode.PIECEWISE) for piece in self.pieces
+            ]
+        hidden, (room, _) = self._wrapped[0](input_ids)
+        (cuda,) = self._cuda
+        target, source, stream = room.data_ptr(), hidden.data_ptr(), cuda.current.cuda_stream
+        cuda.driver.call("cuMemcpyDtoDAsync_v2", target, source, room.nbytes, stream)
+        cuda.kernels.launch("scale", [p(target), i(room.numel()), struct.pack("<f", 0.25)])
+        found: Tensor = self._wrapped[1](hidden, room)
+        return found
+
+    def _first(self, input_ids: Tensor) -> Any:
+        (cuda,) = self._cuda
+        hidden, room = cuda.empty(len(input_ids), WIDTH), cuda.empty(len(input_ids), WIDTH)
+        for row in range(len(input_ids)):
+            at = [self.weights.data_ptr(), input_ids.data_ptr() + 4 * row, hidden.data_ptr() + row * ROW]
+            cuda.kernels.launch("embed", [*map(p, at), i(WIDTH)])
+        return hidden, [room, len(input_ids)]
+
+    def _second(self, hidden: Tensor, room: Tensor) -> Tensor:
+        (cuda,) = self._cuda
+        out = cuda.empty(len(hidden), WIDTH)
+        for row in range(len(hidden)):
+            x, y = (tensor.data_ptr() + row * ROW for tensor in (room, out))
+            cuda.driver.call("cuMemsetD32Async", y, 0, WIDTH, cuda.current.cuda_stream)
+            weight = self.weights.data_ptr() + VOCAB * ROW
+            cuda.kernels.launch("gemv", [struct.pack("<QQQii4Q", weight, x, y, WIDTH, WIDTH, 0, 0, 0, 0)])
+        return out
+
+
 class Placed:
     """Tensors in device memory that are allocated one by one, as vLLM does."""
 
@@ -91,7 +149,8 @@ class Placed:
         return placed
 
 
-def runner_of(cuda: FakeCuda, unnamed: bool, kv_blocks: int) -> Any:
+def runner_of(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> Any:
+    unnamed, kv_blocks = options.get("unnamed", False), options.get("kv_blocks", BLOCKS)
     place = Placed(cuda)
     numbers = random.Random(5)
     count = (VOCAB + WIDTH) * WIDTH
@@ -110,7 +169,8 @@ def runner_of(cuda: FakeCuda, unnamed: bool, kv_blocks: int) -> Any:
     tables.get_dummy_slot_mappings = lambda tokens: tables.slot_mappings[:, :tokens].fill_(-1)
     state = SimpleNamespace(prepare_attn=lambda *_, **__: {}, prepare_dummy_inputs=lambda *_: {})
     return SimpleNamespace(
-        model=Model(cuda, weights, unnamed), kv_caches=[place(torch.zeros(kv_blocks, BLOCK, WIDTH))],
+        model=PiecewiseModel(cuda, weights, False, config) if "pieces" in options else Model(cuda, weights, unnamed),
+        kv_caches=[place(torch.zeros(kv_blocks, BLOCK, WIDTH))],
         input_buffers=buffers, block_tables=tables, model_state=state, device=HOST, lora_config=None,
         kv_cache_config=SimpleNamespace(num_blocks=kv_blocks, kv_cache_groups=[]),
         model_config=SimpleNamespace(dtype=torch.float32, hf_config={"layers": 1}, get_vocab_size=lambda: VOCAB),
@@ -168,12 +228,33 @@ def answers(manager: Any, runner: Any) -> dict[str, list[str]]:
     return found
 
 
+@torch.inference_mode()
+def piecewise(config: VllmConfig, runner: Any) -> dict[str, list[str]]:
+    """As vLLM's runner steps through a batch with a prefill."""
+    found: dict[str, list[str]] = {}
+    for size in SIZES:
+        for ids in ([1, 2, 3, 4], [31, 0, 7, 7]):
+            buffers = runner.input_buffers
+            buffers.input_ids[:size] = torch.tensor(ids[:size], dtype=torch.int32)
+            mode, batch = CUDAGraphMode.PIECEWISE, BatchDescriptor(num_tokens=size)
+            with set_forward_context({}, config, num_tokens=size, cudagraph_runtime_mode=mode, batch_descriptor=batch):
+                hidden = runner.model(buffers.input_ids[:size], buffers.positions[:size])
+            bits = bytes(hidden.reshape(-1).view(torch.uint8))
+            found.setdefault(str(size), []).append(hashlib.sha256(bits).hexdigest()[:16])
+    return found
+
+
 def fakes(cuda: FakeCuda) -> list[Any]:
     """What of vLLM and torch asks for a device."""
     return [
         patch.object(cudagraph_utils, "graph_capture", lambda device: nullcontext()),
         patch.object(cudagraph_utils, "current_stream", lambda: cuda.current),
         patch.object(cudagraph_utils, "capture_pool", lambda pool, config: nullcontext(pool)),
+        patch.object(cudagraph_utils, "has_compiled_submodule", lambda model: True),
+        patch.object(cuda_graph, "current_stream", lambda: cuda.current),
+        patch.object(cuda_graph, "capture_pool", lambda pool, config: nullcontext(pool)),
+        patch.object(cuda_graph, "weak_ref_tensors", lambda tensors: tensors),
+        patch.object(cuda_graph, "current_platform", SimpleNamespace(get_global_graph_pool=lambda: (0, 1))),
         patch.object(cudagraph_utils, "tqdm", lambda listed, **_: listed),
         patch.object(torch.cuda, "graph", lambda graph, pool, stream: captured(cuda, graph, pool, stream)),
         patch.object(torch, "empty_like", lambda other: placed_like(cuda, other)),
@@ -185,7 +266,13 @@ def start(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> tuple[
     """A runner and its manager, in memory where nothing else was yet."""
     cuda.renew(pool_first=options.get("pool_first", False))
     cuda.driver.write(cuda.at["workspace"] + 64, struct.pack("<II", 0x4D454455, 0))
-    return runner_of(cuda, options.get("unnamed", False), options.get("kv_blocks", BLOCKS)), manager_of(config)
+    gc.collect()  # wrappers of the start before
+    manager = manager_of(config)
+    if options.get("pieces"):
+        listed = [BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, num_tokens=size, num_reqs=None) for size in SIZES]
+        manager.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+        manager._capture_descs = {CUDAGraphMode.PIECEWISE: listed, **manager._capture_descs}
+    return runner_of(cuda, config, options), manager
 
 
 def record(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> tuple[Any, Any, Recording]:
@@ -203,8 +290,9 @@ def record(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> tuple
 
 
 def offline(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> dict[str, Any]:
-    _, _, other = record(cuda, config, {**options, "pool_first": True})
-    second = other.state.dump(cuda.kernels.images)
+    other = record(cuda, config, {**options, "pool_first": True})
+    second = other[2].state.dump(cuda.kernels.images)
+    del other
     runner, manager, recording = record(cuda, config, options)
     made = recording.state.materialize(recording, cuda.kernels.images, second, stream=cuda.current)
     made.save(Path(options["out"]))
@@ -212,6 +300,8 @@ def offline(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> dict
     inputs = {made.regions[piece.region].name for graph in made.graphs for piece in graph.inputs}
     pinned = [graph.key for graph in made.graphs if graph.pinned]
     found = {"refused": made.refused, "names": sorted(names), "inputs": sorted(inputs), "pinned": pinned}
+    if options.get("pieces"):
+        found["piecewise"] = piecewise(config, runner)
     return {**found, "answers": answers(manager, runner)}
 
 
@@ -233,13 +323,36 @@ def online(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> dict[
         kept.append(VllmGraphState(cuda.driver, runner, manager, device="cpu"))
         return kept[-1].restore(blueprints, trigger=manager.first_layer, validate="all")
 
-    made = GraphManager.of(manager, restored, NoTimeline())
+    if options.get("wrong_pieces"):
+        blueprints = replace(blueprints, graphs=tuple(map(other_outputs, blueprints.graphs)))
+    if without := options.get("without"):
+        blueprints = replace(blueprints, graphs=tuple(graph for graph in blueprints.graphs if without not in graph.key))
+    if options.get("wrong_results"):
+        blueprints = replace(blueprints, results={key: ["tuple", 1] for key in blueprints.results})
+    made = GraphManager.of(manager, restored, NoTimeline(), lambda create: kept[-1].restore_pieces(create))
     runner.cudagraph_manager = made
     capture(made, runner)
     kinds = {str(one.num_tokens): type(graph).__name__ for one, graph in made.graphs.items()}
     untouched = bool((runner.input_buffers.input_ids == 0).all())
     found = {"kinds": kinds, "forwards": runner.model.forwards, "layers": runner.model.layers, "untouched": untouched}
+    if options.get("pieces"):
+        found["calls"] = [piece.calls for piece in runner.model.pieces]
+        found["piecewise"] = piecewise(config, runner)
+        found["entries"] = [
+            {str(one.num_tokens): type(entry.cudagraph).__name__ for one, entry in sorted_entries(wrapper)}
+            for wrapper in runner.model._wrapped
+        ]
     return {**found, "answers": answers(made, runner)}
+
+
+def other_outputs(graph: Any) -> Any:
+    """Of piecewise graphs alone."""
+    other = tuple(piece._replace(data=bytes(len(piece.data))) for piece in graph.outputs)
+    return replace(graph, outputs=other) if "PIECEWISE" in graph.key else graph
+
+
+def sorted_entries(wrapper: Any) -> Any:
+    return sorted(wrapper.concrete_cudagraph_entries.items(), key=lambda item: item[0].num_tokens)
 
 
 def main(phase: str, starts: dict[str, dict[str, Any]]) -> dict[str, Any]:

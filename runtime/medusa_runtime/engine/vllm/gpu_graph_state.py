@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ from vllm import __version__
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
+from ...errors import DeviceError
 from ...state.graphs import (
     Blueprints,
     Capture,
@@ -39,9 +41,12 @@ from ...state.graphs import (
     place,
     restore_graphs,
 )
+from ...state.graphs.driver import STICKY, CudaError
+from ...state.graphs.replay import Replayer
 from ..graph_memory import Segments, other_regions
 from .gpu_graphs import Restored, key_of
 from .gpu_memory import named_regions
+from .gpu_pieces import Results, batch_of, entry_of, functions, is_last, made_of, piece_key, put, results_of
 from .gpu_recording import HIDDEN, Recording, is_input
 
 logger = logging.getLogger(__name__)
@@ -78,6 +83,7 @@ class VllmGraphState:
         self._driver, self._runner, self._manager = driver, runner, manager
         self._segments = segments or torch.cuda.memory_snapshot
         self._device = device
+        self._restored: tuple[Blueprints, Placement, Any] | None = None
         self._kept: list[RestoredGraphs | Placement] = []  # the graphs' memory and kernels live as long as they do
 
     def named(self) -> list[DeviceRegion]:
@@ -96,6 +102,7 @@ class VllmGraphState:
     def dump(self, images: Sequence[bytes]) -> Blueprints:
         """All captured full graphs as they are. ``images``: of all modules loaded so far."""
         handles = {key_of(one): int(graph.raw_cuda_graph()) for one, graph in self._full()}
+        handles |= {key: int(entry.cudagraph.raw_cuda_graph()) for key, (_, _, entry) in self._pieces().items()}
         named = self.named()
         regions = [*named, *other_regions(named, self._segments(), self._manager.pool)]
         return dump_graphs(self._driver, handles, regions, images=ImageStore(images))
@@ -113,14 +120,35 @@ class VllmGraphState:
         dump = self.dump(images)
         numbers = {region.name: number for number, region in enumerate(dump.regions)}
         full = dict(self._full())
-        read: dict[str, tuple[Piece, ...]] = {}
-        for one in full:
+
+        def inputs_of(one: BatchExecutionDescriptor) -> tuple[Piece, ...]:
             known = [(region, data) for region, data in recording.inputs[one] if region.name in numbers]
-            read[key_of(one)] = tuple(Piece(numbers[region.name], 0, data) for region, data in known)
+            return tuple(Piece(numbers[region.name], 0, data) for region, data in known)
+
+        read = {key_of(one): inputs_of(one) for one in full}
+        launches = {key_of(one): partial(_launch, graph.replay, stream) for one, graph in full.items()}
+        outputs = {key_of(one): self._outputs(one, numbers[HIDDEN]) for one in full}
+        results, refused = {}, {}
+        for key, (one, wrapper, entry) in self._pieces().items():
+            try:
+                results[key] = results_of(entry.output, dump.regions)
+            except MismatchError as mismatch:
+                refused[key] = str(mismatch)
+                continue
+            if is_last(wrapper):
+                launches[key] = partial(_launch, partial(recording.forwards[one], CUDAGraphMode.PIECEWISE), stream)
+                read[key] = inputs_of(one)
+                outputs[key] = tuple(_output(place, one.num_tokens) for place in _tensors(results[key]))
+        dump = replace(
+            dump,
+            graphs=tuple(graph for graph in dump.graphs if graph.key not in refused),
+            refused={**dump.refused, **refused},
+            results=results,
+        )
         capture = Capture(
-            {key_of(one): partial(_launch, graph, stream) for one, graph in full.items()},
+            launches,
             read,
-            {key_of(one): self._outputs(one, numbers[HIDDEN]) for one in full},
+            outputs,
             stream.cuda_stream,
             ImageStore(images),
             fingerprint=self.fingerprint() | {KV_BYTES: str(self._kv_bytes())},
@@ -167,7 +195,80 @@ class VllmGraphState:
         for region, contents in before:
             self._driver.write(region.address, contents)
         self._kept.append(restored)
+        self._restored = blueprints, placement, stream
         return Restored(restored.graphs, hidden) if restored.graphs else None
+
+    def restore_pieces(self, create_forward: Callable[..., Any]) -> list[BatchExecutionDescriptor]:
+        """The batches whose piecewise graphs are restored, after ``restore``, and after a first forward has made the
+        compiled functions. ``create_forward``: vLLM's, of a batch."""
+        if self._restored is None:
+            return []
+        blueprints, placement, stream = self._restored
+        wrappers, device = functions(), self._runner.device
+        batches = self._manager._capture_descs.get(CUDAGraphMode.PIECEWISE, [])
+        restored = restore_graphs(
+            self._driver,
+            blueprints,
+            placement,
+            keys=[piece_key(one, name) for one in batches for name in wrappers],
+            stream=stream.cuda_stream,
+            fingerprint=self.fingerprint() | {KV_BYTES: str(self._kv_bytes())},
+            current_stream=lambda: torch.cuda.current_stream().cuda_stream,
+            validate="none",
+        )
+        self._kept.append(restored)
+        whole = [one for one in batches if all(piece_key(one, name) in restored.graphs for name in wrappers)]
+        try:
+            for one in whole:
+                for name, wrapper in wrappers.items():
+                    results = blueprints.results[piece_key(one, name)]
+                    output = made_of(results, blueprints.regions, placement.addresses, device)
+                    put(wrapper, one, restored.graphs[piece_key(one, name)], output)
+            for one in dict.fromkeys((*whole[:1], *whole[-1:])):
+                self._check(one, create_forward(one, warmup=True))
+        except BaseException:
+            for one in whole:
+                for wrapper in wrappers.values():
+                    put(wrapper, one, None)
+            raise
+        return whole
+
+    def _check(self, one: BatchExecutionDescriptor, forward: Callable[[CUDAGraphMode], None]) -> None:
+        """MEDUSA §4's validation, of a forward through all its pieces: two runs against the stored outputs.
+        MismatchError (OUTPUT), DeviceError when the context is lost."""
+        assert self._restored is not None
+        blueprints, placement, stream = self._restored
+
+        def at(piece: Piece) -> int:
+            return placement.addresses[blueprints.regions[piece.region].name] + piece.offset
+
+        replayer = Replayer(self._driver, at, stream.cuda_stream)
+        last = [graph for graph in blueprints.graphs if batch_of(graph.key) == key_of(one) and graph.outputs]
+        launch = partial(_launch, partial(forward, CUDAGraphMode.PIECEWISE), stream)
+        try:
+            right = [replayer.run(launch, graph.inputs, graph.outputs) == graph.outputs for graph in last * 2]
+        except Exception as error:
+            code = self._driver.result("cuCtxSynchronize")
+            if code in STICKY:
+                lost = CudaError("cuCtxSynchronize", code, str(error))
+                raise DeviceError(f"a restored CUDA graph broke the context ({error}); use --state none") from lost
+            raise
+        if not right or not all(right):
+            raise MismatchError(Reason.OUTPUT, f"a forward of {key_of(one)} did not give its stored outputs")
+
+    def _pieces(self) -> dict[str, tuple[BatchExecutionDescriptor, Any, Any]]:
+        """Key → batch, wrapper of the function, its entry. Empty where functions cannot be told apart."""
+        try:
+            wrappers = functions()
+        except MismatchError as mismatch:
+            logger.warning("piecewise CUDA graphs are captured each time: %s", mismatch)
+            return {}
+        return {
+            piece_key(one, name): (one, wrapper, entry)
+            for one in self._manager._capture_descs.get(CUDAGraphMode.PIECEWISE, [])
+            for name, wrapper in wrappers.items()
+            if (entry := entry_of(wrapper, one)) is not None
+        }
 
     def _hidden_states(self, region: DeviceRegion | None, full: Sequence[BatchExecutionDescriptor]) -> Tensor | None:
         """What vLLM allocates in its first warm-up: rows of the largest batch."""
@@ -194,9 +295,27 @@ class VllmGraphState:
         return tuple(Piece(region, row * row_bytes, bytes(min(_REFERENCE_BYTES, row_bytes))) for row in rows)
 
 
-def _launch(graph: Any, stream: Any) -> None:
-    with torch.cuda.stream(stream):
-        graph.replay()
+def _launch(run: Callable[[], object], stream: Any) -> None:
+    with torch.cuda.stream(stream), torch.inference_mode():
+        run()
+
+
+def _tensors(results: Results) -> list[list[Any]]:
+    """[region, offset, dtype, shape, strides] of each."""
+    if not isinstance(results, list):
+        return []
+    if results[0] == "tensor":
+        return [results[1:]]
+    return [place for one in results[1:] for place in _tensors(one)]
+
+
+def _output(place: list[Any], rows: int) -> Piece:
+    """The last row of the batch, where it has one."""
+    region, offset, dtype, shape, strides = place
+    size = getattr(torch, dtype).itemsize
+    row = (rows - 1) * strides[0] * size if shape and shape[0] >= rows else 0
+    width = (shape[-1] if shape else 1) * size
+    return Piece(region, offset + row, bytes(min(_REFERENCE_BYTES, width)))
 
 
 def _without_stale_state(made: Blueprints) -> Blueprints:
@@ -208,10 +327,13 @@ def _without_stale_state(made: Blueprints) -> Blueprints:
             why = f"{Reason.CONTENTS}: they read {region.name}, which has no name and may change with each step"
             refused = {**made.refused, **{graph.key: why for graph in made.graphs}}
             return replace(made, graphs=(), contents=(), images={}, refused=refused)
+    read: defaultdict[str, set[int]] = defaultdict(set)
+    for graph in made.graphs:
+        read[batch_of(graph.key)].update(relocation.region for relocation in graph.relocations)
     graphs = []
     for graph in made.graphs:
-        read = {relocation.region for relocation in graph.relocations}
-        graphs.append(replace(graph, inputs=tuple(piece for piece in graph.inputs if piece.region in read)))
+        inputs = tuple(piece for piece in graph.inputs if piece.region in read[batch_of(graph.key)])
+        graphs.append(replace(graph, inputs=inputs))
     return replace(made, graphs=tuple(graphs))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -17,10 +17,9 @@ from unittest.mock import patch
 
 import torch
 from vllm.config.compilation import CUDAGraphMode
-from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager, ModelCudaGraphManager
 
 from ...errors import DeviceError, EngineError
-from ...state.graphs import Reason
 from ...state.graphs.driver import CudaError
 from ...timeline import Timeline
 
@@ -47,6 +46,7 @@ class NoTimeline:
     def record(self, name: str, start_ns: int, end_ns: int, **detail: Any) -> None: ...
 
 
+Pieces = Callable[[Any], Sequence[Any]]  # given vLLM's create_forward_fn: the batches whose pieces were restored
 Restore = Callable[[Any], Restored | None]  # given the manager; None: there is nothing that fits
 
 
@@ -103,13 +103,49 @@ def _one_layer(model: Any) -> Iterator[None]:
         stack.end_layer = end
 
 
-class GraphManager(ModelCudaGraphManager):  # type: ignore[misc]
+class _Pieces(CudaGraphManager):  # type: ignore[misc]
+    """What vLLM's manager of a model calls to capture: restores piecewise graphs, too, where it can."""
+
+    def capture(self, create_forward_fn: Any, *arguments: Any, **options: Any) -> None:
+        batches = self._capture_descs.get(CUDAGraphMode.PIECEWISE, [])
+        if self._pieces is None or len(batches) < 2 or self.use_breakable_cg:
+            super().capture(create_forward_fn, *arguments, **options)
+            return
+        # vLLM captures the smallest: the first forward compiles, or loads what was compiled, and makes the wrappers.
+        with _only(self._capture_descs, {CUDAGraphMode.PIECEWISE: batches[-1:]}):
+            super().capture(create_forward_fn, *arguments, **options)
+        start_ns = time.monotonic_ns()
+        restored = self._restored_pieces(create_forward_fn, batches[:-1])
+        self._timeline.record("restore_graphs", start_ns, time.monotonic_ns(), graphs=len(restored), mode="piecewise")
+        left = [one for one in batches[:-1] if one not in restored]
+        with _only(self._capture_descs, {**self._capture_descs, CUDAGraphMode.PIECEWISE: left}):
+            super().capture(create_forward_fn, *arguments, **options)
+
+    def _restored_pieces(self, create_forward_fn: Any, batches: Sequence[Any]) -> Sequence[Any]:
+        try:
+            with _only(self._capture_descs, {CUDAGraphMode.PIECEWISE: list(batches)}):
+                return list(self._pieces(create_forward_fn))
+        except Exception as error:
+            if lost(error):
+                raise  # nothing can be captured in this process either
+            logger.warning("piecewise CUDA graphs are captured, not restored: %s", error)
+            return []
+
+
+class GraphManager(ModelCudaGraphManager, _Pieces):  # type: ignore[misc]
     """Made of vLLM's own manager, right after vLLM has made it; nothing is captured by then."""
 
     @classmethod
-    def of(cls, manager: ModelCudaGraphManager, restore: Restore, timeline: Timeline | NoTimeline) -> GraphManager:
+    def of(
+        cls,
+        manager: ModelCudaGraphManager,
+        restore: Restore,
+        timeline: Timeline | NoTimeline,
+        pieces: Pieces | None = None,
+    ) -> GraphManager:
         made = remade(cls, manager)
         made._restore = restore
+        made._pieces = pieces
         made._timeline = timeline
         made._triggered = []
         return made
@@ -138,10 +174,7 @@ class GraphManager(ModelCudaGraphManager):  # type: ignore[misc]
         if self._graphs_captured:
             return
         start_ns = time.monotonic_ns()
-        adopted, pieces = len(self.graphs), len(self._capture_descs.get(CUDAGraphMode.PIECEWISE, ()))
-        if adopted and pieces:
-            why = "they are of single functions that were compiled, and pass tensors on among themselves"
-            logger.info("CUDA graphs of %d batches are captured, not restored: %s: %s", pieces, Reason.PIECEWISE, why)
+        adopted = len(self.graphs)
         with _without(self._capture_descs, self.graphs):
             super().capture(*arguments, **options)
         self._timeline.record("capture", start_ns, time.monotonic_ns(), graphs=len(self.graphs) - adopted)
@@ -168,6 +201,19 @@ class GraphManager(ModelCudaGraphManager):  # type: ignore[misc]
         self.hidden_states = restored.hidden_states
         everything = sum(len(descriptions) for descriptions in self._capture_descs.values())
         self._graphs_captured = len(found) == everything
+
+
+@contextmanager
+def _only(descriptions: dict[Any, list[Any]], wanted: dict[Any, list[Any]]) -> Iterator[None]:
+    """While inside, these are to be captured, and no others."""
+    everything = dict(descriptions)
+    descriptions.clear()
+    descriptions.update(wanted)
+    try:
+        yield
+    finally:
+        descriptions.clear()
+        descriptions.update(everything)
 
 
 class _without:

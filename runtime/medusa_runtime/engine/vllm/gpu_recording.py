@@ -29,8 +29,10 @@ class _Kept(CudaGraphManager):  # type: ignore[misc]
     def capture(self, create_forward_fn: Any, *arguments: Any, **options: Any) -> None:
         def create(description: BatchExecutionDescriptor, warmup: bool) -> Any:
             forward = create_forward_fn(description, warmup=warmup)
-            if not warmup and description.cg_mode == CUDAGraphMode.FULL:
+            # Of piecewise graphs vLLM uses the same forward to warm up and to capture, which can be run again.
+            if warmup == (description.cg_mode == CUDAGraphMode.PIECEWISE):
                 self.recording.prepared(description)
+                self.recording.forwards[description] = forward
             return forward
 
         with keeping_nodes():
@@ -64,6 +66,7 @@ class Recording:
         self.runner: Any = None
         self.manager: Any = None
         self.inputs: dict[BatchExecutionDescriptor, Snapshot] = {}
+        self.forwards: dict[BatchExecutionDescriptor, Callable[[CUDAGraphMode], None]] = {}
         self.state: Any = None
         self._make_state: Callable[[Any, Any], Any] | None = None
         self._small: list[DeviceRegion] = []
@@ -88,6 +91,9 @@ class Recording:
             blocks = runner.kv_cache_config.num_blocks
             vocab = runner.model_config.get_vocab_size()
             lay_out(runner.input_buffers, runner.block_tables, description.num_tokens, blocks=blocks, vocab=vocab)
+        elif description.num_reqs is None:  # any requests; what vLLM has laid out for attention stays
+            ids = runner.input_buffers.input_ids[: description.num_tokens]
+            ids.copy_(torch.arange(len(ids), device=ids.device) * 37 % runner.model_config.get_vocab_size())
         if not self._small:  # nothing of it is made or moved between two captures
             self._small = [region for region in self.state.named() if is_input(region)]
         self.inputs[description] = tuple((region, self.state.read(region)) for region in self._small)

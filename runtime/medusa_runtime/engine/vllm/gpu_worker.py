@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -33,6 +35,7 @@ class GpuWorker(Worker):  # type: ignore[misc]
     """``worker_cls``, which vLLM's documentation offers for this."""
 
     recording: Recording | None = None  # offline, of the process that materializes
+    _graph_state: VllmGraphState | None = None
 
     def init_device(self) -> None:
         with self._timeline.stage("device"):
@@ -82,7 +85,9 @@ class GpuWorker(Worker):  # type: ignore[misc]
             self.recording.runner = runner
             runner.cudagraph_manager = RecordingManager.of(manager, self.recording)
         else:
-            runner.cudagraph_manager = GraphManager.of(manager, self.restore_graphs, self._timeline)
+            runner.cudagraph_manager = GraphManager.of(
+                manager, self.restore_graphs, self._timeline, self.restore_pieces
+            )
 
     def compile_or_warm_up_model(self) -> Any:
         with self._timeline.stage("warm_up"):
@@ -94,8 +99,20 @@ class GpuWorker(Worker):  # type: ignore[misc]
         if blueprints is None:
             return None
         self._graph_state = VllmGraphState(CudaDriver(), self.model_runner, manager)  # kept: the graphs are its
-        try:
+        with self._distrusting():
             return self._graph_state.restore(blueprints, trigger=manager.first_layer)
+
+    def restore_pieces(self, create_forward: Any) -> Sequence[Any]:
+        """Of the same bundle, once the compiled functions are there."""
+        if self._graph_state is None:
+            return []
+        with self._distrusting():
+            return self._graph_state.restore_pieces(create_forward)
+
+    @contextmanager
+    def _distrusting(self) -> Iterator[None]:
+        try:
+            yield
         except DeviceError as error:
             bundled = self._bundled
             if not lost(error) or bundled is None or not bundled.distrust(str(error)):

@@ -68,6 +68,7 @@ def encode(blueprints: Blueprints) -> bytes:
         "contents": body.pieces(blueprints.contents),
         "events": body.put(b"".join(_EVENT.pack(*event) for event in blueprints.events)),
         "refused": blueprints.refused,
+        "results": blueprints.results,
         "graphs": [_encode_graph(graph, body) for graph in blueprints.graphs],
     }
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -166,6 +167,7 @@ class _Reader:
             contents=self.pieces(header["contents"]),
             events=tuple(map(TraceEvent._make, _EVENT.iter_unpack(self.get(header["events"])))),
             refused=dict(header["refused"]),
+            results=dict(header.get("results", {})),
         )
 
 

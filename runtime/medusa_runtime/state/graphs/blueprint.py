@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .structs import MEMCPY_POINTERS, MEMSET_POINTERS
 
@@ -124,7 +124,8 @@ AttributeSet = tuple[tuple[int, bytes], ...]
 
 @dataclass(frozen=True)
 class Blueprints:
-    """All graphs of a model on a GPU. ``refused``: key → why that graph could not be materialized."""
+    """All graphs of a model on a GPU. ``refused``: key → why that graph could not be materialized. ``results``: key →
+    what else its engine needs to use it, as JSON; see there."""
 
     fingerprint: dict[str, str] = field(default_factory=dict)
     regions: tuple[DeviceRegion, ...] = ()
@@ -136,6 +137,7 @@ class Blueprints:
     contents: tuple[Piece, ...] = ()
     events: tuple[TraceEvent, ...] = ()
     refused: dict[str, str] = field(default_factory=dict)
+    results: dict[str, Any] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
         from .blob_format import encode

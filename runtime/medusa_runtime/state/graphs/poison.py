@@ -20,18 +20,19 @@ _REPLAYS = 2  # twice: a workspace that sets itself back is only right the secon
 def permanent_contents(blueprints: Blueprints, launches: Mapping[str, Launch], replayer: Replayer) -> tuple[Piece, ...]:
     """The bytes that must be in workspaces and pool before the first replay; memory is left as it was.
 
-    ``launches``: key → replay of each captured graph, all with reference inputs and outputs. MismatchError
+    ``launches``: key → replay of captured graphs, those with reference inputs and outputs. MismatchError
     (CONTENTS) when even with all bytes that matter the outputs are not the same.
     """
     kept = _pieces(blueprints)
     saved = replayer.read(kept)
     needed: set[int] = set()
     try:
-        for graph in blueprints.graphs:
+        launched = [graph for graph in blueprints.graphs if graph.key in launches]
+        for graph in launched:
             needed |= _needed(graph, launches[graph.key], replayer, saved)
         scratch = [piece for number, piece in enumerate(saved) if number not in needed]
         contents = tuple(piece for number, piece in enumerate(saved) if number in needed)
-        for graph in blueprints.graphs:
+        for graph in launched:
             if not _right(graph, launches[graph.key], replayer, saved, scratch):
                 raise MismatchError(Reason.CONTENTS, f"{graph.key} reads memory that no pointer of it leads to")
     finally:
