@@ -17,10 +17,14 @@ from typing import Any
 import pytest
 from medusa_runtime.errors import NodeError
 from medusa_runtime.node.client import NodeClient
+from medusa_runtime.process import share_cores
 from process_tree import alive, descendants
 
 MEDUSA = Path(sys.executable).with_name("medusa")
 PATIENCE_S = 120.0
+
+# OpenMP reads it when torch is imported, which a conftest below this one may do: another worker wants the cores.
+share_cores()
 
 
 class NodeProcess:

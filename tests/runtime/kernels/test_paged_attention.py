@@ -34,9 +34,9 @@ def batch(new_and_seen: list[tuple[int, int]], heads: int, kv_heads: int, head_d
     for sequence, (count, (_, total)) in enumerate(zip(needed, new_and_seen, strict=True)):
         tables[sequence, :count] = shuffled[start : start + count]
         start += count
-        for position in range(total):
-            block = tables[sequence, position // BLOCK_SIZE]
-            pools[:, block, position % BLOCK_SIZE] = torch.randn(2, kv_heads, head_dim, generator=generator).to(dtype)
+        slots = torch.arange(total)
+        drawn = [torch.randn(2, kv_heads, head_dim, generator=generator) for _ in slots]
+        pools[:, tables[sequence, slots // BLOCK_SIZE], slots % BLOCK_SIZE] = torch.stack(drawn, 1).to(dtype)
     sequences = [sequence for sequence, (new, _) in enumerate(new_and_seen) for _ in range(new)]
     contexts = [total - new + 1 + i for new, total in new_and_seen for i in range(new)]
     q = torch.randn(len(sequences), heads, head_dim, generator=generator).to(dtype)
@@ -45,13 +45,15 @@ def batch(new_and_seen: list[tuple[int, int]], heads: int, kv_heads: int, head_d
 
 def exact(b: Batch, scale: float, window: int | None) -> Tensor:
     rows = []
+    group = b.q.shape[1] // b.keys.shape[2]
     for q, sequence, context in zip(b.q.double(), b.sequences.tolist(), b.contexts.tolist(), strict=True):
-        first = max(0, context - window) if window else 0
-        slots = [(int(b.block_tables[sequence, p // BLOCK_SIZE]), p % BLOCK_SIZE) for p in range(first, context)]
-        key, value = (torch.stack([pool[slot].double() for slot in slots]) for pool in (b.keys, b.values))
-        group = q.shape[0] // key.shape[1]
-        weights = torch.einsum("hd,phd->hp", q, key.repeat_interleave(group, 1)).mul(scale).softmax(-1)
-        rows.append(torch.einsum("hp,phd->hd", weights, value.repeat_interleave(group, 1)))
+        slots = torch.arange(max(0, context - window) if window else 0, context)
+        blocks = b.block_tables[sequence, slots // BLOCK_SIZE]
+        key, value = (
+            pool[blocks, slots % BLOCK_SIZE].double().repeat_interleave(group, 1) for pool in (b.keys, b.values)
+        )
+        weights = torch.einsum("hd,phd->hp", q, key).mul(scale).softmax(-1)
+        rows.append(torch.einsum("hp,phd->hd", weights, value))
     return torch.stack(rows)
 
 
