@@ -101,6 +101,25 @@ def test_the_classes_are_the_ones_that_these_hooks_were_written_for(parts: Any) 
     capturing = inspect.getsource(parts.vllm.CudaGraphManager.capture)
     for used in ("self._capture_descs[mode]", "self.graphs[desc] = graph", "self._graphs_captured = True"):
         assert used in capturing
+    assert "forward_fn = create_forward_fn(desc, warmup=True)" in capturing
+
+
+def test_wrappers_of_compiled_functions_are_what_these_hooks_were_written_for(parts: Any) -> None:
+    from vllm.compilation.backends import VllmBackend, wrap_with_cudagraph_if_needed
+    from vllm.compilation.cuda_graph import CUDAGraphWrapper
+    from vllm.compilation.piecewise_backend import PiecewiseBackend
+
+    of_a_function = inspect.getsource(PiecewiseBackend.__init__)
+    for used in ("vllm_backend", "piecewise_compile_index", "is_last_graph"):
+        assert f"self.{used} =" in of_a_function
+    assert "self.prefix =" in inspect.getsource(VllmBackend.__init__)
+    assert "runtime_mode=CUDAGraphMode.PIECEWISE" in inspect.getsource(wrap_with_cudagraph_if_needed)
+    called = inspect.getsource(CUDAGraphWrapper.__call__)
+    for used in ("batch_descriptor not in self.concrete_cudagraph_entries", "entry.cudagraph.replay()"):
+        assert used in called
+    assert "return entry.output" in called
+    described = inspect.getsource(parts.vllm.ModelCudaGraphManager.capture)
+    assert "num_active_loras=desc.num_active_loras" in described
 
 
 def test_restored_graphs_take_the_places_of_captured_ones(parts: Any, manager: Any) -> None:

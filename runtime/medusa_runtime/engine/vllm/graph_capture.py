@@ -6,7 +6,9 @@ Two processes, started one after the other, in which nothing lies at the same ad
 from __future__ import annotations
 
 import json
+import logging
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,10 @@ _LIBRARIES = ("libtorch_cuda.", "libcublas")  # whose kernel images need not be 
 
 def main(arguments: list[str]) -> int:
     """``out [second]``, with the settings on standard input: a dump, or, given the second one, the blueprints."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     settings = Settings(**json.load(sys.stdin))
+    if settings.compile == "auto":  # as an instance with this bundle will run it: what was compiled is in there, too
+        settings = replace(settings, compile="always")
     out, second = Path(arguments[0]), Path(arguments[1]) if len(arguments) > 1 else None
     from ...device.cupti import ModuleRecorder
 
