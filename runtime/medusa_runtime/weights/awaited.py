@@ -29,18 +29,19 @@ _KEY = "_medusa_coming"
 
 @dataclass(eq=False, slots=True)
 class Coming:
-    """What is known of a value before it is there, and then the value."""
+    """What is known of a value before it is there."""
 
     gate: Gate
     dtype: torch.dtype
     device: torch.device
     kind: type[Tensor]  # of what it was made
-    value: Tensor | None = None
+    value: Tensor | None = None  # only where it could not become it itself
 
 
 class Awaited(nn.Parameter):
-    """A parameter whose value has not come. Any function it is given to waits, and is given the value instead.
+    """A parameter whose value has not come. Any function it is given to waits until it has become a plain one.
 
+    It stays the same object, so that whoever holds it, or goes through a module's parameters meanwhile, has each once.
     A gate stands in front of a module's call; this is for code that takes a module's weight and never calls the module
     (``nn.MultiheadAttention`` and its ``out_proj``), and for references that were kept elsewhere.
     """
@@ -78,8 +79,8 @@ class AwaitedBuffer(Tensor):
 
 
 def coming(tensor: Any) -> Coming | None:
-    """Of one that waits, or is kept by somebody after its value has come elsewhere."""
-    # In another thread a buffer may be filled in between: so this is asked once, and then remembered.
+    """Of one that waits."""
+    # In another thread its value may come in between: so this is asked once, and then remembered.
     found: Coming | None = getattr(tensor, _KEY, None) if isinstance(tensor, Awaited | AwaitedBuffer) else None
     return found
 
@@ -125,8 +126,7 @@ def _value(tensor: Tensor) -> Tensor:
         return tensor
     if found.value is None:
         found.gate.wait()
-    assert found.value is not None
-    return found.value
+    return tensor if found.value is None else found.value
 
 
 def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
@@ -146,19 +146,23 @@ def await_value(tensor: Tensor, gate: Gate, dtype: torch.dtype, device: torch.de
 
 
 def arrive(tensor: Tensor, value: Tensor) -> Tensor:
-    """The value of one that waits has come: what is to stand in its place."""
+    """The value of one that waits has come: what is to stand in its place, nearly always itself.
+
+    It is in its own memory (see ``fill``), or in another tensor's, which it becomes.
+    """
     found = coming(tensor)
-    if found is None:
-        return value
-    if isinstance(tensor, Awaited):
-        value.__class__ = found.kind
-        vars(value).update({name: kept for name, kept in vars(tensor).items() if name != _KEY})
-    elif fill(tensor, value):
-        value = tensor
-        value.__class__ = found.kind
-        del vars(value)[_KEY]
-    found.value = value
-    return value
+    assert found is not None
+    if value is not tensor:
+        try:
+            torch._C._swap_tensor_impl(tensor, value)
+        except RuntimeError:  # code that is not Python's refers to it: torch.jit, which was told to come later
+            value.__class__ = found.kind
+            vars(value).update({name: kept for name, kept in vars(tensor).items() if name != _KEY})
+            found.value = value
+            return value
+    tensor.__class__ = found.kind  # from here on others use it
+    del vars(tensor)[_KEY]
+    return tensor
 
 
 def fill(tensor: Tensor, value: Tensor) -> bool:

@@ -125,8 +125,6 @@ class Loader:
             raise self._error
         for gate in self._gates:
             gate.wait()  # open, but in a process that was forked from the loader's
-        if self._building is not None:
-            _settle(self._module)
 
     def wait_placed(self) -> None:
         """Until every parameter has its address on the device, whatever is there. Raises as ``wait`` does."""
@@ -207,9 +205,11 @@ class Loader:
         self.has_shared = bool(elsewhere)
         for place in set(self._places.values()):
             tensor = place.tensor
-            if id(tensor) in elsewhere or not (is_awaitable(tensor) or is_lazy(tensor)):
+            if is_lazy(tensor):
+                continue
+            if place.is_buffer or id(tensor) in elsewhere or not is_awaitable(tensor):
                 self._in_place.add(place)
-            elif not is_lazy(tensor):
+            if is_awaitable(tensor) and id(tensor) not in elsewhere:
                 dtype = self._dtype if self._dtype and tensor.is_floating_point() else tensor.dtype
                 await_value(tensor, guards[id(place.owners[0][0])], dtype, device)
 
@@ -339,14 +339,12 @@ class Loader:
         """Whether the module has a copy, and no view."""
         start = time.monotonic_ns()
         value: Tensor = self._converted(place, tensor)
-        if place.is_buffer and value is tensor and coming(place.tensor) is None:
+        filled = place in self._in_place and fill(place.tensor, value)
+        if place.is_buffer and not filled and _same_memory(value, tensor):
             value = value.clone()  # it may be written to by the forward, so it is never a view
-        if place in self._in_place and fill(place.tensor, value):
-            self._count(place, start, waiting)
-            return True
-        value = self._assign(place, self._as_parameter(place, value))
+        value = self._assign(place, place.tensor if filled else self._as_parameter(place, value))
         self._count(place, start, waiting)
-        return is_lazy(value) or not _same_memory(value, tensor)
+        return filled or is_lazy(value) or not _same_memory(value, tensor)
 
     def _as_parameter(self, place: Place, value: Tensor) -> Tensor:
         if place.is_buffer or is_lazy(value):
@@ -354,9 +352,9 @@ class Loader:
         # Whether it wants a gradient changes how torch multiplies, and so last bits, also where nobody asks for one.
         return nn.Parameter(value, self._building is not None and place.tensor.requires_grad)
 
-    @staticmethod
-    def _assign(place: Place, value: Tensor) -> Tensor:
-        value = arrive(place.tensor, value)
+    def _assign(self, place: Place, value: Tensor) -> Tensor:
+        if coming(place.tensor) is not None:
+            value = arrive(place.tensor, value)
         for owner, attribute in place.owners:
             held: dict[str, Any] = owner._buffers if place.is_buffer else owner._parameters
             if held.get(attribute) is place.tensor:  # else its user has put something else there
@@ -439,14 +437,6 @@ def _laid_out_as(like: Tensor, value: Tensor) -> Tensor:
 
 def _same_memory(one: Tensor, other: Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-
-
-def _settle(module: nn.Module) -> None:
-    """What its user has put elsewhere in it while it was awaited is no less a plain parameter in the end."""
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if (found := coming(parameter)) is not None:
-                part._parameters[name] = found.value  # type: ignore[assignment]
 
 
 def _gates_of(place: Place, waiting: Waiting) -> list[Gate]:

@@ -192,6 +192,63 @@ def test_what_its_user_changes_stays_changed(early: Early, change: Callable[[Net
     assert not any(isinstance(parameter, Awaited) for parameter in module.parameters())
 
 
+def test_a_tied_parameter_is_met_once_while_it_comes(filling: Fill) -> None:
+    def tied() -> nn.Module:
+        layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        layers[1].weight = layers[0].weight
+        return layers
+
+    state = {name: tensor.detach().clone() for name, tensor in tied().named_parameters()}
+    filled = filling(state).lay_out()
+    module, loader = build(filled.region, tied, copy=True)
+    held, found = list(module.parameters()), list[str]()
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if not found:
+                filled.arrive(*state)
+            parameter.mul_(2)
+            found.append(name)
+    loader.wait()
+    assert found == list(state)
+    assert all(torch.equal(module.state_dict()[name], tensor * 2) for name, tensor in state.items())
+    assert all(one is other and type(one) is nn.Parameter for one, other in zip(held, module.parameters(), strict=True))
+
+
+class Scaled(nn.Module):
+    """Something happens at the beginning of its forward, which no gate is in front of."""
+
+    first: Callable[[], None]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(8))
+        self.dense = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first()
+        return torch.as_tensor(self.dense(x) * self.scale)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_weights_that_come_while_torch_jit_holds_them(filling: Fill) -> None:
+    state = {name: tensor.detach().clone() for name, tensor in Scaled().named_parameters()}
+    filled = filling(state).lay_out()
+    module, loader = build(filled.region, Scaled)
+    early = module.scale
+
+    def come() -> None:
+        filled.arrive(*state)
+        loader.wait()
+
+    module.first = come
+    with pytest.raises(RuntimeError, match="Cannot insert a Tensor that requires grad as a constant"):
+        torch.jit.trace(module, X, check_trace=False)  # type: ignore[no-untyped-call]
+    assert isinstance(early, Awaited)  # it could not become the value
+    assert torch.equal(early + 1, state["scale"] + 1)
+    assert torch.equal(module(X), nn.functional.linear(X, state["dense.weight"], state["dense.bias"]) * state["scale"])
+    assert {type(parameter) for parameter in module.parameters()} == {nn.Parameter}
+
+
 def trace(module: Net) -> Any:
     return torch.jit.trace(module, X, check_trace=False)  # type: ignore[no-untyped-call]
 
