@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import select
+import socket
 import subprocess
 import sys
 import threading
@@ -52,12 +54,24 @@ class _Limited(_Handler):
     server: LimitedServer
 
     def _send(self, file: BinaryIO, start: int, stop: int) -> None:
-        if stop - start >= _SMALL_BYTES and self.server.is_late():
-            time.sleep(self.server.delay_s)
+        if stop - start >= _SMALL_BYTES and self.server.is_late() and self._left(self.server.delay_s):
+            self.close_connection = True
+            return
         while start < stop:
             count = min(_SLICE_BYTES, stop - start)
             self.server.take(count)
             start += os.sendfile(self.connection.fileno(), file.fileno(), start, count)
+
+
+    def _left(self, within_s: float) -> bool:
+        """Whether the client closes the connection meanwhile; servers notice, and send nothing then."""
+        deadline = time.monotonic() + within_s
+        while (rest_s := deadline - time.monotonic()) > 0:
+            if select.select([self.connection], [], [], rest_s)[0]:
+                if not self.connection.recv(1, socket.MSG_PEEK):
+                    return True
+                time.sleep(rest_s)  # a request that was sent behind this one
+        return False
 
 
 @contextmanager
