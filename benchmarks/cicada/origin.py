@@ -62,7 +62,6 @@ class _Limited(_Handler):
             self.server.take(count)
             start += os.sendfile(self.connection.fileno(), file.fileno(), start, count)
 
-
     def _left(self, within_s: float) -> bool:
         """Whether the client closes the connection meanwhile; servers notice, and send nothing then."""
         deadline = time.monotonic() + within_s
