@@ -48,12 +48,12 @@ def main(arguments: list[str] | None = None) -> int:
             from benchmarks.cicada.replay import replay
 
             replay(result, folders, strategies, options.trace, Path(scratch))
+        print(result.table())
+        print("\nverdict, found, promised\n" + targets_table(find_targets(result, models)), flush=True)
+        if options.json:
+            result.write(options.json)
         if options.figures:
             session.draw(options.figures)
-    print(result.table())
-    print("\nverdict, found, promised\n" + targets_table(find_targets(result, models)))
-    if options.json:
-        result.write(options.json)
     return 0
 
 
