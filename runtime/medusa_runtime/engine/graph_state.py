@@ -118,6 +118,7 @@ class GraphState:
             trace=trace({graph.key: len(graph.nodes) for graph in dump.graphs}) if trace else None,
             fingerprint=self.fingerprint() | self._blocks(second is not None and self._resized(second)),
             libraries=libraries,
+            reads_host=False,
         )
         return materialize_graphs(self._driver, dump, capture, second=second)
 

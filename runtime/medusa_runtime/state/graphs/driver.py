@@ -10,6 +10,7 @@ from ...device.driver import LIBRARY, Driver
 from ...errors import DeviceError
 
 OUT_OF_MEMORY, INVALID_VALUE = 2, 1
+HOST_MEMORY = 1  # CU_MEMORYTYPE_HOST
 
 _LETTERS: dict[str, Any] = {
     "p": c_void_p,  # a handle or a pointer; None and byref() are taken too
@@ -178,6 +179,11 @@ class CudaDriver(Driver):
         if self.result("cuPointerGetAttribute", byref(size), 12, address):
             return None
         return start.value, size.value
+
+    def on_host(self, address: int) -> bool:
+        """Whether it is of the host's memory that the device can read, as pinned pages are."""
+        kind = c_int()
+        return not self.result("cuPointerGetAttribute", byref(kind), 2, address) and kind.value == HOST_MEMORY
 
     def _name(self, code: int) -> str:
         text = c_char_p()

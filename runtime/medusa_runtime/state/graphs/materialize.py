@@ -31,7 +31,8 @@ class Capture:
     ``launches``: key → replay of that graph, and of those that it takes and that have no launch of their own.
     ``inputs``: key → what to write before a reference replay, ``outputs``: key → what to compare after it (their data
     is only a length). ``stream``: what the launches are on. ``libraries``: shared libraries to look for the kernel
-    images in, where a restore finds them if ``save_images`` is off.
+    images in, where a restore finds them if ``save_images`` is off. ``reads_host``: whether kernels may read pinned
+    memory of the host; where they do not, an address of it is a stale one, of copies that came before a launch.
     """
 
     launches: Mapping[str, Launch]
@@ -43,6 +44,7 @@ class Capture:
     fingerprint: Mapping[str, str] = field(default_factory=dict)
     libraries: Collection[Path] = ()
     save_images: bool = True
+    reads_host: bool = True
 
 
 def materialize_graphs(
@@ -58,7 +60,7 @@ def materialize_graphs(
     logger.info("words of %d graphs: %s", len(proof.blueprints.graphs), dict(proof.words))
     for kernel, count in proof.opaque.items():
         logger.warning("%d graphs only fit where they were captured: %s has an address of unknown form", count, kernel)
-    blueprints = _without(proof.blueprints, _foreign(driver, proof.blueprints))
+    blueprints = _without(proof.blueprints, _foreign(driver, proof.blueprints, capture.reads_host))
     if capture.trace is not None:
         blueprints = index(blueprints, capture.trace)
     captured = [region.address for region in blueprints.regions]
@@ -119,8 +121,8 @@ def _pointers(blueprints: Blueprints, graph: GraphBlueprint) -> dict[int, tuple[
     }
 
 
-def _foreign(driver: CudaDriver, blueprints: Blueprints) -> dict[str, str]:
-    """Graphs with a word that is a device address, though of no region: memory inside of some library."""
+def _foreign(driver: CudaDriver, blueprints: Blueprints, reads_host: bool) -> dict[str, str]:
+    """Graphs with a word that is an address for the device, though of no region: memory inside of some library."""
     known: dict[int, bool] = {}
     free = RegionMap(blueprints.regions, free=True)
     found = {}
@@ -136,7 +138,8 @@ def _foreign(driver: CudaDriver, blueprints: Blueprints) -> dict[str, str]:
                     if position in relocated or word < 1 << 32:
                         continue
                     if word not in known:
-                        known[word] = not free.places(word) and driver.range_of(word) is not None
+                        found_range = None if free.places(word) else driver.range_of(word)
+                        known[word] = found_range is not None and (reads_host or not driver.on_host(word))
                     if known[word]:
                         detail = f"node {number} points to {word:#x}, which is in no named region"
                         found[graph.key] = f"{Reason.FOREIGN_POINTER}: {detail}"

@@ -99,7 +99,8 @@ def place(
         for span in spans:
             address, handle = c_uint64(), c_uint64()
             wanted = span.start if at_recorded else 0
-            driver.call("cuMemAddressReserve", byref(address), span.size, granule.value, wanted, 0)
+            if driver.result("cuMemAddressReserve", byref(address), span.size, granule.value, wanted, 0):
+                driver.call("cuMemAddressReserve", byref(address), span.size, granule.value, 0, 0)
             if address.value != span.start and at_recorded:
                 names = ", ".join(region.name for region in span.regions)
                 logger.info("%#x is taken: %s is at %#x instead", span.start, names, address.value)

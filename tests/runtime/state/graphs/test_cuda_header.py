@@ -18,7 +18,7 @@ import pytest
 from medusa_runtime.device import context, cupti
 from medusa_runtime.state.graphs import allocation_recorder, build, dump, kernels, placement, structs
 from medusa_runtime.state.graphs.blueprint import NodeKind
-from medusa_runtime.state.graphs.driver import INVALID_VALUE, OUT_OF_MEMORY, SIGNATURES, STICKY
+from medusa_runtime.state.graphs.driver import HOST_MEMORY, INVALID_VALUE, OUT_OF_MEMORY, SIGNATURES, STICKY
 from medusa_runtime.state.graphs.fingerprint import _PROCESSORS
 from medusa_runtime.weights import cuda_link
 
@@ -149,6 +149,8 @@ CONSTANTS = {
     "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR": context._MAJOR,
     "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR": context._MINOR,
     "CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT": _PROCESSORS,
+    "CU_POINTER_ATTRIBUTE_MEMORY_TYPE": 2,  # CudaDriver.on_host
+    "CU_MEMORYTYPE_HOST": HOST_MEMORY,
     "CU_POINTER_ATTRIBUTE_RANGE_START_ADDR": 11,  # CudaDriver.range_of
     "CU_POINTER_ATTRIBUTE_RANGE_SIZE": 12,
     "CU_GRAPH_NODE_TYPE_KERNEL": NodeKind.KERNEL,

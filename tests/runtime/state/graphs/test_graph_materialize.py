@@ -46,6 +46,17 @@ def test_memory_that_nobody_named(toy: Any, second: Path, tmp_path: Path) -> Non
     assert len(made["refused"]) == 3
 
 
+def test_addresses_of_pinned_memory_are_stale_where_no_kernel_reads_it(toy: Any, tmp_path: Path) -> None:
+    """What a copy has left on the stack, before a launch: torch's pinned buffers, say."""
+    other, bundle = str(tmp_path / "second"), str(tmp_path / "bundle")
+    toy("dump", {"dump": other, "pinned": 1, "order": 1}, base=OTHER_BASE, FAKE_CUDA_HANDLES="0x540000000000")
+    made = toy("materialize", {"out": bundle, "second": other, "pinned": 1})
+    assert {reason.partition(":")[0] for reason in made["refused"].values()} == {"foreign-pointer"}
+    made = toy("materialize", {"out": bundle, "second": other, "pinned": 1, "reads_host": False})
+    assert made["refused"] == {}
+    assert toy("restore", {"bundle": bundle}, base=OTHER_BASE)["answers"] == made["answers"]
+
+
 def test_one_capture_only_holds_at_its_addresses(toy: Any, materialized: dict[str, Any], tmp_path: Path) -> None:
     bundle = tmp_path / "bundle"
     made = toy("materialize", {"out": str(bundle)})

@@ -66,6 +66,12 @@ def test_a_taken_address_is_relocated(toy: Any, materialized: dict[str, Any]) ->
     assert "is taken: weights" in restored["log"]
 
 
+def test_a_driver_that_gives_no_chosen_address(toy: Any, materialized: dict[str, Any]) -> None:
+    restored = toy("restore", {"bundle": materialized["path"]}, base=OTHER_BASE, FAKE_CUDA_NO_HINTS="1")
+    assert restored["answers"] == materialized["answers"]
+    assert not set(restored["at"].values()) & set(materialized["at"].values())
+
+
 def test_replayed_allocations(toy: Any, materialized: dict[str, Any]) -> None:
     """MEDUSA §4.2, with an allocator that gives other addresses than the one that was traced."""
     restored = toy("restore", {"bundle": materialized["path"], "mode": "replay"}, base=OTHER_BASE)

@@ -43,6 +43,7 @@ from medusa_runtime.state.graphs import driver as bindings
 bindings.SIGNATURES.update(
     {
         "cuMemAlloc_v2": "pz",
+        "cuMemAllocHost_v2": "pz",
         "cuTensorMapReplaceAddress": "qq",
         "cuMemFree_v2": "q",
         "cuModuleLoadData": "pp",
@@ -192,7 +193,8 @@ class Toy:
         self.driver.call("cuMemsetD32Async", y, 0, rows, self.stream)
         self.trace.launch(self.key)
         # The structure's padding: a stale pointer to the host, a stale constant, and whatever else.
-        garbage = [ctypes.addressof(ctypes.create_string_buffer(1 << 20)), 3, self.options.get("opaque", 0), 0]
+        stale = self.options.get("pinned") or ctypes.addressof(ctypes.create_string_buffer(1 << 20))
+        garbage = [stale, 3, self.options.get("opaque", 0), 0]
         self.launch("gemv", [struct.pack("<QQQii4Q", weight, x, y, rows, WIDTH, *garbage)])
 
     def step(self, row: int) -> None:
@@ -286,6 +288,8 @@ def offline(options: dict[str, Any]) -> dict[str, Any]:
     at = {name: driver.handle("cuMemAlloc_v2", SIZES[name][1]) for name in order}
     recorder = ModuleRecorder(os.environ["FAKE_CUDA_LIBRARY"])
     toy = Toy(driver, stream, at)
+    if options.get("pinned"):
+        options["pinned"] = driver.handle("cuMemAllocHost_v2", 1 << 20) + 4096
     toy.options = options
     if options.get("maps"):
         toy.images.append((Path(os.environ["TOY_CUBINS"]) / "toy_d.cubin").read_bytes())
@@ -325,6 +329,7 @@ def offline(options: dict[str, Any]) -> dict[str, Any]:
     capture = Capture(
         launches, inputs, outputs, stream, images, trace=toy.trace, fingerprint=fingerprint(driver, {"torch": "2.13"}),
         libraries=[Path(path) for path in options.get("libraries", [])], save_images=options.get("save_images", True),
+        reads_host=options.get("reads_host", True),
     )  # fmt: skip
     second = Blueprints.load(Path(options["second"]).read_bytes()) if "second" in options else None
     blueprints = materialize_graphs(driver, dump, capture, second=second)

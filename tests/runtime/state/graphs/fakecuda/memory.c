@@ -83,6 +83,7 @@ CUresult cuMemFree_v2(CUdeviceptr address) {
 CUresult cuMemGetAllocationGranularity(size_t *size, const void *prop, int option) { return *size = GRANULE, CUDA_SUCCESS; }
 CUresult cuMemAddressReserve(CUdeviceptr *address, size_t size, size_t alignment, CUdeviceptr wanted, uint64_t flags) {
   if (!size || size % GRANULE || wanted % GRANULE) return CUDA_ERROR_INVALID_VALUE;
+  if (wanted && getenv("FAKE_CUDA_NO_HINTS")) return CUDA_ERROR_INVALID_VALUE;
   if (!(*address = map(wanted, size, PROT_NONE))) return CUDA_ERROR_OUT_OF_MEMORY;
   add(*address, size, 0, 1);
   return CUDA_SUCCESS;
@@ -160,9 +161,15 @@ CUresult cuMemcpyDtoH_v2(void *to, CUdeviceptr from, size_t size) {
   return device_range(from, size) ? (memcpy(to, (void *)from, size), CUDA_SUCCESS) : CUDA_ERROR_INVALID_VALUE;
 }
 CUresult cuMemsetD8_v2(CUdeviceptr to, unsigned char value, size_t size) { return begin(to, NULL, value, size); }
+// Pinned: the host's, and the device can read it.
+CUresult cuMemAllocHost_v2(void **memory, size_t size) {
+  *memory = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  return add((CUdeviceptr)*memory, size, 2, 0), CUDA_SUCCESS;
+}
 CUresult cuPointerGetAttribute(void *data, int attribute, CUdeviceptr address) {
   Range *range = find(address, 1, 0);
   if (!range || !range->usable) return CUDA_ERROR_INVALID_VALUE;
+  if (attribute == 2) return *(unsigned *)data = range->usable == 2 ? 1 : 2, CUDA_SUCCESS;
   if (attribute == 11) return *(uint64_t *)data = range->start, CUDA_SUCCESS;
   if (attribute == 12) return *(uint64_t *)data = range->size, CUDA_SUCCESS;
   return CUDA_ERROR_INVALID_VALUE;
