@@ -104,16 +104,16 @@ def as_text(found: dict[str, Any]) -> str:
     config, count = found["config"], len(found["shards"])
     shape = ", ".join(f"{config[name]} {text}" for name, text in _SHAPE_FIELDS.items() if config.get(name) is not None)
     dtypes = ", ".join(f"{dtype} {_millions(number)}" for dtype, number in found["parameters_by_dtype"].items())
-    lines = [
-        found["url"],
-        f"  model    {', '.join(config.get('architectures') or ['no architecture in config.json'])}",
-        f"  shape    {shape}",
-        f"  weights  {size(found['bytes'])} in {count} shard{'s' * (count > 1)}, {len(found['tensors'])} tensors",
-        f"  types    {dtypes} parameters",
-        f"  files    {', '.join(found['files'])}",
-        bundle_summary.as_text(found["state"]),
-    ]
-    return "\n".join(lines)
+    unnamed = "no architecture in config.json" if "config.json" in found["files"] else "no config.json"
+    rows = {
+        "model": ", ".join(config.get("architectures") or [unnamed]),
+        "shape": shape,
+        "weights": f"{size(found['bytes'])} in {count} shard{'s' * (count > 1)}, {len(found['tensors'])} tensors",
+        "types": f"{dtypes} parameters",
+        "files": ", ".join(found["files"]),
+    }
+    lines = [f"  {name:8} {text}" for name, text in rows.items() if text]
+    return "\n".join([found["url"], *lines, bundle_summary.as_text(found["state"])])
 
 
 def _config(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -130,4 +130,6 @@ def _config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _millions(count: int) -> str:
+    if count < 1e5:
+        return f"{count:,}"
     return f"{count / 1e9:.2f} billion" if count >= 1e9 else f"{count / 1e6:.1f} million"
