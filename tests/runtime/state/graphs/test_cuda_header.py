@@ -252,3 +252,19 @@ def test_the_allocation_recorder_binds_these_calls() -> None:
     text = allocation_recorder._SOURCE.read_text()
     assert set(re.findall(r'"(cu[A-Z]\w+)"', text)) == {"cuStreamGetCaptureInfo_v3", "cuGraphGetNodes"}
     assert {"cuStreamGetCaptureInfo_v3", "cuGraphGetNodes"} <= (SIGNATURES | UNTYPED).keys()
+
+
+def test_the_recorder_in_c_reads_what_cupti_hands_over(tmp_path: Path) -> None:
+    pairs = {
+        ("Module", "size"): ("CUpti_ModuleResourceData", "cubinSize"),
+        ("Module", "image"): ("CUpti_ModuleResourceData", "pCubin"),
+        ("Resource", "described"): ("CUpti_ResourceData", "resourceDescriptor"),
+    }
+    checks = [
+        f'_Static_assert(offsetof({ours[0]}, {ours[1]}) == offsetof({theirs[0]}, {theirs[1]}), "{ours}");'
+        for ours, theirs in pairs.items()
+    ]
+    includes = ["#include <cuda.h>", "#include <stddef.h>", "#include <cupti.h>", f'#include "{cupti._SOURCE}"']
+    (tmp_path / "program.c").write_text("\n".join([*includes, *checks, ""]))
+    command = ["cc", "-I", str(FOLDER), "-fsyntax-only", str(tmp_path / "program.c")]
+    subprocess.run(command, check=True, timeout=100)
