@@ -28,7 +28,7 @@ def draw(model: str, samples: Mapping[str, Sequence[Stage]], path: Path) -> None
                 continue
             spans = [(stage.start, stage.end)]
             spans = without(spans, waits) if unit == "E" else spans
-            place = layers.index(stage.layer) / max(len(layers) - 1, 1) if stage.layer in layers else None
+            place = _place(stage.layer, layers)
             chart.broken_barh(
                 [(start, end - start) for start, end in spans],
                 (len(NAMES) - 1 - list(NAMES).index(unit) + 0.1, 0.8),
@@ -36,8 +36,16 @@ def draw(model: str, samples: Mapping[str, Sequence[Stage]], path: Path) -> None
             )
         chart.set_yticks([len(NAMES) - 0.5 - row for row in range(len(NAMES))], NAMES.values())
         chart.set_ylim(0, len(NAMES))
-        chart.set_title(strategy, loc="left", fontsize="medium")
+        end = max((stage.end for stage in stages if stage.name in UNITS), default=0.0)
+        chart.set_title(f"{strategy}, {end:.2f} s", loc="left", fontsize="medium")
     charts[-1, 0].set_xlabel("seconds after the request")
-    figure.suptitle(f"{model}: construction, retrieval, application and execution, a colour a layer")
+    charts[-1, 0].set_xlim(left=0)
+    figure.suptitle(f"{model}: a colour a layer, from the first (dark) to the last (bright); grey: of no one layer")
     figure.savefig(path)
     pyplot.close(figure)
+
+
+def _place(layer: str, layers: Sequence[str]) -> float | None:
+    """From 0 to 1, in order; None where it is none of them. A part (layer1.0.conv1) is of its layer (layer1.0)."""
+    found = next((place for place, name in enumerate(layers) if f"{layer}.".startswith(f"{name}.")), None)
+    return None if found is None else found / max(len(layers) - 1, 1)

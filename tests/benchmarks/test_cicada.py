@@ -20,6 +20,7 @@ from medusa_runtime.weights.region import Region
 from benchmarks.cicada import __main__ as command
 from benchmarks.cicada import pipeline, session
 from benchmarks.cicada.checkpoint import checkpoint
+from benchmarks.cicada.figure import _place
 from benchmarks.cicada.limited import measure_limited
 from benchmarks.cicada.origin import LimitedServer, serving
 from benchmarks.cicada.pipeline import Stage
@@ -209,6 +210,12 @@ def test_no_round_begins_that_would_end_too_late(monkeypatch: pytest.MonkeyPatch
     rounds.round(0)  # whatever the time, of the first one there is a sample
     rounds.round(1)
     assert len(rounds.timed["tiny-bert", "full"]) == 1
+
+
+def test_a_part_has_its_layers_colour() -> None:
+    layers = ["conv1", "layer1.1", "layer1.10"]
+    places = [_place(name, layers) for name in ("conv1", "layer1.1.conv1", "layer1.10.bn1", "layer1", "")]
+    assert places == [0, 0.5, 1, None, None]
 
 
 def test_bad_input(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
