@@ -89,6 +89,19 @@ def test_decode_attention_is_right(cuda: torch.device, shape: tuple[int, int, in
     assert (found - expected).norm() / expected.norm() < 1e-2
 
 
+def test_decoded_keys_and_values_are_written_where_attention_reads_them(cuda: torch.device) -> None:
+    from medusa_runtime.kernels import paged_triton
+
+    pools = [torch.randn(64 * 16, 8, 128, device=cuda, dtype=torch.bfloat16) for _ in range(2)]
+    fused = torch.randn(7, 3 * 8 * 128, device=cuda, dtype=torch.bfloat16)
+    k, v = (part.view(7, 8, 128) for part in fused.chunk(3, dim=1)[1:])
+    slots = torch.randperm(64 * 16, device=cuda)[:7]
+    wanted = [pool.clone().index_copy_(0, slots, part) for pool, part in zip(pools, (k, v), strict=True)]
+    paged_triton.write(*pools, slots, k, v)
+    for pool, expected in zip(pools, wanted, strict=True):
+        assert torch.equal(pool, expected)
+
+
 def test_capture_and_replay(cuda: torch.device) -> None:
     from medusa_runtime.engine.cuda_capture import CudaCapturer
 
