@@ -259,6 +259,6 @@ def test_sigterm_ends_it_cleanly(launch: Launch, place: Place) -> None:
     env = place.env | ({"healthcheck_interval": "100ms"} if "fprocess" in place.env else {})
     ending = launch(handler="lifecycle/handler.py", **env)
     ending.terminate()
-    assert ending.process.wait(20) == 0
+    assert ending.process.wait(60) == 0
     assert (ending.folder / "closed").read_text() == "yes"
     assert list((ending.folder / "tmp").iterdir()) == []

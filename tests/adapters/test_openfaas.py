@@ -145,7 +145,7 @@ def test_sigterm_in_the_watchdogs_order(launch: Launch) -> None:
     assert not LOCK.exists()
     assert ending.request("GET", "/_/ready").status == 503
     assert ending.request("POST", "/?q=1", b"late").status == 201  # the gateway has not noticed yet
-    assert ending.process.wait(20) == 0
+    assert ending.process.wait(60) == 0
 
 
 def test_the_functions_own_ready_path(launch: Launch) -> None:

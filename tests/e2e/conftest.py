@@ -44,7 +44,7 @@ class Serving:
 
     @property
     def port(self) -> int:
-        for _ in range(1000):
+        for _ in range(6000):
             for line in self.output().splitlines():
                 if "http://127.0.0.1:" in line:
                     return int(line.split("http://127.0.0.1:")[1].split()[0].strip("/,;"))
@@ -90,23 +90,23 @@ class Serving:
         return descendants(self.process.pid)
 
     def child(self, name: str) -> int:
-        for _ in range(500):
+        for _ in range(6000):
             for pid, role in self.children().items():
                 if role == name:
                     return pid
             time.sleep(0.01)
         pytest.fail(f"no process {name!r} among {self.children()}")
 
-    def stop(self, timeout_s: float = 30.0) -> int:
+    def stop(self, timeout_s: float = 60.0) -> int:
         """SIGTERM, then check that nothing of it is left."""
         descendants = self.children()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         return self.wait_gone(descendants, timeout_s)
 
-    def wait_gone(self, descendants: dict[int, str] | None = None, timeout_s: float = 30.0) -> int:
+    def wait_gone(self, descendants: dict[int, str] | None = None, timeout_s: float = 60.0) -> int:
         status = self.process.wait(timeout=timeout_s)
-        deadline = time.monotonic() + 5.0
+        deadline = time.monotonic() + 60.0
         while (left := {p: n for p, n in (descendants or {}).items() if alive(p)}) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert not left, f"processes left behind: {left}"

@@ -98,7 +98,7 @@ def test_a_killed_worker_is_replaced(start: Start, example: Path) -> None:
     workers = [int(pid) for pid in Path(f"/proc/{arbiter}/task/{arbiter}/children").read_text().split()]
     assert len(workers) == 1
     os.kill(workers[0], signal.SIGKILL)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while True:
         try:
             assert serving.complete()["choices"][0]["text"]
@@ -134,7 +134,7 @@ def test_a_killed_supervisor_takes_everything_with_it(start: Start, example: Pat
     assert {"function", "zygote", "engine"} <= set(descendants.values())
     serving.process.kill()
     serving.process.wait()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (left := {pid for pid in descendants if alive(pid)}) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left

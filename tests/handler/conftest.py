@@ -48,7 +48,7 @@ class Served:
         self.process.stdin.flush()
 
     def connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
 
     def request(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
@@ -70,19 +70,19 @@ class Served:
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((name + " ", name + "{")))
 
     def until(self, condition: Callable[[], bool]) -> None:
-        for _ in range(1500):
+        for _ in range(3000):
             if condition():
                 return
             assert self.process.poll() is None, self.output()
             time.sleep(0.02)
-        pytest.fail(f"it did not become true within 30 s:\n{self.output()}")
+        pytest.fail(f"it did not become true within 60 s:\n{self.output()}")
 
     def wait_ready(self) -> None:
         self.until(lambda: self.request("GET", "/readyz")[0] == 200)
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(30)
+        return self.process.wait(60)
 
 
 @contextlib.contextmanager

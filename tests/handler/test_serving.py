@@ -191,7 +191,7 @@ def test_sigterm_finishes_streams_and_says_unready(serve: Serve) -> None:
     connection.close()
     assert (first + rest).count(b'"text"') == 150
     assert rest.endswith(b"data: [DONE]\n\n")
-    assert served.process.wait(20) == 0
+    assert served.process.wait(60) == 0
 
 
 def test_the_drain_ends(serve: Serve) -> None:

@@ -98,8 +98,8 @@ def test_terminating_a_run_stops_and_removes_all_it_started(tmp_path: Path) -> N
         assert list(tmp_path.iterdir())
         bench.send_signal(signal.SIGTERM)
         bench.stderr.read()
-        assert bench.wait(30) != 0
-    deadline = time.monotonic() + 10
+        assert bench.wait(60) != 0
+    deadline = time.monotonic() + 60
     while _lives(bench.pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _lives(bench.pid)

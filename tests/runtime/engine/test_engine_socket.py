@@ -151,7 +151,7 @@ def test_a_long_prompt_holds_up_nobody_and_can_be_cancelled(engine: list[int], c
     long = client.generate(request("slow" * 20_000, "long"))
     assert "".join(delta.text for delta in client.generate(request("short", "r2"))) == "short"
     long.close()
-    for _ in range(500):
+    for _ in range(6000):
         if client.stats() == {"cancelled": ["long", "long"]}:
             return
         time.sleep(0.01)
@@ -200,7 +200,7 @@ def test_a_client_that_vanishes_has_its_requests_cancelled(engine: list[int], li
     other = EngineClient(listener.getsockname())
     try:
         other.wait_ready(5)
-        for _ in range(200):
+        for _ in range(6000):
             if other.stats() == {"cancelled": ["left-behind"]}:
                 return
             threading.Event().wait(0.01)
