@@ -1,4 +1,4 @@
-"""A user's traceback, without the frames of ours that led to it."""
+"""A user's traceback, without the frames of ours that led to it or that lie in between."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-_OURS = str(Path(__file__).parent)
+import medusa_runtime
+
+_OURS = (str(Path(__file__).parent), str(Path(medusa_runtime.__file__).parent), "<frozen importlib.")
 
 
 def user_traceback(error: BaseException, folder: Path | None = None) -> str:
     """The traceback from the first frame in ``folder`` on; without one, from the first frame that is not ours."""
-    start = None if folder is None else _first(error.__traceback__, str(folder), inside=True)
-    start = start or _first(error.__traceback__, _OURS, inside=False) or error.__traceback__
-    return "".join(traceback.TracebackException(type(error), error, start).format()).rstrip()
+    found = traceback.TracebackException(type(error), error, _first_in(folder, error.__traceback__))
+    found.stack[:] = [frame for frame in found.stack if not frame.filename.startswith(_OURS)]
+    return "".join(found.format()).rstrip()
 
 
-def _first(frames: TracebackType | None, folder: str, *, inside: bool) -> TracebackType | None:
-    while frames is not None:
-        name = frames.tb_frame.f_code.co_filename
-        if not name.startswith("<frozen") and name.startswith(folder) is inside:
+def _first_in(folder: Path | None, frames: TracebackType | None) -> TracebackType | None:
+    first = frames
+    while folder is not None and frames is not None:
+        if frames.tb_frame.f_code.co_filename.startswith(str(folder)):
             return frames
         frames = frames.tb_next
-    return None
+    return first
