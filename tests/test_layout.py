@@ -53,6 +53,7 @@ INSIDE_VLLM = tuple(
 ON_A_GPU = (
     "medusa_runtime.engine.vllm.gpu_graph_state",
     "medusa_runtime.engine.vllm.gpu_graphs",
+    "medusa_runtime.engine.vllm.gpu_pieces",
     "medusa_runtime.engine.vllm.gpu_recording",
     "medusa_runtime.engine.vllm.gpu_worker",
     "medusa_runtime.kernels.paged_triton",
