@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from medusa_runtime.errors import WeightsError
 from medusa_runtime.timeline import Timeline
 from medusa_runtime.weights.collecting import freeze, thaw
+from medusa_runtime.weights.load_hooks import check_extra_state, has_post_hooks, run_post_hooks
 from medusa_runtime.weights.loader import Building, Loader
 from medusa_runtime.weights.plan import Rename
 from medusa_runtime.weights.region import Region
@@ -48,13 +49,16 @@ def build(
     point parameters and buffers of the checkpoint, else each gets the module's own type, as with ``load_state_dict``.
     Without ``rename`` the module's own is asked, where it has one. See ``Building`` for ``strict``, ``copy``,
     ``exact`` and ``release``. Raises what the factory raises; what is wrong with the checkpoint is raised by the first
-    forward and by ``Loader.wait``. Where the factory keeps views of weights, all is waited for here.
+    forward and by ``Loader.wait``. Where the factory keeps views of weights,
+    or has hooks that run after ``load_state_dict``, all is waited for here.
     """
     wanted = torch.device(device) if device is not None else None
     freeze()
     try:
         with timeline.stage("construct") if timeline is not None else nullcontext():
             module = _construct(factory)
+            if strict:
+                check_extra_state(module)
             if device is not None or dtype is not None:
                 _convert_computed(module, wanted, dtype)
             loader = Loader(
@@ -69,9 +73,10 @@ def build(
     except BaseException:
         thaw()
         raise
-    if loader.has_shared:  # something looks into a weight's memory past all gates
+    if loader.has_shared or has_post_hooks(module):  # something looks at weights past all gates
         try:
             loader.wait()
+            run_post_hooks(module)
         except BaseException:
             loader.close()
             raise

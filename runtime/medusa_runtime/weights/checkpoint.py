@@ -46,12 +46,11 @@ _THREADS = 8
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An indexed checkpoint. ``files``: the small ones that exist; ``sharded``: whether an index.json names shards."""
+    """An indexed checkpoint. ``files``: the small ones that exist."""
 
     store: Store
     index: WeightIndex
     files: dict[str, bytes]
-    sharded: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +129,7 @@ class _Reader:
             shard, entries = self._archive(name)
             index = WeightIndex.from_headers([shard], [entries])
             config = self._small(SMALL_FILES[0])
-            return Checkpoint(self._store, index, {} if config is None else {SMALL_FILES[0]: config}, sharded=False)
+            return Checkpoint(self._store, index, {} if config is None else {SMALL_FILES[0]: config})
         single = self._pool.submit(self._header, name or SINGLE)
         sharded = None if name else self._pool.submit(self._small, SHARDED)
         small = {key: self._pool.submit(self._small, key) for key in _FIRST_FILES}
@@ -146,7 +145,7 @@ class _Reader:
         files = {key: body for key, future in small.items() if (body := future.result()) is not None}
         if left_out and self._known and not self._known.confirms(index, files):
             files |= {key: body for key in left_out if (body := self._small(key)) is not None}
-        return Checkpoint(self._store, index, files | self._of_modules(files.get(MODULES)) | names, bool(names))
+        return Checkpoint(self._store, index, files | self._of_modules(files.get(MODULES)) | names)
 
     def _index(
         self, single: Future[tuple[Shard, _Entries]], sharded: Future[bytes | None] | None

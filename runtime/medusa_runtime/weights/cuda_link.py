@@ -19,11 +19,11 @@ from torch import Tensor
 
 from medusa_runtime.device.driver import Driver
 from medusa_runtime.errors import DeviceError
+from medusa_runtime.weights.index import PAGE_BYTES
 
 logger = logging.getLogger(__name__)
 
 WAYS = ("auto", "register", "staging")
-PAGE_BYTES = 4096
 _PIECE_BYTES = 16 << 20
 _PIECES = 12
 _LEAST_REGISTERED_BYTES = 1 << 20  # below it, registering takes longer than a copy

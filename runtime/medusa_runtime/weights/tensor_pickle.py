@@ -80,7 +80,11 @@ class Description(NamedTuple):
 
 
 class _ForbiddenError(Exception):
-    pass
+    """Something else than tensors and what holds them."""
+
+
+class _UnknownError(Exception):
+    """A tensor of a kind that is not read here."""
 
 
 def _tensor(storage: Any, offset: int, size: Any, stride: Any, *_: Any) -> Description:
@@ -122,7 +126,8 @@ class _Unpickler(pickle.Unpickler):
         try:
             return _NAMES[module, name]
         except KeyError:
-            raise _ForbiddenError(f"{module}.{name}") from None
+            unknown = module.startswith("torch") and (name.endswith("Storage") or name.startswith("_rebuild_"))
+            raise (_UnknownError if unknown else _ForbiddenError)(f"{module}.{name}") from None
 
     def persistent_load(self, pid: Any) -> Storage:
         kind, dtype, key, _location, count = pid
@@ -142,6 +147,10 @@ def read_pickle(name: str, text: bytes) -> dict[str, Description]:
         raise CorruptError(
             f"{name}: holds {error}, which is code and is never run; "
             'expected tensors only: torch.save(model.state_dict(), "model.pt")'
+        ) from None
+    except _UnknownError as error:
+        raise CorruptError(
+            f"{name}: holds a tensor of {error}; expected dense ones of {', '.join(_DTYPES)}, not quantized, not sparse"
         ) from None
     except Exception as error:  # noqa: BLE001  a broken pickle may raise anything
         what = f"{type(error).__name__}: {error}"

@@ -232,6 +232,63 @@ def test_old_names_are_brought_up_to_date_by_the_modules_own_hooks(tmp_path: Pat
         build(filling(old(values(Renamed()))).complete().region, computing)[1].wait()
 
 
+class Loading(nn.Linear):
+    """Reads old names in a way of its own, as those did that are older than hooks; or computes, or keeps more."""
+
+    turns = False
+
+    def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *rest: Any) -> None:
+        if f"{prefix}kernel" in state:
+            kernel = state.pop(f"{prefix}kernel")
+            assert kernel.shape == self.weight.shape
+            state[f"{prefix}weight"] = kernel.t() if self.turns else kernel
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+class Turning(Loading):
+    turns = True
+
+
+class Counting(nn.Linear):
+    def set_extra_state(self, state: Any) -> None: ...
+
+
+def test_a_parts_own_way_of_loading(tmp_path: Path, filling: Callable[..., Any]) -> None:
+    def old(state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name.replace("1.weight", "1.kernel"): tensor for name, tensor in state.items()}
+
+    def stack(kind: type[nn.Linear]) -> nn.Module:
+        return nn.Sequential(nn.BatchNorm1d(8), kind(8, 8)).eval()
+
+    for stored in (old, dict):
+        check(tmp_path, lambda: stack(Loading), lambda m: m(torch.ones(2, 8)), stored=stored)
+    filled = filling(old(values(stack(Turning)))).complete()
+    with pytest.raises(MismatchError, match=r"computes '1\.weight' when it is loaded"):
+        build(filled.region, lambda: stack(Turning))[1].wait()
+    with pytest.raises(WeightsError, match=r"module '1' .* has extra state"):
+        build(filled.region, lambda: stack(Counting))
+
+
+class Summing(nn.Linear):
+    """Computes something once it is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.sum = 0.0
+        self.register_load_state_dict_post_hook(self.add_up)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def add_up(module: Summing, _: Any) -> None:
+        module.sum = float(module.weight.detach().sum())
+
+
+def test_what_follows_load_state_dict_is_done(tmp_path: Path) -> None:
+    module = check(tmp_path, lambda: nn.Sequential(Summing()), lambda m: m(torch.ones(2, 8)))
+    summing = module.get_submodule("0")
+    assert isinstance(summing, Summing)
+    assert summing.sum == float(summing.weight.detach().sum())
+
+
 TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 SOUND = torch.linspace(0, 90, 1600).sin().view(1, -1)
 PICTURE = torch.linspace(-1, 1, 3 * 32 * 32).view(1, 3, 32, 32)

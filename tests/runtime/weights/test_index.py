@@ -182,4 +182,4 @@ def test_a_folder_of_diffusers(tmp_path: Path, safetensors_file: Make) -> None:
     (tmp_path / "diffusion_pytorch_model.safetensors").rename(tmp_path / "one.safetensors")
     named = {"weight_map": {"a": "one.safetensors"}}
     (tmp_path / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(named))
-    assert open_checkpoint(str(tmp_path)).sharded
+    assert [shard.name for shard in open_checkpoint(str(tmp_path)).index.shards] == ["one.safetensors"]
