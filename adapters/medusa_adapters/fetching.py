@@ -67,7 +67,7 @@ def _into_node(settings: Settings, *, pin: bool, fresh: bool) -> int:
     client = NodeClient(settings.node_socket or NODE_SOCKET, settings.node_user)
     line = _line()
     try:
-        region = client.region(settings.model, pin=pin, fresh=fresh)
+        region = client.region(settings.model, pin=pin, fresh=fresh, background=True)
         while (progress := region.progress()).state == "fetching":
             line.show(progress)
             if select.select([client], [], [], _LOOK_EVERY_S)[0] and (reason := client.lost()) is not None:

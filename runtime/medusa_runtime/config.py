@@ -21,7 +21,7 @@ ENGINE_STARTS = ("now", "request")
 NODE_SOCKET = "/run/medusa/node.sock"
 KERNELS = ("auto", "library")
 LOAD_PRIORITIES = ("interactive", "background")
-TORCH_IMPORTS = ("plain", "lean")
+TORCH_IMPORTS = ("auto", "lean", "plain")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -50,7 +50,7 @@ class Settings:
     threads: int | None = None
     connections: int | None = None
     load_priority: str = "interactive"
-    torch_import: str = "plain"
+    torch_import: str = "auto"
     node_socket: str | None = None
     node_user: int | None = None
     engine_start: str = "now"
@@ -198,13 +198,13 @@ OPTIONS = (
         "load_priority",
         ("MEDUSA_LOAD_PRIORITY",),
         OneOf(*LOAD_PRIORITIES),
-        "whether loads of a handler's own modules give way to others",
+        "background: its fetch gives way to those of other functions on the machine",
     ),
     Option(
         "torch_import",
         ("MEDUSA_TORCH_IMPORT",),
         OneOf(*TORCH_IMPORTS),
-        "a handler's torch: lean puts off what eager inference never uses until it is touched",
+        "a handler's torch: lean puts off what eager inference never uses until it is touched; auto: lean on CPUs",
     ),
     Option(
         "host_weights",

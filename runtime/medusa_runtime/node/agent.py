@@ -135,7 +135,7 @@ class Agent:
         if held is None:
             held = HeldRegion(key)
             held.pinned = pinned or key in self._pins
-            settings = Settings(model=key, connections=self.settings.connections)
+            settings = Settings(model=key, connections=self.settings.connections, load_priority="background")
             try:
                 held.fetch = start_fetch(held, settings, timeline=self._timeline, reports=self._reports)
             except BaseException:

@@ -51,7 +51,9 @@ class Attachment:
                 client = NodeClient(path, settings.node_user, waits=HURRIED)
                 attachment = cls(client, path, settings, timeline)
                 try:
-                    attachment.region = client.region(settings.model, within_s=_SEALED_WITHIN_S)
+                    attachment.region = client.region(
+                        settings.model, background=settings.load_priority == "background", within_s=_SEALED_WITHIN_S
+                    )
                     _check_usable(attachment.region, settings)
                 except BaseException:
                     client.close()

@@ -53,16 +53,26 @@ class NodeClient:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def region(self, url: str, *, pin: bool = False, fresh: bool = False, within_s: float = _SEALED_WITHIN_S) -> Region:
+    def region(
+        self,
+        url: str,
+        *,
+        pin: bool = False,
+        fresh: bool = False,
+        background: bool = False,
+        within_s: float = _SEALED_WITHIN_S,
+    ) -> Region:
         """The region of a checkpoint, as soon as it can be read. Raises what the agent answers, or NodeError.
 
         ``within_s``: how long the store may take to tell what the checkpoint consists of.
         ``pin``: it is never evicted; ``fresh``: it is fetched even if it is there. Both are for the agent's own user.
+        ``background``: nobody waits for it, so its fetch gives way to others.
         """
         key = model_key(absolute(url))
         seen = open_sight(key)
         try:
-            answer = self._ask("region", {"url": key, "pin": pin, "fresh": fresh}, () if seen is None else (seen,))
+            wish = {"url": key, "pin": pin, "fresh": fresh, "background": background}
+            answer = self._ask("region", wish, () if seen is None else (seen,))
         finally:
             close_all(() if seen is None else (seen,))
         deadline = time.monotonic() + within_s

@@ -86,6 +86,8 @@ class Client:
         held.pinned = held.pinned or pin
         self.held = held
         held.leases.add(self.connection.fileno())
+        if not message.body.get("background"):
+            held.hurry()
         if held.sealed:
             self._hand_over(held)
             return

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from ..errors import MedusaError
 from ..storage.base import redacted
 from ..storage.local import file_version
-from ..weights.asking import asking_memory
+from ..weights.asking import asking_memory, hurry
 from ..weights.region import Region
 from ..weights.region_layout import reopen
 from .child import Child
@@ -45,6 +45,10 @@ class HeldRegion:
     def descriptors(self) -> list[int]:
         """To send: the region under a description that can only be read, and where to ask. Close them afterwards."""
         return [reopen(self.region.fd, os.O_RDONLY), os.dup(self.asking_fd)]
+
+    def hurry(self) -> None:
+        """A function waits for it; until one does, it is fetched in the background."""
+        hurry(self.asking_fd)
 
     def is_current(self) -> bool:
         """Whether the local files it names are still those that were indexed; true of objects in a store."""

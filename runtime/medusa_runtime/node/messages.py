@@ -2,8 +2,8 @@
 
 The sockets are SOCK_SEQPACKET: the kernel keeps a message and its descriptors together, and there is no half of one.
 
-    client → agent    hello {version} · region {url, pin, fresh} +[folder] · engine {kind, settings} +[5 descriptors]
-                      keep {url} +[region] · drop {url} · status
+    client → agent    hello {version} · region {url, pin, fresh, background} +[folder] · keep {url} +[region] ·
+                      engine {kind, settings} +[5 descriptors] · drop {url} · status
     agent → client    hello {version, pid} · wait · region {fetched} +[region, asking] · engine {pid} · kept · dropped
                       status {…} · lost {message} · error {code, message}
     agent → zygote    fork                       zygote → agent    forked {pid} +[channel] · failed {message}

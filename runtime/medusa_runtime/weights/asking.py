@@ -16,6 +16,7 @@ from .region_layout import F_ADD_SEALS, HEADER_BYTES, RING_OFFSET, RING_WORDS, S
 
 _FIRST_BITS = 32
 _WISH = 1 << 63
+_HURRY_WORD = 0  # of a memory that has only a ring
 _MOST = RING_WORDS // 2  # what one asker may have in the ring
 
 
@@ -36,6 +37,16 @@ def asking_memory() -> int:
     os.ftruncate(fd, HEADER_BYTES)
     fcntl.fcntl(fd, F_ADD_SEALS, SEAL_SHRINK | SEAL_GROW)
     return fd
+
+
+def hurry(asking_fd: int) -> None:
+    """Tell the prefetcher of a region with a ``asking_memory`` that somebody waits for it, if it did not know."""
+    os.pwrite(asking_fd, (1).to_bytes(8, "little"), _HURRY_WORD * 8)
+
+
+def hurried(words: memoryview) -> bool:
+    """Whether anybody said so; ``words`` is that memory."""
+    return bool(words[_HURRY_WORD])
 
 
 def ask(fd: int, chunks: Iterable[int]) -> None:

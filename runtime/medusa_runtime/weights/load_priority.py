@@ -9,27 +9,36 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
 
 from .region_layout import FLOCK
 
 
-@contextmanager
-def loading(priority: str) -> Iterator[None]:
-    """Let others know of an interactive load."""
-    if priority != "interactive":
-        yield
-        return
-    fd = os.open(__file__, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+class Load:
+    """One load of this process. Others know of an interactive one while it lasts."""
+
+    def __init__(self, priority: str) -> None:
+        self.background = True
+        self._fd = os.open(__file__, os.O_RDONLY | os.O_CLOEXEC)
+        if priority == "interactive":
+            self.hurry()
+
+    def hurry(self) -> None:
+        """Be interactive from now on."""
+        self.background = False
         try:
-            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack(FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 1, 0))
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, struct.pack(FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 1, 0))
         except OSError:
             pass  # a file system without locks: everybody has the same priority
-        yield
-    finally:
-        os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._fd)
 
 
 def interactive_load() -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ..errors import TooLargeError
 from .checkpoint import Checkpoint, Known, open_checkpoint
-from .load_priority import loading
+from .load_priority import Load
 from .region_layout import State
 from .schedule import Schedule
 from .streams import Streams, as_medusa
@@ -102,8 +102,8 @@ def prefetch(
             restored = Restored(checkpoint.index, checksums, {}, {})
             if restoring is not None:
                 restored = restoring.restore(checkpoint)
-            with loading(settings.load_priority):
-                _fill(writer, checkpoint, restored, _Way(settings, timeline, nice, keeper, restoring))
+            with Load(settings.load_priority) as load:
+                _fill(writer, checkpoint, restored, _Way(settings, timeline, nice, keeper, restoring, load))
         finally:
             if restoring is not None:
                 restoring.close()
@@ -124,6 +124,7 @@ class _Way:
     nice: int
     keeper: Keeper | None
     restoring: Restoring | None
+    load: Load
 
 
 def _admitted(writer: RegionWriter, restored: Restored, way: _Way) -> Mapping[str, int]:
@@ -159,7 +160,7 @@ def _fill(writer: RegionWriter, checkpoint: Checkpoint, restored: Restored, way:
         if checksums and not checksums.fits(writer.chunks.chunk_bytes, writer.chunks.count):
             checksums = None
         if index.region_bytes:
-            schedule = Schedule(writer, background=settings.load_priority == "background")
+            schedule = Schedule(writer, way.load)
             streams = Streams(
                 checkpoint.store,
                 index,

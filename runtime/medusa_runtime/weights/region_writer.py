@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 
 from ..errors import MedusaError, ObjectChangedError, StorageError
-from .asking import asked, wished
+from .asking import asked, hurried, wished
 from .chunks import Chunks, chunk_bytes_for
 from .index import PAGE_BYTES, WeightIndex
 from .pages import populate_write, prefer_huge
@@ -202,6 +202,11 @@ class RegionWriter:
     def listen(self, asking_fd: int) -> None:
         """Also heed what readers ask for that may not write to the region; see ``asking.asking_memory``."""
         self._strangers = memoryview(mmap.mmap(asking_fd, HEADER_BYTES, prot=mmap.PROT_READ)).cast("Q")
+
+    @property
+    def hurried(self) -> bool:
+        """Whether a reader waits for a region that was fetched in the background."""
+        return self._strangers is not None and hurried(self._strangers)
 
     def wished(self) -> list[int]:
         """The chunks that readers would like next."""

@@ -6,7 +6,7 @@ import threading
 import time
 
 from .flights import Flight, Flights, Span
-from .load_priority import interactive_load
+from .load_priority import Load, interactive_load
 from .region_writer import RegionWriter
 
 _LARGEST_SPAN_BYTES = 8 << 20
@@ -20,15 +20,16 @@ class Schedule:
 
     What a forward waits for comes first, then what readers would like next (a module's construction order, where no
     execution order was recorded), then the rest in the index's order.
-    A ``background`` load keeps to one range at a time while interactive ones are under way on this machine.
+    A background load keeps to one range at a time while interactive ones are under way on this machine, and is one of
+    them as soon as somebody waits for all of it.
     """
 
-    def __init__(self, writer: RegionWriter, *, background: bool = False) -> None:
+    def __init__(self, writer: RegionWriter, load: Load | None = None) -> None:
         assert writer.chunks is not None
         self._writer = writer
         self._chunks = writer.chunks
         self._pending = writer.pending()
-        self._background = background
+        self._load = load
         self._taken = bytearray(b"\1" * self._chunks.count)  # also what is there already, or no tensor's
         for chunk in self._pending:
             self._taken[chunk] = 0
@@ -69,7 +70,13 @@ class Schedule:
     def _must_wait(self) -> bool:
         if self._writer.unreleased_bytes > _UNRELEASED_BYTES:
             return True
-        return self._background and self.flights.count > 0 and interactive_load()
+        load = self._load
+        if load is None or not load.background:
+            return False
+        if self._writer.hurried:
+            load.hurry()
+            return False
+        return self.flights.count > 0 and interactive_load()
 
     def _take(self, asked: int | None, takers: int) -> Span:
         first = self._pending[self._next] if asked is None else asked

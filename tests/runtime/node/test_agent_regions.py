@@ -151,6 +151,26 @@ def test_what_a_forward_waits_for_comes_first(start_node: Start, put_model: Put,
     client.close()
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_nobody_waits_for_gives_way(start_node: Start, put_model: Put, origin: Any, waits: bool) -> None:
+    first, second = put_model("first", 24 * MB), put_model("second", 24 * MB)
+    origin.bytes_per_s = 4e6  # a connection
+    node = start_node("--connections", "4")
+    ours, functions, another = node.client(), node.client(), node.client()
+    early = ours.region(first, background=True)
+    late = functions.region(second)
+    if waits:
+        another.region(first).close()
+    while "fetching" == early.progress().state == late.progress().state:
+        time.sleep(0.01)
+    assert (early.progress().state == "done") == waits, "both have four connections, and the first began earlier"
+    for region in (early, late):
+        assert len(read_all(region)) == 8
+        region.close()
+    for client in (ours, functions, another):
+        client.close()
+
+
 def test_nonsense_in_the_ring_hurts_nobody(start_node: Start, put_model: Put, origin: Any) -> None:
     url = put_model("m", 8 * MB)
     origin.bytes_per_s = 8e6

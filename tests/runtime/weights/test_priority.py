@@ -14,8 +14,9 @@ import pytest
 from medusa_runtime.config import Settings
 from medusa_runtime.storage.retry import RetryPolicy
 from medusa_runtime.timeline import Timeline
+from medusa_runtime.weights.asking import asking_memory, hurry
 from medusa_runtime.weights.flights import Flights, Span
-from medusa_runtime.weights.load_priority import interactive_load, loading
+from medusa_runtime.weights.load_priority import Load, interactive_load
 from medusa_runtime.weights.prefetcher import prefetch
 from medusa_runtime.weights.region import Region
 from medusa_runtime.weights.schedule import Schedule
@@ -179,38 +180,53 @@ def test_a_second_request_that_fails_leaves_the_first_alone(served: Any, region:
     check(region)
 
 
-def test_a_background_load_gives_way_and_still_ends(
-    served: Any, region: Region, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "lock").touch()  # other tests load at the same time
-    monkeypatch.setattr("medusa_runtime.weights.load_priority.__file__", str(tmp_path / "lock"))
+def test_a_background_load_gives_way_and_still_ends(served: Any, region: Region, own_lock: None) -> None:
     assert not interactive_load()
-    with loading("interactive"):
+    with Load("interactive"):
         assert interactive_load()
         fetching(region, served.url + "/m", Timeline.create("test"), load_priority="background").join(60)
-        with loading("background"):
+        with Load("background"):
             assert interactive_load()
     assert not interactive_load()
     check(region)
 
 
-def test_a_background_load_has_one_range_at_a_time_unless_a_forward_waits(filling: Callable[..., Any]) -> None:
+@pytest.fixture
+def own_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests load at the same time."""
+    (tmp_path / "lock").touch()
+    monkeypatch.setattr("medusa_runtime.weights.load_priority.__file__", str(tmp_path / "lock"))
+
+
+@pytest.mark.parametrize("by", ["a forward", "somebody"])
+def test_a_background_load_has_one_range_at_a_time_unless_it_is_waited_for(
+    filling: Callable[..., Any], own_lock: None, by: str
+) -> None:
     import torch
 
     filled = filling({f"{n}": torch.zeros(10) for n in range(6)}).lay_out()
-    schedule = Schedule(filled.writer, background=True)
+    asking_fd = asking_memory()
+    filled.writer.listen(asking_fd)
     taken: list[Any] = []
-    with loading("interactive"):
-        span = schedule.take(1)
-        assert span is not None
-        schedule.flights.begin(span, 40)
-        thread = threading.Thread(target=lambda: taken.append(schedule.take(1)), daemon=True)
-        thread.start()
-        time.sleep(0.1)
-        assert not taken
-        filled.region.ask(["4"])
-        thread.join(20)
-        assert [span.first for span in taken] == [filled.writer.chunks.of_tensor("4").start]
+    with Load("background") as load:
+        schedule = Schedule(filled.writer, load)
+        with Load("interactive"):
+            span = schedule.take(1)
+            assert span is not None
+            schedule.flights.begin(span, 40)
+            thread = threading.Thread(target=lambda: taken.append(schedule.take(1)), daemon=True)
+            thread.start()
+            time.sleep(0.1)
+            assert not taken
+            if by == "a forward":
+                filled.region.ask(["4"])
+            else:
+                hurry(asking_fd)
+            thread.join(20)
+        assert interactive_load() == (by == "somebody"), "a load that is waited for is interactive itself"
+        assert [span.first for span in taken] == [filled.writer.chunks.of_tensor("4").start if by == "a forward" else 1]
+    assert not interactive_load()
+    os.close(asking_fd)
 
 
 def test_a_fetch_waits_for_memory_to_be_given_back(
