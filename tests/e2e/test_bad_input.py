@@ -39,6 +39,13 @@ def test_a_folder_without_weights(start: Start, tmp_path: Path) -> None:
     refused(start("--model", tmp_path), "safetensors", "Storage.NotFound")
 
 
+def test_weights_of_a_module_that_only_a_handler_knows(start: Start, copy: Path, tmp_path: Path) -> None:
+    """`--engine none` was forgotten."""
+    (copy / "config.json").unlink()
+    (tmp_path / "handler.py").write_text("def handle(request):\n    return 'ok'\n")
+    refused(start("--model", copy, "--handler", tmp_path / "handler.py"), "config.json", "--engine none")
+
+
 def test_nobody_listens_at_the_store(start: Start) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

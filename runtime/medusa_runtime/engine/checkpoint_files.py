@@ -19,12 +19,21 @@ def read_config(region: Region) -> ModelConfig:
 
     A config that names no dtype gets that of the weights; float32 would double a bf16 model's memory.
     """
-    raw = read_json(region, "config.json")
-    if raw is None:
-        raise MismatchError("expected a config.json beside the weights, found none")
+    raw = read_config_json(region)
     if raw.get("dtype") is None and raw.get("torch_dtype") is None:
         raw["dtype"] = weights_dtype(region.wait_index())
     return ModelConfig.from_hf(raw)
+
+
+def read_config_json(region: Region) -> dict[str, Any]:
+    """config.json as it is. Raises MismatchError without one, CorruptError."""
+    raw = read_json(region, "config.json")
+    if raw is None:
+        raise MismatchError(
+            "expected a config.json beside the weights, found none; for a handler that builds its module itself say "
+            "--engine none"
+        )
+    return raw
 
 
 def weights_dtype(index: WeightIndex) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, MismatchError, RequestError
+from ..errors import ConfigError, RequestError
 from ..models.base import DTYPES
 from ..models.bert import Bert, BertConfig
 from ..models.pooling import POOLINGS, unit
@@ -17,7 +17,7 @@ from ..timeline import Timeline
 from ..weights.loader import Loader
 from ..weights.region import Region
 from ..weights.skeleton import skeleton
-from .checkpoint_files import read_json, weights_dtype
+from .checkpoint_files import read_config_json, weights_dtype
 from .tokenizer import Tokenizer
 
 
@@ -37,9 +37,7 @@ class Encoder:
 
     def __init__(self, region: Region, timeline: Timeline, reading: Reading | None = None) -> None:
         reading = reading or Reading()
-        raw = read_json(region, "config.json")
-        if raw is None:
-            raise MismatchError("expected a config.json beside the weights, found none")
+        raw = read_config_json(region)
         self.config = BertConfig.from_hf(raw, pooler=False)
         self.sentences = Sentences.read(region.file)
         self.max_tokens = self._longest(reading.max_tokens)
