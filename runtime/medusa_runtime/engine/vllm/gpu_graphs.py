@@ -108,7 +108,8 @@ class _Pieces(CudaGraphManager):  # type: ignore[misc]
 
     def capture(self, create_forward_fn: Any, *arguments: Any, **options: Any) -> None:
         batches = self._capture_descs.get(CUDAGraphMode.PIECEWISE, [])
-        if self._pieces is None or len(batches) < 2 or self.use_breakable_cg:
+        # Nothing was restored: vLLM's own order, the largest first, whose memory serves the others.
+        if self._pieces is None or not self.graphs or len(batches) < 2 or self.use_breakable_cg:
             super().capture(create_forward_fn, *arguments, **options)
             return
         # vLLM captures the smallest: the first forward compiles, or loads what was compiled, and makes the wrappers.
