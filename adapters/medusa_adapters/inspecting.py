@@ -10,7 +10,7 @@ from math import prod
 from typing import Any
 
 from medusa_runtime.config import OPTIONS, Settings, from_env
-from medusa_runtime.errors import CorruptError, StateError
+from medusa_runtime.errors import ConfigError, CorruptError, StateError
 from medusa_runtime.storage.base import redacted
 from medusa_runtime.weights.checkpoint import Checkpoint, open_checkpoint
 
@@ -28,11 +28,13 @@ _SHAPE_FIELDS = {
 
 
 # What decides which artifacts are valid; as a start would be told.
-_STATE_FLAGS = ("state", "engine", "device", "dtype", "max_model_len", "max_batched_tokens")
+_STATE_FLAGS = ("model", "state", "engine", "device", "dtype", "max_model_len", "max_batched_tokens")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="URL", help="a folder, a safetensors file, or any URL that serve takes")
+    parser.add_argument(
+        "checkpoint", nargs="?", metavar="URL", help="a folder, a safetensors file, or any URL that serve takes"
+    )
     parser.add_argument("--tensors", action="store_true", help="list the tensors in the order they are fetched")
     for option in OPTIONS:
         if option.field in _STATE_FLAGS:
@@ -43,7 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     settings = from_env(os.environ, **{name: getattr(arguments, name) for name in _STATE_FLAGS})
-    checkpoint = open_checkpoint(arguments.checkpoint)
+    url = settings.model if arguments.checkpoint is None else arguments.checkpoint
+    if url is None or (arguments.checkpoint is not None and arguments.model is not None):
+        raise ConfigError("expected one checkpoint: medusa inspect URL, or --model URL")
+    checkpoint = open_checkpoint(url)
     try:
         found = summarize(checkpoint)
         found["state"] = _state(checkpoint, settings, arguments.verify)

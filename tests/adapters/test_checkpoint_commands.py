@@ -78,6 +78,14 @@ def test_inspect_is_readable(model: Path) -> None:
     assert "1 layers, 4096 hidden, 600 vocabulary" in text
     assert "in 2 shards, 3 tensors" in text
     assert any(line.startswith("lm_head.weight") and "40×4096" in line for line in text.splitlines())
+    assert medusa("inspect", "--model", model, "--tensors").stdout == text  # as it is named to serve and materialize
+
+
+@pytest.mark.parametrize("arguments", [(), ("model", "--model", "model")])
+def test_inspect_wants_one_checkpoint(arguments: tuple[str, ...]) -> None:
+    result = medusa("inspect", *arguments)
+    assert result.returncode == 2
+    assert "expected one checkpoint: medusa inspect URL, or --model URL [Config.Invalid]" in result.stderr
 
 
 def test_inspect_needs_no_weights(model: Path, origin: str) -> None:

@@ -153,7 +153,8 @@ class HttpStore:
         if response.status != 206:
             raise StorageError(
                 f"{self.name(key)}: expected 206 and a range, found {response.status}; "
-                "this server ignores Range, serve the checkpoint from one that does not"
+                "this server ignores Range (as python -m http.server does); serve the checkpoint from one that honours "
+                "it: nginx, an object store"
             )
         _, first, end = self._ranged(key, start, stop, version, response)
         if response.length != end - first:
