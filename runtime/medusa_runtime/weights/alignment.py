@@ -5,9 +5,9 @@ first aligned vector register, so the order of the sums, and the last bits, depe
 two matrices and convolutions are packed first and do not. Eager loading copies into memory that is aligned for all.
 What alignment matters differs from CPU to CPU, so it is measured.
 
-One case is left out: a convolution of one picture whose whole output is one pixel is such a product, too, and so is what
-code makes of a kernel as a matrix (spectral_norm). The kernel, unless it is 1x1, stays where it is, for moving all kernels
-of an unaligned file would copy most of a network for it.
+One case is left out: a convolution of one picture whose whole output is one pixel is such a product, too, and so is
+what code makes of a kernel as a matrix (spectral_norm). The kernel, unless it is 1x1, stays where it is, for moving all
+kernels of an unaligned file would copy most of a network for it.
 """
 
 from __future__ import annotations
