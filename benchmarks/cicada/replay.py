@@ -53,6 +53,7 @@ def replay(
     """Adds rows ``trace/<strategy>``: percentiles of the time from arrival to output, waiting for a core included."""
     wanted = invocations(list(folders), count, mean_distance_s)
     for strategy in strategies:
+        print(f"  trace/{strategy}: starting {len(wanted)} containers first", file=sys.stderr, flush=True)
         seconds = _replay(wanted, folders, strategy, scratch)
         cuts = statistics.quantiles(seconds, n=100, method="inclusive") if len(seconds) > 1 else seconds * 99
         for percent in (50, 95, 99):
