@@ -43,9 +43,12 @@ class Served:
         return self.log.read_text(errors="replace")
 
     def control(self, **command: Any) -> None:
+        """Returns when it holds for every request from here on."""
         assert self.process.stdin is not None
+        assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(command).encode() + b"\n")
         self.process.stdin.flush()
+        assert self.process.stdout.readline() == b"done\n", self.output()
 
     def connect(self) -> http.client.HTTPConnection:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)

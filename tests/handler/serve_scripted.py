@@ -116,6 +116,7 @@ class ScriptedEngine:
                 event = {"ready": self.up, "hold": self.held, "lose": self.lost, "full": self.full}[name]
                 (event.set if value else event.clear)()
             self.changed()
+            print("done", flush=True)
 
     def wait_ready(self, timeout_s: float | None = None) -> EngineInfo:
         if not self.up.wait(timeout_s):
