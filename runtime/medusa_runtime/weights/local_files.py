@@ -64,18 +64,21 @@ def warm(writer: RegionWriter, index: WeightIndex, checksums: Checksums | None) 
     """Publish every chunk as soon as it is in the page cache."""
     chunks = writer.chunks
     assert chunks is not None
-    files = {number: _File(shard) for number, shard in enumerate(index.shards) if shard.data_bytes}
+    files: dict[int, _File] = {}
     try:
+        for number, shard in enumerate(index.shards):
+            if shard.data_bytes:
+                files[number] = _File(shard)
         schedule = Schedule(writer)
         while (span := schedule.take(1)) is not None:
             for chunk in span.chunks:
-                shard, start, stop = chunks.place(chunk)
-                files[shard].pull(start, stop)
+                place, start, stop = chunks.place(chunk)
+                files[place].pull(start, stop)
                 if checksums:
-                    with files[shard].view(start, stop) as data:
+                    with files[place].view(start, stop) as data:
                         if not checksums.right(chunk, data):
                             raise CorruptError(
-                                f"{index.shards[shard].path}: the checksum of bytes {start} to {stop} is wrong"
+                                f"{index.shards[place].path}: the checksum of bytes {start} to {stop} is wrong"
                             )
                 writer.publish(chunk)
         for file in files.values():
