@@ -78,7 +78,7 @@ class Phantoms(TorchFunctionMode):
                 return target
             if target.is_meta and func is Tensor.new_tensor:  # nn.init.trunc_normal_ reads its bounds back from one
                 return func(torch.empty(0, dtype=target.dtype), *args[1:], **kwargs)
-        elif func is Tensor.__bool__ and args[0].is_meta and id(args[0]) not in self._made:
+        elif func is Tensor.__bool__ and args[0].is_meta and id(args[0]) not in self._made and _asks_init():
             return False  # trunc_normal_ again: are there values out of bounds? There are no values
         for value in (*args, *kwargs.values()):
             for item in value if type(value) in (tuple, list) else (value,):
@@ -140,6 +140,11 @@ class Phantoms(TorchFunctionMode):
         if any(ref() is not None for ref in self._computed):
             gc.collect()  # a cycle
         return self._shared or any(ref() is not None for ref in self._computed)
+
+
+def _asks_init() -> bool:
+    """Whether a function of nn.init looks into what it has just filled; anybody else is to be given true values."""
+    return sys._getframe(2).f_globals.get("__name__") == "torch.nn.init"
 
 
 def _swap(here: Tensor, there: Tensor) -> None:

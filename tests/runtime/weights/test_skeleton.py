@@ -91,6 +91,13 @@ def test_other_threads_are_left_alone() -> None:
     assert not found[0].is_meta
 
 
+def test_a_branch_on_a_parameter_s_value_is_no_silent_false() -> None:
+    with skeleton():
+        total = nn.Linear(2, 2).weight.square().sum()
+        with pytest.raises(RuntimeError, match="meta"):
+            bool(total >= 0)
+
+
 def test_is_restored_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError), skeleton():
         raise ZeroDivisionError
