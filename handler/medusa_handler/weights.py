@@ -22,8 +22,15 @@ M = TypeVar("M", bound="nn.Module")
 class Weights:
     """The weights named by ``--model``, fetched since the instance started. Thread-safe."""
 
-    def __init__(self, region: Region | None, settings: Settings, timeline: Timeline) -> None:
+    def __init__(
+        self,
+        region: Region | None,
+        settings: Settings,
+        timeline: Timeline,
+        on_error: Callable[[BaseException], None] = lambda _: None,
+    ) -> None:
         self._shared = region
+        self._on_error = on_error
         self._settings = settings
         self._timeline = timeline
         self._lock = threading.Lock()
@@ -37,13 +44,14 @@ class Weights:
         runs. Each part of a forward waits for its own weights, and what a forward waits for is fetched first.
         Parameters need no gradient. Options: ``dtype``, ``device``, ``memory_format``, ``strict``, ``copy``,
         ``release``, ``rename`` (see ``medusa_runtime.weights.build``). Raises what the factory raises; what is wrong
-        with the checkpoint or its fetch is raised by the forward, and by ``wait``.
+        with the checkpoint or its fetch is raised by the forward, and by ``wait``; where nobody waits it ends the
+        instance.
         """
         region = self._region()
         self._import_torch()
         from medusa_runtime.weights.build import build
 
-        module, loader = build(region, factory, prefix, timeline=self._timeline, **options)
+        module, loader = build(region, factory, prefix, timeline=self._timeline, on_error=self._on_error, **options)
         self._loaders.append(loader)
         return module
 

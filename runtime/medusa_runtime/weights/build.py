@@ -42,6 +42,7 @@ def build(
     release: bool = False,
     rename: Rename | None = None,
     timeline: Timeline | None = None,
+    on_error: Callable[[BaseException], None] = lambda _: None,
 ) -> tuple[M, Loader]:
     """The factory's module, which may be called at once (each part waits for its own), and the loader that fills it.
 
@@ -49,9 +50,15 @@ def build(
     point parameters and buffers of the checkpoint, else each gets the module's own type, as with ``load_state_dict``.
     Without ``rename`` the module's own is asked, where it has one. See ``Building`` for ``strict``, ``copy``,
     ``exact`` and ``release``. Raises what the factory raises; what is wrong with the checkpoint is raised by the first
-    forward and by ``Loader.wait``. Where the factory keeps views of weights,
-    or has hooks that run after ``load_state_dict``, all is waited for here.
+    forward and by ``Loader.wait``, and ``on_error`` is told of it, in another thread, where nobody has waited. Where the
+    factory keeps views of weights, or has hooks that run after ``load_state_dict``, all is waited for here.
     """
+
+    def end(error: BaseException | None) -> None:
+        thaw()
+        if error is not None:
+            on_error(error)
+
     wanted = torch.device(device) if device is not None else None
     freeze()
     try:
@@ -68,7 +75,7 @@ def build(
                 timeline=timeline,
                 rename=_renaming(module, prefix, rename),
                 device=wanted,
-                building=Building(factory, strict, copy, exact, release, memory_format, thaw),
+                building=Building(factory, strict, copy, exact, release, memory_format, end),
             )
     except BaseException:
         thaw()
@@ -108,10 +115,10 @@ def _construct(factory: Callable[[], M]) -> M:
         problem = _user_line(error)
     if problem is not None:
         # What it computed from a parameter is computed from initial values; so it would be without us.
-        logger.warning("the factory needs parameters' initial values (%s); constructing with them, slower", problem)
         gc.collect()
         torch.set_rng_state(random_state)
         module = factory()
+        logger.warning("the factory needs parameters' initial values (%s): constructed with them, slower", problem)
         lost = next(_on_meta(module, stored=False), None)
         if lost is not None:
             raise WeightsError(

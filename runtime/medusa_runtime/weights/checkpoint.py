@@ -175,7 +175,7 @@ class _Reader:
                 return WeightIndex.from_headers([shard], [entries]), {}
         raise ObjectNotFoundError(
             f"{redacted(self._store.url)}: expected {SINGLE}, {ARCHIVE} or {DIFFUSION}, or the index.json of its "
-            f"shards, found none of them ({missing})"
+            f"shards, found none of them ({missing}); a file of another name is named itself"
         )
 
     def _sharded(self, what: str, text: bytes) -> WeightIndex:

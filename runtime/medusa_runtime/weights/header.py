@@ -36,6 +36,8 @@ def header_bytes(name: str, prefix: bytes, file_bytes: int) -> int:
     """Bytes in front of the data section, from the file's first eight bytes. CorruptError when that cannot be."""
     if file_bytes < PREFIX_BYTES or len(prefix) < PREFIX_BYTES:
         raise CorruptError(f"{name}: expected a safetensors file, found {file_bytes} bytes; fetch or save it again")
+    if prefix.startswith(b"version "):
+        raise CorruptError(f"{name}: expected a safetensors file, found a Git LFS pointer to one; run git lfs pull")
     length = int.from_bytes(prefix[:PREFIX_BYTES], "little")
     if length > MAX_HEADER_BYTES:
         raise CorruptError(

@@ -59,7 +59,7 @@ class Building:
     exact: bool = True
     release: bool = False
     memory_format: torch.memory_format | None = None
-    on_end: Callable[[], None] | None = None  # of the load, however it ended
+    on_end: Callable[[BaseException | None], None] = lambda _: None  # of the load; with an error that nobody waited for
 
 
 class Loader:
@@ -113,13 +113,14 @@ class Loader:
             self._await_values()
         for gate in self._gates:
             gate.ask = self._ask
-        self._closing = False
+        self._closing = self._waited = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="medusa-loader", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
         """Until all is applied. Raises MismatchError, WeightsError, or what the fetch failed with."""
+        self._waited = True
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -184,8 +185,8 @@ class Loader:
             for gate in self._gates:
                 if not gate.is_open:
                     gate.open(self._error)
-            if self._building is not None and self._building.on_end is not None:
-                self._building.on_end()
+            if self._building is not None:
+                self._building.on_end(None if self._waited or self._closing else self._error)
 
     def _stage(self, name: str) -> AbstractContextManager[dict[str, Any]]:
         return nullcontext({}) if self._timeline is None else self._timeline.stage(name)
@@ -239,8 +240,8 @@ class Loader:
         building = self._building
         expected = self._places or places(self._module)
         rename = self._rename if building is None else with_load_hooks(self._module, index, self._rename)
-        strict, last = building is None or building.strict, building is not None
-        self._pending, missing = plan(index, expected, rename, strict=strict, last=last)
+        strict, built = building is None or building.strict, building is not None
+        self._pending, missing = plan(index, expected, rename, strict=strict, built=built)
         if building is not None and not index.recorded:
             # Nobody knows in which order a forward goes; it was constructed in one that is seldom another.
             rank = {name: number for number, name in enumerate(self._places)}

@@ -62,18 +62,18 @@ class Plan(NamedTuple):
 
 
 def plan(
-    index: WeightIndex, expected: dict[str, Place], rename: Rename, *, strict: bool = True, last: bool = False
+    index: WeightIndex, expected: dict[str, Place], rename: Rename, *, strict: bool = True, built: bool = False
 ) -> Plan:
     """Where each needed tensor of the checkpoint goes, of a module's ``places``.
 
     MismatchError names all tensors that are missing, not expected (both only if ``strict``), of another shape, or of
     whole numbers for a parameter of floats (quantized weights). Of tensors that are tied in the module and both in the
-    checkpoint, the first of the module's is taken (what transformers does with a language model's head), or the
-    ``last`` (``load_state_dict``, which copies one after the other). A lazy module's parameter has the checkpoint's
-    shape. The counters of batch norms may be missing, as for ``load_state_dict``: files of old PyTorch have none.
+    checkpoint, the first of the module's is taken (what transformers does with a language model's head), or of one
+    that was ``built`` the last (``load_state_dict`` copies one after the other). A lazy module's parameter has the
+    checkpoint's shape. The counters of batch norms may be missing, as for ``load_state_dict``: files of old PyTorch have none.
     """
     chosen: dict[str, str] = {}  # name of the place → name in the checkpoint
-    ranks = {target: -rank if last else rank for rank, target in enumerate(expected)}
+    ranks = {target: -rank if built else rank for rank, target in enumerate(expected)}
     best: dict[str, int] = {}
     unexpected: list[str] = []
     for name in index.order:
@@ -106,10 +106,18 @@ def plan(
             ("quantized, where floats were expected", quantized),
         )
         listed = "; ".join(f"{len(names)} {kind}: {_listed(names)}" for kind, names in parts if names)
-        raise MismatchError(
-            f"the checkpoint's tensors are not those of the model: {listed}. Does its config.json belong to it?"
-        )
+        hint = _hint(absent, index) if built else "Does its config.json belong to it?"
+        raise MismatchError(f"the checkpoint's tensors are not those of the model: {listed}. {hint}")
     return Plan({name: sources[name] for name in index.order if name in sources}, missing)
+
+
+def _hint(absent: list[str], index: WeightIndex) -> str:
+    """What to tell whoever has built the module."""
+    for name in index.order if absent else ():
+        prefix = name.removesuffix(absent[0])
+        if prefix != name and all(prefix + other in index.tensors for other in absent):
+            return f"Expected prefix={prefix!r} of build?"
+    return "Is it a state dict of this very module? build takes prefix, rename and strict=False for others"
 
 
 def _listed(names: list[str]) -> str:
