@@ -50,8 +50,8 @@ def build(
     point parameters and buffers of the checkpoint, else each gets the module's own type, as with ``load_state_dict``.
     Without ``rename`` the module's own is asked, where it has one. See ``Building`` for ``strict``, ``copy``,
     ``exact`` and ``release``. Raises what the factory raises; what is wrong with the checkpoint is raised by the first
-    forward and by ``Loader.wait``, and ``on_error`` is told of it, in another thread, where nobody has waited. Where the
-    factory keeps views of weights, or has hooks that run after ``load_state_dict``, all is waited for here.
+    forward and by ``Loader.wait``, and ``on_error`` is told of it, in another thread, where nobody has waited. Where
+    the factory keeps views of weights, or has hooks that run after ``load_state_dict``, all is waited for here.
     """
 
     def end(error: BaseException | None) -> None:

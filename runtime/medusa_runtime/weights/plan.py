@@ -70,7 +70,8 @@ def plan(
     whole numbers for a parameter of floats (quantized weights). Of tensors that are tied in the module and both in the
     checkpoint, the first of the module's is taken (what transformers does with a language model's head), or of one
     that was ``built`` the last (``load_state_dict`` copies one after the other). A lazy module's parameter has the
-    checkpoint's shape. The counters of batch norms may be missing, as for ``load_state_dict``: files of old PyTorch have none.
+    checkpoint's shape. The counters of batch norms may be missing, as for ``load_state_dict``: files of old PyTorch
+    have none.
     """
     chosen: dict[str, str] = {}  # name of the place → name in the checkpoint
     ranks = {target: -rank if built else rank for rank, target in enumerate(expected)}
