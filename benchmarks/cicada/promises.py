@@ -28,9 +28,8 @@ def find_targets(result: Result, models: Sequence[str]) -> list[Target]:
                 if ratio > bound and (least := result.ratio(metric, f"{model}/floor", pisel)) is not None:
                     text += f" (the floor's: {least:.2f})"
                 found.append(Target(text, ratio, bound, False))
-            for prepared in ("converted", "lean"):
-                if (ratio := result.ratio(metric, f"{model}/{prepared}", pisel)) is not None:
-                    found.append(Target(f"{model}, {prepared}: {metric} over PISeL's", ratio, bound, False))
+            if (ratio := result.ratio(metric, f"{model}/converted", pisel)) is not None:
+                found.append(Target(f"{model}, converted: {metric} over PISeL's", ratio, bound, False))
         if (used := result.median(ours, "utilisation")) is not None:
             found.append(Target(f"{model}: pipeline utilisation", used, 0.97))
         if (cost := result.ratio("warm_s", f"{model}/built", f"{model}/plain")) is not None:

@@ -51,7 +51,10 @@ class Inference(NamedTuple):
 
 
 class Container:
-    """A process with everything imported, that waits for its one request. A context manager."""
+    """A process with everything imported, that waits for its one request. A context manager.
+
+    ``lean``: torch as ``medusa serve`` has a handler import it.
+    """
 
     def __init__(self, scratch: Path, *, lean: bool = False) -> None:
         environment = {**os.environ, "MEDUSA_BENCH_SCRATCH": str(scratch), "MEDUSA_BENCH_LEAN": "1" if lean else ""}

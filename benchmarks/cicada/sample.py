@@ -51,9 +51,9 @@ def main() -> None:
         _fetch(reader, region, timeline.named("prefetcher"))
     os.close(reader)
     if os.environ.get("MEDUSA_BENCH_LEAN"):
-        from medusa_runtime.lean_torch import import_torch
+        from medusa_runtime.lean_torch import await_users_import
 
-        import_torch()
+        await_users_import(Settings().torch_import)
     from benchmarks.cicada import strategies, workload  # torch, a second or two
 
     _prepare()

@@ -59,14 +59,13 @@ class Session:
         return found
 
     def _sample(self, model: str, strategy: str, *, watch: bool) -> Inference:
-        with Container(self._scratch, lean=strategy == "lean") as container:
+        with Container(self._scratch, lean=strategy in ("full", "converted", "floor")) as container:
             container.wait_ready()
             return container.infer(Request(model, strategy, str(self._url(model, strategy))), watch=watch)
 
     def _url(self, model: str, strategy: str) -> Path:
         folder = self._folders[model]
-        made = strategy == "converted" or (strategy == "lean" and (folder / CONVERTED).exists())
-        return folder / CONVERTED if made else folder
+        return folder / CONVERTED if strategy == "converted" else folder
 
     def add_rows(self, result: Result) -> None:
         for (model, strategy), timed in self.timed.items():

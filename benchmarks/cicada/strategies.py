@@ -143,10 +143,9 @@ STRATEGIES: dict[str, Callable[[Job], Tensor]] = {
     "preload": preload,
     "full": full,
     "converted": full,  # of a file that was converted before
-    "lean": full,  # the same where there is one, and torch imported leanly
     "floor": floor,
 }
-OURS = ("full", "converted", "lean", "floor")  # which fetch into a region
+OURS = ("full", "converted", "floor")  # which fetch into a region
 
 
 def _pipeline(job: Job, *, mini: bool) -> Tensor:

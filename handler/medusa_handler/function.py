@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medusa_runtime.errors import MedusaError
+from medusa_runtime.errors import MedusaError, WeightsError
 
 from .blame import user_traceback
 from .contract import Context, Request
@@ -63,14 +63,19 @@ class UserFunction:
     def _load(self) -> None:
         service = self._service
         assert service.settings.handler is not None
-        if service.settings.torch_import == "lean":
-            from medusa_runtime.lean_torch import import_torch
+        if service.settings.torch_import != "plain":
+            from medusa_runtime.lean_torch import await_users_import
 
-            with service.timeline.stage("import", package="torch"):
-                import_torch()  # before anything of the user's does
+            await_users_import(service.settings.torch_import)
         model = Model(service) if service.engine is not None else None
-        weights = Weights(service.region, service.settings, service.timeline)
+        weights = Weights(service.region, service.settings, service.timeline, self._unloadable)
         self._code.load(service.settings.handler, Context(model, service.settings, weights))
+
+    def _unloadable(self, error: BaseException) -> None:
+        """A module was built whose weights cannot be loaded, now or ever."""
+        if not isinstance(error, MedusaError):
+            error = WeightsError(f"a module's weights could not be loaded: {type(error).__name__}: {error}")
+        self._service.instance.fail(error)
 
     def call(self, request: Request, gone: Callable[[], bool]) -> Any:
         """As ``UserCode.call``; what it asks of ``context.model`` is cancelled when the client leaves."""

@@ -18,11 +18,12 @@ import re
 import sys
 import typing
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .deferred import DeferredModule, Deferrer, StandIn
+from .deferred import DeferredModule, Deferrer, StandIn, names_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,15 @@ _EAGER = frozenset(
 # Asked by eager inference, or by those who look for a device; free of import cycles.
 _ALONE = (
     *(f"torch.{device}" for device in ("accelerator", "cpu", "cuda", "mps", "mtia", "xpu")),
-    *("torch._guards", "torch.utils._device", "torch.nn.attention", "torch.fft", "torch.linalg", "torch.special"),
+    *(
+        "torch._environment",
+        "torch._guards",
+        "torch.utils._device",
+        "torch.nn.attention",
+        "torch.fft",
+        "torch.linalg",
+        "torch.special",
+    ),
 )
 _BEFORE: dict[str, tuple[str, ...]] = {
     "torch.multiprocessing._atfork": (),  # a leaf: it needs nothing of its package
@@ -62,7 +71,6 @@ _LATE = {
     "torch._vmap_internals": ("_vmap", "vmap"),
     "torch.autograd.gradcheck": ("gradcheck", "gradgradcheck"),
     "torch.func": ("vmap",),
-    "torch.nested": ("nested_tensor",),
     "torch.nn.parallel": ("DataParallel",),
 }
 
@@ -73,50 +81,58 @@ def import_torch(*, numpy: bool = True) -> ModuleType:
     """``torch``, leanly imported where that is known to work. Call it before anything else imports torch.
 
     Eager inference (tensors, ``torch.nn``, its functions, sampling, threads) works as after a plain import; everything
-    else is executed when it is first touched. Not to be called while another thread imports. Without ``numpy``, torch
-    believes for the whole process that there is none: its first look, at the first tensor made of a buffer or a list,
-    would import numpy, a tenth of a second.
+    else is executed when it is first touched. Without ``numpy``, torch believes for the whole process that there is
+    none: its first look, at the first tensor made of a buffer or a list, would import numpy, a tenth of a second.
     """
-    global _active  # as there is one torch in a process
     if "torch" in sys.modules:
         return sys.modules["torch"]
-    reason = _why_plain()
-    collecting = gc.isenabled()
-    gc.disable()  # a hundred thousand objects that all stay: collections only cost time
-    try:
-        if reason:
-            logger.info("importing torch plainly: %s", reason)
-            return importlib.import_module("torch")
-        _active = _LeanImport()
-        torch = _active.run()
-        if not numpy:
-            _hide_numpy(torch)
-        return torch
-    finally:
-        if collecting:
-            gc.enable()
+    await_import(_why_plain)
+    torch = importlib.import_module("torch")
+    if not numpy and _active is not None:
+        _hide_numpy(torch)
+    return torch
+
+
+def await_import(why_plain: Callable[[Path], str | None]) -> None:
+    """Have the first import of torch be a lean one, whoever's it is, unless ``why_plain`` then gives a reason."""
+    if "torch" not in sys.modules:
+        _LeanImport(why_plain).install()
+
+
+def await_users_import(how: str) -> None:
+    """For code that is not ours. ``how``: auto, or lean, which means of a torch that is built for GPUs, too."""
+    await_import(lambda file: _why_plain(file) or _extended() or (_built_for_gpu(file) if how == "auto" else None))
 
 
 def complete() -> None:
-    """Execute all that was put off. Needed before user code, ``torch.compile`` or ``torch.distributed``.
-
-    Idempotent; nothing to do after a plain import.
-    """
+    """Execute all that was put off. Idempotent; nothing to do after a plain import."""
     if _active is not None:
         _active.complete()
 
 
-def _why_plain() -> str | None:
-    """The reason for which the lean import is not tried."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return "torch is not installed as a package of files"  # the import that follows says it better
-    version = _version(Path(spec.origin).with_name("version.py"))
+def _why_plain(file: Path) -> str | None:
+    """The reason for which the lean import is not tried; ``file`` is torch's __init__.py."""
+    version = _version(file.with_name("version.py"))
     if not version.startswith(TESTED):
         return f"version {version or 'unknown'}, the lean import was tested with {', '.join(TESTED)}*"
     for name in _PLAIN_IF_SET:
         if os.environ.get(name):
             return f"{name} is set"
+    return None
+
+
+def _extended() -> str | None:
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0":
+        from importlib.metadata import entry_points  # reads every installed package's; as torch does
+
+        for entry in entry_points(group="torch.backends"):
+            return f"{entry.value} extends it"
+    return None
+
+
+def _built_for_gpu(file: Path) -> str | None:
+    if re.search(r"^(?:cuda|hip|xpu)\b[^=]*= ['\"]", file.with_name("version.py").read_text(), re.MULTILINE):
+        return "it is built for GPUs, and the lean import was tested without"
     return None
 
 
@@ -132,29 +148,45 @@ def _version(path: Path) -> str:
 class _LeanImport:
     """One lean import of torch and what it has put off."""
 
-    def __init__(self) -> None:
+    def __init__(self, why_plain: Callable[[Path], str | None]) -> None:
         self._builtins: list[tuple[Any, str]] = []
         self._finder = Deferrer(
+            "torch",
             ("torch", "torchgen", "numpy", "sympy"),
             eager=_EAGER,
             whole=frozenset({"numpy", "sympy"}),
             alone=_ALONE,
+            nowhere=frozenset({"torch.privateuseone"}),  # for which torch.manual_seed looks
             before=_BEFORE,
-            around=self._plainly,
-            on_complete=self._catch_up,
             after={"torch.distributed.rpc": _define_rrefs},
             stand_ins=self._stand_ins(),
+            lasting=self._lasting(),
+            open=("torch", "torch.autograd", "torch.nn"),
+            why_not=why_plain,
+            importing=self._importing,
+            around=self._plainly,
+            on_complete=self._catch_up,
         )
 
-    def run(self) -> ModuleType:
+    def install(self) -> None:
+        self._finder.install()
+
+    @contextlib.contextmanager
+    def _importing(self) -> Iterator[None]:
+        global _active  # as there is one torch in a process
+        _active = self
         autoload = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD")
         os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # else it reads every installed package's entry points
+        collecting = gc.isenabled()
+        gc.disable()  # a hundred thousand objects that all stay: collections only cost time
         try:
-            torch = self._finder.lean("torch")
+            yield
+            torch: Any = sys.modules["torch"]
             # As torch._prims.rng_prims does at the end of a plain import; without it there is no torch.Generator.
             torch._C._set_generator_metaclass(torch._opaque_base.OpaqueBaseMeta)
-            return torch
         finally:
+            if collecting:
+                gc.enable()
             if autoload is None:
                 del os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"]
             else:
@@ -165,14 +197,20 @@ class _LeanImport:
             module: {name: StandIn.of(module, name) for name in late} for module, late in _LATE.items()
         }
         names["torch._logging"] = {"_init_logs": lambda: None}
-        names["torch.compiler"] = {"is_compiling": lambda: False, "is_dynamo_compiling": lambda: False}
         names["torch.distributed.rpc"] = {"is_available": lambda: False}
-        names["torch.fx.operator_schemas"] = {"_SCHEMA_TO_SIGNATURE_CACHE": {}}
-        names["torch.fx.experimental.sym_node"] = {"DynamicInt": _DynamicInt}
-        names["torch.jit"] = {"_builtins": _Builtins(self._builtins)}
         names["torch.library"] = {"Library": self._library}
-        names["numpy"] = {"__version__": _numpy_version()}  # torch._C asks for it, to warn of a bug in one version
         return names
+
+    def _lasting(self) -> dict[str, dict[str, Any]]:
+        """What eager inference, and what it imports late, ask for."""
+        return {
+            "torch.fx.operator_schemas": {"_SCHEMA_TO_SIGNATURE_CACHE": {}},
+            "torch.jit": {"_builtins": _Builtins(self._builtins)},
+            "torch.nested": {"nested_tensor": StandIn.of("torch.nested", "nested_tensor")},
+            "torch.compiler": {name: _asker(name) for name in ("is_compiling", "is_dynamo_compiling")},
+            "torch.fx.experimental.sym_node": {"DynamicInt": _DynamicInt},
+            "numpy": {"__version__": _numpy_version()},  # torch._C asks for it, to warn of a bug in one version
+        }
 
     def _library(self, *args: Any) -> StandIn:
         made: list[Any] = []
@@ -200,6 +238,8 @@ class _LeanImport:
     def _catch_up(self) -> None:
         """What a plain import does beyond executing modules."""
         self._replace_stand_ins()
+        if device := sys.modules.get("torch.utils._device"):
+            device._device_constructors.cache_clear()  # it holds some of them
         register = importlib.import_module("torch.jit._builtins")._register_builtin
         for function, name in self._builtins:
             register(function, name)
@@ -208,7 +248,7 @@ class _LeanImport:
     def _replace_stand_ins(self) -> None:
         for name, module in list(sys.modules.items()):
             if name.partition(".")[0] == "torch":
-                for key, value in list(vars(module).items()):
+                for key, value in list(names_of(module).items()):
                     if type(value) is StandIn:
                         setattr(module, key, value.real())
         triton = sys.modules["torch"]._TritonLibrary
@@ -217,12 +257,26 @@ class _LeanImport:
 
 class _DynamicIntType(type):
     def __instancecheck__(cls, instance: object) -> bool:
-        real = vars(sys.modules["torch.fx.experimental.sym_node"])["DynamicInt"]
+        real = names_of(sys.modules["torch.fx.experimental.sym_node"])["DynamicInt"]
         return real is not cls and isinstance(instance, real)
 
 
 class _DynamicInt(metaclass=_DynamicIntType):
     """In place of sym_node's: torch._C asks for the class once, at the first size it parses, and keeps it."""
+
+
+def _asker(name: str) -> Callable[[], bool]:
+    """torch.compiler's question of that name. Nothing is compiled, until torch.compiler itself knows better."""
+
+    def ask() -> bool:
+        import torch
+
+        real: Callable[[], bool] = getattr(torch.compiler, name)
+        return real is not ask and real()
+
+    ask.__name__ = ask.__qualname__ = name
+    ask.__module__ = "torch.compiler"
+    return ask
 
 
 class _Builtins:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from medusa_runtime.lean_torch import TESTED
 
 LEAN = "from medusa_runtime.lean_torch import complete, import_torch\ntorch = import_torch()\n"
 PLAIN = "import torch\n"
@@ -81,7 +82,7 @@ print(json.dumps(out))
 
 def run(script: str, *arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script, *arguments], capture_output=True, text=True, timeout=60
+        [sys.executable, "-W", "error", "-c", script, *arguments], capture_output=True, text=True, timeout=180
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -113,6 +114,17 @@ USES = [
     "import io; f = io.BytesIO(); torch.save([torch.ones(2)], f); f.seek(0); assert torch.load(f)[0].sum() == 2",
     "assert repr(torch.ones(2)) == 'tensor([1., 1.])'",
     "m = torch.nn.DataParallel(torch.nn.Linear(2, 2)); assert m(torch.ones(1, 2)).shape == (1, 2)",
+    # Names that importers within torch bind early are others' only when they are the real ones.
+    "from torch.nn import DataParallel as D; from torch import vmap; from torch.func import vmap as v\n"
+    "assert issubclass(D, torch.nn.Module) and not isinstance(torch, D) and v is vmap is torch.vmap\n"
+    "from torch.autograd import gradcheck; assert gradcheck.__code__ and torch.cond.__name__\n"
+    "assert 'vmap' in dir(torch) and 'Graph' in vars(torch.fx) and 'Adam' in dir(torch.optim)",
+    # What is set stays when the module is executed later.
+    "torch.vmap = 3; torch.fx.more = 4; torch.optim.Adam = int; torch.jit.script\n"
+    "assert torch.vmap + torch.fx.more + torch.optim.Adam(5) == 12",
+    "from torch.compiler import is_compiling as f; import torch._dynamo; assert torch._dynamo.optimize and not f()\n"
+    "assert torch.compile(lambda x: x + f(), backend='eager')(torch.ones(1)) == 2",
+    "import numpy.linalg; assert numpy.linalg.__spec__.origin and numpy.linalg.__spec__.has_location",
 ]
 
 
@@ -138,6 +150,94 @@ assert not failed, failed
 """,
         *USES,
     )
+
+
+THREADS = """
+import sys, threading
+names = sys.argv[1:]
+start, errors = threading.Barrier(len(names)), []
+
+def work(name):
+    start.wait()
+    try:
+        __import__(name, fromlist=["anything"])
+        dir(sys.modules[name])
+    except BaseException as error:
+        errors.append((name, error))
+
+threads = [threading.Thread(target=work, args=(name,), daemon=True) for name in names]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join(150)
+assert not errors, errors
+assert not any(thread.is_alive() for thread in threads)
+assert torch.ones(2).numpy().sum() == 2 and torch.fx.Graph
+"""
+
+
+def test_threads_that_import_at_once() -> None:
+    """Some hold an import lock and ask for what another executes, which asks for that lock."""
+    run(
+        LEAN + THREADS, "numpy.linalg", "numpy", "numpy.ma", "torch.fx", "torch.distributed", "torch.jit", "torch.optim"
+    )
+
+
+def test_a_thread_for_which_the_executing_one_waits(tmp_path: Path) -> None:
+    """``one`` executes ``package.a``, which imports ``held``; ``two`` imports ``held``, which asks ``package.b``."""
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("from . import a, b\n")
+    (package / "a.py").write_text("import threads\nthreads.go.set(); threads.held.wait()\nimport held\nx = held.x\n")
+    (package / "b.py").write_text("x = 3\n")
+    (tmp_path / "held.py").write_text("import threads, package\nthreads.held.set()\nx = package.b.x\n")
+    (tmp_path / "threads.py").write_text("import threading\ngo, held = threading.Event(), threading.Event()\n")
+    run(
+        f"""
+import sys, threading
+sys.path.insert(0, {str(tmp_path)!r})
+from medusa_runtime.deferred import Deferrer
+Deferrer("package", ("package",), eager=frozenset({{"package"}})).install()
+import package, threads
+
+def two():
+    threads.go.wait()
+    import held
+
+thread = threading.Thread(target=two, daemon=True)
+thread.start()
+assert package.a.x == 3
+thread.join(150)
+assert not thread.is_alive()
+"""
+    )
+
+
+def test_a_fork_while_another_thread_executes() -> None:
+    run(
+        LEAN
+        + """
+import os, threading
+asked = threading.Event()
+
+def work():
+    asked.set()
+    torch.jit.script
+
+thread = threading.Thread(target=work)
+thread.start()
+asked.wait()
+child = os.fork()
+if child == 0:
+    os._exit(0 if torch.fx.Graph and torch.distributed.is_available() else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+thread.join()
+"""
+    )
+
+
+def test_a_seed_executes_nothing() -> None:
+    run(LEAN + "torch.manual_seed(1); import sys; assert type(sys.modules['torch.fx']).__name__ == 'DeferredModule'")
 
 
 def test_complete_leaves_nothing_out() -> None:
@@ -193,6 +293,46 @@ if child == 0:
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
     )
+
+
+FINDERS = "import sys; from medusa_runtime.lean_torch import await_users_import as wait\n"
+
+
+def test_the_users_import_is_lean_when_it_comes() -> None:
+    run(
+        FINDERS
+        + """
+wait("auto")
+import importlib.util
+assert importlib.util.find_spec("torch").origin and "torch" not in sys.modules
+import numpy
+assert numpy.ones(2).sum() == 2
+from torch import nn
+import torch
+assert type(sys.modules["torch.fx"]).__name__ == "DeferredModule", sys.modules["torch.fx"]
+assert torch.from_numpy(numpy.ones(2)).sum() == 2 and nn.Linear(2, 2)(torch.ones(1, 2)).shape == (1, 2)
+"""
+    )
+
+
+@pytest.mark.parametrize("reason", ["a torch for GPUs", "an extension"])
+def test_the_users_import_is_plain_for_a_reason(tmp_path: Path, reason: str) -> None:
+    """torch itself is a small stand-in here, whose version is a tested one."""
+    package = tmp_path / "torch"
+    package.mkdir()
+    cuda = "'13.0'" if reason == "a torch for GPUs" else "None"
+    (package / "version.py").write_text(f"__version__ = '{TESTED[0]}0'\ncuda: Optional[str] = {cuda}\n")
+    (package / "__init__.py").write_text("from . import functional\n")
+    (package / "functional.py").write_text("name = 'executed'\n")
+    if reason == "an extension":
+        (tmp_path / "other-1.dist-info").mkdir()
+        (tmp_path / "other-1.dist-info" / "entry_points.txt").write_text("[torch.backends]\nother = other:load\n")
+    script = (
+        f"import logging; logging.basicConfig(level='INFO', stream=sys.stdout)\nsys.path[:0] = [{str(tmp_path)!r}]\n"
+    )
+    script += "wait('auto')\nimport torch\nassert vars(torch.functional)['name'] == 'executed'\n"
+    said = run(FINDERS + script + "assert not any(type(f).__name__ == 'Deferrer' for f in sys.meta_path)")
+    assert "importing torch plainly: " in said
 
 
 def test_another_version_is_imported_plainly(tmp_path: Path) -> None:

@@ -1,0 +1,76 @@
+"""A lock for what imports modules, which may be taken inside and outside of Python's own import locks."""
+
+from __future__ import annotations
+
+import concurrent.futures.thread  # noqa: F401  its hooks of a fork must not be registered while one waits in ours
+import importlib._bootstrap
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+_LOOK_EVERY_S = 0.05
+_bootstrap: Any = importlib._bootstrap
+
+
+class ImportLock:
+    """Re-entrant, across threads too: one for which the holder waits runs as a part of what the holder does.
+
+    A thread that imports a module and then asks for this lock may have its holder waiting for that very module. Then
+    the holder stands still until the import is over, and would have run it itself had it come first. A fork waits
+    for the lock, so that a child never inherits it from a thread that it does not have.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._holder: int | None = None
+        self._depth = 0
+        self._local = threading.local()
+        os.register_at_fork(before=self._take, after_in_parent=self._give, after_in_child=self._give)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        self._take()
+        try:
+            yield
+        finally:
+            self._give()
+
+    def _take(self) -> None:
+        me = threading.get_ident()
+        passed: int = getattr(self._local, "passed", 0)
+        if passed:
+            self._local.passed = passed + 1
+            return
+        while not self._lock.acquire(timeout=_LOOK_EVERY_S):
+            if self._is_waited_for(me):
+                self._local.passed = 1
+                return
+        self._holder = me
+        self._depth += 1
+
+    def _give(self) -> None:
+        if passed := getattr(self._local, "passed", 0):
+            self._local.passed = passed - 1
+            return
+        self._depth -= 1
+        if not self._depth:
+            self._holder = None
+        self._lock.release()
+
+    def _is_waited_for(self, me: int) -> bool:
+        """Whether the holder, or whom it waits for, waits for a module that this thread imports."""
+        seen: set[int | None] = {None}
+        threads = [self._holder]
+        while threads:
+            thread = threads.pop()
+            if thread == me:
+                return True
+            if thread not in seen:
+                seen.add(thread)
+                waited = _bootstrap._blocking_on.get(thread)  # a lock; since Python 3.12 a list of locks
+                threads += [
+                    lock.owner for lock in (waited if isinstance(waited, list) else [waited]) if lock is not None
+                ]
+        return False
