@@ -67,7 +67,7 @@ class Materialization:
         self._region = Region.create()
         self._made: list[Artifact] = []
         self._facts: Facts | None = None
-        self.continues_text = True  # an encoder does not; known after prepare
+        self.continues_text = True  # an encoder does not, nor what cannot be run; known after prepare
 
     def __enter__(self) -> Self:
         try:
@@ -98,6 +98,7 @@ class Materialization:
                 self.continues_text = plan is not None
         except MedusaError as error:
             self._told(Made(KV_PLAN.name, left_out=str(error)))
+            self.continues_text = False
         if plan is not None and self._facts["gpu"] != "none":
             self._told(Made(KV_PLAN.name, left_out="it was measured on the CPU, and starts will use the GPU"))
         elif plan is not None:
