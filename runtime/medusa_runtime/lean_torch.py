@@ -260,6 +260,10 @@ class _DynamicIntType(type):
         real = names_of(sys.modules["torch.fx.experimental.sym_node"])["DynamicInt"]
         return real is not cls and isinstance(instance, real)
 
+    def __call__(cls, *args: Any) -> Any:
+        complete()
+        return names_of(sys.modules["torch.fx.experimental.sym_node"])["DynamicInt"](*args)
+
 
 class _DynamicInt(metaclass=_DynamicIntType):
     """In place of sym_node's: torch._C asks for the class once, at the first size it parses, and keeps it."""
