@@ -40,7 +40,7 @@ def measure_limited(
         seconds: dict[str, list[float]] = defaultdict(list)
         digests = set()
         for strategy in tuple(strategies) * runs:
-            with serving(checkpoints, rate, every, delay_s) as url, Container(scratch) as container:
+            with serving(checkpoints, rate, every, delay_s) as url, Container(scratch, strategy) as container:
                 container.wait_ready()
                 found = container.infer(Request(model, strategy, f"{url}/{model}"))
             for file in scratch.iterdir():  # what load-then-run has downloaded

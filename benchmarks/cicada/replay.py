@@ -67,7 +67,7 @@ def _replay(wanted: Sequence[Invocation], folders: Mapping[str, Path], strategy:
     with ExitStack() as stack:
         containers = []
         for _ in wanted:
-            containers.append(stack.enter_context(Container(scratch)))
+            containers.append(stack.enter_context(Container(scratch, strategy)))
             if len(containers) % cores == 0:
                 containers[-1].wait_ready()
         for number, container in enumerate(containers, 1):

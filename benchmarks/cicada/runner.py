@@ -23,6 +23,7 @@ from benchmarks.cicada.sample import Request
 
 ROOT = Path(__file__).parents[2]
 CONVERTED = "converted"  # a folder in a workload's own
+_SERVED = ("full", CONVERTED, "floor")  # what our function's process does
 _WATCH_EVERY_S = 0.02
 _TIMEOUT_S = 600.0
 
@@ -53,11 +54,12 @@ class Inference(NamedTuple):
 class Container:
     """A process with everything imported, that waits for its one request. A context manager.
 
-    ``lean``: torch as ``medusa serve`` has a handler import it.
+    For our ``strategy`` it has imported torch as ``medusa serve`` has a handler import it, for others plainly.
     """
 
-    def __init__(self, scratch: Path, *, lean: bool = False) -> None:
-        environment = {**os.environ, "MEDUSA_BENCH_SCRATCH": str(scratch), "MEDUSA_BENCH_LEAN": "1" if lean else ""}
+    def __init__(self, scratch: Path, strategy: str) -> None:
+        served = "1" if strategy in _SERVED else ""
+        environment = {**os.environ, "MEDUSA_BENCH_SCRATCH": str(scratch), "MEDUSA_BENCH_SERVED": served}
         self._errors = TemporaryFile("w+")  # noqa: SIM115  a pipe that nobody reads could stop the child
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.cicada.sample"],

@@ -50,7 +50,7 @@ def main() -> None:
         os.close(writer)
         _fetch(reader, region, timeline.named("prefetcher"))
     os.close(reader)
-    if os.environ.get("MEDUSA_BENCH_LEAN"):
+    if os.environ.get("MEDUSA_BENCH_SERVED"):
         from medusa_runtime.lean_torch import await_users_import
 
         await_users_import(Settings().torch_import)

@@ -59,7 +59,7 @@ class Session:
         return found
 
     def _sample(self, model: str, strategy: str, *, watch: bool) -> Inference:
-        with Container(self._scratch, lean=strategy in ("full", "converted", "floor")) as container:
+        with Container(self._scratch, strategy) as container:
             container.wait_ready()
             return container.infer(Request(model, strategy, str(self._url(model, strategy))), watch=watch)
 

@@ -117,6 +117,8 @@ def test_the_command_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[st
     arguments = ["--models", "tiny-bert", "--strategies", "pisel,full", "--runs", "2", "--gates", "3"]
     arguments += ["--origin", "1"]
     arguments += ["--checkpoints", str(tmp_path / "kept"), "--json", str(tmp_path / "out.json")]
+    assert command.main([*arguments, "--prepare"]) == 0
+    assert (tmp_path / "kept" / "tiny-bert" / "model.safetensors").exists()
     assert command.main([*arguments, "--figures", str(tmp_path / "figures")]) == 0
     rows = {(row["name"], row["metric"]): row for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
     names = {"full", "pisel", "limited", "limited-bound", "delayed", "delayed-bound", "built", "plain"}
@@ -143,8 +145,8 @@ def test_the_command_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_a_lean_container_computes_the_same_with_less_memory(tmp_path: Path) -> None:
     folder = checkpoint(workload("tiny-bert"), tmp_path)
     found = []
-    for lean in (False, True):
-        with Container(tmp_path, lean=lean) as container:
+    for strategy in ("pisel", "full"):
+        with Container(tmp_path, strategy) as container:
             container.wait_ready()
             found.append(container.infer(Request("tiny-bert", "full", str(folder)), watch=True))
     plain, lean = found
@@ -230,7 +232,7 @@ def test_bad_input(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pyte
         with pytest.raises(SystemExit):
             command.main([*arguments, "--checkpoints", str(tmp_path)])
         assert message in capsys.readouterr().err
-    with Container(tmp_path) as container:
+    with Container(tmp_path, "full") as container:
         container.wait_ready()
         with pytest.raises(MedusaError, match="tiny-bert/full failed"):
             container.infer(Request("tiny-bert", "full", str(tmp_path / "nothing")))
