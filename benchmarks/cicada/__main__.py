@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -41,6 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
         converted(folder)
     if options.prepare:
         return 0
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # nothing stays behind
     with tempfile.TemporaryDirectory(prefix="medusa-cicada-") as scratch:
         session = Session(folders, strategies, Path(scratch), options.minutes)
         _measure(result, session, folders, options, Path(scratch))

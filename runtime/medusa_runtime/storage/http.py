@@ -267,12 +267,16 @@ class HttpStore:
         if status == 412:
             return ObjectChangedError(f"{name} changed while it was read (412); start again")
         if status in (404, 410):
-            return ObjectNotFoundError(f"{name}: no such object ({status}); check the address")
+            return ObjectNotFoundError(f"{name}: no such {self.missing(body)} ({status}); check the address")
         if status in (401, 403, 407):
             return ForbiddenError(f"{name}: access denied ({status}){self.hint()}")
         if status in _TRANSIENT:
             return Transient(StorageError(f"{name}: the server answers {status}"), _retry_after(response))
         return StorageError(f"{name}: expected 206, found {status} {_first_words(body)}".rstrip())
+
+    def missing(self, body: bytes) -> str:
+        """What an answer of 404 or 410 says is not there."""
+        return "object"
 
     def hint(self) -> str:
         """What to do about a refusal."""

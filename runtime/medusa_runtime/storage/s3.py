@@ -127,6 +127,9 @@ class S3Store(HttpStore):
         self._adopt(region)
         return True
 
+    def missing(self, body: bytes) -> str:
+        return "bucket" if b"NoSuchBucket" in body else "object"
+
     def hint(self) -> str:
         return (
             "; S3 answers this also for objects that do not exist when listing is not allowed. Expected credentials in "

@@ -52,6 +52,10 @@ def test_ranges_and_versions(moto: str) -> None:
     with pytest.raises(ObjectNotFoundError, match="s3://bucket/my model/v1/nothing: no such object"):
         store.stat("nothing")
     store.close()
+    nowhere = S3Store("s3://buckte/v1", environ={**KEYS, "AWS_ENDPOINT_URL": moto})
+    with pytest.raises(ObjectNotFoundError, match=r"s3://buckte/v1/w: no such bucket \(404\)"):
+        nowhere.stat("w")
+    nowhere.close()
 
 
 @pytest.mark.parametrize("token", [None, "session+token=="])
