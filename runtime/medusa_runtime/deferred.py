@@ -27,6 +27,7 @@ from .import_lock import ImportLock
 
 logger = logging.getLogger(__name__)
 _STATE = "__medusa_deferred__"
+_FRAMES = 1000  # Python's own limit: as many as any import finds at the start of a program
 _MEANINGFUL_DUNDERS = {"__all__", "__version__"}
 _lock = ImportLock()  # one for all: a module that executes pulls others in, in any order
 # A module's names as they are, where ``vars`` would have them completed first.
@@ -286,19 +287,27 @@ class Deferrer(MetaPathFinder):
         with _lock.held():
             if self not in sys.meta_path or self._one_by_one:
                 return
-            self._one_by_one = True
-            with self._around():
-                while pending := list(self.pending()):
-                    for module in pending:
-                        execute(module)
-                sys.meta_path.remove(self)
-                for name in self._open:
-                    names = names_of(sys.modules[name])
-                    for key, value in names[_STATE].late.items():
-                        names.setdefault(key, value.real())
-                for name in self._names:
-                    self._make_ordinary(sys.modules.get(name))
-                self._on_complete()
+            limit = sys.getrecursionlimit()
+            sys.setrecursionlimit(limit + _FRAMES)  # who asks may have used its own up; half of it done is no torch
+            try:
+                self._execute_pending()
+            finally:
+                sys.setrecursionlimit(limit)
+
+    def _execute_pending(self) -> None:
+        self._one_by_one = True
+        with self._around():
+            while pending := list(self.pending()):
+                for module in pending:
+                    execute(module)
+            sys.meta_path.remove(self)
+            for name in self._open:
+                names = names_of(sys.modules[name])
+                for key, value in names[_STATE].late.items():
+                    names.setdefault(key, value.real())
+            for name in self._names:
+                self._make_ordinary(sys.modules.get(name))
+            self._on_complete()
 
     def pending(self) -> Iterator[ModuleType]:
         """The modules that still wait, in the order of their first import."""

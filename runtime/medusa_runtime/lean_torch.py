@@ -101,7 +101,11 @@ def await_import(why_plain: Callable[[Path], str | None]) -> None:
 
 def await_users_import(how: str) -> None:
     """For code that is not ours. ``how``: auto, or lean, which means of a torch that is built for GPUs, too."""
-    await_import(lambda file: _why_plain(file) or _extended() or (_built_for_gpu(file) if how == "auto" else None))
+    if "torch" not in sys.modules:
+        _LeanImport(
+            lambda file: _why_plain(file) or _extended() or (_built_for_gpu(file) if how == "auto" else None),
+            then=_share_with_processes,
+        ).install()
 
 
 def complete() -> None:
@@ -148,7 +152,8 @@ def _version(path: Path) -> str:
 class _LeanImport:
     """One lean import of torch and what it has put off."""
 
-    def __init__(self, why_plain: Callable[[Path], str | None]) -> None:
+    def __init__(self, why_plain: Callable[[Path], str | None], then: Callable[[Any], None] = lambda _: None) -> None:
+        self._then = then
         self._builtins: list[tuple[Any, str]] = []
         self._finder = Deferrer(
             "torch",
@@ -184,6 +189,7 @@ class _LeanImport:
             torch: Any = sys.modules["torch"]
             # As torch._prims.rng_prims does at the end of a plain import; without it there is no torch.Generator.
             torch._C._set_generator_metaclass(torch._opaque_base.OpaqueBaseMeta)
+            self._then(torch)
         finally:
             if collecting:
                 gc.enable()
@@ -253,6 +259,18 @@ class _LeanImport:
                         setattr(module, key, value.real())
         triton = sys.modules["torch"]._TritonLibrary
         triton.lib = triton.lib.real()
+
+
+def _share_with_processes(torch: Any) -> None:
+    """Have what is sent to another process be shared with it, as after a plain import of torch.multiprocessing."""
+    reducers = importlib.import_module("multiprocessing.reduction").ForkingPickler
+
+    def share(value: Any) -> Any:
+        complete()  # which registers the real ones
+        return reducers._extra_reducers[type(value)](value)
+
+    for kind in {*torch._storage_classes, *torch._tensor_classes, torch.Tensor, torch.nn.Parameter}:
+        reducers.register(kind, share)
 
 
 class _DynamicIntType(type):

@@ -295,6 +295,23 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     )
 
 
+def test_what_is_put_off_works_at_the_end_of_the_stack() -> None:
+    """The import's own frames would not fit, and half an import of torch is none."""
+    run(
+        LEAN
+        + """
+import sys
+
+def ask(frames):
+    return ask(frames - 1) if frames else torch.jit.script
+
+limit = sys.getrecursionlimit()
+assert ask(limit - 100) is torch.jit.script and sys.getrecursionlimit() == limit
+assert torch.fx.Graph and torch.distributed.is_available()
+"""
+    )
+
+
 FINDERS = "import sys; from medusa_runtime.lean_torch import await_users_import as wait\n"
 
 
@@ -311,6 +328,25 @@ from torch import nn
 import torch
 assert type(sys.modules["torch.fx"]).__name__ == "DeferredModule", sys.modules["torch.fx"]
 assert torch.from_numpy(numpy.ones(2)).sum() == 2 and nn.Linear(2, 2)(torch.ones(1, 2)).shape == (1, 2)
+"""
+    )
+
+
+def test_a_users_tensor_is_shared_with_its_processes() -> None:
+    """With the standard library's multiprocessing, and nothing of torch touched before."""
+    run(
+        FINDERS
+        + """
+wait("auto")
+import multiprocessing, torch
+
+receiver, sender = multiprocessing.Pipe()
+tensor, parameter = torch.zeros(2), torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+assert type(sys.modules["torch.fx"]).__name__ == "DeferredModule" and not tensor.is_shared()
+sender.send([tensor, parameter])
+for mine, received in zip([tensor, parameter], receiver.recv()):
+    received[0] = 7
+    assert mine.tolist() == [7, 0] and mine.is_shared()
 """
     )
 
