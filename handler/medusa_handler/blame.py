@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
 from pathlib import Path
 from types import TracebackType
 
 import medusa_runtime
+from medusa_runtime.errors import MedusaError
+
+logger = logging.getLogger(__name__)
 
 _OURS = (str(Path(__file__).parent), str(Path(medusa_runtime.__file__).parent), "<frozen importlib.")
 
@@ -16,6 +20,12 @@ def user_traceback(error: BaseException, folder: Path | None = None) -> str:
     found = traceback.TracebackException(type(error), error, _first_in(folder, error.__traceback__))
     found.stack[:] = [frame for frame in found.stack if not frame.filename.startswith(_OURS)]
     return "".join(found.format()).rstrip()
+
+
+def log_cause(error: MedusaError, folder: Path | None) -> None:
+    """The user's own error behind one of ours, if there is one."""
+    if error.__cause__ is not None:
+        logger.error("%s\n%s", error.code, user_traceback(error.__cause__, folder))
 
 
 def _first_in(folder: Path | None, frames: TracebackType | None) -> TracebackType | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_runtime.errors import MedusaError, WeightsError
 
-from .blame import user_traceback
+from .blame import log_cause, user_traceback
 from .contract import Context, Request
 from .loop import EventLoop
 from .model import Model, client_gone
@@ -52,8 +52,7 @@ class UserFunction:
             with service.timeline.stage("handler"):
                 self._load()
         except MedusaError as error:
-            if error.__cause__ is not None:
-                logger.error("%s\n%s", error.code, user_traceback(error.__cause__, self.folder))  # noqa: TRY400
+            log_cause(error, self.folder)
             service.instance.fail(error)
         else:
             self._loaded.set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from medusa_runtime.errors import HandlerError, MedusaError
 from medusa_runtime.timeline import Timeline
 
-from .blame import user_traceback
+from .blame import log_cause
 from .contract import Context, Headers, HttpError, Request, Response
 from .loop import EventLoop
 from .user_code import UserCode
@@ -20,8 +19,6 @@ from .weights import Weights
 if TYPE_CHECKING:
     from medusa_runtime.config import Settings
     from medusa_runtime.weights.region import Region
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -58,12 +55,12 @@ def execution_order(region: Region, settings: Settings, body: bytes) -> list[str
         try:
             code.load(settings.handler, Context(None, settings, weights))
             _answer(code, body)
-            with ExecutionTrace(weights.names()) as trace:
+            trace = ExecutionTrace(weights.names())
+            with trace:
                 _answer(code, body)
             code.close()
         except MedusaError as error:
-            if error.__cause__ is not None:
-                logger.error("%s\n%s", error.code, user_traceback(error.__cause__, code.folder))  # noqa: TRY400
+            log_cause(error, code.folder)
             raise
         finally:
             weights.close()
@@ -72,7 +69,7 @@ def execution_order(region: Region, settings: Settings, body: bytes) -> list[str
             f"{settings.handler}: answering used none of the weights, or in threads of its own; expected a request "
             "that runs a module of context.weights.build in the thread that is asked"
         )
-    return [*trace.order, *(name for name in region.wait_index().order if name not in trace.order)]
+    return trace.ahead_of(region.wait_index().order)
 
 
 def _answer(code: UserCode, body: bytes) -> None:

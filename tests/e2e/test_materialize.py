@@ -6,8 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,14 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-MEDUSA = Path(sys.executable).with_name("medusa")
+from .command import medusa
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
 KINDS = {"weight-index", "kv-plan", "stage-times"}
-
-
-def medusa(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    environ = {key: value for key, value in os.environ.items() if not key.startswith("MEDUSA_")}
-    return subprocess.run([MEDUSA, *arguments], capture_output=True, text=True, timeout=110, env=environ, cwd=cwd)
 
 
 def stages(serving: Any) -> dict[str, list[dict[str, Any]]]:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from .command import medusa
 from .slow_origin import serving_origin
 
 Start = Callable[..., Any]
@@ -75,12 +73,6 @@ def test_without_a_handler_there_is_nothing_to_run(start: Start, tmp_path: Path)
     assert "with --engine none nothing runs the model: expected --handler" in serving.output()
 
 
-def materialize(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    environ = {key: value for key, value in os.environ.items() if not key.startswith("MEDUSA_")}
-    command = [Path(sys.executable).with_name("medusa"), "materialize", "--engine", "none", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, env=environ)
-
-
 def fetched_layers(start: Start, folder: Path) -> list[str]:
     """The layers' weights in the order in which a start asks an origin for them."""
     stored_layers = [f"net.layers.{number}.weight" for number in range(8)]
@@ -108,7 +100,9 @@ def test_the_order_of_a_forward_is_recorded_and_drives_the_fetch(start: Start, t
     save_file(stored(reference(BACKWARDS)), folder / "model.safetensors")
     forth = [str(number) for number in range(8)]
     assert fetched_layers(start, folder) == forth, "nothing is known but the construction"
-    made = materialize("--model", folder, "--handler", BACKWARDS, "--request", '{"value": 0.5}')
+    made = medusa(
+        "materialize", "--engine", "none", "--model", folder, "--handler", BACKWARDS, "--request", '{"value": 0.5}'
+    )
     assert made.returncode == 0, made.stderr
     assert fetched_layers(start, folder) == forth[::-1]
 
@@ -125,7 +119,7 @@ def test_a_request_that_shows_no_order_is_told(tmp_path: Path) -> None:
         ((*handler, tmp_path / "idle.py", "--request", "x"), 1, "used none of the weights"),
         (("--model", tmp_path, "--request", "x"), 2, "expected --engine none --handler"),
     ):
-        made = materialize(*arguments)
+        made = medusa("materialize", "--engine", "none", *arguments)
         assert made.returncode == status, made.stderr
         assert said in made.stdout + made.stderr
         assert (tmp_path / ".medusa" / "manifest.json").exists() == (not status)

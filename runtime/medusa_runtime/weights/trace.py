@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,6 +25,10 @@ class ExecutionTrace(TorchFunctionMode):
         self._note((*args, *(kwargs or {}).values()))
         return func(*args, **(kwargs or {}))
 
+    def ahead_of(self, names: Iterable[str]) -> list[str]:
+        """What was used in its order, then the rest of these names in theirs."""
+        return list(dict.fromkeys((*self.order, *names)))
+
     def _note(self, values: tuple[Any, ...] | list[Any]) -> None:
         for value in values:
             if isinstance(value, Tensor):
@@ -43,6 +48,7 @@ def record_execution_order(module: nn.Module, *args: Any, **kwargs: Any) -> list
     persistent = module.state_dict(keep_vars=True)
     for name, tensor in persistent.items():
         names.setdefault(id(tensor), name)
-    with torch.no_grad(), ExecutionTrace(names) as trace:
+    trace = ExecutionTrace(names)
+    with torch.no_grad(), trace:
         module(*args, **kwargs)
-    return [*trace.order, *(name for name in persistent if name not in trace.order)]
+    return trace.ahead_of(persistent)
