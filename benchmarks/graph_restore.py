@@ -15,10 +15,10 @@ import sys
 import time
 from pathlib import Path
 
-from medusa_runtime.state.graphs import Blueprints, CudaDriver, DeviceRegion, RegionKind, place, restore_graphs
+from medusa_runtime.state.graphs import Blueprints, CudaDriver, MemoryRange, RangeKind, place, restore_graphs
 from medusa_runtime.state.graphs.blob_format import encode
 from medusa_runtime.state.graphs.blueprint import Edge, GraphBlueprint, KernelRecord, Node, Relocation
-from medusa_runtime.state.graphs.images import ImageStore
+from medusa_runtime.state.graphs.materialization.images import ImageStore
 
 CUBIN = Path("tests/runtime/state/graphs/cubins/toy_a.cubin")
 BASE = 0x6000_0000_0000
@@ -31,8 +31,8 @@ def blueprints(graphs: int, nodes: int) -> Blueprints:
     cubin = images.cubin(digest)
     kernels = tuple(KernelRecord(name, digest, cubin.kernels[name].parameters, ()) for name in ("add_checked", "gemv"))
     regions = (
-        DeviceRegion("weights", RegionKind.NAMED, BASE, 4 << 20),
-        DeviceRegion("pool", RegionKind.SLAB, BASE + (1 << 30), 4 << 20),
+        MemoryRange("weights", RangeKind.NAMED, BASE, 4 << 20),
+        MemoryRange("pool", RangeKind.SLAB, BASE + (1 << 30), 4 << 20),
     )
     made = []
     for graph in range(graphs):

@@ -60,7 +60,7 @@ def serving(arguments: argparse.Namespace) -> Iterator[int]:
         handler.write_text(_FUNCTION)
         what = ["--model", arguments.model] if arguments.model else ["--handler", f"{handler}:handle"]
         limits = ["--max-concurrency", str(arguments.streams), "--log-level", "warning"]
-        command = [sys.executable, "-m", "medusa_adapters.cli", "serve", "--host", "127.0.0.1", "--port", "0"]
+        command = [sys.executable, "-m", "medusa_adapters.cli.main", "serve", "--host", "127.0.0.1", "--port", "0"]
         environ = os.environ | {"PYTHONUNBUFFERED": "1", "TMPDIR": folder}
         process = subprocess.Popen([*command, *what, *limits], stdout=subprocess.PIPE, text=True, env=environ)
         try:

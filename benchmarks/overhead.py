@@ -93,7 +93,16 @@ def main() -> int:
         contestants = {"bare flask": (stack.enter_context(running(bare, folder, {}, port)), "/")}
         for name, (path, env) in _PLATFORMS.items():
             port = free_port()
-            serve = [sys.executable, "-m", "medusa_adapters.cli", "serve", "--host", "127.0.0.1", "--port", str(port)]
+            serve = [
+                sys.executable,
+                "-m",
+                "medusa_adapters.cli.main",
+                "serve",
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(port),
+            ]
             serve += ["--handler", "handler.py:handle", "--platform", name]
             contestants[name] = (stack.enter_context(running(serve, folder, env | {"TMPDIR": folder}, port)), path)
         times: dict[str, list[float]] = {name: [] for name in contestants}

@@ -21,12 +21,12 @@ from pathlib import Path
 
 from medusa_adapters.bench.result import Result
 from medusa_runtime.config import Settings
+from medusa_runtime.fetch.prefetcher import prefetch
+from medusa_runtime.region.reader import Region
 from medusa_runtime.state import bundle, key, restore, weight_index  # noqa: F401  imported before anything is timed
 from medusa_runtime.state.materialize import Materialization
 from medusa_runtime.state.restore import Restoration
 from medusa_runtime.timeline import Timeline
-from medusa_runtime.weights.prefetcher import prefetch
-from medusa_runtime.weights.region import Region
 
 _WITHOUT, _WITH = "no-bundle", "bundle"
 

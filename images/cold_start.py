@@ -26,7 +26,7 @@ STORE = "import boto3; boto3.client('s3', region_name='us-east-1', aws_access_ke
 # What a start of vLLM imports before it asks for the device.
 VLLM = """
 from medusa_runtime.config import from_env
-from medusa_runtime.engine.vllm.imports import preimport
+from medusa_vllm.imports import preimport
 preimport(from_env({}, engine="vllm", model="."))
 print(open("/proc/self/maps").read())
 """

@@ -19,7 +19,7 @@ MEANT = {
         "medusa_runtime.kernels",
         "medusa_runtime.models",
         "medusa_runtime.state.",
-        "medusa_runtime.weights.",
+        "medusa_runtime.load.",
     ),
     "flask": ("medusa_handler.",),
     "gunicorn": ("medusa_handler.",),
@@ -39,23 +39,21 @@ WITHOUT_TORCH = (
     "medusa_runtime.state.manifest",
     "medusa_runtime.state.restore",
     "medusa_runtime.state.weight_index",
-    "medusa_runtime.weights.header",
-    "medusa_runtime.weights.index",
-    "medusa_runtime.weights.order",
-    "medusa_runtime.weights.prefetcher",
-    "medusa_runtime.weights.region",
+    "medusa_runtime.checkpoint.header",
+    "medusa_runtime.checkpoint.index",
+    "medusa_runtime.checkpoint.order",
+    "medusa_runtime.fetch.prefetcher",
+    "medusa_runtime.region.reader",
 )
 # These subclass what vLLM documents for it, and only vLLM imports them.
-INSIDE_VLLM = tuple(
-    f"medusa_runtime.engine.vllm.{name}" for name in ("executor", "linear", "loader", "ranks", "worker")
-)
+INSIDE_VLLM = tuple(f"medusa_vllm.{name}" for name in ("executor", "linear", "loader", "ranks", "worker"))
 # What only a GPU's machine has: triton, and vLLM's classes for a GPU.
 ON_A_GPU = (
-    "medusa_runtime.engine.vllm.gpu_graph_state",
-    "medusa_runtime.engine.vllm.gpu_graphs",
-    "medusa_runtime.engine.vllm.gpu_pieces",
-    "medusa_runtime.engine.vllm.gpu_recording",
-    "medusa_runtime.engine.vllm.gpu_worker",
+    "medusa_vllm.gpu.graph_state",
+    "medusa_vllm.gpu.graphs",
+    "medusa_vllm.gpu.piecewise",
+    "medusa_vllm.gpu.recording",
+    "medusa_vllm.gpu.worker",
     "medusa_runtime.kernels.paged_triton",
 )
 # Imports one module after the other and stops at the first that brings what it is not meant to, or does not import.

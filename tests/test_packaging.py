@@ -136,4 +136,4 @@ print(kernels.describe())
 def test_installed_command_is_named(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     (entry_points,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
-    assert b"medusa = medusa_adapters.cli:main" in archive.read(entry_points)
+    assert b"medusa = medusa_adapters.cli.main:main" in archive.read(entry_points)

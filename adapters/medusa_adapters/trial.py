@@ -51,7 +51,7 @@ class Trial:
     def __enter__(self) -> Self:
         # A file, not a pipe: nobody needs to read it for the server to go on.
         self._output = tempfile.TemporaryFile()
-        command = [sys.executable, "-m", "medusa_adapters.cli", "serve", "--host", "127.0.0.1", "--port", "0"]
+        command = [sys.executable, "-m", "medusa_adapters.cli.main", "serve", "--host", "127.0.0.1", "--port", "0"]
         environ = os.environ | {"PYTHONUNBUFFERED": "1"}
         self._process = subprocess.Popen(
             [*command, *self._arguments], stdout=self._output, stderr=subprocess.STDOUT, env=environ

@@ -8,14 +8,14 @@ from contextlib import closing
 from pathlib import Path
 
 import torch
+from medusa_runtime.checkpoint.alignment import must_move
 from medusa_runtime.config import Settings
+from medusa_runtime.fetch.prefetcher import prefetch
+from medusa_runtime.load.conversion import write_safetensors
+from medusa_runtime.load.skeleton import skeleton
+from medusa_runtime.load.views import Views
+from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
-from medusa_runtime.weights.alignment import must_move
-from medusa_runtime.weights.conversion import write_safetensors
-from medusa_runtime.weights.prefetcher import prefetch
-from medusa_runtime.weights.region import Region
-from medusa_runtime.weights.skeleton import skeleton
-from medusa_runtime.weights.views import Views
 from torch import Tensor
 
 from benchmarks import make_checkpoint

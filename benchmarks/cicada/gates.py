@@ -8,9 +8,9 @@ from typing import Any
 
 from medusa_adapters.bench.result import Result
 from medusa_runtime.config import Settings
+from medusa_runtime.fetch.prefetcher import prefetch
+from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
-from medusa_runtime.weights.prefetcher import prefetch
-from medusa_runtime.weights.region import Region
 
 _WARM_UP = 3
 _FEWEST, _LONGEST_S = 5, 60.0  # of a machine that is busy with other things, fewer forwards
@@ -19,7 +19,7 @@ _FEWEST, _LONGEST_S = 5, 60.0  # of a machine that is busy with other things, fe
 def measure_gates(result: Result, model: str, folder: Path, forwards: int) -> None:
     """Adds rows ``<model>/built`` and ``<model>/plain``, metric ``warm_s``, of at most ``forwards`` forwards each."""
     import torch
-    from medusa_runtime.weights.build import build
+    from medusa_runtime.load.build import build
 
     from benchmarks.cicada.workload import workload
 

@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from medusa_runtime.config import Settings
+from medusa_runtime.fetch.prefetcher import prefetch
 from medusa_runtime.process import share_cores
+from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
-from medusa_runtime.weights.prefetcher import prefetch
-from medusa_runtime.weights.region import Region
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def main() -> None:
         _fetch(reader, region, timeline.named("prefetcher"))
     os.close(reader)
     if os.environ.get("MEDUSA_BENCH_SERVED"):
-        from medusa_runtime.lean_torch import await_users_import
+        from medusa_runtime.imports.lazy_torch import await_users_import
 
         await_users_import(Settings().torch_import)
     from benchmarks.cicada import strategies, workload  # torch, a second or two

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from medusa_runtime.load.build import build
+from medusa_runtime.load.skeleton import skeleton
+from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
-from medusa_runtime.weights.build import build
-from medusa_runtime.weights.region import Region
-from medusa_runtime.weights.skeleton import skeleton
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn

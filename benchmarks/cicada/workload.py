@@ -157,7 +157,7 @@ def _decoder(name: str, shape: Shape) -> Workload:
     config = ModelConfig.from_hf({**shape.config(), "dtype": "bfloat16"})
     kind: Any = family(config.architecture)
     # Layers are taken from a model of one layer that nobody runs: it also has the rope, which no step constructs.
-    from medusa_runtime.weights.skeleton import skeleton
+    from medusa_runtime.load.skeleton import skeleton
 
     with skeleton():
         frame = kind(config)

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import torch
-from medusa_runtime.engine.kv_cache import BLOCK_TOKENS
+from medusa_runtime.engine.torch.kv_cache import BLOCK_TOKENS
 
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.started import Started

@@ -42,7 +42,7 @@ def _driver(machine: Machine) -> str:
 
 def _placement(machine: Machine) -> dict[str, object]:
     """Whether memory can be had at the addresses that graphs are captured with."""
-    from medusa_runtime.engine.placed_memory import BASE, OTHER_BASE, PlacedMemory
+    from medusa_runtime.engine.gpu.placed_memory import BASE, OTHER_BASE, PlacedMemory
     from medusa_runtime.state.graphs.driver import CudaDriver
 
     torch.empty(1, device=machine.device)
@@ -78,7 +78,7 @@ def _register(machine: Machine) -> str:
     import mmap
 
     from medusa_runtime.device.driver import Driver
-    from medusa_runtime.weights.views import bytes_tensor
+    from medusa_runtime.load.views import bytes_tensor
 
     fd = os.memfd_create("probe")
     os.ftruncate(fd, 64 << 20)

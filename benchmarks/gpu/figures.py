@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from medusa_adapters.svg import gantt
+from medusa_adapters.report.svg import gantt
 from medusa_runtime.timeline import Stage
 
 from benchmarks.gpu.summary import Results, lines, medians, shapes

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from medusa_runtime.config import Settings
-from medusa_runtime.engine.gpu import Gpu
+from medusa_runtime.engine.gpu.device import Gpu
 from torch import Tensor
 
 
@@ -66,13 +66,13 @@ class CudaMachine:
         return times
 
     def materialize(self, settings: Settings, folder: Path) -> Path | None:
-        from medusa_runtime.engine.graph_capture import capture
+        from medusa_runtime.engine.gpu.graph_capture import capture
 
         assert settings.model is not None
         return capture(settings.model, settings, folder)
 
     def summary(self, bundle: bytes) -> Mapping[str, object]:
-        from medusa_runtime.engine.graph_state import summary
+        from medusa_runtime.engine.gpu.graph_state import summary
         from medusa_runtime.state.graphs.blueprint import Blueprints
 
         return summary(Blueprints.load(bundle))

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.base import Delta, GenerateRequest, SamplingParams
-from medusa_runtime.engine.gpu_attention import DecodeAttention
-from medusa_runtime.weights.gate import passing
+from medusa_runtime.engine.gpu.attention import DecodeAttention
+from medusa_runtime.load.gate import passing
 
 from benchmarks.gpu.decoding import capture_all
 from benchmarks.gpu.machine import Machine

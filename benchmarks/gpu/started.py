@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from medusa_runtime.config import Settings
-from medusa_runtime.engine.decode_graphs import DecodeGraphs
-from medusa_runtime.engine.gpu import Gpu
-from medusa_runtime.engine.gpu_runner import GpuRunner
-from medusa_runtime.engine.torch_engine import TorchEngine
+from medusa_runtime.engine.gpu.decode_graphs import DecodeGraphs
+from medusa_runtime.engine.gpu.device import Gpu
+from medusa_runtime.engine.gpu.runner import GpuRunner
+from medusa_runtime.engine.torch.engine import TorchEngine
+from medusa_runtime.fetch.prefetcher import prefetch
+from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
-from medusa_runtime.weights.prefetcher import prefetch
-from medusa_runtime.weights.region import Region
 
 from benchmarks.gpu.machine import Machine
 

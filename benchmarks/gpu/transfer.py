@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from medusa_runtime.config import Settings
-from medusa_runtime.weights.upload import Link, Uploads
-from medusa_runtime.weights.views import bytes_tensor
+from medusa_runtime.load.upload import Link, Uploads
+from medusa_runtime.load.views import bytes_tensor
 
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.started import started

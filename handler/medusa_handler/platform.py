@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flask import Flask
 
-    from .contract import Request
     from .service import Service
+    from .user_code.contract import Request
 
 LIVE, ACCEPTING, READY = "live", "accepting", "ready"
 

@@ -10,7 +10,7 @@ from .platform import ACCEPTING, LIVE, READY
 
 if TYPE_CHECKING:
     from medusa_runtime.config import Settings
-    from medusa_runtime.weights.region import Region
+    from medusa_runtime.region.reader import Region
 
     from .platform import Platform
 
@@ -20,7 +20,7 @@ _FUNCTION = ("", "loading", "ready")
 _READY, _DRAINING, _ENGINE_AT, _FUNCTION_AT = range(4)  # bytes of the page
 
 
-class Told(NamedTuple):
+class ProbeResponse(NamedTuple):
     """A probe's answer: 200 or 503, and the body."""
 
     good: bool
@@ -39,16 +39,18 @@ class Probes:
     def tell(self, *, ready: bool, draining: bool, engine: str, function: str) -> None:
         self._page[:4] = bytes((ready, draining, _ENGINE.index(engine), _FUNCTION.index(function)))
 
-    def answer(self, path: str) -> Told | str | None:
+    def answer(self, path: str) -> ProbeResponse | str | None:
         """None when the path is no probe's; a path of the function where that is to be asked, because it is ready."""
         kind = self.kinds.get(path)
         if kind is None:
             return None
         if kind == LIVE:
-            return Told(True, {"status": "alive"})
+            return ProbeResponse(True, {"status": "alive"})
         ready, draining = self._page[_READY], self._page[_DRAINING]
         good = not draining and (kind == ACCEPTING or bool(ready))
-        return kind if good and kind.startswith("/") else Told(good, self._status(ready=ready, draining=draining))
+        return (
+            kind if good and kind.startswith("/") else ProbeResponse(good, self._status(ready=ready, draining=draining))
+        )
 
     def _status(self, *, ready: int, draining: int) -> dict[str, Any]:
         """Bytes are of the weights; ``eta_s`` is the rest of the fetch at the present rate."""

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from . import sse
 from .admission import Admission
-from .chat_template import ChatTemplate
 from .faults import ClientGoneError, not_ready, stopping
+from .http import sse
 from .metrics import Metrics
+from .openai.chat_template import ChatTemplate
 from .probes import Probes, served_name
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from medusa_runtime.engine.client import EngineClient
     from medusa_runtime.instance import InstanceHandle
 
-    from .function import UserFunction
     from .platform import Platform
+    from .user_code.function import UserFunction
 
 _POLL_S = 0.25  # how soon a client that left is noticed
 _LONGEST_GUESS_S = 60.0

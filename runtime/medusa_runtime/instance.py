@@ -26,9 +26,9 @@ from .config import NODE_SOCKET, Settings
 from .engine.client import EngineClient
 from .errors import ConfigError, EngineError, MedusaError, from_code
 from .process import ReportPipe, fork, share_cores
-from .shortage import make_room_for_files, shortage
+from .region.reader import Progress, Region
+from .resource_limits import as_limit_error, make_room_for_files
 from .timeline import Stage, Timeline, process_start_ns
-from .weights.region import Progress, Region
 
 if TYPE_CHECKING:
     from .node.attachment import Attachment
@@ -215,8 +215,8 @@ class Instance:
     def _run_prefetcher(self, timeline: Timeline) -> int:
         self._listener.close()
         with timeline.stage("import"):
+            from .fetch.prefetcher import BESIDE_IMPORTS, prefetch
             from .state.restore import Restoration
-            from .weights.prefetcher import BESIDE_IMPORTS, prefetch
 
         assert self._region is not None
         assert self._settings.model is not None
@@ -233,20 +233,20 @@ class Instance:
         assert self._region is not None
         assert self._engine_listener is not None
         if self._node is not None and self._region is self._node.region:
-            self._lend_code(timeline)
+            self._attach_code(timeline)
         return Zygote(self._engine_listener, self._region, self._settings, timeline, self._reports).run()
 
-    def _lend_code(self, timeline: Timeline) -> None:
+    def _attach_code(self, timeline: Timeline) -> None:
         """What an agent gives to nobody: compiled code and graphs, for the engines that have any."""
         from .device.choice import choose
 
         settings = self._settings
         if settings.state is None and (settings.engine == "vllm" or choose(settings.device, os.environ) == "cuda"):
-            from .state.lending import lend
+            from .state.attach_artifacts import attach_artifacts
 
             assert self._region is not None
             assert settings.model is not None
-            lend(self._region, settings.model, settings, timeline)
+            attach_artifacts(self._region, settings.model, settings, timeline)
 
     def supervise(self) -> int:
         """Until the function process has ended. Raises what a child reported as fatal."""
@@ -410,7 +410,7 @@ def _private_listener() -> tuple[socket.socket, str]:
         named = os.open("engine", os.O_PATH | os.O_CLOEXEC, dir_fd=inside)
         os.close(inside)
     except OSError as error:
-        if shortage(error):
+        if as_limit_error(error):
             raise
         raise _no_folder(error) from None
     finally:

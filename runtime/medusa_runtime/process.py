@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
 from .errors import MedusaError
-from .shortage import shortage
+from .resource_limits import as_limit_error
 from .timeline import Timeline
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ def _child(name: str, body: Callable[[], int], reports: ReportPipe, parent: int)
     except SystemExit as request:
         status = request.code if isinstance(request.code, int) else 1
     except BaseException as error:
-        known = shortage(error)
+        known = as_limit_error(error)
         if known is None:
             logger.exception("%s failed", name)
         reports.send(name, known or MedusaError(f"{name} failed: {type(error).__name__}: {error}"))

@@ -28,16 +28,16 @@ from .engine.base import Engine
 from .engine.server import EngineServer
 from .errors import EngineError, MedusaError
 from .process import ReportPipe, fork
+from .region.reader import Region
 from .timeline import Timeline
-from .weights.region import Region
 
 logger = logging.getLogger(__name__)
 
 EngineClass = Callable[[Region, Settings, Timeline], Any]
 
 _ENGINES = {
-    "torch": "medusa_runtime.engine.kinds:open_engine",
-    "vllm": "medusa_runtime.engine.vllm.engine:VllmEngine",
+    "torch": "medusa_runtime.engine.factory:open_engine",
+    "vllm": "medusa_vllm.engine:VllmEngine",
 }
 _MOST_QUICK_CRASHES = 3
 _QUICK_S = 10.0
@@ -131,14 +131,14 @@ def load_engine_class(settings: Settings, region: Region | None = None) -> Engin
     """Import what this engine needs, and what the region's model needs where that is known; never touches CUDA."""
     if settings.engine == "torch":
         if settings.device != "cuda":  # the lean import was tested without CUDA
-            from .lean_torch import import_torch
+            from .imports.lazy_torch import import_torch
 
             import_torch(numpy=False)  # nothing in the engine process uses it
         from .models.registry import import_families
 
         import_families()
     elif settings.engine == "vllm":
-        from .engine.vllm.imports import preimport
+        from medusa_vllm.imports import preimport
 
         preimport(settings, region)
     module, _, name = _ENGINES[settings.engine].partition(":")

@@ -11,11 +11,11 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from medusa_adapters.progress import ProgressLine, describe, size
-from medusa_adapters.serving import Console
+from medusa_adapters.cli.progress import ProgressLine, describe, size
+from medusa_adapters.cli.serve import Console
 from medusa_runtime.config import OPTIONS
+from medusa_runtime.region.reader import Progress
 from medusa_runtime.timeline import Stage
-from medusa_runtime.weights.region import Progress
 
 MEDUSA = Path(sys.executable).with_name("medusa")
 MS = 1_000_000
@@ -58,10 +58,10 @@ def test_version() -> None:
 
 def test_the_way_to_serve_imports_nothing_heavy() -> None:
     script = (
-        "import sys\nfrom medusa_adapters.command_line import _parse\n"
+        "import sys\nfrom medusa_adapters.cli.command_line import _parse\n"
         "_parse(['serve', '--model', 'x'])\nimport medusa_runtime.instance\n"
-        "heavy = {'torch', 'flask', 'gunicorn', 'tokenizers', 'numpy', 'boto3', 'medusa_adapters.doctor', "
-        "'medusa_adapters.report', 'importlib.metadata'}\n"
+        "heavy = {'torch', 'flask', 'gunicorn', 'tokenizers', 'numpy', 'boto3', 'medusa_adapters.cli.doctor', "
+        "'medusa_adapters.report.html', 'importlib.metadata'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -14,8 +14,8 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from medusa_adapters.manifests import features, node_agent, scaling
-from medusa_adapters.manifests.measured import Measured, measure
+from medusa_adapters.deploy.manifests import features, node_agent, scaling
+from medusa_adapters.deploy.manifests.measured import Measured, measure
 from medusa_runtime.errors import ConfigError
 
 MEDUSA = Path(sys.executable).with_name("medusa")

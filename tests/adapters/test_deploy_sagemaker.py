@@ -13,9 +13,9 @@ from typing import Any
 
 import boto3
 import pytest
-from medusa_adapters.deploy_endpoint import EndpointClient
-from medusa_adapters.manifests import sagemaker
-from medusa_adapters.manifests.service_model import check_call
+from medusa_adapters.deploy.endpoint import EndpointClient
+from medusa_adapters.deploy.manifests import sagemaker
+from medusa_adapters.deploy.manifests.service_model import check_call
 from medusa_runtime.errors import ConfigError, DeployError
 from moto.sagemaker.responses import SageMakerResponse
 from moto.server import ThreadedMotoServer
@@ -308,7 +308,7 @@ def test_a_control_plane_that_cannot_be_reached_is_one_line() -> None:
 def test_missing_packages_name_the_command(platform: str, package: str) -> None:
     script = (
         f"import sys; sys.modules[{package!r}] = None\n"
-        "from medusa_adapters.cli import main\n"
+        "from medusa_adapters.cli.main import main\n"
         f"sys.exit(main(['deploy', {platform!r}, 'qwen', '--image=q:1']"
         f" + (['--role={ROLE}'] if {platform!r} == 'sagemaker' else [])))"
     )

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from medusa_adapters import doctor
+from medusa_adapters.cli import doctor
 from medusa_runtime.config import Settings
 
 MEDUSA = Path(sys.executable).with_name("medusa")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from medusa_adapters.gantt import gaps, largest_gap_ms, render_text, tracks, window
+from medusa_adapters.report.gantt import gaps, largest_gap_ms, render_text, tracks, window
 from medusa_runtime.timeline import Stage
 
 MS = 1_000_000

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from medusa_adapters import duration, openfaas
+from medusa_adapters.platforms import duration, openfaas
 from medusa_runtime.errors import ConfigError
 
 Launch = Callable[..., Any]

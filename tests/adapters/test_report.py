@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 from medusa_adapters.bench.coldstart import add_rows, median_sample
 from medusa_adapters.bench.contestants import Sample
 from medusa_adapters.bench.result import Result
-from medusa_adapters.report import html
+from medusa_adapters.report.html import html
 from medusa_runtime.timeline import Stage
 
 MS = 1_000_000

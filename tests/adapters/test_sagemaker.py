@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from medusa_adapters import sagemaker
+from medusa_adapters.platforms import sagemaker
 
 Launch = Callable[..., Any]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from medusa_adapters.bench.ranged_server import RangedServer
-from medusa_adapters.manifests import values
+from medusa_adapters.deploy.manifests import values
 from medusa_runtime.errors import ConfigError
 from medusa_runtime.storage.base import redacted
 

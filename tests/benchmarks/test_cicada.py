@@ -12,10 +12,10 @@ import torch
 from medusa_adapters.bench.result import Result
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import CorruptError, MedusaError
-from medusa_runtime.lean_torch import TESTED
+from medusa_runtime.fetch.prefetcher import prefetch
+from medusa_runtime.imports.lazy_torch import TESTED
+from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
-from medusa_runtime.weights.prefetcher import prefetch
-from medusa_runtime.weights.region import Region
 
 from benchmarks.cicada import __main__ as command
 from benchmarks.cicada import pipeline, session

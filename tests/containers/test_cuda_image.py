@@ -44,7 +44,7 @@ def test_what_a_start_of_vllm_imports_is_there(image: str) -> None:
     """All that the zygote imports for a GPU; what was removed from the image is not missed."""
     code = """
 from medusa_runtime.config import from_env
-from medusa_runtime.engine.vllm.imports import preimport
+from medusa_vllm.imports import preimport
 preimport(from_env({}, engine="vllm", model="."))
 import sys
 print([name in sys.modules for name in ("vllm.v1.worker.gpu_worker", "triton", "tilelang", "flashinfer")])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from medusa_adapters.cli import main
+from medusa_adapters.cli.main import main
 from medusa_adapters.trial import Trial
 
 ROOT = Path(__file__).parents[2]
@@ -98,7 +98,7 @@ def test_an_agent_is_started_filled_used_and_asked(
     assert (node[1], fetch[1], serve[1], status[1]) == ("node", "fetch", "serve", "node")
     agent = start_node(*node[2:])
     monkeypatch.setenv("MEDUSA_NODE_SOCKET", agent.socket)
-    words = [sys.executable, "-m", "medusa_adapters.cli"]
+    words = [sys.executable, "-m", "medusa_adapters.cli.main"]
     local = {"s3://bucket/qwen": str(EXAMPLE)}
     subprocess.run([*words, *(local.get(word, word) for word in fetch[1:])], check=True, capture_output=True)
     with Trial(*(local.get(word, word) for word in serve[2:])):

@@ -15,8 +15,8 @@ sys.path.append(str(Path(__file__).parents[2]))
 
 from medusa_runtime import zygote
 from medusa_runtime.config import Settings
+from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
-from medusa_runtime.weights.region import Region
 
 
 class Context:
@@ -36,8 +36,9 @@ class Bundle:
 
 def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Any:
     """In the engine's process, after its imports."""
-    from medusa_runtime.engine import kinds, torch_engine
-    from medusa_runtime.engine.gpu import BundledGraphs
+    from medusa_runtime.engine import factory as kinds
+    from medusa_runtime.engine.gpu.device import BundledGraphs
+    from medusa_runtime.engine.torch import engine as torch_engine
     from medusa_runtime.errors import DeviceError
     from medusa_runtime.state.graphs.driver import CudaError
 
@@ -54,7 +55,7 @@ def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Any:
 
 
 def main() -> int:
-    from medusa_adapters.cli import main
+    from medusa_adapters.cli.main import main
 
     sys.modules["breaking_gpu"] = sys.modules["__main__"]
     zygote.choose = lambda *_: "cuda"

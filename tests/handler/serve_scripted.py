@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from medusa_handler.server import serve
+from medusa_handler.server.function_process import serve
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.base import Delta, EngineInfo, GenerateRequest, TokenLogprob
 from medusa_runtime.errors import EngineError, MedusaError, OverloadedError, RequestError

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from medusa_handler.admission import Admission
-from medusa_handler.front import ARRIVED, Front
 from medusa_handler.platform import Platform
 from medusa_handler.probes import Probes
+from medusa_handler.server.wsgi_gateway import ARRIVED, WsgiGateway
 
 
 def until(condition: Any) -> None:
@@ -61,7 +61,7 @@ def test_requests_beyond_the_cap_are_refused_before_the_app_is_there() -> None:
         admission=SimpleNamespace(refused=0),
         eta_s=lambda: 7.2,
     )
-    front = Front(service, build)
+    front = WsgiGateway(service, build)
     answers: list[tuple[str, dict[str, str], bytes]] = []
 
     def call() -> None:

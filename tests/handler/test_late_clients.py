@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 
-from medusa_handler.late_clients import LateClients
+from medusa_handler.server.late_clients import LateClients
 
 
 def closed(connection: socket.socket) -> bool:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from medusa_runtime.errors import ConfigError, MedusaError
 
-from ..gantt import largest_gap_ms, render_text
-from ..progress import note
+from ..cli.progress import note
+from ..report.gantt import largest_gap_ms, render_text
 from .bytecode import compile_packages
 from .contestants import Contestant, Medusa, Question, Sample, Script, others, yardsticks
 from .node_sharing import measure_node, node_targets
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         result.write(arguments.json)
     if arguments.report:
-        from ..report import html
+        from ..report.html import html
 
         arguments.report.write_text(html(result, samples, taking_part[0].name))
         print(f"report: {arguments.report}")

@@ -202,4 +202,4 @@ def ask(
 def medusa_command(python: str) -> list[str]:
     """The command `medusa` of an interpreter."""
     installed = Path(python).with_name("medusa")
-    return [str(installed)] if installed.exists() else [python, "-m", "medusa_adapters.cli"]
+    return [str(installed)] if installed.exists() else [python, "-m", "medusa_adapters.cli.main"]

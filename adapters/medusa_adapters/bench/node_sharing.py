@@ -7,7 +7,7 @@ from pathlib import Path
 
 from medusa_runtime.errors import MedusaError
 
-from ..progress import note
+from ..cli.progress import note
 from . import openai_client
 from .contestants import Medusa, Question, ask, connect, stages_from_json
 from .node import Node

@@ -13,9 +13,9 @@ def prepare(job: Job) -> Callable[[], Buffers]:
     """Into a region whose memory was reserved before, or into a new one where the job says fresh."""
     import medusa_runtime.storage.s3  # noqa: F401  what the URL's scheme would import
     from medusa_runtime.config import Settings
+    from medusa_runtime.fetch.prefetcher import BESIDE_IMPORTS, prefetch
+    from medusa_runtime.region.reader import Region
     from medusa_runtime.timeline import Timeline
-    from medusa_runtime.weights.prefetcher import BESIDE_IMPORTS, prefetch
-    from medusa_runtime.weights.region import Region
 
     region = Region.create()
     writer = region.writer()

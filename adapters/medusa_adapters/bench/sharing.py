@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
-from ..progress import note
+from ..cli.progress import note
 from . import openai_client
 from .contestants import Medusa, Question, ask, connect
 from .process import Process, pss_bytes

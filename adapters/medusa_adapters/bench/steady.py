@@ -11,7 +11,7 @@ from pathlib import Path
 
 from medusa_runtime.errors import ConfigError, MedusaError
 
-from ..progress import note
+from ..cli.progress import note
 from . import openai_client
 from .contestants import (
     OFFLINE,

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from flask import Response
 from medusa_runtime.engine.base import Delta, GenerateRequest
 
-from .. import sse
 from ..faults import ClientGoneError, as_api_error, compact, internal_error
 from ..generation import Generation
+from ..http import sse
 from ..merge import Item
 from .answer import Choice, Envelope, Shape, usage
 

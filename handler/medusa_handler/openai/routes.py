@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 from flask import Blueprint, Response, jsonify
 from medusa_runtime.engine.base import GenerateRequest, SamplingParams
 
-from ..body import json_object
 from ..faults import ApiError
+from ..http.body import json_object
 from . import chat, completion, embeddings, parameters
 from .answer import Envelope
 from .parameters import Body
 from .responding import Plan, respond
 
 if TYPE_CHECKING:
+    from ..http.work import Work
     from ..service import Service
-    from ..work import Work
 
 _MOST_SEQUENCES = 128  # prompts x n of one request
 _MOST_BEST_OF = 20

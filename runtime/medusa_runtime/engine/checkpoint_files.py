@@ -6,10 +6,10 @@ import json
 from collections import Counter
 from typing import Any
 
+from ..checkpoint.index import WeightIndex
 from ..errors import CorruptError, MismatchError
 from ..models import ModelConfig
-from ..weights.index import WeightIndex
-from ..weights.region import Region
+from ..region.reader import Region
 
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensors' name → config.json's
 

@@ -9,8 +9,8 @@ __all__ = ["ARCHITECTURES", "Attention", "DecoderModel", "ModelConfig", "build_m
 
 
 def build_model(config: ModelConfig) -> DecoderModel:
-    """The model of ``config``, in evaluation mode, its parameters still without memory (see weights/skeleton.py)."""
-    from medusa_runtime.weights.skeleton import skeleton
+    """The model of ``config``, in evaluation mode, its parameters still without memory (see load/skeleton.py)."""
+    from medusa_runtime.load.skeleton import skeleton
 
     with skeleton():
         return family(config.architecture)(config).eval()

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
+from medusa_runtime.checkpoint.reader import MODULES, SENTENCES, module_config
 from medusa_runtime.errors import CorruptError, ModelError
-from medusa_runtime.weights.checkpoint import MODULES, SENTENCES, module_config
 
 _POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
 _KINDS = ("Transformer", "Pooling", "Normalize")

@@ -24,21 +24,21 @@ from ..config import Settings
 from ..device.choice import obstacle
 from ..errors import ConfigError, MedusaError, NodeError, StorageError, from_code
 from ..process import ReportPipe, share_cores
-from ..shortage import make_room_for_files
+from ..region.reader import Region
+from ..resource_limits import make_room_for_files
 from ..storage.base import redacted
 from ..timeline import Timeline
-from ..weights.region import Region
 from .child import end_child
 from .clients import Client, Clients
-from .engine_pool import EnginePool
-from .fetching import give_back, start_fetch
-from .held_region import HeldRegion
+from .engines.pool import EnginePool
 from .messages import receive, send
-from .model_key import absolute, model_key
 from .policy import Policy
-from .records import Records
-from .region_pool import RegionPool
-from .revalidation import Revalidation
+from .regions.fetching import give_back, start_fetch
+from .regions.held_region import HeldRegion
+from .regions.model_key import absolute, model_key
+from .regions.pool import RegionPool
+from .regions.records import Records
+from .regions.revalidation import Revalidation
 from .settings import NodeSettings
 from .socket_file import SocketFile
 

@@ -11,10 +11,10 @@ from enum import Enum
 from ..config import NODE_SOCKET, Settings
 from ..errors import MedusaError, NodeError
 from ..process import ReportPipe
+from ..region.reader import Region
 from ..timeline import Timeline
-from ..weights.region import Region
 from .client import HURRIED, NodeClient
-from .handover import settings_to_body
+from .engines.handover import settings_to_body
 from .messages import pair
 
 logger = logging.getLogger(__name__)

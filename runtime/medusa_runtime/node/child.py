@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ..errors import NodeError
 from ..process import ReportPipe, fork
-from ..shortage import shortage
+from ..resource_limits import as_limit_error
 from ..timeline import Timeline
 from .messages import pair
 
@@ -43,7 +43,7 @@ def start_child(
 
 
 def _cannot(name: str, error: OSError) -> Exception:
-    return shortage(error) or NodeError(f"the node agent cannot start a {name} process: {error.strerror}")
+    return as_limit_error(error) or NodeError(f"the node agent cannot start a {name} process: {error.strerror}")
 
 
 def end_child(child: Child) -> None:

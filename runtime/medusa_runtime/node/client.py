@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import NodeError, NodeRefusedError, from_code
-from ..weights.region import Region
+from ..region.reader import Region
 from .messages import VERSION, Message, close_all, receive, send
-from .model_key import absolute, model_key, open_sight
 from .peer import Peer
+from .regions.model_key import absolute, model_key, open_access_proof
 
 # The agent never waits for anything itself. Waits are counted, and not time: where this process is woken late because
 # others have the cores, so is the agent.
@@ -69,7 +69,7 @@ class NodeClient:
         ``background``: nobody waits for it, so its fetch gives way to others.
         """
         key = model_key(absolute(url))
-        seen = open_sight(key)
+        seen = open_access_proof(key)
         try:
             wish = {"url": key, "pin": pin, "fresh": fresh, "background": background}
             answer = self._ask("region", wish, () if seen is None else (seen,))
@@ -90,7 +90,7 @@ class NodeClient:
         if answer.kind != "region" or len(answer.descriptors) != 2:
             answer.close()
             raise NodeError(f"the node agent answered {answer.kind!r}; expected a region")
-        return Region(answer.descriptors[0], asking_fd=answer.descriptors[1])
+        return Region(answer.descriptors[0], demand_fd=answer.descriptors[1])
 
     def engine(self, kind: str, settings: dict[str, Any], descriptors: Sequence[int]) -> int:
         """Give an idle engine process this function; its pid on the agent's side. Raises NodeError without one."""

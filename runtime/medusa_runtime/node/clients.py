@@ -9,11 +9,11 @@ import time
 from typing import TYPE_CHECKING
 
 from ..errors import MedusaError, NodeError, NodeRefusedError
-from .handover import GIVEN
-from .held_region import HeldRegion
+from .engines.handover import GIVEN
 from .messages import VERSION, Message, close_all, receive, send, text
-from .model_key import check_sight, model_key
 from .peer import Peer
+from .regions.held_region import HeldRegion
+from .regions.model_key import check_access_proof, model_key
 
 if TYPE_CHECKING:
     from .agent import Agent
@@ -80,14 +80,14 @@ class Client:
         pin, fresh = bool(message.body.get("pin")), bool(message.body.get("fresh"))
         if (pin or fresh) and not self.peer.trusted:
             raise NodeRefusedError("expected the agent's own user, or root, to pin a model or to fetch it again")
-        check_sight(key, message.descriptors)
+        check_access_proof(key, message.descriptors)
         self._let_go()
         held = self._agent.want(key, fresh=fresh)
         held.pinned = held.pinned or pin
         self.held = held
         held.leases.add(self.connection.fileno())
         if not message.body.get("background"):
-            held.hurry()
+            held.promote()
         if held.sealed:
             self._hand_over(held)
             return

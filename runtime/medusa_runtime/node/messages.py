@@ -4,7 +4,7 @@ The sockets are SOCK_SEQPACKET: the kernel keeps a message and its descriptors t
 
     client → agent    hello {version} · region {url, pin, fresh, background} +[folder] · keep {url} +[region] ·
                       engine {kind, settings} +[5 descriptors] · drop {url} · status
-    agent → client    hello {version, pid} · wait · region {fetched} +[region, asking] · engine {pid} · kept · dropped
+    agent → client    hello {version, pid} · wait · region {fetched} +[region, demand] · engine {pid} · kept · dropped
                       status {…} · lost {message} · error {code, message}
     agent → zygote    fork                       zygote → agent    forked {pid} +[channel] · failed {message}
     agent → engine    take {settings} +[7]       engine → agent    warm

@@ -18,9 +18,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.index import WeightIndex
 from ..config import Settings
 from ..errors import StateError
-from ..weights.index import WeightIndex
 from .kinds import Kind
 from .manifest import Artifact, Manifest
 

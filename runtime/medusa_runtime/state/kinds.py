@@ -24,14 +24,12 @@ class Kind(NamedTuple):
 _COMPUTED = ("shape", "engine", "torch", "isa", "gpu", "dtype", "max_model_len")
 
 WEIGHT_INDEX = Kind("weight-index", ("layout",), ("torch", "vllm", "none"))
-_VLLM_PLAN = "medusa_runtime.engine.vllm.kv_profile:capture"
+_VLLM_PLAN = "medusa_vllm.cpu.kv_profile:capture"
 KV_PLAN = Kind("kv-plan", (*_COMPUTED, "max_batched_tokens"), ("torch", "vllm"), _VLLM_PLAN)
 STAGE_TIMES = Kind("stage-times", ("shape", "engine", "torch", "isa", "gpu", "dtype"), ())
-COMPILE_CACHE = Kind(
-    "compile-cache", (*_COMPUTED, "python"), ("vllm",), "medusa_runtime.state.compile_cache:capture", True
-)
+COMPILE_CACHE = Kind("compile-cache", (*_COMPUTED, "python"), ("vllm",), "medusa_vllm.compiled.cache:capture", True)
 CUDA_GRAPHS = Kind(
-    "cuda-graphs", (*_COMPUTED, "driver"), capture="medusa_runtime.engine.graph_capture:capture", code=True
+    "cuda-graphs", (*_COMPUTED, "driver"), capture="medusa_runtime.engine.gpu.graph_capture:capture", code=True
 )
 
 KINDS = {kind.name: kind for kind in (WEIGHT_INDEX, KV_PLAN, STAGE_TIMES, COMPILE_CACHE, CUDA_GRAPHS)}

@@ -11,10 +11,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
+from ..checkpoint.index import WeightIndex
 from ..config import Settings
 from ..errors import ConfigError, StateError
-from ..weights.index import WeightIndex
-from ..weights.region import Region
+from ..region.reader import Region
 from .kinds import KV_PLAN, file_name
 
 logger = logging.getLogger(__name__)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ..checkpoint.reader import read_whole
 from ..errors import CorruptError, ForbiddenError, ObjectNotFoundError, StateError
 from ..storage.base import Store
-from ..weights.checkpoint import read_whole
 
 FOLDER, MANIFEST, BLOBS = ".medusa", "manifest.json", "blobs"
 

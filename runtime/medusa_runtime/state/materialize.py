@@ -12,14 +12,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+from ..checkpoint.reader import SMALL_FILES, split
 from ..config import Settings
 from ..errors import ConfigError, MedusaError
+from ..fetch.prefetcher import prefetch
+from ..region.reader import Region
 from ..storage.base import redacted, scheme_of
 from ..storage.local import LocalStore
 from ..timeline import Timeline
-from ..weights.checkpoint import SMALL_FILES, split
-from ..weights.prefetcher import prefetch
-from ..weights.region import Region
 from .bundle_writer import BundleWriter
 from .key import Facts, Subject
 from .kinds import KINDS, KV_PLAN, WEIGHT_INDEX, Kind
@@ -30,7 +30,7 @@ from .weight_index import record
 logger = logging.getLogger(__name__)
 
 # Engines that can be run once offline: ``profile(region, settings) -> Profile``. They stand above this package.
-_PROFILES = {"torch": "medusa_runtime.engine.profile:profile"}
+_PROFILES = {"torch": "medusa_runtime.engine.torch.profile:profile"}
 
 
 class Made(NamedTuple):

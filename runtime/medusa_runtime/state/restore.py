@@ -15,20 +15,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..errors import MedusaError, StateError
+from ..fetch.prefetcher import Restored
 from ..limits import memory_available_bytes
+from ..region.layout import Late
 from ..storage.base import Store, open_store, redacted, scheme_of
-from ..weights.prefetcher import Restored
-from ..weights.region_layout import Late
 from .kinds import KINDS, WEIGHT_INDEX, file_name
 from .locate import FOLDER, read_manifest
 
 # Where there is a bundle, what reads it is imported: 10 ms, of which hashlib takes half.
 if TYPE_CHECKING:
+    from ..checkpoint.index import WeightIndex
+    from ..checkpoint.reader import Checkpoint, KnownArchive
     from ..config import Settings
+    from ..region.writer import RegionWriter
     from ..timeline import Timeline
-    from ..weights.checkpoint import Checkpoint, KnownArchive
-    from ..weights.index import WeightIndex
-    from ..weights.region_writer import RegionWriter
     from .bundle import Bundle
     from .key import Facts
     from .manifest import Artifact, Manifest

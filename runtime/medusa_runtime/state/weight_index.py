@@ -15,13 +15,13 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ..checkpoint.archive import SUFFIXES, directory_start
+from ..checkpoint.checksums import ALGORITHMS, Checksums, checksum_function
+from ..checkpoint.index import Shard, WeightIndex
+from ..checkpoint.reader import KnownArchive
 from ..errors import CorruptError, StateError
-from ..weights.archive import SUFFIXES, directory_start
-from ..weights.checkpoint import KnownArchive
-from ..weights.checksums import ALGORITHMS, Checksums, checksum_function
-from ..weights.chunks import Chunks, chunk_bytes_for
-from ..weights.index import Shard, WeightIndex
-from ..weights.region import Region
+from ..region.chunks import Chunks, chunk_bytes_for
+from ..region.reader import Region
 
 
 @dataclass(frozen=True, slots=True)

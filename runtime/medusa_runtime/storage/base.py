@@ -18,7 +18,7 @@ class ObjectInfo(NamedTuple):
     version: str | None
 
 
-# Told how many bytes of the buffer are there, counted from its start, while a range arrives.
+# ProbeResponse how many bytes of the buffer are there, counted from its start, while a range arrives.
 Advance = Callable[[int], None]
 
 

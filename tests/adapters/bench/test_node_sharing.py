@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from medusa_adapters.bench.node_sharing import node_targets
 from medusa_adapters.bench.result import Result
-from medusa_adapters.cli import main
+from medusa_adapters.cli.main import main
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "pydoc-lm"
 

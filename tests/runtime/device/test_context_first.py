@@ -37,7 +37,7 @@ from medusa_runtime.config import Settings
 from medusa_runtime.device.context import DeviceContext
 from medusa_runtime.process import ReportPipe
 from medusa_runtime.timeline import Timeline
-from medusa_runtime.weights.region import Region
+from medusa_runtime.region.reader import Region
 
 timeline, library, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 zygote.choose = lambda asked, environ: "cuda"

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "state/graphs"))
 
-from medusa_runtime.engine.placed_memory import tensor_at
+from medusa_runtime.engine.gpu.placed_memory import tensor_at
 from toy import Pool, Toy, open_driver
 
 HOST = torch.device("cpu")

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from fake_torch_cuda import HOST, FakeCuda
-from medusa_runtime.engine.cuda_capture import CudaCapturer
-from medusa_runtime.engine.decode_graphs import DecodeGraphs
-from medusa_runtime.engine.graph_state import GraphState
-from medusa_runtime.engine.kv_cache import KvCache, KvShape
-from medusa_runtime.engine.placed_memory import BASE, OTHER_BASE, PlacedMemory
+from medusa_runtime.engine.gpu.capture import CudaCapturer
+from medusa_runtime.engine.gpu.decode_graphs import DecodeGraphs
+from medusa_runtime.engine.gpu.graph_state import GraphState
+from medusa_runtime.engine.gpu.placed_memory import BASE, OTHER_BASE, PlacedMemory
+from medusa_runtime.engine.torch.kv_cache import KvCache, KvShape
 from medusa_runtime.errors import DeviceError
 from medusa_runtime.state.graphs.blueprint import Blueprints
 from torch import Tensor

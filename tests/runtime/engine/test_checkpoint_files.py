@@ -10,9 +10,9 @@ import pytest
 import torch
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.checkpoint_files import read_config
+from medusa_runtime.fetch.prefetcher import prefetch
+from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
-from medusa_runtime.weights.prefetcher import prefetch
-from medusa_runtime.weights.region import Region
 from safetensors.torch import save_file
 
 CONFIG = {

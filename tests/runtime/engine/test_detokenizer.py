@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from medusa_runtime.engine.detokenizer import Detokenizer
+from medusa_runtime.engine.serving.detokenizer import Detokenizer
 from tokenizers import Tokenizer, decoders, models
 
 TEXT = "naïve café 😀🚀👩‍👩‍👧 日本語 Ωμέγα — done"

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 from medusa_runtime.config import Settings
-from medusa_runtime.engine import torch_engine
-from medusa_runtime.engine.decode_graphs import BATCH_SIZES, DecodeGraphs, sizes_for
-from medusa_runtime.engine.gpu import Gpu
-from medusa_runtime.engine.gpu_runner import GpuRunner
-from medusa_runtime.engine.kv_cache import SPARE_BLOCKS
+from medusa_runtime.engine.gpu.decode_graphs import BATCH_SIZES, DecodeGraphs, sizes_for
+from medusa_runtime.engine.gpu.device import Gpu
+from medusa_runtime.engine.gpu.runner import GpuRunner
+from medusa_runtime.engine.torch import engine as torch_engine
+from medusa_runtime.engine.torch.kv_cache import SPARE_BLOCKS
 from medusa_runtime.errors import DeviceError, StateError
+from medusa_runtime.fetch.prefetcher import prefetch
+from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
-from medusa_runtime.weights.prefetcher import prefetch
-from medusa_runtime.weights.region import Region
 from torch import Tensor
 
 PROMPTS = [[5, 9, 33, 7], [8] * 40, [11, 12], list(range(3, 30)), [77]]
@@ -95,7 +95,7 @@ class Bundled:
             raise StateError(f"they broke the device's context before ({self.reason})")
         return self.data
 
-    def distrust(self, reason: str) -> bool:
+    def quarantine(self, reason: str) -> bool:
         self.noted.append(reason)
         return self.writable
 
@@ -350,7 +350,7 @@ def test_imported_requests_wait_for_the_weights_too(start: Callable[..., Any]) -
 
 
 def test_dynamic_rope_is_not_captured() -> None:
-    from medusa_runtime.engine.decode_graphs import obstacle
+    from medusa_runtime.engine.gpu.decode_graphs import obstacle
     from medusa_runtime.models import ModelConfig, build_model
 
     raw = {

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from medusa_runtime.engine.migration import ExportedRequest
+from medusa_runtime.engine.torch.migration import ExportedRequest
 from medusa_runtime.errors import RequestError
 
 PARAMS = (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from medusa_runtime.engine.placed_memory import PlacedMemory
+from medusa_runtime.engine.gpu.placed_memory import PlacedMemory
 from medusa_runtime.errors import DeviceError
 from medusa_runtime.state.graphs import CudaDriver
 

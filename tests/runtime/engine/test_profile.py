@@ -17,9 +17,9 @@ SETTINGS = Settings(max_batched_tokens=64, max_concurrency=4, threads=1)
 @pytest.fixture
 def profiled() -> Callable[..., Any]:
     def run(folder: Path, settings: Settings = SETTINGS) -> Any:
-        from medusa_runtime.engine.profile import profile
-        from medusa_runtime.weights.prefetcher import prefetch
-        from medusa_runtime.weights.region import Region
+        from medusa_runtime.engine.torch.profile import profile
+        from medusa_runtime.fetch.prefetcher import prefetch
+        from medusa_runtime.region.reader import Region
 
         region = Region.create()
         try:

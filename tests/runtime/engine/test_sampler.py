@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from medusa_runtime.engine.base import GenerateRequest, SamplingParams
-from medusa_runtime.engine.penalties import adjust
-from medusa_runtime.engine.sampler import sample
-from medusa_runtime.engine.sequence import Sequence
-from medusa_runtime.engine.transcript import Transcript
+from medusa_runtime.engine.serving.sequence import Sequence
+from medusa_runtime.engine.serving.transcript import Transcript
+from medusa_runtime.engine.torch.penalties import adjust
+from medusa_runtime.engine.torch.sampler import sample
 from torch import Tensor
 
 VOCAB = 50

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 from medusa_runtime.engine.base import GenerateRequest, SamplingParams
-from medusa_runtime.engine.block_pool import BlockPool
-from medusa_runtime.engine.scheduler import Scheduler
-from medusa_runtime.engine.sequence import Sequence, Span
-from medusa_runtime.engine.transcript import Transcript
+from medusa_runtime.engine.serving.sequence import Sequence, Span
+from medusa_runtime.engine.serving.transcript import Transcript
+from medusa_runtime.engine.torch.block_pool import BlockPool
+from medusa_runtime.engine.torch.scheduler import Scheduler
 
 
 def sequence(name: str, length: int) -> Sequence:

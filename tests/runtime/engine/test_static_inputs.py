@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from medusa_runtime.engine.kv_cache import BLOCK_TOKENS, SPARE_BLOCKS
-from medusa_runtime.engine.placed_memory import tensor_at
-from medusa_runtime.engine.static_inputs import StaticInputs
+from medusa_runtime.engine.gpu.placed_memory import tensor_at
+from medusa_runtime.engine.gpu.static_inputs import StaticInputs
+from medusa_runtime.engine.torch.kv_cache import BLOCK_TOKENS, SPARE_BLOCKS
 from torch import Tensor
 
 

@@ -15,8 +15,8 @@ class Arriving:
     """A region whose tensors a test lets in one by one."""
 
     def __init__(self, checkpoint: Path) -> None:
-        from medusa_runtime.weights.index import Shard, TensorEntry, WeightIndex
-        from medusa_runtime.weights.region import Region
+        from medusa_runtime.checkpoint.index import Shard, TensorEntry, WeightIndex
+        from medusa_runtime.region.reader import Region
         from safetensors.torch import load_file
 
         state = load_file(checkpoint / "model.safetensors")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from medusa_runtime.engine.detokenizer import Detokenizer
-from medusa_runtime.engine.transcript import Transcript
+from medusa_runtime.engine.serving.detokenizer import Detokenizer
+from medusa_runtime.engine.serving.transcript import Transcript
 
 
 def decode(ids: list[int]) -> str:

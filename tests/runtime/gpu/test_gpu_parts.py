@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 
 def memfd(size_bytes: int) -> Tensor:
-    from medusa_runtime.weights.views import bytes_tensor
+    from medusa_runtime.load.views import bytes_tensor
 
     fd = os.memfd_create("gpu-test")
     os.ftruncate(fd, size_bytes)
@@ -44,7 +44,7 @@ def test_torch_works_in_the_context_that_was_retained(cuda: torch.device) -> Non
 
 @pytest.mark.parametrize("way", ["auto", "register", "staging"])
 def test_a_link_copies_every_byte(cuda: torch.device, way: str) -> None:
-    from medusa_runtime.weights.cuda_link import CudaLink
+    from medusa_runtime.load.cuda_link import CudaLink
 
     source = memfd(40 << 20)
     link = CudaLink(cuda, way=way)
@@ -103,7 +103,7 @@ def test_decoded_keys_and_values_are_written_where_attention_reads_them(cuda: to
 
 
 def test_capture_and_replay(cuda: torch.device) -> None:
-    from medusa_runtime.engine.cuda_capture import CudaCapturer
+    from medusa_runtime.engine.gpu.capture import CudaCapturer
 
     capturer = CudaCapturer(cuda)
     x, out = torch.ones(64, 64, device=cuda), torch.zeros(64, 64, device=cuda)
@@ -121,7 +121,7 @@ def test_capture_and_replay(cuda: torch.device) -> None:
 
 
 def test_memory_is_placed_where_it_was_asked_for(cuda: torch.device) -> None:
-    from medusa_runtime.engine.placed_memory import BASE, PlacedMemory
+    from medusa_runtime.engine.gpu.placed_memory import BASE, PlacedMemory
     from medusa_runtime.state.graphs.driver import CudaDriver
 
     torch.empty(1, device=cuda)
@@ -135,7 +135,7 @@ def test_memory_is_placed_where_it_was_asked_for(cuda: torch.device) -> None:
 
 def test_allocations_are_recorded(cuda: torch.device, tmp_path: Path) -> None:
     """Compiled against this torch, and bound to the allocator that it has loaded."""
-    from medusa_runtime.state.graphs.allocation_recorder import AllocationRecorder
+    from medusa_runtime.state.graphs.materialization.allocation_recorder import AllocationRecorder
 
     torch.empty(1, device=cuda)
     recorder = AllocationRecorder(tmp_path)

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from medusa_runtime.config import Settings
+from medusa_runtime.fetch.prefetcher import prefetch
+from medusa_runtime.load.loader import Loader
+from medusa_runtime.load.skeleton import skeleton
+from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
-from medusa_runtime.weights.loader import Loader
-from medusa_runtime.weights.prefetcher import prefetch
-from medusa_runtime.weights.region import Region
-from medusa_runtime.weights.skeleton import skeleton
 from torch import nn
 
 Filled = Callable[[Path, Callable[[], nn.Module]], nn.Module]

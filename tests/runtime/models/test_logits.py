@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from medusa_runtime.checkpoint.header import header_bytes, parse_header
+from medusa_runtime.checkpoint.index import Shard, WeightIndex
+from medusa_runtime.load.loader import Loader
 from medusa_runtime.models import DecoderModel, ModelConfig, build_model
 from medusa_runtime.models.causal import CausalAttention
-from medusa_runtime.weights.header import header_bytes, parse_header
-from medusa_runtime.weights.index import Shard, WeightIndex
-from medusa_runtime.weights.loader import Loader
-from medusa_runtime.weights.region import Region, file_version
+from medusa_runtime.region.reader import Region, file_version
 from torch import Tensor
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from medusa_runtime.load.skeleton import skeleton
 from medusa_runtime.models.resnet import PLANS, ResNet, resnet
-from medusa_runtime.weights.skeleton import skeleton
 from safetensors.torch import save_file
 from torch import nn
 

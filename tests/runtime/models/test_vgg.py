@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from medusa_runtime.load.skeleton import skeleton
 from medusa_runtime.models.vgg import PLANS, VGG, vgg
-from medusa_runtime.weights.skeleton import skeleton
 from safetensors.torch import save_file
 from torch import Tensor, nn
 

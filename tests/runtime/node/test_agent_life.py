@@ -17,7 +17,7 @@ import pytest
 from medusa_runtime.errors import NodeError, NodeRefusedError
 from medusa_runtime.node.client import NodeClient
 from medusa_runtime.node.messages import LARGEST_BYTES, receive, send
-from medusa_runtime.weights.region import Region
+from medusa_runtime.region.reader import Region
 from process_tree import alive
 
 Start = Callable[..., Any]
@@ -33,7 +33,7 @@ def read_all(region: Region) -> int:
 
 def test_a_second_agent_on_a_socket_says_who_has_it(start_node: Start) -> None:
     node = start_node()
-    command = [sys.executable, "-m", "medusa_adapters.cli", "node", "--socket", node.socket]
+    command = [sys.executable, "-m", "medusa_adapters.cli.main", "node", "--socket", node.socket]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert f"another node agent (process {node.process.pid}) serves {node.socket}" in done.stderr
@@ -81,7 +81,9 @@ def test_a_strangers_agent_is_refused(start_node: Start) -> None:
     path = str(node.folder / "other.sock")
     os.chmod(node.folder, 0o777)
     command = ["setpriv", "--reuid=1000", "--regid=1000", "--clear-groups", sys.executable, "-m"]
-    other = subprocess.Popen([*command, "medusa_adapters.cli", "node", "--socket", path], stdout=subprocess.DEVNULL)
+    other = subprocess.Popen(
+        [*command, "medusa_adapters.cli.main", "node", "--socket", path], stdout=subprocess.DEVNULL
+    )
     try:
         node.until(lambda: os.path.exists(path))
         os.chown(path, 0, 0)

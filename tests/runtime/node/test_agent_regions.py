@@ -17,16 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from medusa_runtime.errors import (
-    ConfigError,
-    NodeError,
-    NodeRefusedError,
-    ObjectNotFoundError,
-    TooLargeError,
-)
+from medusa_runtime.errors import ConfigError, NodeError, NodeRefusedError, ObjectNotFoundError, TooLargeError
 from medusa_runtime.node.client import NodeClient
-from medusa_runtime.weights.region import Region
-from medusa_runtime.weights.region_layout import F_ADD_SEALS, reopen
+from medusa_runtime.region.layout import F_ADD_SEALS, reopen
+from medusa_runtime.region.reader import Region
 
 Start = Callable[..., Any]
 Put = Callable[..., str]
@@ -105,7 +99,7 @@ client = NodeClient(sys.argv[1])
 region = client.region(sys.argv[2])
 index = region.wait_index(30)
 names = list(index.order)
-region.ask(names)
+region.demand(names)
 for name in names:
     region.wait_tensor(name, 30)
 entry = index.tensors[names[0]]
@@ -143,7 +137,7 @@ def test_what_a_forward_waits_for_comes_first(start_node: Start, put_model: Put,
     index = region.wait_index(30)
     last = index.order[-1]
     while not region.has(last):
-        region.ask([last])
+        region.demand([last])
         time.sleep(0.01)
         assert region.progress().state == "fetching"
     assert not all(region.has(name) for name in index.order)
@@ -176,9 +170,9 @@ def test_nonsense_in_the_ring_hurts_nobody(start_node: Start, put_model: Put, or
     origin.bytes_per_s = 8e6
     client = start_node().client()
     region = client.region(url)
-    assert os.pwrite(region.asking_fd, b"\xff" * 512, 512) == 512
+    assert os.pwrite(region.demand_fd, b"\xff" * 512, 512) == 512
     with pytest.raises(OSError, match="not permitted"):
-        os.ftruncate(region.asking_fd, 0)
+        os.ftruncate(region.demand_fd, 0)
     assert len(read_all(region)) == 8
     region.close()
     client.close()

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from medusa_runtime.device.choice import obstacle
 from medusa_runtime.errors import ConfigError, NodeError, NodeRefusedError
-from medusa_runtime.node.model_key import model_key
 from medusa_runtime.node.peer import Peer
 from medusa_runtime.node.policy import Policy, below
+from medusa_runtime.node.regions.model_key import model_key
 from medusa_runtime.node.settings import NODE_OPTIONS, Allowed, node_settings
 
 PAGE = Path(__file__).parents[3] / "docs" / "node.md"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import NodeError, NodeRefusedError
-from medusa_runtime.node.handover import settings_from_body, settings_to_body
+from medusa_runtime.node.engines.handover import settings_from_body, settings_to_body
 from medusa_runtime.node.messages import pair
 from medusa_runtime.process import ReportPipe
 from medusa_runtime.timeline import Timeline

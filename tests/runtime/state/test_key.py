@@ -10,11 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from medusa_runtime.checkpoint.index import Shard, TensorEntry, WeightIndex
 from medusa_runtime.config import Settings
 from medusa_runtime.state import key
 from medusa_runtime.state.key import FACTS, Facts, Subject
 from medusa_runtime.state.kinds import KINDS, KV_PLAN, WEIGHT_INDEX
-from medusa_runtime.weights.index import Shard, TensorEntry, WeightIndex
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": 8, "max_position_embeddings": 64, "dtype": "bfloat16"}
 
@@ -152,7 +152,7 @@ def test_the_isa_is_the_vector_extensions_alone(cpuinfo: Callable[[str], Path]) 
 def test_finding_facts_imports_no_torch() -> None:
     script = (
         "import sys\nfrom medusa_runtime.state.key import *\nfrom medusa_runtime.config import Settings\n"
-        "from medusa_runtime.weights.index import WeightIndex\n"
+        "from medusa_runtime.checkpoint.index import WeightIndex\n"
         "facts = Facts(Subject(WeightIndex([], {}), {}, Settings()))\n"
         "facts.key(tuple(FACTS))\nassert 'torch' not in sys.modules"
     )

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from medusa_runtime.checkpoint.reader import open_checkpoint
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import ConfigError, StateError
+from medusa_runtime.region.reader import Region
 from medusa_runtime.state.kinds import file_name
 from medusa_runtime.state.kv_plan import Geometry, KvPlan, activation_bytes, plan
 from medusa_runtime.timeline import Timeline
-from medusa_runtime.weights.checkpoint import open_checkpoint
-from medusa_runtime.weights.region import Region
 
 GIB = 1 << 30
 EXAMPLE = Path(__file__).parents[3] / "examples" / "pydoc-lm"
@@ -127,8 +127,8 @@ def region() -> Iterator[Region]:
     ("recorded", "source"), [(None, "computed"), ("wanted", "recorded"), ("broken", "computed"), ("huge", "recomputed")]
 )
 def test_the_engine_starts_by_the_plan_in_its_region(region: Region, recorded: str | None, source: str) -> None:
-    from medusa_runtime.engine.torch_engine import TorchEngine
-    from medusa_runtime.weights.prefetcher import Restored, prefetch
+    from medusa_runtime.engine.torch.engine import TorchEngine
+    from medusa_runtime.fetch.prefetcher import Restored, prefetch
 
     block_bytes, tokens = 32768, 512
     layout = (("layers", 4), ("keys and values", 2), ("blocks", 0), ("tokens", 16), ("kv_heads", 4), ("head_dim", 32))

@@ -16,8 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from medusa_runtime.checkpoint.reader import open_checkpoint
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import CorruptError
+from medusa_runtime.fetch.prefetcher import prefetch
+from medusa_runtime.region.chunks import Chunks, chunk_bytes_for
+from medusa_runtime.region.reader import Region
 from medusa_runtime.state.bundle_writer import BundleWriter
 from medusa_runtime.state.key import Facts, Subject
 from medusa_runtime.state.kinds import COMPILE_CACHE, KV_PLAN, WEIGHT_INDEX, Kind, file_name
@@ -26,10 +30,6 @@ from medusa_runtime.state.materialize import Materialization
 from medusa_runtime.state.restore import Restoration
 from medusa_runtime.state.weight_index import RecordedIndex
 from medusa_runtime.timeline import Stage, Timeline
-from medusa_runtime.weights.checkpoint import open_checkpoint
-from medusa_runtime.weights.chunks import Chunks, chunk_bytes_for
-from medusa_runtime.weights.prefetcher import prefetch
-from medusa_runtime.weights.region import Region
 
 MIB = 1 << 20
 SIZES = {"embed.weight": 3 * MIB + 5, "layers.0.w": 2 * MIB, "layers.1.w": 2 * MIB, "lm_head.weight": MIB}
@@ -244,8 +244,8 @@ medusa_runtime.state.restore._PATIENCE_S = 60.0
 from medusa_runtime.config import Settings
 from medusa_runtime.state.restore import Restoration
 from medusa_runtime.timeline import Timeline
-from medusa_runtime.weights.prefetcher import prefetch
-from medusa_runtime.weights.region import Region
+from medusa_runtime.fetch.prefetcher import prefetch
+from medusa_runtime.region.reader import Region
 settings, timeline = Settings(engine="vllm", connections=2), Timeline.create("prefetcher")
 region = Region(int(sys.argv[1]))
 prefetch(region, sys.argv[2], settings=settings, timeline=timeline, restoring=Restoration(settings, timeline))

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from medusa_runtime.checkpoint import checksums
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import StateError
+from medusa_runtime.fetch.prefetcher import prefetch
+from medusa_runtime.region.reader import Region
 from medusa_runtime.state.weight_index import RecordedIndex, record
 from medusa_runtime.timeline import Timeline
-from medusa_runtime.weights import checksums
-from medusa_runtime.weights.prefetcher import prefetch
-from medusa_runtime.weights.region import Region
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "pydoc-lm"
 

@@ -7,30 +7,30 @@ Online: ``place`` maps memory by name, ``restore_graphs`` builds the graphs, val
 
 from __future__ import annotations
 
-from .blueprint import Blueprints, DeviceRegion, Piece, RegionKind
+from .blueprint import Blueprints, MemoryRange, Piece, RangeKind
 from .driver import CudaDriver
-from .dump import dump_graphs
 from .fingerprint import fingerprint
-from .images import ImageStore
-from .kernels import Trigger
-from .materialize import Capture, materialize_graphs
-from .mismatch import MismatchError, Reason
+from .materialization.dump import dump_graphs
+from .materialization.images import ImageStore
+from .materialization.materialize import Capture, materialize_graphs
+from .materialization.trace import AllocationTrace
+from .mismatch import GraphMismatch, Reason
 from .placement import Placement, place, replayed
-from .restore import RestoredGraph, RestoredGraphs, restore_graphs
-from .trace import AllocationTrace
+from .restoration.kernels import Trigger
+from .restoration.restore import RestoredGraph, RestoredGraphs, restore_graphs
 
 __all__ = [
     "AllocationTrace",
     "Blueprints",
     "Capture",
     "CudaDriver",
-    "DeviceRegion",
+    "GraphMismatch",
     "ImageStore",
-    "MismatchError",
+    "MemoryRange",
     "Piece",
     "Placement",
+    "RangeKind",
     "Reason",
-    "RegionKind",
     "RestoredGraph",
     "RestoredGraphs",
     "Trigger",

@@ -10,15 +10,15 @@ from typing import Any
 from ...errors import StateError
 from .blueprint import (
     Blueprints,
-    DeviceRegion,
     Edge,
     GraphBlueprint,
     KernelRecord,
     LibraryImage,
+    MemoryRange,
     Node,
     NodeKind,
     Piece,
-    RegionKind,
+    RangeKind,
     Relocation,
     TraceEvent,
 )
@@ -152,7 +152,7 @@ class _Reader:
     def blueprints(self, header: dict[str, Any]) -> Blueprints:
         return Blueprints(
             fingerprint=dict(header["fingerprint"]),
-            regions=tuple(DeviceRegion(n, RegionKind(kind), a, size) for n, kind, a, size in header["regions"]),
+            regions=tuple(MemoryRange(n, RangeKind(kind), a, size) for n, kind, a, size in header["regions"]),
             kernels=tuple(
                 KernelRecord(name, image, _pairs(parameters), _pairs(attributes))
                 for name, image, parameters, attributes in header["kernels"]

@@ -19,7 +19,7 @@ class NodeKind(IntEnum):
     EMPTY = 5
 
 
-class RegionKind(IntEnum):
+class RangeKind(IntEnum):
     NAMED = 0  # weights, KV cache, inputs, outputs: whoever restores has placed it under this name
     SLAB = 1  # the graphs' own memory pool
     WORKSPACE = 2  # other live memory, as of cuBLAS
@@ -27,11 +27,11 @@ class RegionKind(IntEnum):
     FREE = 4  # the allocator's, and given to nobody: an address in it is a stale one, which no kernel follows
 
 
-class DeviceRegion(NamedTuple):
+class MemoryRange(NamedTuple):
     """A range of device memory with a name; ``address`` is where it was when captured."""
 
     name: str
-    kind: RegionKind
+    kind: RangeKind
     address: int
     size: int
 
@@ -128,7 +128,7 @@ class Blueprints:
     what else its engine needs to use it, as JSON; see there."""
 
     fingerprint: dict[str, str] = field(default_factory=dict)
-    regions: tuple[DeviceRegion, ...] = ()
+    regions: tuple[MemoryRange, ...] = ()
     kernels: tuple[KernelRecord, ...] = ()
     attribute_sets: tuple[AttributeSet, ...] = ((),)
     graphs: tuple[GraphBlueprint, ...] = ()
@@ -171,15 +171,15 @@ class Blueprints:
 __all__ = [
     "AttributeSet",
     "Blueprints",
-    "DeviceRegion",
     "Edge",
     "GraphBlueprint",
     "KernelRecord",
     "LibraryImage",
+    "MemoryRange",
     "Node",
     "NodeKind",
     "Piece",
-    "RegionKind",
+    "RangeKind",
     "Relocation",
     "TraceEvent",
 ]

@@ -8,8 +8,8 @@ from ctypes import byref, c_int
 from pathlib import Path
 
 from .driver import CudaDriver
-from .mapped import mapped_libraries
-from .mismatch import MismatchError, Reason
+from .materialization.mapped import mapped_libraries
+from .mismatch import GraphMismatch, Reason
 
 # Their kernels, or the choice among them, are in the graphs.
 _LIBRARIES = ("libtorch_cuda.so", "libcublas.so", "libcublasLt.so", "libcudnn", "libcudart.so")
@@ -45,7 +45,7 @@ def fingerprint(driver: CudaDriver, extra: Mapping[str, str] | None = None) -> d
 
 
 def compare(recorded: Mapping[str, str], here: Mapping[str, str]) -> None:
-    """MismatchError that names the first difference: the GPU's, then the driver's, then any other."""
+    """GraphMismatch that names the first difference: the GPU's, then the driver's, then any other."""
     differing = [key for key in sorted({*recorded, *here}) if recorded.get(key) != here.get(key)]
     # A library that is not loaded, here or there, has no part in it: many are loaded at their first use.
     differing = [key for key in differing if not key.startswith("library.") or {key} <= recorded.keys() & here.keys()]
@@ -54,4 +54,4 @@ def compare(recorded: Mapping[str, str], here: Mapping[str, str]) -> None:
     kinds = {"gpu": Reason.GPU, "driver": Reason.DRIVER}
     key = next((key for kind in kinds for key in differing if key.partition(".")[0] == kind), differing[0])
     reason = kinds.get(key.partition(".")[0], Reason.LIBRARY)
-    raise MismatchError(reason, f"made for {key} {recorded.get(key, 'none')}, this is {here.get(key, 'none')}")
+    raise GraphMismatch(reason, f"made for {key} {recorded.get(key, 'none')}, this is {here.get(key, 'none')}")

@@ -27,7 +27,7 @@ class Reason(StrEnum):
     DRIVER_CALL = "driver-call"  # the driver refused a call
 
 
-class MismatchError(Exception):
+class GraphMismatch(Exception):
     """Not an error to a user: whoever catches it captures instead, and logs it once."""
 
     def __init__(self, reason: Reason, detail: str) -> None:
@@ -36,7 +36,7 @@ class MismatchError(Exception):
         self.detail = detail
 
     @classmethod
-    def parse(cls, text: str) -> MismatchError:
+    def parse(cls, text: str) -> GraphMismatch:
         """From its own text, as a bundle keeps it."""
         reason, _, detail = text.partition(": ")
         return cls(Reason(reason), detail) if reason in set(Reason) else cls(Reason.CORRUPT, text)

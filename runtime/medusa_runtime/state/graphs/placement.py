@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from ctypes import byref, c_size_t, c_uint64
 from typing import NamedTuple
 
-from .blueprint import Blueprints, DeviceRegion, Relocation, TraceEvent
+from .blueprint import Blueprints, MemoryRange, Relocation, TraceEvent
 from .driver import OUT_OF_MEMORY, CudaDriver, CudaError
-from .mismatch import MismatchError, Reason
+from .mismatch import GraphMismatch, Reason
 from .structs import MemAccessDesc, MemAllocationProp, MemLocation
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ class _Span(NamedTuple):
 
     start: int
     size: int
-    regions: list[DeviceRegion]
+    regions: list[MemoryRange]
 
 
 class Placement:
@@ -44,12 +44,12 @@ class Placement:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def address(self, relocation: Relocation, region: DeviceRegion) -> int:
-        """Where this pointer points to now. MismatchError when its region is nowhere."""
+    def address(self, relocation: Relocation, region: MemoryRange) -> int:
+        """Where this pointer points to now. GraphMismatch when its region is nowhere."""
         if self.allocations and relocation.allocation >= 0:
             return self.allocations[relocation.allocation] + relocation.allocation_offset
         if region.name not in self.addresses:
-            raise MismatchError(Reason.REGION, f"{region.name} was not placed")
+            raise GraphMismatch(Reason.REGION, f"{region.name} was not placed")
         return self.addresses[region.name] + relocation.offset
 
     def map(self, span: _Span, handle: int, address: int) -> None:
@@ -75,14 +75,14 @@ class Placement:
 
 def place(
     driver: CudaDriver,
-    regions: Iterable[DeviceRegion],
+    regions: Iterable[MemoryRange],
     *,
     at_recorded: bool = True,
     placed: dict[str, int] | None = None,
 ) -> Placement:
     """Map every region that is not in ``placed`` (name → address), each at its captured address if that is free.
 
-    A taken address is no failure: the region lies elsewhere and its pointers are relocated. MismatchError when the
+    A taken address is no failure: the region lies elsewhere and its pointers are relocated. GraphMismatch when the
     device has too little free memory; then nothing stays mapped.
     """
     placement = Placement(driver, dict(placed or {}))
@@ -94,7 +94,7 @@ def place(
     needed, free, total = sum(span.size for span in spans), c_size_t(), c_size_t()
     driver.call("cuMemGetInfo_v2", byref(free), byref(total))
     if needed > free.value:
-        raise MismatchError(Reason.MEMORY, f"expected {needed >> 20} MiB of free memory, found {free.value >> 20} MiB")
+        raise GraphMismatch(Reason.MEMORY, f"expected {needed >> 20} MiB of free memory, found {free.value >> 20} MiB")
     try:
         for span in spans:
             address, handle = c_uint64(), c_uint64()
@@ -113,11 +113,11 @@ def place(
     except CudaError as error:
         placement.close()
         reason = Reason.MEMORY if error.result == OUT_OF_MEMORY else Reason.DRIVER_CALL
-        raise MismatchError(reason, str(error)) from error
+        raise GraphMismatch(reason, str(error)) from error
     return placement
 
 
-def _spans(regions: Sequence[DeviceRegion], granule: int) -> list[_Span]:
+def _spans(regions: Sequence[MemoryRange], granule: int) -> list[_Span]:
     """Whole granules, one span where regions share one."""
     spans: list[_Span] = []
     for region in sorted(regions, key=lambda region: region.address):

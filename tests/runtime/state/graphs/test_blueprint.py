@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from medusa_runtime.errors import StateError
-from medusa_runtime.state.graphs import Blueprints, DeviceRegion, MismatchError, Piece, Reason, RegionKind
+from medusa_runtime.state.graphs import Blueprints, GraphMismatch, MemoryRange, Piece, RangeKind, Reason
 from medusa_runtime.state.graphs.blob_format import decode, encode
 from medusa_runtime.state.graphs.blueprint import (
     Edge,
@@ -34,8 +34,8 @@ GRAPH = GraphBlueprint(
 WHOLE = Blueprints(
     fingerprint={"gpu": "H200"},
     regions=(
-        DeviceRegion("weights", RegionKind.NAMED, 1 << 40, 64),
-        DeviceRegion("pool", RegionKind.SLAB, 1 << 41, 64),
+        MemoryRange("weights", RangeKind.NAMED, 1 << 40, 64),
+        MemoryRange("pool", RangeKind.SLAB, 1 << 41, 64),
     ),
     kernels=(KernelRecord("scale", "ab" * 32, ((0, 8), (8, 4), (12, 4)), ((8, 65536),)),),
     attribute_sets=((), ((4, bytes(64)),)),
@@ -113,6 +113,6 @@ def test_every_flipped_bit_is_seen() -> None:
 
 
 def test_reasons_survive_as_text() -> None:
-    parsed = MismatchError.parse(str(MismatchError(Reason.NODE_KIND, "it has a host node")))
+    parsed = GraphMismatch.parse(str(GraphMismatch(Reason.NODE_KIND, "it has a host node")))
     assert (parsed.reason, parsed.detail) == (Reason.NODE_KIND, "it has a host node")
-    assert MismatchError.parse("whatever").reason == Reason.CORRUPT
+    assert GraphMismatch.parse("whatever").reason == Reason.CORRUPT

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from medusa_runtime.errors import StateError
 from medusa_runtime.state.graphs import ImageStore
-from medusa_runtime.state.graphs.cubin import parse_cubin
-from medusa_runtime.state.graphs.fatbin import library_fatbins, parse_fatbins, unpack
-from medusa_runtime.state.graphs.mapped import locate, mapped_libraries
+from medusa_runtime.state.graphs.materialization.cubin import parse_cubin
+from medusa_runtime.state.graphs.materialization.fatbin import library_fatbins, parse_fatbins, unpack
+from medusa_runtime.state.graphs.materialization.mapped import locate, mapped_libraries
 
 RMS_NORM = "_Z8rms_normILi4EEvPKfS1_Pfif"
 

@@ -17,7 +17,7 @@ from ctypes import byref, c_uint64
 from pathlib import Path
 from medusa_runtime.state.graphs import CudaDriver
 from medusa_runtime.state.graphs.driver import CudaError
-from medusa_runtime.state.graphs.dump import dump_graphs, edges_of
+from medusa_runtime.state.graphs.materialization.dump import dump_graphs, edges_of
 from medusa_runtime.state.graphs.structs import KERNEL_NODE
 import medusa_runtime.state.graphs.driver as bindings
 bindings.SIGNATURES["cuMemAlloc_v2"] = "pz"
@@ -141,7 +141,7 @@ images = ImageStore([Path(os.environ["TOY_CUBINS"], "toy_a.cubin").read_bytes()]
 def test_a_kernel_in_place_of_a_function(python: Any, environment: dict[str, str]) -> None:
     """A CUkernel is launched as if it were a CUfunction, by CUDA's runtime; and not each function has a module."""
     said = python(
-        "from medusa_runtime.state.graphs.images import ImageStore"
+        "from medusa_runtime.state.graphs.materialization.images import ImageStore"
         + CONTEXT
         + WIDE
         + """
@@ -157,14 +157,14 @@ print(dump.refused, dump.kernels[0].name, bool(dump.kernels[0].image), dump.kern
 def test_nodes_that_cannot_be_read_are_refused_by_themselves(python: Any) -> None:
     """Whatever the driver says of one graph: the others are kept."""
     said = python(
-        "from medusa_runtime.state.graphs.images import ImageStore"
+        "from medusa_runtime.state.graphs.materialization.images import ImageStore"
         + CONTEXT
         + WIDE
         + """
 other = driver.handle("cuGraphCreate", 0)
 changed = driver.handle("cuGraphAddKernelNode_v2", other, None, 0, params)
 driver.call("cuGraphKernelNodeSetAttribute", changed, 13, struct.pack("<iiQ", 1, 0, 77) + bytes(48))
-import medusa_runtime.state.graphs.dump as dumping
+import medusa_runtime.state.graphs.materialization.dump as dumping
 real = dumping.CudaDriver.result
 def failing(self, function, *arguments):
     if function == "cuKernelGetParamInfo" and arguments[1] == 1 and broken:

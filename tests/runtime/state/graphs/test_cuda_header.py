@@ -16,11 +16,13 @@ from pathlib import Path
 
 import pytest
 from medusa_runtime.device import context, cupti
-from medusa_runtime.state.graphs import allocation_recorder, build, dump, kernels, placement, structs
+from medusa_runtime.load import cuda_link
+from medusa_runtime.state.graphs import placement, structs
 from medusa_runtime.state.graphs.blueprint import NodeKind
 from medusa_runtime.state.graphs.driver import HOST_MEMORY, INVALID_VALUE, OUT_OF_MEMORY, SIGNATURES, STICKY
 from medusa_runtime.state.graphs.fingerprint import _PROCESSORS
-from medusa_runtime.weights import cuda_link
+from medusa_runtime.state.graphs.materialization import allocation_recorder, dump
+from medusa_runtime.state.graphs.restoration import build, kernels
 
 
 def _folders() -> Iterator[Path]:
@@ -43,7 +45,7 @@ pytestmark = pytest.mark.skipif(
     FOLDER is None or shutil.which("c++") is None, reason="needs CUDA 13's cuda.h and cupti.h (CUDA_HOME) and c++"
 )
 
-# What is called without declared types, by device/ and weights/cuda_link.py, or from the allocation recorder.
+# What is called without declared types, by device/ and load/cuda_link.py, or from the allocation recorder.
 UNTYPED = {
     "cuDeviceGetCount": "p",
     "cuDevicePrimaryCtxRelease_v2": "i",

@@ -13,8 +13,8 @@ import pytest
 from medusa_runtime.errors import StateError
 from medusa_runtime.state.graphs import Blueprints
 from medusa_runtime.state.graphs.blob_format import encode
-from medusa_runtime.state.graphs.cubin import parse_cubin
-from medusa_runtime.state.graphs.fatbin import parse_fatbins, unpack
+from medusa_runtime.state.graphs.materialization.cubin import parse_cubin
+from medusa_runtime.state.graphs.materialization.fatbin import parse_fatbins, unpack
 
 FLIPS = 1200
 

@@ -7,23 +7,23 @@ import struct
 from dataclasses import replace
 
 import pytest
-from medusa_runtime.state.graphs import Blueprints, DeviceRegion, MismatchError, Reason, RegionKind
+from medusa_runtime.state.graphs import Blueprints, GraphMismatch, MemoryRange, RangeKind, Reason
 from medusa_runtime.state.graphs.blueprint import Edge, GraphBlueprint, KernelRecord, Node
 from medusa_runtime.state.graphs.fingerprint import compare
+from medusa_runtime.state.graphs.materialization.relocate import prove
 from medusa_runtime.state.graphs.placement import _spans
-from medusa_runtime.state.graphs.relocate import prove
 
 WEIGHTS, POOL, NEXT = 0x6000_0000_0000, 0x6000_1000_0000, 0x6000_1000_1000
 OTHER = {"weights": 0x5000_7000_0000, "pool": 0x5000_0000_0000, "next": 0x5000_3000_0000}
 REGIONS = (
-    DeviceRegion("weights", RegionKind.NAMED, WEIGHTS, 0x1000),
-    DeviceRegion("pool", RegionKind.SLAB, POOL, 0x1000),
-    DeviceRegion("next", RegionKind.NAMED, NEXT, 0x1000),  # begins where the pool ends
+    MemoryRange("weights", RangeKind.NAMED, WEIGHTS, 0x1000),
+    MemoryRange("pool", RangeKind.SLAB, POOL, 0x1000),
+    MemoryRange("next", RangeKind.NAMED, NEXT, 0x1000),  # begins where the pool ends
 )
 ELSEWHERE = tuple(region._replace(address=OTHER[region.name]) for region in REGIONS)
 
 
-def dump(words: list[int], regions: tuple[DeviceRegion, ...] = REGIONS) -> Blueprints:
+def dump(words: list[int], regions: tuple[MemoryRange, ...] = REGIONS) -> Blueprints:
     kernel = KernelRecord("k", "", tuple((8 * n, 8) for n in range(len(words))), ())
     node = Node(0, 0, 0, (1, 1, 1), (1, 1, 1), 0, 0, 8 * len(words))
     graph = GraphBlueprint("g", (node,), (), struct.pack(f"<{len(words)}Q", *words))
@@ -57,7 +57,7 @@ def test_what_nobody_named_is_known_by_what_points_to_it() -> None:
 
     def made(addresses: list[int], words: list[int], size: int = 0x100) -> Blueprints:
         regions = (
-            DeviceRegion(f"workspace {size} {n}", RegionKind.WORKSPACE, at, size) for n, at in enumerate(addresses)
+            MemoryRange(f"workspace {size} {n}", RangeKind.WORKSPACE, at, size) for n, at in enumerate(addresses)
         )
         return dump(words, tuple(regions))
 
@@ -78,7 +78,7 @@ def test_what_nobody_named_is_known_by_what_points_to_it() -> None:
 
 def test_addresses_of_what_was_given_back_are_stale() -> None:
     """Parameters passed by value carry what was on the stack: of the warm-up before, whose memory torch still holds."""
-    free = DeviceRegion("free 256 0", RegionKind.FREE, 0x7000_0000, 0x100)
+    free = MemoryRange("free 256 0", RangeKind.FREE, 0x7000_0000, 0x100)
     first = dump([free.address + 8, WEIGHTS], (*REGIONS, free))
     moved = free._replace(name="free 512 0", address=0x9000_0000, size=0x200)
     proof = prove(first, dump([moved.address + 64, OTHER["weights"]], (*ELSEWHERE, moved)))
@@ -162,7 +162,7 @@ def test_words_of_a_parameter_are_aligned_to_the_parameters_block() -> None:
     kernel = KernelRecord("k", "", ((0, 4), (4, 20)), ())
     node = Node(0, 0, 0, (1, 1, 1), (1, 1, 1), 0, 16, 24)
 
-    def made(address: int, regions: tuple[DeviceRegion, ...]) -> Blueprints:
+    def made(address: int, regions: tuple[MemoryRange, ...]) -> Blueprints:
         blob = bytes(16) + struct.pack("<II", 1, 2) + struct.pack("<QQ", address, 5)
         return Blueprints(regions=regions, kernels=(kernel,), graphs=(GraphBlueprint("g", (node,), (), blob),))
 
@@ -173,9 +173,9 @@ def test_words_of_a_parameter_are_aligned_to_the_parameters_block() -> None:
 def test_regions_on_one_page_are_mapped_together() -> None:
     granule = 2 << 20
     regions = [
-        DeviceRegion("a", RegionKind.NAMED, WEIGHTS + 512, 100),
-        DeviceRegion("b", RegionKind.NAMED, WEIGHTS + 4096, granule),
-        DeviceRegion("c", RegionKind.NAMED, WEIGHTS + 2 * granule, 1),
+        MemoryRange("a", RangeKind.NAMED, WEIGHTS + 512, 100),
+        MemoryRange("b", RangeKind.NAMED, WEIGHTS + 4096, granule),
+        MemoryRange("c", RangeKind.NAMED, WEIGHTS + 2 * granule, 1),
     ]
     spans = _spans(list(reversed(regions)), granule)
     assert [(span.start, span.size, [region.name for region in span.regions]) for span in spans] == [
@@ -189,10 +189,10 @@ def test_fingerprints() -> None:
     compare(here, here)
     compare({**here, "library.libcudnn.so.9": "7"}, here)  # loaded at its first use
     for key, reason in [("gpu", Reason.GPU), ("driver", Reason.DRIVER), ("torch", Reason.LIBRARY)]:
-        with pytest.raises(MismatchError) as caught:
+        with pytest.raises(GraphMismatch) as caught:
             compare({**here, key: "other", "aaa": "1"}, {**here, "aaa": "1"})
         assert caught.value.reason == reason
-    with pytest.raises(MismatchError, match=r"made for library.libcublas.so.13 99, this is 100"):
+    with pytest.raises(GraphMismatch, match=r"made for library.libcublas.so.13 99, this is 100"):
         compare({**here, "library.libcublas.so.13": "99"}, here)
-    with pytest.raises(MismatchError, match="gpu: made for gpu H200, this is none"):
+    with pytest.raises(GraphMismatch, match="gpu: made for gpu H200, this is none"):
         compare(here, {"driver": "1"})

@@ -191,7 +191,7 @@ def test_regions_that_were_not_placed(toy: Any, materialized: dict[str, Any]) ->
 
 
 def test_a_replay_that_breaks_the_context(toy: Any, materialized: dict[str, Any]) -> None:
-    """Told before any token, and as an error: nothing can be captured in this process either."""
+    """ProbeResponse before any token, and as an error: nothing can be captured in this process either."""
     options = {"bundle": materialized["path"], "misplace": {"kv cache": 0x123400000000}}
     lost = toy("restore", options, base=OTHER_BASE)["lost"]
     assert "broke the context (cuGraphLaunch failed: CUDA_ERROR_ILLEGAL_ADDRESS (700)); start with --state none" in lost

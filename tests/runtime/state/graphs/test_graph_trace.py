@@ -9,7 +9,7 @@ import pytest
 import torch
 from medusa_runtime.errors import DeviceError
 from medusa_runtime.state.graphs import AllocationTrace
-from medusa_runtime.state.graphs.allocation_recorder import AllocationRecorder, AllocatorEvent, trace_of
+from medusa_runtime.state.graphs.materialization.allocation_recorder import AllocationRecorder, AllocatorEvent, trace_of
 from medusa_runtime.state.graphs.placement import replay_allocations
 
 

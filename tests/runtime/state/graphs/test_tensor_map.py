@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from medusa_runtime.state.graphs import Blueprints, DeviceRegion, RegionKind
+from medusa_runtime.state.graphs import Blueprints, MemoryRange, RangeKind
 from medusa_runtime.state.graphs.blueprint import GraphBlueprint, KernelRecord, Node
-from medusa_runtime.state.graphs.relocate import prove
+from medusa_runtime.state.graphs.materialization.relocate import prove
 from medusa_runtime.state.graphs.tensor_map import MAP_BYTES, addresses
 
 OTHER_BASE = 0x580000000000
@@ -44,11 +44,11 @@ def test_what_the_driver_refuses_is_no_map() -> None:
     assert addresses(SWAPPED, SWAPPED, lambda data, address: None) is None
 
 
-REGIONS = (DeviceRegion("weights", RegionKind.NAMED, 0x600000000000, 0x10000),)
+REGIONS = (MemoryRange("weights", RangeKind.NAMED, 0x600000000000, 0x10000),)
 ELSEWHERE = (REGIONS[0]._replace(address=0x500000400000),)
 
 
-def dump(region: DeviceRegion, offset: int, *, before: int = 0, behind: bytes = b"") -> Blueprints:
+def dump(region: MemoryRange, offset: int, *, before: int = 0, behind: bytes = b"") -> Blueprints:
     """A parameter of ``before`` words, a map, and more."""
     data = split(SWAPPED, region.address + offset)
     assert data is not None

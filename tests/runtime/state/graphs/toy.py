@@ -26,11 +26,11 @@ from medusa_runtime.state.graphs import (
     Blueprints,
     Capture,
     CudaDriver,
-    DeviceRegion,
+    GraphMismatch,
     ImageStore,
-    MismatchError,
+    MemoryRange,
     Piece,
-    RegionKind,
+    RangeKind,
     dump_graphs,
     fingerprint,
     materialize_graphs,
@@ -62,7 +62,7 @@ bindings.SIGNATURES.update(
 )
 WIDTH, LAYERS, VOCAB, MAX_BATCH = 16, 2, 32, 4
 ROW = WIDTH * 4
-NAMED, SLAB, WORKSPACE = RegionKind.NAMED, RegionKind.SLAB, RegionKind.WORKSPACE
+NAMED, SLAB, WORKSPACE = RangeKind.NAMED, RangeKind.SLAB, RangeKind.WORKSPACE
 SIZES = {
     "weights": (NAMED, (VOCAB + LAYERS * (WIDTH + 1) + VOCAB) * ROW),
     "kv cache": (NAMED, LAYERS * MAX_BATCH * ROW),
@@ -299,7 +299,7 @@ def offline(options: dict[str, Any]) -> dict[str, Any]:
     driver.write(at["workspace"] + 512, MAGIC)
     graphs = {f"decode-{batch}": toy.capture(batch) for batch in options.get("batches", [1, 2, 4])}
     regions = [
-        DeviceRegion(name, kind, at[name], size)
+        MemoryRange(name, kind, at[name], size)
         for name, (kind, size) in SIZES.items()
         if name not in options.get("unnamed", [])
     ]
@@ -356,7 +356,7 @@ def online(options: dict[str, Any]) -> dict[str, Any]:
             blueprints = CHANGES[options["change"]](blueprints)
         for address in options.get("take", []):
             driver.handle("cuMemAddressReserve", 2 << 20, 0, address, 0)
-        wanted = [region for region in blueprints.regions if region.kind != RegionKind.MODULE]
+        wanted = [region for region in blueprints.regions if region.kind != RangeKind.MODULE]
         if options.get("mode") == "replay":
             named = place(driver, [region for region in wanted if region.kind != SLAB], at_recorded=False)
             slab = driver.handle("cuMemAlloc_v2", 256 << 10)
@@ -364,7 +364,7 @@ def online(options: dict[str, Any]) -> dict[str, Any]:
             placement = replayed(driver, blueprints, pool.malloc, pool.free, named.addresses)
         else:
             placement = place(driver, wanted, at_recorded=options.get("mode") != "relocate")
-    except MismatchError as mismatch:
+    except GraphMismatch as mismatch:
         return {"placement": str(mismatch)}
     except Exception as error:  # noqa: BLE001 - a damaged bundle: restore_graphs says so
         with restore_graphs(driver, data, place(driver, []), keys=keys, stream=stream, fingerprint=facts) as restored:

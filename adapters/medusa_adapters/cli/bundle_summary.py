@@ -1,0 +1,97 @@
+"""What a state bundle contains, and what of it a start here would use."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+from medusa_runtime.checkpoint.reader import Checkpoint
+from medusa_runtime.config import Settings
+from medusa_runtime.errors import StateError, StorageError
+from medusa_runtime.state.bundle import Bundle
+from medusa_runtime.state.graphs.restoration.quarantine import Quarantine
+from medusa_runtime.state.key import Facts, Subject
+from medusa_runtime.state.kinds import CUDA_GRAPHS, KINDS, KV_PLAN, STAGE_TIMES, WEIGHT_INDEX
+from medusa_runtime.state.kv_plan import KvPlan
+from medusa_runtime.state.locate import FOLDER
+from medusa_runtime.state.manifest import Artifact
+from medusa_runtime.state.stage_times import StageTimes
+from medusa_runtime.state.weight_index import RecordedIndex
+from medusa_runtime.storage.base import open_store, redacted
+
+from .progress import size
+
+
+def summarize(checkpoint: Checkpoint, settings: Settings, *, verify: bool) -> dict[str, Any] | None:
+    """As plain values; None when there is no bundle. ``verify``: read every blob, not only the small ones.
+
+    Raises StateError when there is one that cannot be read, and StorageError.
+    """
+    store = checkpoint.store if settings.state is None else open_store(settings.state)
+    try:
+        bundle = Bundle(store, f"{FOLDER}/" if settings.state is None else "")
+        manifest = bundle.manifest()
+        if manifest is None:
+            return None
+        facts = Facts(Subject(checkpoint.index, checkpoint.files, settings))
+        artifacts = [_artifact(artifact, bundle, facts, verify) for artifact in manifest.artifacts]
+        quarantine = Quarantine(replace(settings, model=checkpoint.store.url), os.environ)
+        for artifact, found in zip(manifest.artifacts, artifacts, strict=True):
+            if artifact.kind == CUDA_GRAPHS.name and (reason := quarantine.reason(artifact.sha256)) is not None:
+                found["problem"] = f"its graphs broke the device's context here: {reason}; materialize again"
+        artifacts += [{"kind": kind, "problem": reason} for kind, reason in manifest.rejected]
+        url = redacted(store.url)
+        return {"url": url if settings.state else f"{url.rstrip('/')}/{FOLDER}", "artifacts": artifacts}
+    finally:
+        if store is not checkpoint.store:
+            store.close()
+
+
+def _artifact(artifact: Artifact, bundle: Bundle, facts: Facts, verify: bool) -> dict[str, Any]:
+    """``problem``: why a start here would not use it."""
+    found: dict[str, Any] = {"kind": artifact.kind, "bytes": artifact.size, "key": artifact.key, "problem": None}
+    kind = KINDS.get(artifact.kind)
+    if kind is None:
+        return found | {"problem": "this version does not know this kind"}
+    if kind.engines and facts.subject.settings.engine not in kind.engines:
+        found["problem"] = f"it is for --engine {' or '.join(kind.engines)}"
+    else:
+        found["problem"] = facts.difference(artifact.key, kind.facts)
+    if artifact.inline is None and not verify:
+        return found
+    try:
+        return found | {"content": _content(artifact.kind, bundle.read(artifact))}
+    except (StateError, StorageError) as error:
+        return found | {"problem": str(error)}
+
+
+def _content(kind: str, data: bytes) -> str | None:
+    """One line about what is inside. StateError when it is not what its kind says."""
+    if kind == WEIGHT_INDEX.name:
+        recorded = RecordedIndex.from_bytes(data)
+        order = "order of a forward" if recorded.index.recorded else "order by names"
+        return f"{len(recorded.index.tensors)} tensors, {order}, checksums by {', '.join(recorded.checksums) or 'none'}"
+    if kind == KV_PLAN.name:
+        plan = KvPlan.from_bytes(data)
+        return f"{plan.tokens} tokens, {size(plan.cache_bytes)}, activations {size(plan.activation_bytes)}"
+    if kind == STAGE_TIMES.name:
+        times = StageTimes.from_bytes(data)
+        return f"{times.starts} start{'s' * (times.starts != 1)}, first token after {times.ttft_s * 1e3:.0f} ms"
+    return None
+
+
+def as_text(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "  state    none; make it with medusa materialize"
+    count = len(found["artifacts"])
+    lines = [f"  state    {count} artifact{'s' * (count != 1)} in {found['url']}"]
+    for artifact in found["artifacts"]:
+        told = artifact.get("content") or ""
+        if artifact["problem"]:
+            told = f"not used here: {artifact['problem']}"
+        lines.append(f"    {artifact['kind']:14} {size(artifact.get('bytes', 0)):>10}  {told}")
+    return "\n".join(lines)
+
+
+__all__ = ["as_text", "summarize"]

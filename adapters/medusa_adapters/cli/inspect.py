@@ -1,0 +1,140 @@
+"""`medusa inspect`: what a checkpoint and its state bundle contain, from headers and small files alone."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections import Counter
+from math import prod
+from typing import Any
+
+from medusa_runtime.checkpoint.reader import Checkpoint, open_checkpoint
+from medusa_runtime.config import OPTIONS, Settings, from_env
+from medusa_runtime.errors import ConfigError, CorruptError, StateError
+from medusa_runtime.storage.base import redacted
+
+from . import bundle_summary
+from .progress import size
+
+_SHAPE_FIELDS = {
+    "num_hidden_layers": "layers",
+    "hidden_size": "hidden",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "KV heads",
+    "vocab_size": "vocabulary",
+    "max_position_embeddings": "positions",
+}
+
+
+# What decides which artifacts are valid; as a start would be told.
+_STATE_FLAGS = ("model", "state", "engine", "device", "dtype", "max_model_len", "max_batched_tokens")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "checkpoint", nargs="?", metavar="URL", help="a folder, a safetensors file, or any URL that serve takes"
+    )
+    parser.add_argument("--tensors", action="store_true", help="list the tensors in the order they are fetched")
+    for option in OPTIONS:
+        if option.field in _STATE_FLAGS:
+            parser.add_argument(option.flag, metavar=option.form, help=option.help)
+    parser.add_argument("--verify", action="store_true", help="read all of the state bundle, also its large blobs")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    settings = from_env(os.environ, **{name: getattr(arguments, name) for name in _STATE_FLAGS})
+    url = settings.model if arguments.checkpoint is None else arguments.checkpoint
+    if url is None or (arguments.checkpoint is not None and arguments.model is not None):
+        raise ConfigError("expected one checkpoint: medusa inspect URL, or --model URL")
+    checkpoint = open_checkpoint(url)
+    try:
+        found = summarize(checkpoint)
+        found["state"] = _state(checkpoint, settings, arguments.verify)
+    finally:
+        checkpoint.store.close()
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+        return 0
+    print(as_text(found))
+    if arguments.tensors:
+        width = max(len(name) for name in found["tensors"])
+        for name, tensor in found["tensors"].items():
+            shape = "×".join(map(str, tensor["shape"])) or "scalar"
+            print(f"{name:{width}}  {tensor['dtype']:5} {shape:>16} {size(tensor['bytes']):>10}  {tensor['shard']}")
+    return 0
+
+
+def _state(checkpoint: Checkpoint, settings: Settings, verify: bool) -> dict[str, Any] | None:
+    """A bundle that cannot be read is part of what is there, not an error: a start would go on without it."""
+    if settings.state == "none":
+        return None
+    try:
+        return bundle_summary.summarize(checkpoint, settings, verify=verify)
+    except StateError as error:
+        return {
+            "url": redacted(settings.state or checkpoint.store.url),
+            "artifacts": [{"kind": "manifest.json", "problem": str(error)}],
+        }
+
+
+def summarize(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Everything as plain values; tensors are in execution order. CorruptError for a config.json that is none."""
+    index = checkpoint.index
+    parameters: Counter[str] = Counter()
+    for entry in index.tensors.values():
+        parameters[entry.dtype] += prod(entry.shape)
+    return {
+        "url": redacted(checkpoint.store.url),
+        "config": _config(checkpoint),
+        "bytes": index.total_bytes,
+        "parameters": sum(parameters.values()),
+        "parameters_by_dtype": dict(parameters.most_common()),
+        "shards": [{"name": s.name, "bytes": s.size_bytes, "version": s.version} for s in index.shards],
+        "files": {name: len(data) for name, data in checkpoint.files.items()},
+        "tensors": {
+            name: {
+                "dtype": (entry := index.tensors[name]).dtype,
+                "shape": list(entry.shape),
+                "bytes": entry.stop - entry.start,
+                "shard": index.shards[entry.shard].name,
+            }
+            for name in index.order
+        },
+    }
+
+
+def as_text(found: dict[str, Any]) -> str:
+    config, count = found["config"], len(found["shards"])
+    shape = ", ".join(f"{config[name]} {text}" for name, text in _SHAPE_FIELDS.items() if config.get(name) is not None)
+    dtypes = ", ".join(f"{dtype} {_millions(number)}" for dtype, number in found["parameters_by_dtype"].items())
+    unnamed = "no architecture in config.json" if "config.json" in found["files"] else "no config.json"
+    rows = {
+        "model": ", ".join(config.get("architectures") or [unnamed]),
+        "shape": shape,
+        "weights": f"{size(found['bytes'])} in {count} shard{'s' * (count > 1)}, {len(found['tensors'])} tensors",
+        "types": f"{dtypes} parameters",
+        "files": ", ".join(found["files"]),
+    }
+    lines = [f"  {name:8} {text}" for name, text in rows.items() if text]
+    return "\n".join([found["url"], *lines, bundle_summary.as_text(found["state"])])
+
+
+def _config(checkpoint: Checkpoint) -> dict[str, Any]:
+    text = checkpoint.files.get("config.json")
+    if text is None:
+        return {}
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise CorruptError(f"config.json: expected JSON, found something else ({error})") from None
+    if not isinstance(config, dict):
+        raise CorruptError(f"config.json: expected an object, found {type(config).__name__}")
+    return config
+
+
+def _millions(count: int) -> str:
+    if count < 1e5:
+        return f"{count:,}"
+    return f"{count / 1e9:.2f} billion" if count >= 1e9 else f"{count / 1e6:.1f} million"

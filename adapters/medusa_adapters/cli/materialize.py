@@ -1,0 +1,172 @@
+"""`medusa materialize`: what starts need again and again, made once and kept beside the weights."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from medusa_runtime.config import OPTIONS, Settings, from_env
+from medusa_runtime.errors import ConfigError, MedusaError
+from medusa_runtime.state.kinds import STAGE_TIMES
+from medusa_runtime.state.materialize import Made, Materialization
+from medusa_runtime.state.stage_times import StageTimes, summarize
+from medusa_runtime.storage.base import redacted
+
+from ..bench import openai_client
+from ..bench.contestants import Medusa, Question, ask, connect, stages_from_json, wait_ready
+from .progress import note, size
+
+if TYPE_CHECKING:
+    from medusa_runtime.region.reader import Region
+
+_FLAGS = (
+    "model", "engine", "handler", "device", "dtype", "max_model_len", "max_concurrency", "max_batched_tokens",
+    "threads",
+)  # fmt: skip
+_PROMPT, _TOKENS = "The quick brown fox jumps over the lazy dog", 9
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    for option in OPTIONS:
+        if option.field in _FLAGS:
+            parser.add_argument(option.flag, metavar=option.form, help=option.help)
+    parser.add_argument(
+        "--request", metavar="BODY",
+        help="with --engine none: a request whose answer shows in which order the handler's module uses its tensors, "
+        "for starts to fetch them so; @FILE is a file's content",
+    )  # fmt: skip
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write the bundle there; default: .medusa in the model")
+    parser.add_argument(
+        "--convert", type=Path, metavar="FILE",
+        help="write torch.save's or unaligned tensors as this safetensors file first; model.safetensors beside them is "
+        "what starts then read",
+    )  # fmt: skip
+    parser.add_argument(
+        "--starts", type=int, default=3, metavar="N", help="starts to measure; 0 leaves out their times"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    settings = from_env(os.environ, **{name: getattr(arguments, name) for name in _FLAGS})
+    if settings.model is None:
+        raise ConfigError("expected --model: the checkpoint to materialize")
+    if arguments.starts < 0:
+        raise ConfigError(f"--starts={arguments.starts} cannot be used: expected a whole number, 0 or more")
+    if arguments.convert is not None:
+        settings = replace(settings, model=convert(settings, arguments.convert))
+    began = time.monotonic()
+    with Materialization(settings, arguments.out, _tell, _ordered(settings, arguments.request)) as making:
+        making.prepare()
+        manifest = making.commit()
+        if arguments.starts and settings.engine != "none" and making.continues_text:
+            measuring = time.monotonic()
+            try:
+                times = measure(settings, making.folder, arguments.starts)
+            except MedusaError as error:
+                _tell(Made(STAGE_TIMES.name, left_out=str(error)))
+            else:
+                making.add(STAGE_TIMES, times.to_bytes(), measuring)
+                manifest = making.commit()
+    total = sum(artifact.size for artifact in manifest.artifacts)
+    took_s = time.monotonic() - began
+    count = len(manifest.artifacts)
+    print(f"{making.folder}: {count} artifact{'s' * (count != 1)}, {size(total)}, in {took_s:.1f} s")
+    return 0
+
+
+def _ordered(settings: Settings, request: str | None) -> Callable[[Region], Sequence[str]] | None:
+    """What finds out in which order the handler's own module uses its tensors; None where an engine runs the model."""
+    if settings.engine != "none" or settings.handler is None:
+        if request is not None:
+            raise ConfigError("--request is for a handler that builds its own module: expected --engine none --handler")
+        return None
+    if request is None:
+        _tell(Made("order", left_out="expected --request BODY, which the handler answers by a forward of its module"))
+        return None
+    try:
+        body = Path(request[1:]).read_bytes() if request.startswith("@") else request.encode()
+    except OSError as error:
+        raise ConfigError(f"--request={request}: expected a file that can be read: {error.strerror}") from None
+
+    def ordered(region: Region) -> Sequence[str]:
+        from medusa_handler.user_code.recording import execution_order
+
+        began = time.monotonic()
+        order = execution_order(region, settings, body)
+        note(f"the order of {len(order)} tensors, from one request, in {time.monotonic() - began:.1f} s")
+        return order
+
+    return ordered
+
+
+def convert(settings: Settings, file: Path) -> str:
+    """Write torch.save's tensors, or unaligned or sharded ones, as one safetensors file; returns what to serve.
+
+    ConfigError when there is nothing to convert, or no place for the file.
+    """
+    from medusa_runtime.checkpoint.reader import SINGLE
+    from medusa_runtime.fetch.prefetcher import prefetch
+    from medusa_runtime.load.conversion import is_converted, write_safetensors
+    from medusa_runtime.region.reader import Region
+    from medusa_runtime.timeline import Timeline
+
+    assert settings.model is not None
+    if file.exists() or file.suffix != ".safetensors" or not file.parent.is_dir():
+        raise ConfigError(
+            f"--convert={str(file)!r}: expected a .safetensors file that does not exist, in a folder that does"
+        )
+    began, region = time.monotonic(), Region.create()
+    try:
+        prefetch(region, settings.model, settings=settings, timeline=Timeline.create("convert"))
+        if is_converted(region.wait_index()):
+            raise ConfigError(
+                f"--convert: {redacted(settings.model)} is safetensors already, aligned and in one file; "
+                "leave --convert out"
+            )
+        write_safetensors(region, file)
+    finally:
+        region.close()
+    print(f"  {file.name:14} {size(file.stat().st_size):>10}  {time.monotonic() - began:6.2f} s", flush=True)
+    return str(file.parent if file.name == SINGLE else file)
+
+
+def measure(settings: Settings, folder: Path, starts: int) -> StageTimes:
+    """Start this model so many times, with the bundle as it is by now, and ask each for a few tokens at once."""
+    assert settings.model is not None
+    given = {
+        option.flag: getattr(settings, option.field)
+        for option in OPTIONS
+        if option.field in _FLAGS and option.field not in ("model", "engine", "handler")
+    }
+    flags = [part for flag, value in given.items() if value is not None for part in (flag, str(value))]
+    question = Question(
+        settings.model, settings.model, _PROMPT, _TOKENS, flags=("--state", str(folder.resolve()), *flags)
+    )
+    engine, timelines, decode_s = Medusa(settings.engine), [], []
+    for number in range(starts):
+        port = openai_client.free_port()
+        with engine.start(question, port) as process:
+            connection = connect(process, port)
+            answer = ask(process, connection, question)
+            wait_ready(process, connection, 0.01)
+            timelines.append(stages_from_json(openai_client.get(connection, "/timeline")[1]))
+        decode_s.append((answer.end_ns - answer.first_token_ns) / 1e9 / (_TOKENS - 1))
+        note(f"start {number + 1}: first token after {(answer.first_token_ns - process.started_ns) / 1e6:.0f} ms")
+    return summarize(timelines, decode_s)
+
+
+def _tell(made: Made) -> None:
+    if made.left_out is None:
+        print(f"  {made.kind:14} {size(made.size_bytes):>10}  {made.took_s:6.2f} s")
+    else:
+        print(f"  {made.kind:14} left out: {made.left_out}")
+    sys.stdout.flush()
+
+
+__all__ = ["convert", "measure"]

@@ -1,0 +1,139 @@
+"""`medusa serve`: settings from flags and environment, and what its terminal shows of the start."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TextIO
+
+from medusa_runtime.config import OPTIONS, Settings, from_env, misspelt
+from medusa_runtime.errors import ConfigError
+
+from ..platforms.base import load, resolve
+from .progress import ProgressLine
+
+if TYPE_CHECKING:
+    from medusa_runtime.instance import InstanceHandle
+    from medusa_runtime.region.reader import Progress
+    from medusa_runtime.timeline import Stage
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    defaults = Settings()
+    parser.description = "Serve a model or a function. Every flag has an environment variable; the flag wins."
+    for option in OPTIONS:
+        default = getattr(defaults, option.field)
+        shown = (
+            ""
+            if default is None
+            else f"; default {default:g}"
+            if isinstance(default, float)
+            else f"; default {default}"
+        )
+        parser.add_argument(
+            option.flag,
+            dest=option.field,
+            metavar=option.form,
+            help=f"{option.help} [{', '.join(option.variables)}{shown}]".replace("%", "%%"),
+        )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    for variable, meant in misspelt(os.environ):
+        print(f"WARNING: {variable} is no setting and has no effect; did you mean {meant}?", file=sys.stderr)
+    settings = settle(os.environ, {option.field: getattr(arguments, option.field) for option in OPTIONS})
+    configure_logging(settings.log_level)
+    from medusa_runtime.instance import serve
+
+    return serve(settings, _function, Console(sys.stdout))
+
+
+def settle(environ: Mapping[str, str], flags: Mapping[str, Any]) -> Settings:
+    """Settings for the platform around us. Its own variables stand below ours, and only PORT above.
+
+    Raises ConfigError, also when there is nothing to serve.
+    """
+    name = resolve(from_env(environ, **flags).platform, environ)
+    meant = load(name).variables(environ)
+    known = {variable: value for variable, value in meant.items() if variable == "PORT" or not environ.get(variable)}
+    settings = replace(from_env({**environ, **known}, **flags), platform=name)
+    if settings.model is None and settings.handler is None and not _is_host(name, environ):
+        where = ", or on SageMaker a checkpoint in /opt/ml/model" if name == "sagemaker" else ""
+        raise ConfigError(
+            f"there is nothing to serve: expected --model (a checkpoint), --handler (user code), or both{where}"
+        )
+    return settings
+
+
+def _is_host(name: str, environ: Mapping[str, str]) -> bool:
+    """Models will come by request."""
+    from ..platforms import sagemaker
+
+    return name == "sagemaker" and sagemaker.is_multi_model(environ)
+
+
+def configure_logging(level: str) -> None:
+    import logging
+
+    form = "%(asctime)s %(levelname)s %(name)s: %(message)s" if level == "debug" else "%(levelname)s: %(message)s"
+    logging.basicConfig(level=level.upper(), format=form, stream=sys.stderr)
+
+
+def _function(listener: socket.socket, handle: InstanceHandle, settings: Settings) -> int:
+    with handle.timeline.stage("import"):
+        from medusa_handler.server.function_process import serve
+
+    return serve(listener, handle, settings, load(settings.platform).platform(settings, os.environ))
+
+
+class Console:
+    """Shows a start: the address, the fetch's progress (one line that moves, on a terminal), and the chart."""
+
+    def __init__(self, stream: TextIO, width: int | None = None) -> None:
+        self._stream: TextIO | None = stream
+        self._moving = stream.isatty()
+        self._width = width
+        self._url = ""
+        self._progress = ProgressLine(self._write, moving=self._moving)
+
+    def bound(self, url: str) -> None:
+        self._url = url
+        self._write(f"listening on {url}\n")
+
+    def progress(self, progress: Progress) -> None:
+        self._progress.show(progress)
+
+    def ready(self, stages: list[Stage]) -> None:
+        self._progress.end()
+        self._chart(stages)
+        self._write(f"ready on {self._url}\n")
+
+    def first_token(self, stages: list[Stage]) -> None:
+        from ..report.gantt import MS, moment, window
+
+        self._progress.end()
+        token, (start, end) = moment(stages, "first_token"), window(stages)
+        if token is not None and token <= end and moment(stages, "ready") is not None:
+            self._write(f"first token {(token - start) / MS:.0f} ms after the start\n")
+
+    def _chart(self, stages: list[Stage]) -> None:
+        import shutil
+
+        from ..report.gantt import render_text
+
+        self._write("\n" + render_text(stages, self._width or shutil.get_terminal_size((100, 0)).columns) + "\n\n")
+
+    def _write(self, text: str) -> None:
+        """Never raises: an instance goes on when whoever read its output has gone."""
+        if self._stream is None:
+            return
+        encoding = self._stream.encoding or "utf-8"
+        try:
+            self._stream.write(text.encode(encoding, "replace").decode(encoding))
+            self._stream.flush()
+        except (OSError, ValueError):
+            self._stream = None

@@ -1,0 +1,1 @@
+"""`medusa deploy`: a function on a platform."""

@@ -1,0 +1,99 @@
+"""What a person says of a function to deploy it, whatever the platform."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from medusa_runtime.config import ENGINES, Settings, from_env
+from medusa_runtime.errors import ConfigError
+from medusa_runtime.storage.base import redacted
+
+from ...platforms.base import load
+from . import values
+from .measured import Measured, measure
+
+_MOST_CONCURRENCY = 1000  # Knative's own limit for containerConcurrency
+_HOLD_FACTOR = 10  # a request is held for ten measured starts
+_LEAST_HOLD_S = 30
+_SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|ACCESS_KEY|API_KEY)$")
+
+
+@dataclass(frozen=True)
+class Function:
+    name: str
+    image: str
+    concurrency: int
+    timeout_s: int
+    env: Mapping[str, str] = field(default_factory=dict)
+    measured: Measured | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that all platforms share."""
+    parser.add_argument("name", metavar="NAME", help="the function's name")
+    parser.add_argument("--image", help="its image")
+    parser.add_argument("--model", help="checkpoint, as `medusa serve --model` takes it (MEDUSA_MODEL)")
+    parser.add_argument("--handler", help="user code (MEDUSA_HANDLER); the image's own setting if not given")
+    parser.add_argument("--engine", choices=ENGINES, help="MEDUSA_ENGINE")
+    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="environment; may be repeated")
+    parser.add_argument(
+        "--concurrency",
+        type=int,
+        default=Settings().max_concurrency,
+        help="requests that one instance serves at the same time (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--timeline",
+        metavar="FILE|URL",
+        help="what GET /timeline of a started instance answers; scaling and timeouts follow from its measured start",
+    )
+
+
+def function(arguments: argparse.Namespace, *, platform: str, timeout_s: int) -> Function:
+    """The checked function. ConfigError names the flag that cannot be used."""
+    values.name(arguments.name)
+    values.within(arguments.concurrency, 1, _MOST_CONCURRENCY, "--concurrency", "requests")
+    measured = measure(arguments.timeline) if arguments.timeline else None
+    if measured is not None and measured.answer_s > timeout_s:
+        raise ConfigError(
+            f"--timeout={timeout_s}: the measured start takes {measured.answer_s:.1f} s to its first answer, no first "
+            "request could be answered; raise the timeout or make the start faster"
+        )
+    given = {"MEDUSA_MODEL": arguments.model, "MEDUSA_HANDLER": arguments.handler, "MEDUSA_ENGINE": arguments.engine}
+    env = {"MEDUSA_PLATFORM": platform}
+    env |= {variable: value for variable, value in given.items() if value is not None}
+    env |= {"MEDUSA_HOLD": str(hold_s(measured, timeout_s))}
+    if platform != "openfaas":  # where max_inflight says it
+        env |= {"MEDUSA_MAX_CONCURRENCY": str(arguments.concurrency)}
+    env |= values.variables(arguments.env)
+    _check_environment(env, platform)
+    return Function(
+        arguments.name, values.image(arguments.image), arguments.concurrency, timeout_s, env=env, measured=measured
+    )
+
+
+def _check_environment(env: Mapping[str, str], platform: str) -> None:
+    """ConfigError for a variable with which an instance would not start."""
+    adapter = load(platform)
+    from_env({**adapter.variables(env), **env})
+    for variable in ("MEDUSA_MODEL", "MEDUSA_STATE"):
+        url = env.get(variable, "")
+        if url.partition("://")[2] != redacted(url).partition("://")[2]:
+            raise ConfigError(
+                f"{variable}={redacted(url)!r} came with a user, password or query, which everybody who reads what is "
+                f"deployed would see: expected a URL without them, and credentials that the instance finds by itself"
+            )
+    if readable := [name for name in env if _SECRET.search(name)]:
+        print(f"medusa: {', '.join(readable)}: everybody who reads what is deployed sees the value", file=sys.stderr)
+
+
+def hold_s(measured: Measured | None, timeout_s: int) -> int:
+    """How long a request waits for the model before it gets 503 and Retry-After: below the platform's own timeout."""
+    most = max(1, timeout_s - 5)
+    if measured is None:
+        return most
+    return min(most, max(_LEAST_HOLD_S, round(_HOLD_FACTOR * measured.answer_s)))

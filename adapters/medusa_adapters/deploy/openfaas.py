@@ -1,0 +1,99 @@
+"""`medusa deploy openfaas`: stack.yaml, and the template folder that `faas-cli new --lang medusa` reads."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from medusa_runtime.errors import ConfigError
+
+from ..cli.template_folder import template_files, template_folder, write_files
+from .client import run_client
+from .manifests import document, openfaas, values
+from .manifests.function import add_arguments as add_function_arguments
+from .manifests.function import function
+
+_MOST_TIMEOUT_S = 12 * 3600
+_BUILD_TIMEOUT_S = 3600
+_MOST_INSTANCES = 10_000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_function_arguments(parser)
+    parser.add_argument("--gateway", default="http://127.0.0.1:8080", help="default: %(default)s")
+    parser.add_argument(
+        "--lang",
+        choices=("medusa", "dockerfile"),
+        default="medusa",
+        help="dockerfile: the folder has its own Dockerfile",
+    )
+    parser.add_argument("--folder", help="the function's folder (default: ./NAME)")
+    parser.add_argument("--timeout", type=int, default=300, help="seconds a request may take (default: %(default)s)")
+    parser.add_argument("--cpu", help="CPUs an instance asks for, e.g. 2 or 500m")
+    parser.add_argument("--memory", help="memory an instance may take, e.g. 8Gi; the weights count")
+    parser.add_argument("--gpu-profile", help="name of the OpenFaaS Profile that gives a GPU")
+    parser.add_argument("--min-scale", type=int, default=1, help="fewest instances (default: %(default)s)")
+    parser.add_argument("--max-scale", type=int, default=20, help="most instances (default: %(default)s)")
+    parser.add_argument("--scale-to-zero", action="store_true", help="go when idle (OpenFaaS Pro)")
+    parser.add_argument("--namespace", help="the gateway's own if not given")
+    parser.add_argument("--secret", action="append", default=[], help="may be repeated")
+    parser.add_argument(
+        "--out", type=Path, help="write stack.yaml and template/medusa into this folder instead of printing stack.yaml"
+    )
+    parser.add_argument("--force", action="store_true", help="with --out: replace files that are there")
+    parser.add_argument("--apply", action="store_true", help="with --out: run `faas-cli up` there")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    text = render(arguments)
+    if arguments.out is None:
+        if arguments.apply:
+            raise ConfigError("--apply needs --out: the folder where stack.yaml and the function's folder are")
+        sys.stdout.write(text)
+        return 0
+    files = {"stack.yaml": text.encode()}
+    if arguments.lang == "medusa":
+        files |= {
+            f"template/{name}": data for name, data in template_files(template_folder("openfaas", "template")).items()
+        }
+    write_files(files, arguments.out, replace=arguments.force)
+    stack = arguments.out / "stack.yaml"
+    if arguments.apply:
+        command = ["faas-cli", "up", "-f", "stack.yaml"]
+        sys.stdout.write(run_client(command, timeout_s=_BUILD_TIMEOUT_S, folder=arguments.out))
+    else:
+        print(f"wrote {stack}; bring it up in {arguments.out} with: faas-cli up -f stack.yaml")
+    return 0
+
+
+def render(arguments: argparse.Namespace) -> str:
+    """stack.yaml. ConfigError names a flag that cannot be used."""
+    values.within(arguments.timeout, 1, _MOST_TIMEOUT_S, "--timeout", "seconds")
+    values.within(arguments.min_scale, 1, _MOST_INSTANCES, "--min-scale")
+    values.within(arguments.max_scale, arguments.min_scale, _MOST_INSTANCES, "--max-scale")
+    if not arguments.gateway.startswith(("http://", "https://")):
+        raise ConfigError(f"--gateway={arguments.gateway!r} cannot be used: expected http://… or https://…")
+    described = function(arguments, platform="openfaas", timeout_s=arguments.timeout)
+    stack = openfaas.Stack(
+        gateway=arguments.gateway,
+        lang=arguments.lang,
+        handler=arguments.folder or f"./{arguments.name}",
+        namespace=arguments.namespace,
+        cpu=arguments.cpu,
+        memory=arguments.memory,
+        min_scale=arguments.min_scale,
+        max_scale=arguments.max_scale,
+        scale_to_zero=arguments.scale_to_zero,
+        profile=arguments.gpu_profile,
+        secrets=arguments.secret,
+    )
+    comments = [
+        "Made by `medusa deploy openfaas`.",
+        "The gateway's own timeouts (gateway.readTimeout, writeTimeout, upstreamTimeout) must be at least "
+        f"{arguments.timeout + 5}s.",
+        "Instances do not share weights through a node agent: OpenFaaS gives functions no volumes.",
+    ]
+    if arguments.scale_to_zero:
+        comments.append("Scaling to zero needs OpenFaaS Pro; the Community Edition keeps the instances.")
+    return document.text([openfaas.stack(described, stack)], comments)

@@ -1,0 +1,1 @@
+"""One adapter a platform: pure translation between its protocol and ours."""

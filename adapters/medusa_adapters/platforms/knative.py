@@ -1,0 +1,117 @@
+"""Knative: Serving's container contract, and Eventing's data plane (knative/specs, runtime-contract and data-plane).
+
+An event reaches any function: one with a parameter of type CloudEvent as it is, another as its data with the
+attributes in ``ce-`` headers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flask import Flask
+    from medusa_handler.platform import Platform
+    from medusa_handler.service import Service
+    from medusa_handler.user_code.contract import Request
+    from medusa_runtime.config import Settings
+
+_STRUCTURED = "application/cloudevents"
+_METHODS = "GET, POST, PUT, PATCH, DELETE, OPTIONS"
+
+
+def detect(environ: Mapping[str, str]) -> bool:
+    return bool(environ.get("K_SERVICE") or environ.get("K_REVISION"))
+
+
+def variables(environ: Mapping[str, str]) -> dict[str, str]:
+    return {}  # PORT is ours, too
+
+
+def platform(settings: Settings, environ: Mapping[str, str]) -> Platform:
+    from medusa_handler.platform import Platform
+
+    source = "/" + (environ.get("K_SERVICE") or "function")
+
+    def send(request: Request, result: Any) -> Any:
+        return _reply(request, result, source) if _is_event(request) else result
+
+    return Platform(name="knative", extend=_extend, receive=_receive, send=send)
+
+
+def _extend(app: Flask, service: Service) -> None:
+    from flask import Response, request
+
+    @app.before_request
+    def answer_options() -> Response | None:
+        """CloudEvents' webhook handshake (http-webhook, section 4): who may deliver, and how."""
+        if request.method != "OPTIONS" or request.path != "/":
+            return None
+        allow = _METHODS if service.function is not None else "POST, OPTIONS"
+        headers = {"Allow": allow}
+        if origin := request.headers.get("WebHook-Request-Origin"):
+            headers |= {"WebHook-Allowed-Origin": origin, "WebHook-Allowed-Rate": "*"}
+        return Response(status=204, headers=headers)
+
+
+def _is_event(request: Request) -> bool:
+    if request.method != "POST":
+        return False
+    return "ce-specversion" in request.headers or _mimetype(request).startswith(_STRUCTURED)
+
+
+def _mimetype(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def _receive(request: Request) -> Request:
+    """An event in binary mode, whatever mode it came in. Raises HttpError 400, 415 for a batch."""
+    if not _is_event(request):
+        return request
+    from medusa_handler.user_code.contract import Headers, HttpError
+
+    try:
+        from cloudevents.core.bindings.http import HTTPMessage, from_http_event, to_binary_event  # 50 ms
+    except ImportError:
+        raise HttpError(501, "to take CloudEvents: pip install 'medusa-runtime[cloudevents]' (2.0 or newer)") from None
+    if _mimetype(request).startswith(_STRUCTURED + "-batch"):
+        raise HttpError(415, "expected one event, binary or structured, found a batch")
+    headers = {name.lower(): value for name, value in request.headers.items()}
+    try:
+        event = from_http_event(HTTPMessage(headers=headers, body=request.body))
+        if not _mimetype(request).startswith(_STRUCTURED):
+            if _mimetype(request) == "application/json" and request.body:
+                json.loads(request.body)  # the package would pass on as text what is no JSON
+            return request
+        message = to_binary_event(event)
+    except Exception as error:  # noqa: BLE001 the package's own errors, and those of its parsers: all mean a bad event
+        raise HttpError(400, f"expected a CloudEvent 1.0: {type(error).__name__}: {error}") from None
+    kept = {name: value for name, value in headers.items() if name not in ("content-type", "content-length")}
+    return replace(request, headers=Headers({**kept, **message.headers}.items()), body=message.body)
+
+
+def _reply(request: Request, result: Any, source: str) -> Any:
+    """200 with a reply event, 202 without one.
+
+    A broker refuses a body that is no event, so a plain result becomes one: its id follows from the event's own, so
+    that a duplicate is answered by a duplicate. One that is such a reply itself gets none, or a trigger without a
+    filter would send them in circles.
+    """
+    from medusa_handler.user_code.contract import Response
+
+    if result is None:
+        return Response(status=202)
+    if type(result).__module__.split(".")[0] == "cloudevents" or not isinstance(result, str | bytes | dict | list):
+        return result
+    kind, asked_by = request.headers.get("ce-type", ""), request.headers.get("ce-source", "")
+    if asked_by == source and kind.endswith(".reply"):
+        return Response(status=202)
+    headers = {
+        "ce-specversion": "1.0",
+        "ce-id": request.headers.get("ce-id", request.id) + "-reply",
+        "ce-source": source,
+        "ce-type": kind + ".reply",
+    }
+    return result, 200, headers

@@ -1,0 +1,84 @@
+"""/metrics on a port of its own, as of-watchdog has it, so that Prometheus needs no way through the function's port."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from medusa_handler.metrics import Histogram
+    from medusa_handler.service import Service
+
+logger = logging.getLogger(__name__)
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+
+
+class Calls:
+    """Counts under the names and labels that of-watchdog has given, which dashboards know."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seconds: dict[tuple[str, str], Histogram] = {}  # by status and method
+
+    def count(self, method: str, code: int, seconds: float) -> None:
+        from medusa_handler.metrics import Histogram
+
+        # Clients invent methods; each would be twenty lines more on the page.
+        key = (str(code), method.lower() if method in _METHODS else "unknown")
+        with self._lock:
+            if key not in self._seconds:
+                labels = (("code", key[0]), ("method", key[1]))
+                text = "Until the head of the answer."
+                self._seconds[key] = Histogram("http_request_duration_seconds", text, _SECONDS, labels)
+        self._seconds[key].observe(seconds)
+
+    def page(self, in_flight: int) -> str:
+        from medusa_handler.metrics import gauge
+
+        with self._lock:
+            histograms = [self._seconds[key] for key in sorted(self._seconds)]
+        samples = [(histogram.labels, histogram.count) for histogram in histograms]
+        lines = [
+            *gauge("http_requests_total", "Calls by status and method.", *samples),
+            *gauge("http_requests_in_flight", "Calls that are not answered yet.", ((), in_flight)),
+        ]
+        if histograms:
+            lines += histograms[0].lines(*histograms[1:])
+        return "\n".join(lines) + "\n"
+
+
+def start(service: Service, calls: Calls, host: str, port: int) -> None:
+    """Serve in a thread; a port that is taken costs the metrics, not the function. Port 0: none."""
+    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer  # 15 ms
+
+    from medusa_handler.http.exposition import exposition
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 10  # seconds a client may be silent
+
+        def do_GET(self) -> None:
+            found = self.path.partition("?")[0] == "/metrics"
+            body = (
+                (exposition(service) + calls.page(service.admission.in_flight)).encode()
+                if found
+                else b"there is only /metrics\n"
+            )
+            self.send_response(200 if found else 404)
+            self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None: ...
+
+    if not port:
+        return
+    try:
+        server = ThreadingHTTPServer((host, port), Handler)
+    except OSError as error:
+        logger.warning("no metrics on port %d: %s", port, error.strerror)
+        return
+    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()

@@ -1,0 +1,109 @@
+"""What a function returned, in a content type that the caller accepts (RFC 9110, section 12.5.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from medusa_handler.user_code.contract import HttpError, Response
+
+_EVENTS, _JSON, _LINES = "text/event-stream", "application/json", "application/jsonlines"
+_TEXT, _BYTES = "text/plain", "application/octet-stream"
+
+
+def collected(result: Any) -> Any:
+    """A stream as a whole, for a platform that passes none on: text joined, anything else as a list."""
+    if not isinstance(result, Iterator):
+        return result
+    items = list(result)
+    return "".join(items) if items and all(isinstance(item, str) for item in items) else items
+
+
+def negotiate(accept: str, result: Any) -> Any:
+    """``result`` as it is if that is accepted, else in the first accepted form that it has.
+
+    Raises HttpError 406, with the forms there are.
+    """
+    accepted = _ranges(accept)
+    if isinstance(result, tuple) and len(result) > 1 and isinstance(result[1], int):
+        return result if result[1] >= 400 else _again(negotiate(accept, result[0]), result)
+    forms = _forms(result)
+    if not accepted or not forms:
+        return result
+    for wanted in accepted:
+        for kind, make in forms.items():
+            if wanted in ("*/*", kind, kind.partition("/")[0] + "/*"):
+                return make()
+    raise HttpError(406, f"expected Accept to be one of {', '.join(forms)}, found {accept}")
+
+
+def _again(body: Any, result: tuple[Any, ...]) -> Any:
+    """``result``, which is (body, status[, headers]), with another body."""
+    if not isinstance(body, Response):
+        return (body, *result[1:])
+    return replace(body, status=result[1], headers=dict(result[2]) if len(result) > 2 else {})
+
+
+def _ranges(accept: str) -> list[str]:
+    """Media ranges, the most wanted first; those with q=0 are not wanted."""
+    weighed: list[tuple[float, str]] = []
+    for entry in accept.split(","):
+        kind, *parameters = (part.strip().lower() for part in entry.split(";"))
+        weight = next((value[2:] for value in parameters if value.startswith("q=")), "1")
+        try:
+            quality = float(weight)
+        except ValueError:
+            raise HttpError(400, f"Accept: cannot read the weight in {entry.strip()!r}") from None
+        if kind and quality > 0:
+            weighed.append((quality, _LINES if kind in ("application/x-jsonlines", "application/jsonl") else kind))
+    return [kind for _, kind in sorted(weighed, key=lambda item: -item[0])]
+
+
+def _forms(result: Any) -> dict[str, Any]:
+    """Each content type the result can have, its own first; none for what nobody may change."""
+    import flask
+
+    if isinstance(result, flask.Response):
+        return _model_forms(result)
+    if result is None or isinstance(result, Response) or type(result).__module__.split(".")[0] == "cloudevents":
+        return {}
+    if isinstance(result, Iterator):
+        return {_EVENTS: lambda: result, _LINES: lambda: _lines(result), _JSON: lambda: list(result)}
+    if isinstance(result, str):
+        return {_TEXT: lambda: result, _BYTES: lambda: result.encode(), _JSON: lambda: _as_json(result)}
+    if isinstance(result, bytes | bytearray | memoryview):
+        return {_BYTES: lambda: result}
+    forms = {_JSON: lambda: result, _LINES: lambda: _lines(iter(result if isinstance(result, list) else [result]))}
+    return {**forms, _BYTES: lambda: Response(_dumps(result), content_type=_BYTES)}
+
+
+def _model_forms(response: Any) -> dict[str, Any]:
+    """A model's answer; a stream that was asked for in the body stays one."""
+    if response.mimetype != _JSON or response.status_code >= 400:
+        return {}
+
+    def texts() -> list[str]:
+        choices = response.get_json()["choices"]
+        return [choice["text"] if "text" in choice else choice["message"]["content"] or "" for choice in choices]
+
+    return {
+        _JSON: lambda: response,
+        _TEXT: lambda: "\n".join(texts()),
+        _LINES: lambda: _lines(iter([{"text": text} for text in texts()])),
+        _BYTES: lambda: "\n".join(texts()).encode(),
+    }
+
+
+def _lines(items: Iterator[Any]) -> Response:
+    return Response((_dumps(item) + "\n" for item in items), content_type=_LINES)
+
+
+def _as_json(text: str) -> Response:
+    return Response(_dumps(text), content_type=_JSON)
+
+
+def _dumps(value: Any) -> str:
+    from medusa_handler.http.answering import to_json
+
+    return to_json(value)

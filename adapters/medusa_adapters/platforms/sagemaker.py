@@ -1,0 +1,145 @@
+"""SageMaker: the hosting container's contract (docs.aws.amazon.com, "Custom Inference Code with Hosting Services")."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flask import Flask, Response
+    from medusa_handler.platform import Platform
+    from medusa_handler.service import Service
+    from medusa_handler.user_code.contract import Request
+    from medusa_runtime.config import Settings
+
+_MODEL = "/opt/ml/model"
+_DRAIN_S = 25.0  # SIGKILL follows SIGTERM after 30 s
+_INVOKE = "/invocations"
+_TEXTUAL = ("", "application/json", "text/plain", "application/octet-stream", "application/x-www-form-urlencoded")
+_JSON_LINES = ("application/jsonlines", "application/x-jsonlines", "application/jsonl")
+
+
+def detect(environ: Mapping[str, str]) -> bool:
+    return any(name.startswith("SAGEMAKER_") for name in environ) or os.path.isdir(_MODEL)
+
+
+def variables(environ: Mapping[str, str]) -> dict[str, str]:
+    meant = {"MEDUSA_DRAIN": f"{_DRAIN_S:g}"}
+    if environ.get("SAGEMAKER_BIND_TO_PORT"):
+        meant["PORT"] = environ["SAGEMAKER_BIND_TO_PORT"]
+    model = Path(environ.get("SM_MODEL_DIR") or _MODEL)
+    if not is_multi_model(environ):
+        if (model / "code" / "handler.py").is_file():
+            meant["MEDUSA_HANDLER"] = str(model / "code" / "handler.py")
+        if (model / "config.json").is_file() or next(model.glob("*.safetensors"), None):
+            meant["MEDUSA_MODEL"] = str(model)
+    return meant
+
+
+def is_multi_model(environ: Mapping[str, str]) -> bool:
+    """One container, models loaded and unloaded by request (CreateModel's Mode=MultiModel)."""
+    return environ.get("SAGEMAKER_MULTI_MODEL", "").lower() in ("true", "1")
+
+
+def is_serverless(environ: Mapping[str, str]) -> bool:
+    """Serverless inference passes no stream on. It says nothing of itself; `medusa deploy` sets the variable."""
+    return environ.get("SAGEMAKER_SERVERLESS", "").lower() in ("true", "1") or not os.path.isdir("/dev/shm")
+
+
+def platform(settings: Settings, environ: Mapping[str, str]) -> Platform:
+    from medusa_handler.platform import READY, Platform
+
+    streams = not is_serverless(environ)
+    models, paths = None, {}
+    if is_multi_model(environ):
+        from .multi_model import Models, described_paths
+
+        paths = described_paths()
+        models = Models(settings, environ)
+
+    def extend(app: Flask, service: Service) -> None:
+        _name_requests(app)
+        if not streams:
+            app.after_request(_whole)
+        if models is not None:
+            models.add_routes(app, service)
+
+    return Platform(
+        name="sagemaker",
+        probes={"/ping": READY},
+        aliases=(_INVOKE,),
+        extend=extend,
+        receive=_receive_prompt if settings.handler is None else _receive,
+        send=lambda request, result: _send(request, result, streams=streams),
+        stop=None if models is None else models.close,
+        streams=streams,
+        paths=paths,
+        early_heartbeats=False,  # the status that a client of InvokeEndpointWithResponseStream sees is the first one
+    )
+
+
+def _name_requests(app: Flask) -> None:
+    from flask import g, request
+
+    @app.before_request
+    def name_inference() -> None:
+        name = request.headers.get("X-Amzn-SageMaker-Inference-Id", "")
+        if name.isascii() and name.isprintable() and 0 < len(name) <= 128:
+            g.request_id = name
+
+
+def _whole(response: Response) -> Response:
+    response.make_sequence()
+    return response
+
+
+def _receive(request: Request) -> Request:
+    """The same path as everywhere else. Raises HttpError 415 for a content type that is none."""
+    from medusa_handler.user_code.contract import HttpError
+
+    kind = request.headers.get("content-type", "")
+    if kind and "/" not in kind:
+        raise HttpError(415, f"expected a content type such as application/json, found {kind!r}")
+    return replace(request, path="/") if request.path == _INVOKE else request
+
+
+def _receive_prompt(request: Request) -> Request:
+    """For a model without a function: JSON, lines of JSON with one prompt each, or the prompt itself."""
+    from medusa_handler.user_code.contract import Headers, HttpError
+
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind in _TEXTUAL:
+        return _receive(request)
+    if kind not in _JSON_LINES:
+        accepted = ", ".join((*_TEXTUAL[1:4], _JSON_LINES[0]))
+        raise HttpError(415, f"expected one of {accepted}, found {kind}")
+    headers = {**request.headers, "Content-Type": "application/json"}
+    return replace(_receive(request), headers=Headers(headers.items()), body=_one_body(request.body))
+
+
+def _one_body(lines: bytes) -> bytes:
+    """Lines of {"prompt": …} that agree in everything else, as one body with all prompts."""
+    from medusa_handler.user_code.contract import HttpError
+
+    try:
+        bodies = [json.loads(line) for line in lines.splitlines() if line.strip()]
+    except (ValueError, RecursionError) as error:
+        raise HttpError(400, f"expected a JSON object on each line: {error}") from None
+    if not bodies or not all(isinstance(body, dict) for body in bodies):
+        raise HttpError(400, "expected a JSON object on each line")
+    if len(bodies) == 1:
+        return json.dumps(bodies[0]).encode()
+    rest = [{name: value for name, value in body.items() if name != "prompt"} for body in bodies]
+    if any(other != rest[0] for other in rest) or not all(isinstance(body.get("prompt"), str) for body in bodies):
+        raise HttpError(400, 'expected lines that differ in "prompt" alone, which is text in each')
+    return json.dumps({**rest[0], "prompt": [body["prompt"] for body in bodies]}).encode()
+
+
+def _send(request: Request, result: Any, *, streams: bool) -> Any:
+    from .negotiation import collected, negotiate
+
+    return negotiate(request.headers.get("accept", ""), result if streams else collected(result))

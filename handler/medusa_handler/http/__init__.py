@@ -1,0 +1,1 @@
+"""From an HTTP request to the user's function and back."""

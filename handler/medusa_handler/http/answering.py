@@ -1,0 +1,177 @@
+"""What a user's function returned → the HTTP response."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import flask
+from werkzeug.wrappers import Response as WerkzeugResponse
+
+from ..faults import ClientGoneError, as_api_error, internal_error
+from ..merge import Item, Merge
+from ..user_code.contract import Request, Response
+from ..user_code.user_traceback import user_traceback
+from . import sse
+
+if TYPE_CHECKING:
+    from ..service import Service
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.25  # how soon a client that left is noticed
+_AHEAD = 8  # chunks a function may be ahead of a slow client
+
+
+def respond(service: Service, result: Any, request: Request, gone: Callable[[], bool]) -> flask.Response:
+    """The response to a result. Raises TypeError for one that cannot be sent."""
+    if isinstance(result, flask.Response):
+        return result
+    if isinstance(result, WerkzeugResponse):
+        return flask.Response(result.response, result.status, result.headers)
+    status, headers, content_type = 200, {}, None
+    if isinstance(result, Response):
+        status, headers, content_type = result.status, dict(result.headers), result.content_type
+        if _is_stream(result.body):
+            pieces = cast("Iterator[str | bytes]", result.body)
+            stream = (piece.encode() if isinstance(piece, str) else piece for piece in pieces)
+            return flask.Response(stream, status, headers, content_type=content_type)
+        result = result.body
+    elif isinstance(result, tuple) and 2 <= len(result) <= 3 and isinstance(result[1], int):
+        status, headers = result[1], dict(result[2]) if len(result) == 3 else {}
+        result = result[0]
+    elif service.function is not None and service.function.is_event_style and isinstance(result, Mapping):
+        status, headers = int(result.get("statusCode", 200)), dict(result.get("headers") or {})
+        result = result.get("body") if "statusCode" in result or "body" in result else result
+    elif _is_cloud_event(result):
+        return _cloud_event(result)
+    if _is_stream(result):
+        response = Events(service, result, request, gone).response(status)
+    else:
+        body, kind = _body(result)
+        response = flask.Response(body, 204 if result is None and status == 200 else status, content_type=kind)
+    if content_type is not None:
+        response.content_type = content_type
+    response.headers.update(headers)
+    return response
+
+
+def _is_stream(result: Any) -> bool:
+    return isinstance(result, Iterator)
+
+
+def _body(result: Any) -> tuple[bytes, str]:
+    if result is None:
+        return b"", "text/plain; charset=utf-8"
+    if isinstance(result, str):
+        return result.encode(), "text/plain; charset=utf-8"
+    if isinstance(result, bytes | bytearray | memoryview):
+        return bytes(result), "application/octet-stream"
+    try:
+        return (to_json(result) + "\n").encode(), "application/json"
+    except TypeError as error:
+        raise TypeError(
+            f"the function returned a {type(result).__name__} that cannot be sent ({error}); expected dict, list, str, "
+            "bytes, (body, status[, headers]), Response or an iterator"
+        ) from None
+
+
+def to_json(result: Any) -> str:
+    """A result as JSON text. Raises TypeError for one that has none."""
+    if hasattr(result, "model_dump_json"):
+        return str(result.model_dump_json())
+    if dataclasses.is_dataclass(result) and not isinstance(result, type):
+        result = dataclasses.asdict(result)
+    return flask.json.dumps(result, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """Inside a result: pydantic models, numpy scalars and arrays, and what Flask itself knows."""
+    for method in ("model_dump", "tolist"):
+        if hasattr(value, method):
+            return getattr(value, method)()
+    return flask.json.provider.DefaultJSONProvider.default(value)
+
+
+def _is_cloud_event(result: Any) -> bool:
+    return type(result).__module__.split(".")[0] == "cloudevents"
+
+
+def _cloud_event(event: Any) -> flask.Response:
+    """A reply event, in binary mode."""
+    import importlib
+
+    module = type(event).__module__
+    if module.startswith("cloudevents.core"):
+        from cloudevents.core.bindings.http import to_binary_event
+
+        message = to_binary_event(event)
+        return flask.Response(message.body, headers=dict(message.headers))
+    headers, body = importlib.import_module(module.rpartition(".")[0]).to_binary(event)
+    return flask.Response(body, headers=headers)
+
+
+class Events:
+    """An iterator as server-sent events, with heartbeats while it is silent."""
+
+    def __init__(self, service: Service, items: Iterable[Any], request: Request, gone: Callable[[], bool]) -> None:
+        self._service = service
+        self._merge: Merge[Any] = Merge([items], _AHEAD)
+        self._request = request
+        self._gone = gone
+        self._looked = time.monotonic()
+
+    def response(self, status: int) -> flask.Response:
+        """Waits for the first item, at most one heartbeat: an error before it still has its own status."""
+        try:
+            first = self._next()
+            while first is None and not self._merge.done and not self._service.platform.early_heartbeats:
+                first = self._next()
+        except BaseException:
+            self._merge.close()
+            raise
+        response = flask.Response(self._stream(first), status, sse.HEADERS, content_type=sse.CONTENT_TYPE)
+        response.call_on_close(self._merge.close)
+        return response
+
+    def _next(self) -> Item[Any] | None:
+        """The next item; None after a silent ``heartbeat_s`` or at the end."""
+        left_s = self._service.settings.heartbeat_s
+        if time.monotonic() - self._looked >= _POLL_S:
+            self._look()
+        while not self._merge.done and left_s > 0:
+            item = self._merge.get(min(_POLL_S, left_s))
+            if item is not None:
+                return item
+            left_s -= _POLL_S
+            self._look()
+        return None
+
+    def _look(self) -> None:
+        self._looked = time.monotonic()
+        if self._gone():
+            raise ClientGoneError
+
+    def _stream(self, item: Item[Any] | None) -> Iterator[bytes]:
+        try:
+            while True:
+                if item is not None:
+                    yield sse.event(item.value if isinstance(item.value, str | bytes) else to_json(item.value))
+                elif self._merge.done:
+                    break
+                else:
+                    yield self._service.heartbeat()
+                item = self._next()
+        except ClientGoneError:
+            return
+        except Exception as error:  # noqa: BLE001 the status is sent; the rest of the stream must tell
+            known = as_api_error(error)
+            if known is None:
+                folder = self._service.function.folder if self._service.function else None
+                logger.error("request %s failed\n%s", self._request.id, user_traceback(error, folder))  # noqa: TRY400
+                known = internal_error(self._request.id)
+            yield sse.event({"error": known.message})
+        yield sse.DONE

@@ -1,0 +1,67 @@
+"""The body of the current request."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+from flask import request
+from gunicorn.http.errors import ParseException
+from werkzeug.exceptions import ClientDisconnected
+
+from ..faults import ApiError
+from ..server.slow_clients import CLOSE, WHOLE
+
+_STEP_BYTES = 1 << 20
+
+
+def read_body() -> bytes:
+    """All of it. Raises RequestEntityTooLarge over MAX_CONTENT_LENGTH, also when it came in chunks, and ApiError 400
+    when it ends early.
+
+    werkzeug itself reads 64 KiB at a time, for each of which gunicorn moves up to 1 MiB that it has read ahead. And it
+    silently cuts a chunked body at the limit; only the next read, here the last one, raises.
+    """
+    body = io.BytesIO()
+    try:
+        while piece := request.stream.read(_STEP_BYTES):
+            body.write(piece)
+    except ClientDisconnected:
+        raise _incomplete("the end of the connection came first") from None
+    except (OSError, ParseException) as error:
+        raise _incomplete(str(error)) from None
+    data = body.getvalue()  # no copy: the bytes and the buffer are one
+    # gunicorn says that its input ends by itself, so werkzeug does not compare.
+    if request.content_length is not None and len(data) < request.content_length:
+        raise _incomplete(f"expected {request.content_length} bytes, found {len(data)}")
+    whole = request.environ.get(WHOLE)
+    if whole is not None:
+        whole()
+    return data
+
+
+def _incomplete(why: str) -> ApiError:
+    if close := request.environ.get(CLOSE):
+        close()
+    message = f"the body ended early, came too slowly or is badly chunked: {why}"
+    return ApiError(400, message, code="incomplete_body")
+
+
+def json_object() -> dict[str, Any]:
+    """The body as a JSON object. Raises ApiError 400."""
+    return as_json_object(read_body())
+
+
+def as_json_object(data: bytes) -> dict[str, Any]:
+    """``data`` as a JSON object. Raises ApiError 400."""
+    try:
+        body = json.loads(data)
+    except RecursionError:
+        raise ApiError(400, "expected a JSON body: it is nested too deeply", code="invalid_json") from None
+    except ValueError as error:
+        found = "an empty body" if not data.strip() else str(error)
+        raise ApiError(400, f"expected a JSON body, found {found}", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise ApiError(400, f"expected a JSON object, found {type(body).__name__}", code="invalid_json")
+    return body

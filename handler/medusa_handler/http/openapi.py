@@ -1,0 +1,160 @@
+"""/openapi.json: what this instance's routes take and give (OpenAPI 3.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..platform import LIVE
+
+if TYPE_CHECKING:
+    from ..service import Service
+
+_ANY: dict[str, Any] = {}
+_FUNCTION_METHODS = ("get", "post", "put", "patch", "delete")
+
+
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """A field's schema; null is as if it were not there."""
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+_COUNT = {"type": "integer", "minimum": 1}
+_LARGE = {"type": "integer", "minimum": 1 - 2**63, "maximum": 2**63 - 1}
+_STOP = {"type": "string", "minLength": 1}
+_SAMPLING = {
+    "model": _or_null({"type": "string"}),
+    "stream": _or_null({"type": "boolean"}),
+    "temperature": _or_null({"type": "number", "minimum": 0}),
+    "top_p": _or_null({"type": "number", "exclusiveMinimum": 0, "maximum": 1}),
+    "max_tokens": _or_null(_COUNT),
+    "n": _or_null({"type": "integer", "minimum": 1, "maximum": 128}),
+    "seed": _or_null(_LARGE),
+    "stop": {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": 16}, {"type": "null"}]},
+}
+_MESSAGE = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {"role": {"type": "string"}, "content": _or_null({"type": "string"})},
+}
+_COMPLETION = {
+    "type": "object",
+    "required": ["prompt"],
+    "properties": {"prompt": {"type": "string", "minLength": 1}, **_SAMPLING},
+}
+_CHAT = {
+    "type": "object",
+    "required": ["messages"],
+    "properties": {"messages": {"type": "array", "minItems": 1, "items": _MESSAGE}, **_SAMPLING},
+}
+_INPUT = {"type": "string", "minLength": 1}
+
+
+def _tokens(vocab_size: int | None, least: int = 1) -> dict[str, Any]:
+    token = {"type": "integer", "minimum": 0} | ({} if vocab_size is None else {"maximum": vocab_size - 1})
+    return {"type": "array", "minItems": least, "items": token}
+
+
+def _embeddings(vocab_size: int | None) -> dict[str, Any]:
+    one = {"anyOf": [_INPUT, _tokens(vocab_size)]}
+    several = {"type": "array", "minItems": 1, "maxItems": 2048, "items": one}
+    return {
+        "type": "object",
+        "required": ["input"],
+        "properties": {
+            "input": {"anyOf": [*one["anyOf"], several]},
+            "model": _or_null({"type": "string"}),
+            "encoding_format": {"enum": ["float", "base64", None]},
+            "dimensions": _or_null(_COUNT),
+            "truncate_prompt_tokens": _or_null({"anyOf": [{"const": -1}, _COUNT]}),
+        },
+    }
+
+
+def describe(service: Service, probes: Mapping[str, str]) -> dict[str, Any]:
+    """The document; ``probes`` are paths and what each tells."""
+    paths: dict[str, Any] = {path: {"get": _probe(kind)} for path, kind in probes.items()}
+    paths["/metrics"] = {"get": _operation("Metrics in Prometheus' text format", {"200": _answer("text/plain")})}
+    paths["/timeline"] = {"get": _operation("Where this start's time went", {"200": _answer("application/json")})}
+    paths["/openapi.json"] = {"get": _operation("This document", {"200": _answer("application/json")})}
+    paths |= _model_paths(service) | _function_paths(service) | dict(service.platform.paths)
+    document: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": service.model_name if service.engine is not None else "function", "version": "1"},
+        "paths": paths,
+    }
+    if service.settings.token is not None:
+        document["components"] = {"securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}}
+        document["security"] = [{"token": []}]
+    return document
+
+
+def _probe(kind: str) -> dict[str, Any]:
+    responses = {"200": _answer("application/json")}
+    if kind != LIVE:
+        responses["503"] = _answer("application/json", text="Not ready")
+    return {"summary": "A probe", "responses": responses, "security": []}
+
+
+def _bodies(service: Service) -> dict[str, dict[str, Any]]:
+    """The model's routes with what each takes; all of them while the engine has not said what the model is."""
+    info = service.engine.info if service.engine is not None else None
+    vocab_size = None if info is None else info.vocab_size
+    embeds = {"/v1/embeddings": _embeddings(vocab_size)}
+    writes = {"/v1/completions": _COMPLETION, "/v1/chat/completions": _CHAT}
+    if info is None:
+        return writes | embeds
+    return embeds if info.architecture == "encoder" else writes
+
+
+def _model_paths(service: Service) -> dict[str, Any]:
+    if service.engine is None:
+        return {}
+    info = service.engine.info
+    tokens = _tokens(None if info is None else info.vocab_size, 0)
+    described: dict[str, Any] = {
+        "/v1/models": {"get": _operation("The served model", {"200": _answer("application/json")})},
+        "/tokenize": {"post": _call("Text to token ids", _object("prompt", {"type": "string"}), "application/json")},
+        "/detokenize": {"post": _call("Token ids to text", _object("tokens", tokens), "application/json")},
+    }
+    summaries = {"/v1/completions": "A completion", "/v1/chat/completions": "A chat", "/v1/embeddings": "Vectors"}
+    for path, schema in _bodies(service).items():
+        kinds = ["application/json", "text/event-stream"][: 1 if path == "/v1/embeddings" else 2]
+        described[path] = {"post": _call(summaries[path], schema, *kinds)}
+    return described
+
+
+def _object(name: str, schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "required": [name], "properties": {name: schema}}
+
+
+def _function_paths(service: Service) -> dict[str, Any]:
+    """The function's own types are its own; a model without one takes a prompt."""
+    if service.function is not None:
+        answers = {"default": {"description": "What the function answers", "content": {"*/*": {"schema": _ANY}}}}
+        call: dict[str, Any] = {"summary": "The function", "responses": answers}
+        body = {"requestBody": {"content": {"*/*": {"schema": _ANY}}}}
+        methods = {method: call | ({} if method in ("get", "delete") else body) for method in _FUNCTION_METHODS}
+    elif service.engine is not None:
+        call = _call("The model", {"anyOf": list(_bodies(service).values())}, "application/json", "text/event-stream")
+        call["requestBody"]["content"]["text/plain"] = {"schema": {"type": "string", "pattern": "^\\s*[^\\s{]"}}
+        methods = {"post": call}
+    else:
+        return {}
+    return dict.fromkeys(("/", *service.platform.aliases), methods)
+
+
+def _call(summary: str, schema: dict[str, Any], *kinds: str) -> dict[str, Any]:
+    refusals = {"400": "Cannot be served", "401": "No token", "404": "No such model", "413": "Too large"}
+    later = {"422": "Does not fit", "429": "Too many", "503": "Not ready", "504": "Took too long"}
+    answers = {status: _answer("application/json", text=text) for status, text in (refusals | later).items()}
+    body = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return _operation(summary, {"200": _answer(*kinds), **answers}) | {"requestBody": body}
+
+
+def _operation(summary: str, responses: dict[str, Any]) -> dict[str, Any]:
+    return {"summary": summary, "responses": responses}
+
+
+def _answer(*kinds: str, text: str = "As asked") -> dict[str, Any]:
+    return {"description": text, "content": {kind: {"schema": _ANY} for kind in kinds}}

@@ -1,0 +1,65 @@
+"""What surrounds every request that is work, not a probe: admission, counting, the client's presence."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from flask import Response, g, request
+
+from ..faults import ClientGoneError, as_api_error
+from .connection import gone
+from .deadline import Deadline
+from .timing import server_timing
+
+if TYPE_CHECKING:
+    from ..service import Service
+
+_CLIENT_CLOSED = 499  # nginx's status for a client that left; only metrics see it
+
+
+class Work:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def gone(self) -> Callable[[], bool]:
+        """Tells whether the client of this request has left; raises 504 when its time is over."""
+        left = gone(request.environ)
+        limit_s = self._service.limit_s(dict(request.headers))
+        return left if limit_s is None else Deadline(limit_s, g.began, left)
+
+    def run(self, route: str, answer: Callable[[], Response]) -> Response:
+        """The answer, counted in until its last byte has been written. Raises OverloadedError when full."""
+        service = self._service
+        began = time.monotonic()
+        try:
+            service.admission.enter(service.ready, service.eta_s)
+        except Exception as error:
+            self._count(route, error)
+            raise
+        try:
+            response = answer()
+        except ClientGoneError:
+            service.admission.leave()
+            service.metrics.count_request(route, _CLIENT_CLOSED)
+            return Response(status=_CLIENT_CLOSED)
+        except BaseException as error:
+            service.admission.leave()
+            self._count(route, error)
+            raise
+        service.metrics.count_request(route, response.status_code)
+        if response.status_code < 400 and service.first_answer():
+            response.headers["Server-Timing"] = server_timing(service.timeline.stages())
+
+        def close() -> None:
+            service.metrics.e2e.observe(time.monotonic() - began)
+            service.admission.leave()
+
+        response.call_on_close(close)
+        return response
+
+    def _count(self, route: str, error: BaseException) -> None:
+        known = as_api_error(error) if isinstance(error, Exception) else None
+        status = getattr(error, "code", None) if known is None else known.status
+        self._service.metrics.count_request(route, status if isinstance(status, int) else 500)

@@ -1,0 +1,144 @@
+"""Messages → prompt, with the checkpoint's own chat template.
+
+What a template may use (raise_exception, strftime_now, tojson, loop controls, the ``generation`` tag) is what
+Hugging Face transformers gives it. transformers itself is not imported: that takes over two seconds.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ..faults import ApiError
+
+if TYPE_CHECKING:
+    from jinja2 import Environment, Template
+
+ReadFile = Callable[[str], bytes | None]
+
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+class ChatTemplate:
+    """The templates of one checkpoint by name, and its special tokens. ``read`` gives a file's bytes or None."""
+
+    def __init__(self, read: ReadFile) -> None:
+        config = _json(read, "tokenizer_config.json")
+        tokens = {**_json(read, "special_tokens_map.json"), **config}
+        self._special = {name: _content(tokens[name]) for name in _SPECIAL if tokens.get(name) is not None}
+        self._sources = _sources(read, config)
+        self._compiled: dict[str, Template] = {}
+
+    def render(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
+        """The prompt. Raises ApiError 400 when there is no template or it refuses the messages."""
+        name = "tool_use" if arguments.get("tools") and "tool_use" in self._sources else "default"
+        if name not in self._sources:
+            raise ApiError(
+                400,
+                "this model has no chat template (chat_template.jinja, chat_template.json or tokenizer_config.json); "
+                "use /v1/completions, or put a chat_template.jinja beside its weights",
+                code="no_chat_template",
+            )
+        values = {**self._special, **arguments, "messages": [_with_parsed_calls(message) for message in messages]}
+        continuing = values.pop("continue_final_message", False)
+        try:
+            text = self._template(name).render(values)
+        except Exception as error:
+            raise ApiError(
+                400, f"the model's chat template refuses these messages: {error}", param="messages", code="bad_messages"
+            ) from error
+        return _cut_behind(text, messages[-1]["content"]) if continuing else text
+
+    def _template(self, name: str) -> Template:
+        if name not in self._compiled:
+            self._compiled[name] = _environment().from_string(self._sources[name])
+        return self._compiled[name]
+
+
+def _sources(read: ReadFile, config: Mapping[str, Any]) -> dict[str, str]:
+    if (text := read("chat_template.jinja")) is not None:
+        return {"default": text.decode()}
+    found = _json(read, "chat_template.json").get("chat_template") or config.get("chat_template")
+    if isinstance(found, str):
+        return {"default": found}
+    if isinstance(found, Mapping):
+        return {str(name): str(text) for name, text in found.items()}
+    if isinstance(found, list):
+        return {entry["name"]: entry["template"] for entry in found}
+    return {}
+
+
+def _environment() -> Environment:
+    from jinja2 import nodes  # 50 ms, and only a chat needs it
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """Marks the assistant's part, for training; here its body is all that matters."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().astimezone().strftime(form)
+    return environment
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """jinja2's own filter escapes HTML, which no model was trained on."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    from jinja2 import TemplateError
+
+    raise TemplateError(message)
+
+
+def _with_parsed_calls(message: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI sends a call's arguments as JSON in a string; templates are written for the object."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_parsed(call) for call in calls]}
+
+
+def _parsed(call: Any) -> Any:
+    try:
+        function = call["function"]
+        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+    except (TypeError, KeyError, ValueError):
+        return call
+
+
+def _cut_behind(text: str, content: str) -> str:
+    """``text`` up to the end of the last message's content, for the model to go on from there."""
+    at = text.rfind(content.strip())
+    if at < 0 or not content.strip():
+        raise ApiError(400, "continue_final_message: the chat template changes the last message", param="messages")
+    return text[: at + len(content.strip())]
+
+
+def _json(read: ReadFile, name: str) -> dict[str, Any]:
+    data = read(name)
+    try:
+        value = json.loads(data) if data else {}
+    except ValueError as error:
+        raise ApiError(500, f"the checkpoint's {name} is not JSON: {error}", code="bad_checkpoint") from None
+    return value if isinstance(value, dict) else {}
+
+
+def _content(token: Any) -> str:
+    return str(token["content"]) if isinstance(token, Mapping) else str(token)

@@ -1,0 +1,174 @@
+"""The function process: gunicorn with one threaded worker on the socket that the supervisor bound at t=0."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from medusa_runtime.process import die_with_parent, name_process
+from medusa_runtime.resource_limits import LEAST_FILES, most_files
+
+from ..platform import Platform
+from ..probes import Probes
+from .probe_acceptor import ProbeAcceptor
+
+if TYPE_CHECKING:
+    from medusa_runtime.config import Settings
+    from medusa_runtime.instance import InstanceHandle
+
+    from ..service import Service
+    from .wsgi_gateway import WsgiGateway
+
+logger = logging.getLogger(__name__)
+
+_SPARE_THREADS = 32  # for probes, metrics and requests that are about to be refused
+_IDLE_CONNECTIONS = 2048
+_KEEPALIVE_S = 75
+STOP_GRACE_S = 1  # for responses that have been made, and idle connections
+
+
+def serve(
+    listener: socket.socket, instance: InstanceHandle, settings: Settings, platform: Platform | None = None
+) -> int:
+    """Serve on ``listener`` until SIGTERM; returns the exit status. Runs in a forked process without threads."""
+    platform = platform or Platform()
+    probes = Probes(settings, platform, instance.region)
+    waits = "starting" if settings.engine_start == "now" else "idle"
+    engine, function = waits if instance.engine else "", "loading" if settings.handler else ""
+    probes.tell(ready=False, draining=False, engine=engine, function=function)
+    door = ProbeAcceptor(listener, probes)
+    door.open()
+    with instance.timeline.stage("server"):
+        # gunicorn costs about 110 ms to import; the supervisor does not need it.
+        from .gunicorn_worker import FunctionServer
+
+        application = FunctionServer(door, settings, lambda: _boot(instance, settings, platform, probes))
+    _keep_sigterm_over_forks()
+    try:
+        application.run()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0
+    return 0
+
+
+def _boot(
+    instance: InstanceHandle, settings: Settings, platform: Platform, probes: Probes
+) -> tuple[WsgiGateway, Callable[[], bool]]:
+    """In the worker: everything is made in the background."""
+    from ..service import Service
+    from .wsgi_gateway import WsgiGateway
+
+    # A hundred streams that wake at once must not make a probe wait for a whole interval (5 ms) of each.
+    sys.setswitchinterval(0.001)
+    service = Service(instance, settings, platform, probes)
+
+    def build() -> Any:
+        from ..http.app import create_app  # imports Flask, 100 to 200 ms
+
+        app = create_app(service)
+        if platform.extend is not None:
+            platform.extend(app, service)
+        return app
+
+    front = WsgiGateway(service, build)
+    if settings.handler is not None:
+        from ..user_code.function import UserFunction
+
+        service.function = UserFunction(service)
+    service.publish()
+    if instance.engine is not None:
+        instance.engine.changed = service.publish
+        if settings.engine_start == "now":
+            instance.engine.start()
+    threading.Thread(target=_warm, args=(service, front), name="load-handler", daemon=True).start()
+
+    def drain() -> bool:
+        """After SIGTERM: not ready any more, but answering until the last request has been served."""
+        service.draining.set()
+        service.publish()
+        if platform.stop is not None:
+            platform.stop()
+        deadline = time.monotonic() + settings.drain_s
+        time.sleep(min(platform.linger_s, settings.drain_s))
+        idle = service.admission.wait_idle(deadline - time.monotonic())
+        if service.function is not None:
+            service.function.close()
+        return idle
+
+    return front, drain
+
+
+def _warm(service: Service, front: WsgiGateway) -> None:
+    with service.timeline.stage("app"):
+        front.app()
+    if service.function is not None:
+        service.function.load()
+    # Imported for good: a full collection that looked at all of it would hold up a hundred streams and every probe.
+    gc.freeze()
+    if service.engine is None and service.ready:
+        service.timeline.mark("ready")
+
+
+def worker_folder() -> str | None:
+    """Where gunicorn's worker keeps its (unlinked) heartbeat file; memory where there is some."""
+    return None if os.access("/dev/shm", os.W_OK) else "/tmp"
+
+
+def threads(settings: Settings) -> int:
+    return settings.max_concurrency + settings.max_waiting + _SPARE_THREADS
+
+
+def options(door: ProbeAcceptor, settings: Settings) -> dict[str, Any]:
+    """gunicorn's settings. No timeout (a model may take long), no control socket, no access log."""
+    return {
+        "workers": 1,
+        "worker_class": "medusa_handler.server.gunicorn_worker.Worker",
+        "threads": threads(settings),
+        # One more would end gunicorn's worker when the process may open no further file.
+        "worker_connections": min(threads(settings) + _IDLE_CONNECTIONS, most_files() - LEAST_FILES // 2),
+        "worker_tmp_dir": worker_folder() or "/dev/shm",
+        "timeout": 0,
+        "graceful_timeout": math.ceil(settings.drain_s) + 2 * STOP_GRACE_S,
+        "keepalive": _KEEPALIVE_S,
+        "limit_request_line": 8190,
+        "limit_request_fields": 100,
+        "limit_request_field_size": 8190,
+        # A proxy beside us (queue-proxy) passes on what clients send: no header of theirs may move our routes.
+        "forwarded_allow_ips": "",
+        "forwarder_headers": "",
+        "control_socket_disable": True,
+        "loglevel": "warning",
+        "accesslog": None,
+        "proc_name": "function",
+        "post_fork": partial(_in_worker, door),
+    }
+
+
+def _keep_sigterm_over_forks() -> None:
+    """Until a child has its own handlers it would run its parent's, which is gunicorn's and loses the signal."""
+
+    def default() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+    os.register_at_fork(
+        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}),
+        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM}),
+        after_in_child=default,
+    )
+
+
+def _in_worker(door: ProbeAcceptor, arbiter: Any, _worker: Any) -> None:
+    door.close_in_worker()
+    die_with_parent(arbiter.pid)
+    name_process("worker")

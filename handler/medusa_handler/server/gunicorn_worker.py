@@ -1,0 +1,221 @@
+"""gunicorn, set up as a library. Importing this imports gunicorn (about 110 ms)."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import http
+import logging
+import queue
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from gunicorn.app.base import BaseApplication
+from gunicorn.arbiter import Arbiter
+from gunicorn.http import errors
+from gunicorn.workers.gthread import ThreadWorker
+from medusa_runtime.resource_limits import as_limit_error
+
+from ..faults import ApiError, compact
+from .function_process import STOP_GRACE_S, options
+from .late_clients import LateClients
+from .slow_clients import CLOSE, WHOLE, SlowClients
+
+if TYPE_CHECKING:
+    from medusa_runtime.config import Settings
+
+    from .probe_acceptor import ProbeAcceptor
+    from .wsgi_gateway import Wsgi, WsgiGateway
+
+logger = logging.getLogger(__name__)
+
+_SHORTAGE_S = 0.05  # until the next look for a free descriptor
+_STATUSES = (
+    (errors.LimitRequestLine, 414),
+    (errors.LimitRequestHeaders, 431),
+    (errors.UnsupportedTransferCoding, 501),
+    (errors.ExpectationFailed, 417),
+    (errors.ParseException, 400),
+    (OSError, 400),  # a chunk that is none
+)
+
+
+def _closed(graceful: bool = False) -> None:
+    """In the place of a connection's close() once that has been done."""
+
+
+def _timeval(seconds: float) -> bytes:
+    return struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+
+
+def _correct(req: Any) -> None:
+    """Where gunicorn is not as strict as RFC 9110 and 9112. Raises its own errors."""
+    fields: dict[str, str] = {}
+    for name, value in req.headers:
+        fields[name] = f"{fields[name]},{value}" if name in fields else value
+    if req.version == (1, 1) and "HOST" not in fields:
+        raise errors.InvalidHeader("HOST is missing", req=req)
+    # It leaves what is coded so to the application, which expects the body itself.
+    if fields.get("TRANSFER-ENCODING", "chunked").strip().lower() != "chunked":
+        raise errors.UnsupportedTransferCoding(fields["TRANSFER-ENCODING"])
+    if "close" in (option.strip().lower() for option in fields.get("CONNECTION", "").split(",")):
+        req.force_close()
+    req.version = min(req.version, (1, 1))  # in which the answer is sent
+
+
+class FunctionServer(BaseApplication):  # type: ignore[misc]
+    """``boot`` runs in the worker and returns the WSGI callable and what drains it."""
+
+    def __init__(
+        self,
+        door: ProbeAcceptor,
+        settings: Settings,
+        boot: Callable[[], tuple[WsgiGateway, Callable[[], bool]]],
+    ) -> None:
+        self._door = door
+        self._options = options(door, settings)
+        self._boot = boot
+        self.drain: Callable[[], bool] | None = None
+        self.serving = threading.local()  # each thread's request
+        self.slow_clients = SlowClients(settings.read_timeout_s)
+        self.write_timeout_s = settings.write_timeout_s
+        super().__init__()
+
+    def load_config(self) -> None:
+        for name, value in self._options.items():
+            if name in self.cfg.settings:  # older gunicorns have no control socket to disable
+                self.cfg.set(name, value)
+
+    def load(self) -> Wsgi:
+        front, self.drain = self._boot()
+        slow = self.slow_clients
+
+        def handle(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+            environ[WHOLE] = partial(slow.end, environ["gunicorn.socket"])
+            environ[CLOSE] = self.serving.request.force_close
+            return front(environ, start_response)
+
+        return handle
+
+    def run(self) -> None:
+        _Arbiter(self, self._door).run()
+
+
+class _Arbiter(Arbiter):  # type: ignore[misc]
+    def __init__(self, app: FunctionServer, door: ProbeAcceptor) -> None:
+        self.LISTENERS = [door.entrance]
+        self._door = door
+        super().__init__(app)
+
+    def spawn_worker(self) -> Any:
+        with self._door.still():
+            return super().spawn_worker()
+
+
+class _Pool(ThreadPoolExecutor):
+    """Where no further thread can be made (ulimit -u, a container's pids), those that are there do the work."""
+
+    def _adjust_thread_count(self) -> None:
+        try:
+            super()._adjust_thread_count()
+        except RuntimeError as error:
+            if not self._threads or as_limit_error(error) is None:
+                raise
+            logger.warning("%s", as_limit_error(error))
+
+
+class Worker(ThreadWorker):  # type: ignore[misc]
+    """On SIGTERM goes on accepting (a platform's probes must see 503, not a refused connection) until drained."""
+
+    def init_process(self) -> None:
+        # A handler of signals may interrupt whoever holds a lock that it needs itself, and so hang; this takes none.
+        # The thread is made now, since to start one takes a lock, too, and at the end there may be no room for it.
+        self._stop: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._late_clients = LateClients()
+        threading.Thread(target=self._drain, name="drain", daemon=True).start()
+        super().init_process()
+
+    def get_thread_pool(self) -> ThreadPoolExecutor:
+        return _Pool(self.cfg.threads)
+
+    def accept(self, listener: socket.socket) -> None:
+        try:
+            super().accept(listener)
+        except OSError as error:  # gunicorn's worker would end, and with it every stream
+            if (known := as_limit_error(error)) is None:
+                raise
+            logger.warning("a client must wait: %s", known)
+            time.sleep(_SHORTAGE_S)
+
+    def enqueue_req(self, conn: Any) -> None:
+        """A connection takes a thread when it has sent something, so that idle ones keep no probe waiting.
+
+        gunicorn itself lets a new connection hold a thread for five seconds before it puts it where we put it at once.
+        """
+        if getattr(conn, "initialized", True) or getattr(conn, "data_ready", True):
+            super().enqueue_req(conn)
+            return
+        conn.sock.setblocking(False)
+        conn.set_timeout()
+        self.pending_conns.append(conn)
+        self.poller.register(conn.sock, selectors.EVENT_READ, partial(self.on_pending_socket_readable, conn))
+
+    def handle(self, conn: Any) -> Any:
+        # Head and body are two sends: without this the second waits up to 40 ms for the client's delayed ACK (Nagle).
+        conn.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # One send, not the whole answer: a stream may take long, only its reader must not stall.
+        conn.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(self.app.write_timeout_s))
+        self.app.slow_clients.begin(conn.sock)
+        try:
+            kept = super().handle(conn)
+        finally:
+            self.app.slow_clients.end(conn.sock)
+        if not kept:
+            # gunicorn waits for the client's end in its loop, up to two seconds, and everybody else with it.
+            self._late_clients.leave(conn.sock)
+            conn.close = _closed
+        return kept
+
+    def handle_request(self, req: Any, conn: Any) -> Any:
+        _correct(req)
+        self.app.serving.request = req
+        try:
+            return super().handle_request(req, conn)
+        except BlockingIOError as error:  # SO_SNDTIMEO's; as one of these gunicorn does not log it as a defect
+            raise ConnectionResetError(errno.ECONNRESET, "the client takes nothing of its answer") from error
+
+    def handle_error(self, req: Any, client: Any, addr: Any, exc: BaseException) -> None:
+        """A request that is no HTTP, or against our limits. gunicorn's own answer would be HTML."""
+        status = next((status for kind, status in _STATUSES if isinstance(exc, kind)), 500)
+        if status == 500:
+            logger.error("request failed", exc_info=exc)
+        message = "internal error" if status == 500 else str(exc)
+        body = (compact(ApiError(status, message, code="bad_http").body()) + "\n").encode("utf-8", "replace")
+        head = f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\nConnection: close\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        with contextlib.suppress(OSError):
+            client.sendall(head.encode() + body)
+
+    def murder_pending(self) -> None:
+        """gunicorn calls this about once a second."""
+        super().murder_pending()
+        self.app.slow_clients.shut()
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        self._stop.put(None)
+
+    def _drain(self) -> None:
+        self._stop.get()
+        if self.app.drain is not None:
+            self.app.drain()
+        # What is still open are idle connections: no reason to wait for them as long as for work.
+        self.cfg.set("graceful_timeout", STOP_GRACE_S)
+        self.alive = False
+        self.method_queue.defer(lambda: None)  # wakes the loop

@@ -1,0 +1,120 @@
+"""The WSGI callable. Answers probes by itself, asks for the token, and hands everything else to the Flask app.
+
+Importing Flask costs 100 to 200 ms; a probe that arrives before it is there must not wait for it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import itertools
+import json
+import threading
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from ..faults import not_ready
+from ..probes import ProbeResponse
+from .slow_clients import WHOLE
+
+if TYPE_CHECKING:
+    from ..service import Service
+
+Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+
+ARRIVED = "medusa.arrived"  # the environ's key of a number that grows from request to request
+_TELLS = ("/metrics", "/timeline", "/openapi.json")  # what is no work is not refused
+_TOKEN_WANTED = {
+    "error": {
+        "message": "expected the header Authorization: Bearer <token> with this server's token",
+        "type": "authentication_error",
+        "param": None,
+        "code": "invalid_token",
+    }
+}
+_PROBE_IS_READ = {
+    "error": {
+        "message": "a probe takes GET and HEAD alone",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "bad_method",
+    }
+}
+
+
+class WsgiGateway:
+    def __init__(self, service: Service, build: Callable[[], Wsgi]) -> None:
+        self._service = service
+        self._build = build
+        self._token = service.settings.token
+        self._app: Wsgi | None = None
+        self._building = threading.Lock()
+        # Locks are given in no order, so requests that wait for the app keep theirs in a number.
+        self._arrivals = itertools.count()
+        self._cap = service.settings.max_waiting + service.settings.max_concurrency
+        self._room = threading.Semaphore(self._cap)
+
+    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        if WHOLE in environ and environ.get("CONTENT_LENGTH", "0") in ("", "0") and not _is_chunked(environ):
+            environ[WHOLE]()
+        # We know no other protocol; werkzeug would refuse who offers to go on with WebSocket.
+        environ.pop("HTTP_UPGRADE", None)
+        probe = self._service.probes.answer(environ["PATH_INFO"])
+        if probe is not None and environ["REQUEST_METHOD"] in ("GET", "HEAD"):
+            if isinstance(probe, ProbeResponse):
+                answer = _json(start_response, "200 OK" if probe.good else "503 Service Unavailable", probe.status)
+                return [] if environ["REQUEST_METHOD"] == "HEAD" else answer
+            environ["PATH_INFO"] = probe  # the platform asks the function itself
+        elif self._token is not None and not self._is_authorized(environ.get("HTTP_AUTHORIZATION", "")):
+            return _json(start_response, "401 Unauthorized", _TOKEN_WANTED, ("WWW-Authenticate", "Bearer"))
+        elif probe is not None:
+            return _json(start_response, "405 Method Not Allowed", _PROBE_IS_READ, ("Allow", "GET, HEAD"))
+        environ[ARRIVED] = next(self._arrivals)
+        if self._app is None and environ["PATH_INFO"] not in _TELLS:
+            # Each of these holds a thread until the app is there; beyond the cap that must be none of the probes' own.
+            if not self._room.acquire(blocking=False):
+                return self._refuse(start_response)
+            try:
+                self.app()
+            finally:
+                self._room.release()
+        return self.app()(environ, start_response)
+
+    def app(self) -> Wsgi:
+        """The Flask app, built by whoever needs it first."""
+        with self._building:
+            if self._app is None:
+                self._app = self._build()
+            return self._app
+
+    def _refuse(self, start_response: Callable[..., Any]) -> Iterable[bytes]:
+        service = self._service
+        service.admission.refused += 1
+        why = f"it is still starting, and {self._cap} requests wait for it already, as many as may"
+        error = not_ready(why, service.eta_s())
+        body = error.body() if service.settings.handler is None else {"error": error.message}
+        return _json(start_response, "503 Service Unavailable", body, *error.headers.items())
+
+    def _is_authorized(self, header: str) -> bool:
+        assert self._token is not None
+        scheme, _, given = header.partition(" ")
+        # It takes as long for a near miss as for any other. Bytes, because it refuses text that is not ASCII.
+        same = hmac.compare_digest(given.strip().encode("latin-1", "replace"), self._token.encode())
+        return same and scheme.lower() == "bearer"
+
+
+def _is_chunked(environ: dict[str, Any]) -> bool:
+    return bool(environ.get("HTTP_TRANSFER_ENCODING"))
+
+
+def _json(start_response: Callable[..., Any], status: str, value: Any, *headers: tuple[str, str]) -> Iterable[bytes]:
+    body = json.dumps(value).encode() + b"\n"
+    start_response(
+        status,
+        [
+            ("Content-Type", "application/json"),
+            ("Content-Length", str(len(body))),
+            ("Cache-Control", "no-store"),
+            *headers,
+        ],
+    )
+    return [body]

@@ -1,0 +1,1 @@
+"""The contract with user code: loading it, calling it, and what it is given."""

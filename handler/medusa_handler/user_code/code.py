@@ -1,0 +1,85 @@
+"""The code that ``--handler`` names: loaded once, called, closed. It knows nothing of HTTP."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from medusa_runtime.errors import HandlerError, HandlerLoadError
+
+from ..http.deadline import Deadline
+from .binding import Binding
+from .contract import Context, Request
+from .loader import load_target
+from .loop import AsyncItems, EventLoop
+
+
+class UserCode:
+    """Asynchronous code runs in ``loop``. ``folder`` is where the code lies, known while it is loaded."""
+
+    def __init__(self, loop: EventLoop) -> None:
+        self._loop = loop
+        self._instance: Any = None
+        self._call: Callable[..., Any] = _not_loaded
+        self._binding: Binding | None = None
+        self.folder: Path | None = None
+
+    @property
+    def is_event_style(self) -> bool:
+        """It is an OpenFaaS ``handle(event, context)``, whose result has a statusCode."""
+        return self._binding is not None and self._binding.is_event_style
+
+    def load(self, spec: str, context: Context) -> None:
+        """Import it and run its ``load``. Raises HandlerError and HandlerLoadError, with its own error as cause."""
+        target = load_target(spec)
+        source = getattr(sys.modules.get(getattr(target, "__module__", "")), "__file__", None)
+        self.folder = Path(source).parent if source else None
+        try:
+            self._instance = target() if inspect.isclass(target) else target
+            self._call = self._entry(target)
+            self._binding = Binding(self._call, context)
+            load = getattr(self._instance, "load", None)
+            if callable(load):
+                self._wait(load(context) if inspect.signature(load).parameters else load())
+        except HandlerLoadError:
+            raise
+        except (Exception, SystemExit) as error:
+            what = f"{spec}: loading raised {type(error).__name__}: {error}"
+            raise HandlerError(what) from error
+
+    def _entry(self, target: Any) -> Callable[..., Any]:
+        predict = getattr(self._instance, "predict", None)
+        if callable(predict):
+            return predict  # type: ignore[no-any-return]
+        if inspect.isclass(target) and "__call__" not in vars(target):
+            methods = ", ".join(name for name in vars(target) if not name.startswith("_")) or "nothing"
+            raise HandlerLoadError(f"class {target.__name__} has no method predict(request); it has {methods}")
+        return self._instance  # type: ignore[no-any-return]
+
+    def call(self, request: Request, gone: Callable[[], bool] = lambda: False) -> Any:
+        """Its result; an asynchronous iterator comes back as a plain one.
+
+        Only after it was loaded. Raises what it raises, ClientGoneError, and 504 when its time is over.
+        """
+        assert self._binding is not None
+        positional, named = self._binding.arguments(request)
+        call = partial(self._call, *positional, **named)
+        result = self._wait(gone.run(call) if isinstance(gone, Deadline) else call(), gone)
+        return AsyncItems(self._loop, result) if isinstance(result, AsyncIterator) else result
+
+    def _wait(self, result: Any, gone: Callable[[], bool] = lambda: False) -> Any:
+        return self._loop.run(result, gone) if inspect.iscoroutine(result) else result
+
+    def close(self) -> None:
+        """Run its ``close``. Raises what that raises."""
+        close = getattr(self._instance, "close", None)
+        if callable(close):
+            self._wait(close())
+
+
+def _not_loaded(*_: object) -> Any:
+    raise AssertionError("called before it was loaded")

@@ -1,0 +1,103 @@
+"""``context.weights``: the checkpoint behind the function, for a module of the user's own."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from medusa_runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from medusa_runtime.config import Settings
+    from medusa_runtime.load.loader import Loader
+    from medusa_runtime.region.reader import Progress, Region
+    from medusa_runtime.timeline import Timeline
+    from torch import nn
+
+M = TypeVar("M", bound="nn.Module")
+
+
+class Weights:
+    """The weights named by ``--model``, fetched since the instance started. Thread-safe."""
+
+    def __init__(
+        self,
+        region: Region | None,
+        settings: Settings,
+        timeline: Timeline,
+        on_error: Callable[[BaseException], None] = lambda _: None,
+    ) -> None:
+        self._shared = region
+        self._on_error = on_error
+        self._settings = settings
+        self._timeline = timeline
+        self._lock = threading.Lock()
+        self._own: Region | None = None
+        self._loaders: list[Loader] = []
+
+    def build(self, factory: Callable[[], M], prefix: str = "", **options: Any) -> M:
+        """The module that ``factory`` constructs, without waiting for its weights; it may be called at once.
+
+        Any code that makes a ``torch.nn.Module`` will do; parameters take no memory and are not initialised while it
+        runs. Each part of a forward waits for its own weights, and what a forward waits for is fetched first.
+        Parameters need no gradient. Options: ``dtype``, ``device``, ``memory_format``, ``strict``, ``copy``,
+        ``release``, ``rename`` (see ``medusa_runtime.load.build``). Raises what the factory raises; what is wrong
+        with the checkpoint or its fetch is raised by the forward, and by ``wait``; where nobody waits it ends the
+        instance.
+        """
+        region = self._region()
+        self._import_torch()
+        from medusa_runtime.load.build import build
+
+        module, loader = build(region, factory, prefix, timeline=self._timeline, on_error=self._on_error, **options)
+        self._loaders.append(loader)
+        return module
+
+    def wait(self) -> None:
+        """Until every module that was built has all its weights. Raises what came instead."""
+        for loader in list(self._loaders):
+            loader.wait()
+
+    def names(self) -> dict[int, str]:
+        """The checkpoint's name of each tensor of the modules that were built, by its id. Waits for all of them."""
+        self.wait()
+        return {key: name for loader in self._loaders for key, name in loader.names().items()}
+
+    def file(self, name: str) -> bytes | None:
+        """A small file of the checkpoint (config.json, tokenizer.json …); None when it has none of this name."""
+        region = self._region()
+        region.wait_index(self._settings.hold_s)
+        return region.file(name)
+
+    def progress(self) -> Progress:
+        """How far the fetch is."""
+        return self._region().progress()
+
+    def close(self) -> None:
+        for loader in self._loaders:
+            loader.close()
+        if self._own is not None:
+            self._own.close()
+
+    def _region(self) -> Region:
+        if self._shared is None:
+            raise ConfigError("context.weights has no checkpoint: expected --model beside --handler")
+        with self._lock:
+            if self._own is None:
+                from medusa_runtime.region.reader import Region
+
+                # A mapping of our own: what user code writes to a parameter is its own copy of that page.
+                self._own = Region(os.dup(self._shared.fd), private=True)
+            return self._own
+
+    def _import_torch(self) -> None:
+        with self._lock:
+            if self._loaders:
+                return
+            with self._timeline.stage("import", package="torch"):
+                import torch  # seconds on a cold disk; only a function that builds a module pays for it
+            from medusa_runtime.limits import cpu_count
+
+            torch.set_num_threads(self._settings.threads or cpu_count())

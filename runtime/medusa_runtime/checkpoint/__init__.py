@@ -1,0 +1,1 @@
+"""Checkpoint formats: which tensors a checkpoint has and where their bytes lie."""

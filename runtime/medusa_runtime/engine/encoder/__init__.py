@@ -1,0 +1,1 @@
+"""The engine of text encoders, which turn texts into vectors."""

@@ -1,0 +1,176 @@
+"""The engine of encoders: texts of all requests that wait, in batches of similar length."""
+
+from __future__ import annotations
+
+import base64
+import logging
+import threading
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...config import Settings
+from ...errors import EngineError, MedusaError, RequestError
+from ...limits import cpu_count
+from ...models.pooling import unit
+from ...region.reader import Region
+from ...timeline import Timeline
+from ..base import Delta, EngineInfo, GenerateRequest
+from ..serving.validation import check_token_ids
+from .text_encoder import Encoder, Reading
+
+logger = logging.getLogger(__name__)
+
+_IDLE_S = 0.2  # how often an idle engine looks at its stop event
+_WINDOW = 256  # waiting texts among which those of similar length are sought
+_MOST_TEXTS = 64
+
+
+@dataclass(eq=False)
+class _Text:
+    tokens: list[int]
+    vector: Future[Tensor] = field(default_factory=Future)
+
+
+class EncoderEngine:
+    """Serves ``embed``; ``add`` refuses, since an encoder continues no text. One forward at a time, in ``run``."""
+
+    def __init__(self, region: Region, settings: Settings, timeline: Timeline) -> None:
+        with timeline.stage("config"):
+            torch.set_num_threads(settings.threads or cpu_count())
+        dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+        self._encoder = Encoder(region, timeline, Reading(dtype, settings.max_model_len))
+        config = self._encoder.config
+        self.info = EngineInfo("torch", "encoder", config.vocab_size, self._encoder.max_tokens, (), 0)
+        self._timeline = timeline
+        self._most_tokens = max(settings.max_batched_tokens, self._encoder.max_tokens)
+        self._changed = threading.Condition()
+        self._waiting: list[_Text] = []
+        self._running = self._embedded = self._tokens = self._steps = 0
+        self._end: MedusaError | None = None
+
+    def embed(
+        self, inputs: Sequence[str | Sequence[int]], dimensions: int | None = None, truncate: int | None = None
+    ) -> list[tuple[int, str]]:
+        """Of each input its number of tokens, and its vector as float32 little-endian in base64. In any thread.
+
+        ``dimensions``: only so many numbers, brought to length 1 again. ``truncate``: cut longer inputs there, -1: at
+        the model's limit. Raises RequestError, EngineError, and what the weights failed with.
+        """
+        size = self._encoder.size
+        if dimensions is not None and dimensions > size:
+            raise RequestError(f"dimensions: expected at most the {size} of this model, found {dimensions}")
+        most = self._encoder.max_tokens if truncate == -1 else truncate
+        texts = [_Text(self._encoder.tokens(given, most)) for given in inputs]
+        with self._changed:
+            if self._end is not None:
+                raise self._end
+            self._waiting += texts
+            self._changed.notify()
+        found = []
+        for text in texts:
+            vector = text.vector.result()
+            vector = vector if dimensions is None else unit(vector[:dimensions])
+            found.append((len(text.tokens), _packed(vector)))
+        return found
+
+    def run(self, stop: threading.Event) -> None:
+        end: MedusaError = EngineError("the engine is stopping; try again")
+        try:
+            with torch.inference_mode():
+                while not stop.is_set():
+                    batch = self._take()
+                    if batch:
+                        self._step(batch)
+        except MedusaError as error:
+            end = error
+            raise
+        finally:
+            with self._changed:
+                self._end, left, self._waiting = end, self._waiting, []
+            for text in left:
+                text.vector.set_exception(end)
+
+    def _take(self) -> list[_Text]:
+        """The text that has waited longest, and those of the nearest length that fit beside it."""
+        with self._changed:
+            if not self._waiting:
+                self._changed.wait(_IDLE_S)
+            if not self._waiting:
+                return []
+            first = self._waiting[0]
+            near = sorted(self._waiting[1:_WINDOW], key=lambda text: abs(len(text.tokens) - len(first.tokens)))
+            batch, longest = [first], len(first.tokens)
+            for text in near:
+                widest = max(longest, len(text.tokens))
+                if len(batch) == _MOST_TEXTS or widest * (len(batch) + 1) > self._most_tokens:
+                    break
+                batch.append(text)
+                longest = widest
+            taken = set(map(id, batch))
+            self._waiting = [text for text in self._waiting if id(text) not in taken]
+            self._running = len(batch)
+        return batch
+
+    def _step(self, batch: list[_Text]) -> None:
+        start_ns = time.monotonic_ns()
+        try:
+            vectors = self._encoder.encode([text.tokens for text in batch])
+        except Exception as error:
+            failure = error if isinstance(error, MedusaError) else EngineError(f"the engine failed: {error}")
+            for text in batch:
+                text.vector.set_exception(failure)
+            if isinstance(error, MedusaError):
+                raise
+            logger.exception("a step failed; its %d texts end", len(batch))
+            return
+        finally:
+            self._running = 0
+        tokens = sum(len(text.tokens) for text in batch)
+        if not self._steps:
+            self._timeline.record("first_forward", start_ns, time.monotonic_ns(), tokens=tokens)
+            self._timeline.mark("first_token")  # what a start is timed by: the first answer
+        self._steps += 1
+        self._embedded += len(batch)
+        self._tokens += tokens
+        for text, vector in zip(batch, vectors, strict=True):
+            text.vector.set_result(vector)
+
+    def add(self, request: GenerateRequest, sink: Callable[[Delta], None]) -> None:
+        raise RequestError("this model makes embeddings and continues no text; expected a request to /v1/embeddings")
+
+    def cancel(self, request_id: str) -> None:
+        """Nothing to do: it has no such request."""
+
+    def wait_ready(self) -> None:
+        self._encoder.wait()
+
+    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self._encoder.tokenizer.encode(text, add_special_tokens)
+
+    def detokenize(self, token_ids: list[int]) -> str:
+        check_token_ids("token_ids", token_ids, self.info)
+        return self._encoder.tokenizer.decode(token_ids)
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "running": self._running,
+            "waiting": len(self._waiting),
+            "prompt_tokens_total": self._tokens,
+            "embeddings_total": self._embedded,
+            "steps_total": self._steps,
+        }
+
+    def close(self) -> None:
+        self._encoder.close()
+
+
+def _packed(vector: Tensor) -> str:
+    # There is no numpy in the engine process.
+    return base64.b64encode(array("f", vector.tolist()).tobytes()).decode()

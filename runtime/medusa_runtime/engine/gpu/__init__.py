@@ -1,0 +1,1 @@
+"""The torch engine on a GPU: memory, attention and CUDA graphs."""

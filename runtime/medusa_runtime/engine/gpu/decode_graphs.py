@@ -1,0 +1,167 @@
+"""Decode steps as CUDA graphs, one for each of a few batch sizes (MEDUSA §2.2; vLLM's 35 default sizes).
+
+A batch runs in the graph of the next size up. A graph holds addresses: of the weights, the KV cache, and the static
+inputs, all of which are there before the weights' bytes are; so graphs are captured, or restored from a state bundle,
+while the weights still come, and whenever the engine has nothing else to do. What has no graph yet runs eagerly.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...load.gate import passing
+from ...models import DecoderModel
+from ...timeline import Timeline
+from ..serving.sequence import Span
+from ..torch.kv_cache import KvCache, Memory, blocks_for
+from .attention import DecodeAttention
+from .static_inputs import StaticInputs
+
+logger = logging.getLogger(__name__)
+
+BATCH_SIZES = (1, 2, 4, *range(8, 257, 8))
+
+
+class Graph(Protocol):
+    """A captured or restored graph."""
+
+    def replay(self) -> None:
+        """Run it on the current stream, after what was launched there before."""
+
+
+class Capturer(Protocol):
+    """Makes graphs on a device; in tests, of recorded callables."""
+
+    def warm_up(self, work: Callable[[], None]) -> None:
+        """Run ``work`` outside of a capture, so that kernels are loaded and workspaces exist."""
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        """Record what ``work`` launches. The same stream and memory pool for all."""
+
+
+def sizes_for(max_concurrency: int) -> tuple[int, ...]:
+    """The batch sizes to capture for at most so many sequences: those up to the next size up."""
+    last = bisect_left(BATCH_SIZES, min(max_concurrency, BATCH_SIZES[-1]))
+    return BATCH_SIZES[: last + 1]
+
+
+def obstacle(model: DecoderModel) -> str | None:
+    """Why this model's decode steps cannot be captured; None when they can."""
+    rope = getattr(model, "rope", None)
+    if rope is not None and rope.config.kind == "dynamic":
+        return "dynamic rope scaling computes its frequencies on the host"
+    return None
+
+
+class DecodeGraphs:
+    """The graphs of one model and KV cache. Belongs to the engine's thread."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        cache: KvCache,
+        capturer: Capturer,
+        *,
+        sizes: Sequence[int],
+        max_model_len: int,
+        memory: Memory,
+        timeline: Timeline | None = None,
+    ) -> None:
+        self.sizes = tuple(sizes)
+        self.graphs: dict[int, Graph] = {}
+        self.replays = 0
+        self._model = model
+        self.cache = cache
+        self.capturer = capturer
+        self._timeline = timeline
+        self.inputs = StaticInputs(
+            memory,
+            cache.pool.device,
+            rows=self.sizes[-1],
+            blocks=blocks_for(max_model_len),
+            vocab=model.config.vocab_size,
+            dtype=cache.shape.dtype,
+            spare=cache.spare,
+        )
+        self._disabled: str | None = None
+
+    @property
+    def pending(self) -> list[int]:
+        """Sizes that have no graph yet, in the order to capture them: a large one's memory serves the smaller ones."""
+        return [] if self._disabled else [size for size in reversed(self.sizes) if size not in self.graphs]
+
+    def adopt(self, graphs: Mapping[int, Graph]) -> None:
+        """Take graphs that were restored from a state bundle, for any of the sizes."""
+        self.graphs.update({size: graph for size, graph in graphs.items() if size in self.sizes})
+
+    def size_for(self, count: int) -> int | None:
+        """The smallest size of at least ``count`` that has a graph; None when there is none."""
+        first = bisect_left(self.sizes, count)
+        return next((size for size in self.sizes[first:] if size in self.graphs), None)
+
+    def can_run(self, spans: Sequence[Span]) -> bool:
+        """Whether these spans are decodes only, of a size that has a graph."""
+        decodes = all(stop - start == 1 and stop == len(sequence.tokens) for sequence, start, stop in spans)
+        return decodes and self.size_for(len(spans)) is not None
+
+    def run(self, spans: Sequence[Span]) -> Tensor:
+        """One decode step; logits [spans, vocab], true until the next run."""
+        size = self.size_for(len(spans))
+        assert size is not None
+        self.inputs.fill(spans, size)
+        self.graphs[size].replay()
+        self.replays += 1
+        return self.inputs.logits[: len(spans)]
+
+    def step(self, size: int, layers: int | None = None) -> None:
+        """What the graph of this size does, launched by hand: the first ``size`` rows of the inputs → their logits.
+        ``layers``: only so many of the model's."""
+        inputs = self.inputs
+        attention = DecodeAttention(self.cache, inputs.slots[:size], inputs.contexts[:size], inputs.tables[:size])
+        positions = inputs.positions[:size]
+        hidden = self._model.embed(inputs.token_ids[:size], positions)
+        hidden = self._model.run_layers(hidden, positions, attention, stop=layers)
+        inputs.logits[:size].copy_(self._model.logits(hidden))
+
+    def capture(self, size: int) -> None:
+        """Warm up and capture one size, whatever the weights hold. A failure is logged once and ends capturing."""
+        start_ns = time.monotonic_ns()
+
+        def work() -> None:
+            self.step(size)
+
+        try:
+            with passing(), torch.inference_mode():
+                self.inputs.fill([], self.inputs.rows)
+                self.capturer.warm_up(work)
+                warm_ns = time.monotonic_ns()
+                self.graphs[size] = self.capturer.capture(work)
+        except Exception as error:  # noqa: BLE001 - decoding goes on without graphs
+            self._disabled = f"{type(error).__name__}: {error}"
+            logger.warning("decode steps run without a CUDA graph: batch size %d: %s", size, self._disabled)
+            return
+        if self._timeline is not None:
+            self._timeline.record("warm_up", start_ns, warm_ns, batch=size)
+            self._timeline.record("capture", warm_ns, time.monotonic_ns(), batch=size)
+
+    def capture_first_layer(self, size: int, capturer: Capturer) -> Graph:
+        """A step of one layer, which has all kinds of kernels: capturing it loads what they are in (MEDUSA §5.2)."""
+        work = partial(self.step, size, 1)
+        with passing(), torch.inference_mode():
+            self.inputs.fill([], self.inputs.rows)
+            capturer.warm_up(work)
+            return capturer.capture(work)
+
+    def capture_next(self) -> None:
+        """Capture the largest size that is missing."""
+        pending = self.pending
+        if pending:
+            self.capture(pending[0])

@@ -1,0 +1,159 @@
+"""What the engine needs of a GPU, in one place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ...config import Settings
+from ...errors import StateError
+from ...load.upload import Link
+from ...region.reader import Region
+from ...state.kinds import CUDA_GRAPHS, file_name
+from ...timeline import Timeline
+
+if TYPE_CHECKING:  # a start on a CPU imports nothing of this
+    from ...load.loader import Loader
+    from ...models import DecoderModel
+    from ..torch.kv_cache import KvCache
+    from .decode_graphs import Capturer, DecodeGraphs, Graph
+    from .runner import GpuRunner
+
+
+def open_gpu(settings: Settings, timeline: Timeline) -> Gpu | None:
+    """The device of these settings; None for the CPU."""
+    if settings.device != "cuda":
+        return None
+    with timeline.stage("device"):
+        return Gpu()
+
+
+def graphs_of(region: Region, settings: Settings) -> BundledGraphs | None:
+    """The state bundle's graphs, where this start has any."""
+    return BundledGraphs(region, settings) if region.has_file(file_name(CUDA_GRAPHS.name)) else None
+
+
+class BundledGraphs:
+    """The graphs' blob among a region's files, and whether it can be trusted."""
+
+    def __init__(self, region: Region, settings: Settings) -> None:
+        from ...state.graphs.restoration.quarantine import Quarantine
+
+        self._region = region
+        self._distrust = Quarantine(settings, os.environ)
+        self._digest = ""
+
+    def read(self) -> bytes | None:
+        """The blob, once it has come; None where it does not. StateError when it broke a context before."""
+        import hashlib
+
+        data = self._region.file(file_name(CUDA_GRAPHS.name))
+        if data is None:
+            return None
+        self._digest = hashlib.sha256(data).hexdigest()
+        if (reason := self._distrust.reason(self._digest)) is not None:
+            raise StateError(f"they broke the device's context before ({reason}); materialize them again")
+        return data
+
+    def quarantine(self, reason: str) -> bool:
+        """Whether it could be written down that what was read breaks a context."""
+        return self._distrust.note(self._digest, reason)
+
+
+class Gpu:
+    """One device: the way of weights into it, its free memory, and how graphs are captured on it."""
+
+    def __init__(
+        self, ordinal: int = 0, *, way: str = "auto", base: int | None = None, keep_graph: bool = False
+    ) -> None:
+        """``way`` of weights: see CudaLink. ``base``: where regions are placed. ``keep_graph``: see CudaCapturer.
+
+        The context is there already, so this takes milliseconds.
+        """
+        from ...load.cuda_link import CudaLink
+        from ...state.graphs.driver import CudaDriver
+        from .placed_memory import BASE, PlacedMemory
+
+        self.device = torch.device("cuda", ordinal)
+        torch.cuda.set_device(self.device)
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.empty(1, device=self.device)  # makes the context this thread's current one
+        self.placed = PlacedMemory(CudaDriver(), self.device, BASE if base is None else base)
+        self.link: Link = CudaLink(self.device, self.memory, way=way)
+        self._keep_graph = keep_graph
+
+    def memory(self, name: str, size_bytes: int) -> Tensor:
+        """uint8 [size_bytes], mapped and not cleared, where a graph's pointers expect it. DeviceError if it is full."""
+        return self.placed(name, size_bytes)
+
+    def blocks(self, planned: int) -> int:
+        """How many blocks the KV cache gets."""
+        return planned
+
+    def free_beside(self, loader: Loader) -> int:
+        """Bytes that are free when the weights have their place. Raises what placing them raised."""
+        loader.wait_placed()
+        return int(torch.cuda.mem_get_info(self.device)[0])
+
+    def capturer(self) -> Capturer | None:
+        """None where decode steps cannot be captured."""
+        from ...kernels import cuda
+
+        if cuda.triton_obstacle() is not None:
+            return None
+        from .capture import CudaCapturer
+
+        return CudaCapturer(self.device, keep_graph=self._keep_graph)
+
+    def restored(self, model: DecoderModel, graphs: DecodeGraphs, blueprints: bytes) -> Mapping[int, Graph]:
+        """Graphs of a state bundle by their sizes; empty where nothing fits."""
+        from .graph_state import GraphState
+
+        self.placed.make_current()
+        self._state = GraphState(model, graphs, self.placed)  # kept: the graphs' memory and kernels are its
+        return self._state.restore(blueprints)
+
+    def lost(self, error: Exception) -> bool:
+        """Whether the context is broken, so that every further call fails. ``error``: what was raised last."""
+        from ...state.graphs.driver import STICKY, CudaError
+
+        found = error if isinstance(error, CudaError) else error.__cause__
+        if isinstance(found, CudaError) and found.sticky:
+            return True
+        return self.placed.driver.result("cuCtxSynchronize") in STICKY
+
+    def abandon(self) -> None:
+        """End this process as a crash does: the zygote forks another engine, whose weights are still in the region."""
+        os.abort()
+
+    def working(self) -> AbstractContextManager[object]:
+        """In this context new tensors are made on the device."""
+        return self.device
+
+    def runner(
+        self,
+        model: DecoderModel,
+        cache: KvCache,
+        loader: Loader,
+        max_concurrency: int,
+        max_model_len: int,
+        timeline: Timeline,
+        blueprints: BundledGraphs | None = None,
+    ) -> GpuRunner:
+        from .runner import GpuRunner
+
+        return GpuRunner(
+            self,
+            model,
+            cache,
+            loader,
+            max_concurrency=max_concurrency,
+            max_model_len=max_model_len,
+            timeline=timeline,
+            blueprints=blueprints,
+        )

@@ -1,0 +1,201 @@
+"""Between the engine's decode graphs and the state bundle's blueprints: names, references, what they are valid for."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...models import DecoderModel
+from ...state.graphs import CudaDriver
+from ...state.graphs.blueprint import Blueprints, MemoryRange, Piece, RangeKind
+from ...state.graphs.fingerprint import fingerprint
+from ...state.graphs.materialization.dump import dump_graphs
+from ...state.graphs.materialization.images import ImageStore
+from ...state.graphs.materialization.materialize import Capture, materialize_graphs
+from ...state.graphs.materialization.trace import AllocationTrace
+from ...state.graphs.mismatch import GraphMismatch, Reason
+from ...state.graphs.placement import Placement, place
+from ...state.graphs.restoration.restore import RestoredGraphs, restore_graphs
+from ..torch.kv_cache import KV_CACHE
+from .capture import CudaCapturer, CudaGraph
+from .decode_graphs import DecodeGraphs
+from .graph_memory import other_regions
+from .placed_memory import PlacedMemory
+
+logger = logging.getLogger(__name__)
+
+KV_BLOCKS, _ANY = "kv blocks", "any"
+_REFERENCE_BYTES = 1024  # of a row's logits
+_OURS = (RangeKind.SLAB, RangeKind.WORKSPACE)
+
+
+def key_of(size: int) -> str:
+    return f"decode {size}"
+
+
+class GraphState:
+    """One engine's graphs: ``dump`` and ``materialize`` where they were captured, ``restore`` where they were not."""
+
+    def __init__(self, model: DecoderModel, graphs: DecodeGraphs, memory: PlacedMemory) -> None:
+        self._model = model
+        self._graphs = graphs
+        self._cache = graphs.cache
+        self._memory = memory
+        self._driver: CudaDriver = memory.driver
+        self._placement: Placement | None = None
+        self.restored: RestoredGraphs | None = None
+
+    def restore(self, data: Blueprints | bytes, *, validate: str = "ends") -> dict[int, Any]:
+        """Graphs by size, as many as fit here; why the others do not is logged once. Weights must be there."""
+        blueprints = self._fitting(Blueprints.load(data) if isinstance(data, bytes) else data)
+        used = blueprints.used_regions()
+        wanted = [region for n, region in enumerate(blueprints.regions) if n in used and region.kind in _OURS]
+        try:
+            placement = place(self._driver, wanted, placed={one.name: one.address for one in self._named()})
+        except GraphMismatch as mismatch:
+            logger.warning("CUDA graphs are captured, not restored: %s", mismatch)
+            return {}
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        sizes = {key_of(size): size for size in self._graphs.sizes}
+        triggered: list[CudaGraph] = []  # alive until the kernels were taken from them
+
+        def trigger(key: str) -> int:
+            # A pool of its own: what is captured here is never run.
+            capturer = CudaCapturer(self._memory.device, keep_graph=True, instantiate=False)
+            layer = self._graphs.capture_first_layer(sizes[key], capturer)
+            assert isinstance(layer, CudaGraph)
+            triggered.append(layer)
+            return int(layer.captured.raw_cuda_graph())
+
+        restored = restore_graphs(
+            self._driver,
+            blueprints,
+            placement,
+            keys=list(sizes),
+            stream=stream.cuda_stream,
+            fingerprint=self.fingerprint() | self._blocks(blueprints.fingerprint.get(KV_BLOCKS) == _ANY),
+            current_stream=lambda: torch.cuda.current_stream().cuda_stream,
+            trigger=trigger,
+            validate=validate,
+        )
+        self._placement, self.restored = placement, restored  # the graphs' memory lives as long as they do
+        return {sizes[key]: graph for key, graph in restored.graphs.items()}
+
+    def dump(self, capturer: CudaCapturer, images: Sequence[bytes] = ()) -> Blueprints:
+        """All captured graphs (``keep_graph``) as they are. ``images``: of all modules loaded so far."""
+        handles = {key_of(size): graph.captured.raw_cuda_graph() for size, graph in self._captured().items()}
+        return dump_graphs(self._driver, handles, self.regions(capturer.pool), images=ImageStore(images))
+
+    def materialize(
+        self,
+        capturer: CudaCapturer,
+        images: Sequence[bytes],
+        second: Blueprints | None,
+        libraries: Sequence[Any] = (),
+        trace: Callable[[Mapping[str, int]], AllocationTrace] | None = None,
+    ) -> Blueprints:
+        """``images``: of all modules loaded so far; ``second``: a dump by another process with another base;
+        ``trace``: the allocations, given how many nodes each graph has."""
+        dump = self.dump(capturer, images)
+        numbers = {region.name: number for number, region in enumerate(dump.regions)}
+        captured = self._captured()
+        stream = capturer.stream.cuda_stream
+        inputs = {key_of(size): self._inputs(size, numbers["graph inputs"]) for size in captured}
+        outputs = {key_of(size): self._outputs(size, numbers["graph outputs"]) for size in captured}
+        launches = {key_of(size): _launch(capturer, graph) for size, graph in captured.items()}
+        capture = Capture(
+            launches,
+            inputs,
+            outputs,
+            stream,
+            ImageStore(images),
+            trace=trace({graph.key: len(graph.nodes) for graph in dump.graphs}) if trace else None,
+            fingerprint=self.fingerprint() | self._blocks(second is not None and self._resized(second)),
+            libraries=libraries,
+            reads_host=False,
+        )
+        return materialize_graphs(self._driver, dump, capture, second=second)
+
+    def fingerprint(self) -> dict[str, str]:
+        """What must be equal where the graphs are restored: all that their kernels, sizes or offsets depend on."""
+        config = hashlib.sha256(repr(self._model.config).encode()).hexdigest()[:16]
+        named = self._memory.regions.items()
+        sizes = {f"region.{name}": str(region.size) for name, region in named if name != KV_CACHE}
+        own = {"torch": torch.__version__, "model": config, "rows": str(self._graphs.sizes[-1]), **sizes}
+        return fingerprint(self._driver, own)
+
+    def regions(self, pool: Any) -> list[MemoryRange]:
+        """All device memory that a graph may point into: by name, the graphs' pool, and what else torch has."""
+        named = self._named()
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        return [*named, *other_regions(named, segments, pool)]
+
+    def _named(self) -> list[MemoryRange]:
+        """The KV cache is a region for each layer's keys and values: where each begins is all that graphs know of it,
+        unless one was captured with the number of blocks, too."""
+        named = [region for region in self._memory.regions.values() if region.name != KV_CACHE]
+        for layer, parts in enumerate(self._cache.layers):
+            for kind, part in zip(("keys", "values"), parts, strict=True):
+                name = f"{KV_CACHE} {layer} {kind}"
+                named.append(MemoryRange(name, RangeKind.NAMED, part.data_ptr(), part.nbytes))
+        return named
+
+    def _resized(self, other: Blueprints) -> bool:
+        """Whether all of the KV cache had another size there."""
+        sizes = {region.name: region.size for region in other.regions}
+        parts = [region for region in self._named() if region.name.startswith(KV_CACHE)]
+        return all(sizes.get(part.name, part.size) != part.size for part in parts)
+
+    def _blocks(self, proved: bool) -> dict[str, str]:
+        """Of the fingerprint: graphs fit any KV cache if captures with caches of other sizes were alike."""
+        return {KV_BLOCKS: _ANY if proved else str(len(self._cache.layers[0][0]))}
+
+    def _fitting(self, blueprints: Blueprints) -> Blueprints:
+        """Without the graphs that have a word nobody can explain, where the KV cache has another size than theirs."""
+        if not self._resized(blueprints):
+            return blueprints
+        why = f"{Reason.ADDRESS}: captured with a KV cache of another size, which something in it may depend on"
+        refused = {graph.key: why for graph in blueprints.graphs if graph.pinned}
+        graphs = tuple(graph for graph in blueprints.graphs if not graph.pinned)
+        return replace(blueprints, graphs=graphs, refused={**blueprints.refused, **refused})
+
+    def _captured(self) -> dict[int, CudaGraph]:
+        return {size: graph for size, graph in self._graphs.graphs.items() if isinstance(graph, CudaGraph)}
+
+    def _inputs(self, size: int, region: int) -> tuple[Piece, ...]:
+        self._graphs.inputs.fill_reference(size, self._model.config.vocab_size)
+        torch.cuda.synchronize()
+        return tuple(Piece(region, offset, data) for offset, data in self._graphs.inputs.pieces(size))
+
+    def _outputs(self, size: int, region: int) -> tuple[Piece, ...]:
+        row_bytes = self._graphs.inputs.logits[0].nbytes
+        rows = sorted({*range(min(size, self._graphs.inputs.kinds)), size - 1})
+        return tuple(Piece(region, row * row_bytes, bytes(min(_REFERENCE_BYTES, row_bytes))) for row in rows)
+
+
+def _launch(capturer: CudaCapturer, graph: CudaGraph) -> Any:
+    def launch() -> None:
+        with torch.cuda.stream(capturer.stream):
+            graph.replay()
+
+    return launch
+
+
+def summary(blueprints: Blueprints) -> Mapping[str, object]:
+    """For a report."""
+    return {
+        "graphs": len(blueprints.graphs),
+        "nodes": sum(len(graph.nodes) for graph in blueprints.graphs),
+        "pointers": sum(len(graph.relocations) for graph in blueprints.graphs),
+        "pinned": sum(bool(graph.pinned) for graph in blueprints.graphs),
+        "images": len(blueprints.images),
+        "image_bytes": sum(map(len, blueprints.images.values())),
+        "contents_bytes": sum(len(piece.data) for piece in blueprints.contents),
+        "refused": dict(blueprints.refused),
+    }

@@ -1,0 +1,109 @@
+"""What a captured graph reads and writes: memory of fixed addresses, of which each batch uses the first rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..serving.sequence import Span
+from ..torch.kv_cache import BLOCK_TOKENS, SPARE_BLOCKS, Memory
+
+
+class StaticInputs:
+    """Token ids, positions, slots, contexts and block tables of up to ``rows`` sequences, and their logits.
+
+    ``rows`` counts padding: a batch smaller than its graph has rows that compute nothing anybody reads. Such a row is
+    token 0 at position 0 of a sequence of one token in ``spare``, a block that no sequence is ever given.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        device: torch.device,
+        *,
+        rows: int,
+        blocks: int,
+        vocab: int,
+        dtype: torch.dtype,
+        spare: int,
+    ) -> None:
+        """``blocks``: how many a sequence has at most."""
+        self.rows = rows
+        self._spare = spare
+        numbers, tables = rows * 4 * 8, rows * blocks * 4
+        inputs = memory("graph inputs", numbers + tables)
+        self.numbers = inputs[:numbers].view(torch.long).view(4, rows)
+        self.tables = inputs[numbers : numbers + tables].view(torch.int32).view(rows, blocks)
+        self.logits = memory("graph outputs", rows * vocab * dtype.itemsize)[: rows * vocab * dtype.itemsize]
+        self.logits = self.logits.view(dtype).view(rows, vocab)
+        pinned = device.type == "cuda"
+        self._host_numbers = torch.zeros((4, rows), dtype=torch.long, pin_memory=pinned)
+        self._host_tables = torch.zeros((rows, blocks), dtype=torch.int32, pin_memory=pinned)
+        self.fill([], rows)
+
+    @property
+    def token_ids(self) -> Tensor:
+        return self.numbers[0]
+
+    @property
+    def positions(self) -> Tensor:
+        return self.numbers[1]
+
+    @property
+    def slots(self) -> Tensor:
+        return self.numbers[2]
+
+    @property
+    def contexts(self) -> Tensor:
+        return self.numbers[3]
+
+    @property
+    def kinds(self) -> int:
+        """How many different rows a reference has."""
+        return SPARE_BLOCKS
+
+    def fill_reference(self, size: int, vocab: int) -> None:
+        """Rows that need nothing but weights: first tokens, in the spare blocks; every ``kinds``-th is alike."""
+        kind = torch.arange(size) % self.kinds
+        blocks = self._spare + kind
+        self._host_numbers[:, :size] = torch.stack(
+            [kind * 37 % vocab, torch.zeros_like(kind), blocks * BLOCK_TOKENS, torch.ones_like(kind)]
+        )
+        self._host_tables[:size] = blocks[:, None].to(torch.int32)
+        self._send(size)
+
+    def pieces(self, size: int) -> list[tuple[int, bytes]]:
+        """What the last fill wrote, as (offset in the region of inputs, bytes)."""
+        rows = [(row * self.numbers.shape[1] * 8, self._host_numbers[row, :size]) for row in range(4)]
+        parts = [*rows, (self.numbers.nbytes, self._host_tables[:size])]
+        return [(offset, bytes(part.contiguous().view(-1).view(torch.uint8).tolist())) for offset, part in parts]
+
+    def fill(self, spans: Sequence[Span], size: int) -> None:
+        """Write these spans, each of a sequence's last token, and padding up to ``size`` rows.
+
+        The copies are ordered before what is launched next on this stream; the last fill's must have been used.
+        """
+        padding = size - len(spans)
+        ids = [span.sequence.tokens[span.start] for span in spans]
+        starts = [span.start for span in spans]
+        slots = [span.sequence.slots(span.start, span.stop)[0] for span in spans]
+        rows = torch.tensor(
+            [
+                ids + [0] * padding,
+                starts + [0] * padding,
+                slots + [self._spare * BLOCK_TOKENS] * padding,
+                [start + 1 for start in starts] + [1] * padding,
+            ]
+        )
+        self._host_numbers[:, :size] = rows
+        width = max((len(span.sequence.blocks) for span in spans), default=1)
+        tables = [[*span.sequence.blocks, *[self._spare] * (width - len(span.sequence.blocks))] for span in spans]
+        tables += [[self._spare] * width] * padding
+        self._host_tables[:size, :width] = torch.tensor(tables, dtype=torch.int32)
+        self._send(size)
+
+    def _send(self, size: int) -> None:
+        self.numbers.copy_(self._host_numbers, non_blocking=True)
+        self.tables[:size].copy_(self._host_tables[:size], non_blocking=True)

@@ -1,0 +1,65 @@
+"""What a sampled token does to its sequence, and what the caller is told."""
+
+from __future__ import annotations
+
+from ..base import Delta, TokenLogprob
+from ..torch.sampler import Sampled
+from .sequence import Sequence
+from .tokenizer import Tokenizer
+
+
+def advance(sequence: Sequence, sampled: Sampled, tokenizer: Tokenizer) -> Delta:
+    """Append a token; the delta has a finish_reason when the sequence ends with it.
+
+    Like vLLM, a token that ends a sequence is among the token ids but not in the text, unless its stop is included.
+    """
+    token, params, transcript = sampled.token, sequence.params, sequence.transcript
+    sequence.tokens.append(token)
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    if token in sequence.ending:
+        finish_reason = "stop"
+        text = ""
+        if token not in sequence.eos_token_ids:
+            stop_reason = token
+            if params.include_stop_str_in_output:
+                text = transcript.push(token)
+        text += transcript.finish()
+    else:
+        text = transcript.push(token, may_stop=sequence.generated >= params.min_tokens)
+        if transcript.stopped_by is None and len(sequence.tokens) >= sequence.limit:
+            finish_reason = "length"
+            text += transcript.finish()
+    if transcript.stopped_by is not None:
+        finish_reason, stop_reason = "stop", transcript.stopped_by
+    logprobs = () if sampled.logprob is None else (_logprob(sampled, sampled.logprob, tokenizer),)
+    return Delta(
+        sequence.id,
+        text,
+        (token,),
+        logprobs,
+        finish_reason,
+        stop_reason,
+        sequence.prompt_length,
+        sequence.generated,
+    )
+
+
+def ended(sequence: Sequence, reason: str, error: tuple[str, str] | None = None) -> Delta:
+    """The last delta of a sequence that did not end by itself."""
+    return Delta(
+        sequence.id,
+        "",
+        finish_reason=reason,
+        prompt_tokens=sequence.prompt_length,
+        completion_tokens=sequence.generated,
+        error=error,
+    )
+
+
+def _logprob(sampled: Sampled, logprob: float, tokenizer: Tokenizer) -> TokenLogprob:
+    def text(token: int) -> str:
+        return tokenizer.decode([token]) if tokenizer.present else ""
+
+    top = tuple((token, text(token), value) for token, value in sampled.top)
+    return TokenLogprob(sampled.token, text(sampled.token), logprob, top)

@@ -1,0 +1,62 @@
+"""What other threads want of the engine's own thread."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from ...errors import EngineError
+
+_Result = TypeVar("_Result")
+
+
+class Inbox:
+    """Calls to be made between two steps, in order, by the thread that owns the sequences and the cache."""
+
+    def __init__(self) -> None:
+        self._calls: deque[Callable[[], object]] = deque()
+        self._arrived = threading.Condition()
+        self._closed = False
+
+    def post(self, call: Callable[[], object]) -> None:
+        with self._arrived:
+            if not self._closed:
+                self._calls.append(call)
+                self._arrived.notify()
+
+    def ask(self, call: Callable[[], _Result]) -> _Result:
+        """Post, and wait for the result. Raises what the call raises; EngineError when nobody will make it."""
+        answer: Future[_Result] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(call())
+            except BaseException as error:  # noqa: BLE001 - it belongs to the thread that asked
+                answer.set_exception(error)
+
+        self.post(run)
+        while True:
+            try:
+                return answer.result(0.1)
+            except TimeoutError:
+                if self._closed and not answer.done():
+                    raise EngineError("the engine is stopping") from None
+
+    def handle(self) -> None:
+        """Make the calls there are."""
+        while self._calls:
+            self._calls.popleft()()
+
+    def wait(self, timeout_s: float) -> None:
+        with self._arrived:
+            if not self._calls and not self._closed:
+                self._arrived.wait(timeout_s)
+
+    def close(self) -> None:
+        with self._arrived:
+            self._closed = True
+            self._calls.clear()
+            self._arrived.notify_all()

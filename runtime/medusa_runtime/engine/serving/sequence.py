@@ -1,0 +1,81 @@
+"""One request on its way through the engine."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ..base import Delta, GenerateRequest
+from ..torch.kv_cache import BLOCK_TOKENS
+from .transcript import Transcript
+
+
+class Sequence:
+    """Prompt and completion of a request, and how much of them is in the KV cache (``computed`` tokens of ``tokens``).
+
+    ``limit`` is the length at which it ends; ``ending`` the token ids that end it (EOS and stop_token_ids).
+    """
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        prompt: list[int],
+        sink: Callable[[Delta], None],
+        *,
+        limit: int,
+        eos_token_ids: frozenset[int],
+        transcript: Transcript,
+    ) -> None:
+        self.request = request
+        self.params = request.params
+        self.sink = sink
+        self.tokens = list(prompt)
+        self.prompt_length = len(prompt)
+        self.limit = limit
+        self.eos_token_ids = frozenset() if request.params.ignore_eos else eos_token_ids
+        self.ending = self.eos_token_ids | frozenset(request.params.stop_token_ids)
+        self.transcript = transcript
+        self.computed = 0
+        self.blocks: list[int] = []
+        self.cancelled = False
+        seed = request.params.seed
+        self.dice = Dice(int.from_bytes(os.urandom(8), "little") if seed is None else seed)
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+    def slots(self, start: int, stop: int) -> list[int]:
+        """Where in the cache the tokens [start, stop) lie."""
+        blocks = self.blocks
+        return [blocks[i // BLOCK_TOKENS] * BLOCK_TOKENS + i % BLOCK_TOKENS for i in range(start, stop)]
+
+
+class Span(NamedTuple):
+    """The tokens [start, stop) of a sequence, to be run in one step."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+
+
+class Dice:
+    """A sequence's own random numbers: one for each sampled token, so that no other sequence changes them."""
+
+    def __init__(self, seed: int, draws: int = 0) -> None:
+        self.seed = seed
+        self.draws = 0
+        self._random = random.Random(seed)
+        for _ in range(draws):
+            self.roll()
+
+    def roll(self) -> float:
+        """A number in [0, 1)."""
+        self.draws += 1
+        return self._random.random()

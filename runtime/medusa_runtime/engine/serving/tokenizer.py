@@ -1,0 +1,89 @@
+"""The checkpoint's tokenizer, read while the weights are on their way."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from ...errors import CorruptError, MedusaError, RequestError
+from ...timeline import Timeline
+
+_LONG_CHARACTERS = 1 << 16  # below, a text is tokenized before its length could be judged
+_HINT = (
+    "give the prompt as token ids, or put a tokenizer.json beside the weights (from a tokenizer.model alone "
+    "transformers makes one: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR))"
+)
+
+
+class Tokenizer:
+    """Loads tokenizer.json in a thread; the first use waits for it. Without the file only token ids can be served."""
+
+    def __init__(self, data: bytes | None, timeline: Timeline) -> None:
+        self.present = data is not None
+        self._data = data
+        self._timeline = timeline
+        self._tokenizer: Any = None
+        self._longest_piece: int | None = None
+        self._error: MedusaError | None = None
+        self._thread = threading.Thread(target=self._load, name="tokenizer", daemon=True)
+        if self.present:
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Raises CorruptError when tokenizer.json cannot be read."""
+        if self.present:
+            self._loaded()
+
+    def check_length(self, text: str, most_tokens: int, *, name: str = "prompt") -> None:
+        """Raises RequestError for a text that cannot be as few tokens, without the minutes and memory to count them."""
+        if not self.present or len(text) < _LONG_CHARACTERS:
+            return
+        if self._longest_piece is None:
+            self._longest_piece = max(map(len, self._loaded().get_vocab()), default=1)
+        if len(text) > most_tokens * self._longest_piece:
+            raise RequestError(
+                f"{name}: expected at most {most_tokens} tokens, "
+                f"found {len(text)} characters, which are more; shorten it"
+            )
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Raises RequestError without a tokenizer.json."""
+        if not self.present:
+            raise RequestError(f"prompt: this checkpoint has no tokenizer.json, so text cannot be used; {_HINT}")
+        encoding = self._loaded().encode(_without_surrogates(text), add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+        if not self.present:
+            raise RequestError(f"token_ids: this checkpoint has no tokenizer.json, so they have no text; {_HINT}")
+        text: str = self._loaded().decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def _loaded(self) -> Any:
+        if self._tokenizer is None:
+            self._thread.join()
+            if self._error is not None:
+                raise self._error
+        return self._tokenizer
+
+    def _load(self) -> None:
+        from tokenizers import Tokenizer as Parsed
+
+        assert self._data is not None
+        try:
+            with self._timeline.stage("tokenizer", bytes=len(self._data)):
+                parsed = Parsed.from_buffer(self._data)
+                # A file may ask for padding or truncation of training batches; neither is wanted of a prompt.
+                parsed.no_padding()
+                parsed.no_truncation()
+        except Exception as error:  # noqa: BLE001 - the package raises bare Exception
+            self._error = CorruptError(f"tokenizer.json: expected the JSON of a fast tokenizer, found {error}")
+        else:
+            self._tokenizer = parsed
+        self._data = None
+
+
+def _without_surrogates(text: str) -> str:
+    """JSON may carry lone surrogates, which are no text."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -1,0 +1,98 @@
+"""Whether a request can be served: one error that names the parameter, what is accepted, and what came."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from ...errors import RequestError
+from ..base import EngineInfo, SamplingParams
+
+_MOST_LOGPROBS = 20
+_MOST_STOPS = 32
+_MOST_TOP_K = 1 << 31
+_NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "temperature": ("0 or more", lambda x: x >= 0),
+    "top_p": ("a number in (0, 1]", lambda x: 0 < x <= 1),
+    "min_p": ("a number in [0, 1]", lambda x: 0 <= x <= 1),
+    "repetition_penalty": ("a number above 0", lambda x: x > 0),
+    "presence_penalty": ("a number in [-2, 2]", lambda x: -2 <= x <= 2),
+    "frequency_penalty": ("a number in [-2, 2]", lambda x: -2 <= x <= 2),
+}
+
+
+def check_prompt(prompt: list[int], info: EngineInfo) -> None:
+    """Raises RequestError for an empty prompt, one that leaves no room for a token, and ids the model has not."""
+    if not prompt:
+        raise RequestError("prompt: expected at least one token, found an empty prompt")
+    if len(prompt) >= info.max_model_len:
+        raise RequestError(
+            f"prompt: expected at most {info.max_model_len - 1} tokens (max_model_len is {info.max_model_len} and one "
+            f"token must be generated), found {len(prompt)}; shorten it"
+        )
+    check_token_ids("prompt", prompt, info)
+
+
+def check_token_ids(name: str, token_ids: list[int], info: EngineInfo) -> None:
+    """Raises RequestError."""
+    for token in token_ids:
+        _token(name, token, info)
+
+
+def check_params(params: SamplingParams, info: EngineInfo, *, has_text: bool) -> None:
+    """Raises RequestError."""
+    for name, (accepted, good) in _NUMBERS.items():
+        _number(name, getattr(params, name), accepted, good)
+    _count("top_k", params.top_k, -1, _MOST_TOP_K, "0 or -1 (all tokens), or 1 and more")
+    _count("max_tokens", params.max_tokens, 1, None, "1 or more")
+    _count("min_tokens", params.min_tokens, 0, params.max_tokens, "0 or more, and at most max_tokens")
+    _count("logprobs", params.logprobs, 0, _MOST_LOGPROBS, f"between 0 and {_MOST_LOGPROBS}")
+    if params.logprobs is not None and params.logprobs > info.vocab_size:
+        raise _error("logprobs", f"at most the vocabulary's {info.vocab_size}", params.logprobs)
+    if params.prompt_logprobs is not None:
+        raise _error(
+            "prompt_logprobs", "to be absent (the torch engine has none, --engine vllm has)", params.prompt_logprobs
+        )
+    if params.seed is not None and not isinstance(params.seed, int):
+        raise _error("seed", "a whole number", params.seed)
+    _check_stops(params, info, has_text)
+    for token, bias in (params.logit_bias or {}).items():
+        _token("logit_bias", token, info)
+        _number("logit_bias", bias, "values in [-100, 100]", lambda x: -100 <= x <= 100)
+
+
+def _check_stops(params: SamplingParams, info: EngineInfo, has_text: bool) -> None:
+    if len(params.stop) > _MOST_STOPS:
+        raise _error("stop", f"at most {_MOST_STOPS} strings", len(params.stop))
+    for stop in params.stop:
+        if not isinstance(stop, str) or not stop:
+            raise _error("stop", "strings that are not empty", stop)
+    if params.stop and not has_text:
+        raise RequestError(
+            "stop: this checkpoint has no tokenizer.json, so its tokens have no text; use stop_token_ids instead"
+        )
+    for token in params.stop_token_ids:
+        _token("stop_token_ids", token, info)
+
+
+def _number(name: str, value: Any, accepted: str, good: Callable[[float], bool]) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not good(value):
+        raise _error(name, accepted, value)
+
+
+def _count(name: str, value: Any, least: int, most: int | None, accepted: str) -> None:
+    if value is None and name in ("max_tokens", "logprobs"):
+        return
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < least or (most is not None and value > most):
+        raise _error(name, accepted, value)
+
+
+def _token(name: str, token: Any, info: EngineInfo) -> None:
+    if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < info.vocab_size:
+        raise _error(name, f"token ids between 0 and {info.vocab_size - 1}", token)
+
+
+def _error(name: str, accepted: str, found: Any) -> RequestError:
+    return RequestError(f"{name}: expected {accepted}, found {found!r}")

@@ -1,0 +1,1 @@
+"""The torch engine: small, and serving before all of its weights have arrived."""

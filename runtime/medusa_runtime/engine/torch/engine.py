@@ -1,0 +1,244 @@
+"""The engine of this repository: small, and serving before its weights are there.
+
+    add ─▶ inbox ─▶ scheduler ─spans▶ runner ─logits▶ sampler ─token▶ completion ─delta▶ sink
+
+The first prefill starts as soon as there is a request; the gates of the loader hold it layer by layer.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any
+
+import torch
+
+from ...config import Settings
+from ...errors import EngineError, MedusaError, RequestError
+from ...limits import cpu_count
+from ...load.loader import Loader
+from ...models import build_model
+from ...region.reader import Region
+from ...timeline import Timeline
+from ..base import EngineInfo, GenerateRequest
+from ..checkpoint_files import read_config, read_eos_token_ids
+from ..gpu.device import Gpu, graphs_of, open_gpu
+from ..serving.completion import advance
+from ..serving.inbox import Inbox
+from ..serving.requests import Requests, Sink
+from ..serving.sequence import Sequence, Span
+from ..serving.tokenizer import Tokenizer
+from ..serving.validation import check_token_ids
+from .kv_cache import BLOCK_TOKENS, KvCache, KvShape, blocks_for
+from .kv_size import kv_plan
+from .migration import ExportedRequest, export, request_of, resume
+from .runner import CpuRunner, Runner
+from .scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+_IDLE_S = 0.2  # how often an idle engine looks at its stop event, which a signal handler may set
+_MOST_FAILED_STEPS = 3
+
+
+class TorchEngine:
+    """Continuous batching over one model. Construction waits for the checkpoint's index, not its weights."""
+
+    def __init__(self, region: Region, settings: Settings, timeline: Timeline, gpu: Gpu | None = None) -> None:
+        """On ``gpu``, or, with ``--device cuda``, on the first one there is; else on the CPU."""
+        self._settings = settings
+        self._timeline = timeline
+        gpu = gpu or open_gpu(settings, timeline)
+        with timeline.stage("config"):
+            torch.set_num_threads(settings.threads or cpu_count())
+            config = read_config(region)
+        dtype = config.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
+        with timeline.stage("skeleton", architecture=config.architecture):
+            self._model = build_model(config)
+        release = settings.host_weights == "release"
+        link = gpu.link if gpu is not None else None
+        self._loader = Loader(
+            region, self._model, dtype=dtype, timeline=timeline, link=link, release=release and gpu is not None
+        )
+        self._tokenizer = Tokenizer(region.file("tokenizer.json"), timeline)
+        with timeline.stage("kv_plan") as detail:
+            free = gpu.free_beside(self._loader) if gpu is not None else None
+            plan = kv_plan(region, config, settings, dtype, device_free_bytes=free)
+            shape = KvShape.of(config, dtype)
+            self._cache = (
+                KvCache(shape, plan.blocks) if gpu is None else KvCache(shape, gpu.blocks(plan.blocks), gpu.memory)
+            )
+            detail |= {"tokens": plan.tokens, "source": plan.source}
+        self.runner: Runner = (
+            CpuRunner(self._model, self._cache)
+            if gpu is None
+            else gpu.runner(
+                self._model,
+                self._cache,
+                self._loader,
+                settings.max_concurrency,
+                plan.max_model_len,
+                timeline,
+                graphs_of(region, settings),
+            )
+        )
+        eos = read_eos_token_ids(region, config)
+        self.info = EngineInfo("torch", config.architecture, config.vocab_size, plan.max_model_len, eos, plan.tokens)
+        self._scheduler = Scheduler(
+            self._cache.blocks,
+            max_concurrency=settings.max_concurrency,
+            max_batched_tokens=settings.max_batched_tokens,
+        )
+        self._inbox = Inbox()
+        self._requests = Requests(settings, self._tokenizer, self.info, self._scheduler.remove)
+        self._prompt_tokens = self._generated_tokens = self._steps = self._failed_steps = 0
+        self._load_error: MedusaError | None = None
+        self._watcher = threading.Thread(target=self._watch, name="engine-watch", daemon=True)
+        self._watcher.start()
+
+    def add(self, request: GenerateRequest, sink: Sink) -> None:
+        sequence = self._requests.open(request, sink)
+        self._inbox.post(lambda: self._begin(sequence))
+
+    def cancel(self, request_id: str) -> None:
+        sequence = self._requests.get(request_id)
+        if sequence is not None:
+            sequence.cancelled = True  # at once, so that the step that is running gives it no token
+            self._inbox.post(lambda: self._cancel(sequence))
+
+    def export_request(self, request_id: str) -> ExportedRequest:
+        """Take a request out of this engine; it gets no further delta here. RequestError for an unknown id.
+
+        Needs a running engine, as all changes are made by the thread of ``run``.
+        """
+        return self._inbox.ask(lambda: self._export(request_id))
+
+    def import_request(self, exported: ExportedRequest, sink: Sink) -> None:
+        """Go on with a request of another engine of the same model. Raises RequestError and OverloadedError."""
+        request = request_of(exported, self._cache.shape)
+        sequence = self._requests.register(request, list(request.prompt), sink)  # type: ignore[arg-type]
+        self._inbox.ask(lambda: self._import(sequence, exported))
+
+    def run(self, stop: threading.Event) -> None:
+        end: MedusaError = EngineError("the engine is stopping; try again")
+        try:
+            with torch.inference_mode():
+                while not stop.is_set():
+                    self._inbox.handle()
+                    self._check_loaded()
+                    spans = self._scheduler.schedule()
+                    if spans:
+                        self._step(spans)
+                    else:
+                        self._inbox.wait(0.0 if self.runner.use_idle_time() else _IDLE_S)
+        except MedusaError as error:
+            end = error
+            raise
+        except Exception as error:
+            end = EngineError(f"the engine failed: {type(error).__name__}: {error}")
+            raise end from error
+        finally:
+            self._requests.close(end)
+            self._inbox.close()
+
+    def wait_ready(self) -> None:
+        self._watcher.join()
+        self._check_loaded()
+
+    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens)
+
+    def detokenize(self, token_ids: list[int]) -> str:
+        check_token_ids("token_ids", token_ids, self.info)
+        return self._tokenizer.decode(token_ids)
+
+    def stats(self) -> dict[str, Any]:
+        running = len(self._scheduler.running)
+        return {
+            "running": running,
+            "waiting": max(len(self._requests) - running, 0),
+            "kv_tokens": self.info.kv_tokens,
+            "kv_tokens_used": self._cache.blocks.used * BLOCK_TOKENS,
+            "prompt_tokens_total": self._prompt_tokens,
+            "generated_tokens_total": self._generated_tokens,
+            "preemptions_total": self._scheduler.preemptions,
+            "steps_total": self._steps,
+        }
+
+    def close(self) -> None:
+        self._inbox.close()
+        self._loader.close()
+        self._watcher.join()
+
+    # From here on: the thread of run, but for what says otherwise.
+
+    def _watch(self) -> None:
+        """In a thread of its own: wait for the weights and the tokenizer."""
+        try:
+            self._loader.wait()
+            self._tokenizer.wait()
+        except MedusaError as error:
+            self._load_error = error
+        except Exception as error:  # noqa: BLE001 - wait_ready must hear of anything
+            self._load_error = EngineError(f"the weights could not be applied: {type(error).__name__}: {error}")
+            self._load_error.__cause__ = error
+        self._inbox.post(lambda: None)
+
+    def _check_loaded(self) -> None:
+        """In any thread: raise what made loading impossible, if that is known already."""
+        if self._load_error is not None:
+            raise self._load_error
+
+    def _begin(self, sequence: Sequence) -> None:
+        self._prompt_tokens += sequence.prompt_length
+        self._scheduler.add(sequence)
+
+    def _step(self, spans: list[Span]) -> None:
+        first = self._steps == 0
+        start_ns = time.monotonic_ns()
+        try:
+            logits, sequences = self.runner.step(spans)
+            sampled = [] if logits is None else self.runner.sample(logits, sequences)
+        except MedusaError:
+            raise
+        except Exception as error:
+            self._failed_steps += 1
+            if self._failed_steps >= _MOST_FAILED_STEPS:
+                raise
+            logger.exception("a step failed; its %d requests end", len(spans))
+            failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
+            for span in spans:
+                self._requests.end(span.sequence, "error", failure)
+            return
+        self._failed_steps = 0
+        self._steps += 1
+        if first:
+            self._timeline.record(
+                "first_forward", start_ns, time.monotonic_ns(), tokens=sum(s.stop - s.start for s in spans)
+            )
+        for sequence, token in zip(sequences, sampled, strict=True):
+            if sequence.cancelled:
+                continue
+            delta = advance(sequence, token, self._tokenizer)
+            if self._generated_tokens == 0:
+                self._timeline.mark("first_token")
+            self._generated_tokens += 1
+            self._requests.tell(sequence, delta)
+
+    def _cancel(self, sequence: Sequence) -> None:
+        if self._requests.get(sequence.id) is sequence:
+            self._requests.end(sequence, "cancelled")
+
+    def _export(self, request_id: str) -> ExportedRequest:
+        sequence = self._requests.get(request_id)
+        if sequence is None:
+            raise RequestError(f"export: expected the id of a running request, found {request_id!r}")
+        exported = export(sequence, self._cache)
+        self._requests.drop(sequence)
+        return exported
+
+    def _import(self, sequence: Sequence, exported: ExportedRequest) -> None:
+        blocks = self._cache.blocks.take(blocks_for(exported.header["computed"]))
+        resume(sequence, exported, self._cache, blocks)
+        self._scheduler.add(sequence)

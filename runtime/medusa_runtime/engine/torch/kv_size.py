@@ -1,0 +1,68 @@
+"""The KV plan of the torch engine: its cache's geometry, and what is free beside the weights."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ...checkpoint.index import TensorEntry
+from ...config import Settings
+from ...limits import memory_available_bytes
+from ...models import ModelConfig
+from ...region.reader import Region
+from ...state.kv_plan import Geometry, KvPlan, activation_bytes, plan, recorded_in
+from .kv_cache import BLOCK_TOKENS, KvShape
+
+
+def free_bytes(region: Region, settings: Settings, dtype: torch.dtype) -> int:
+    """What can be allocated once the weights of this region are there."""
+    index, progress = region.wait_index(), region.progress()
+    total = sum(shard.data_bytes for shard in index.shards)
+    # Mapped files are page cache, which counts as free but is needed; what was fetched into the region does not.
+    to_come = total if any(shard.path is not None for shard in index.shards) else total - progress.fetched_bytes
+    casts = sum(_cast_bytes(entry, dtype) for entry in index.tensors.values())
+    free = memory_available_bytes() - to_come - casts
+    if settings.memory_limit_mb is not None:
+        free = min(free, (settings.memory_limit_mb << 20) - total - casts)
+    return free
+
+
+def _cast_bytes(entry: TensorEntry, dtype: torch.dtype) -> int:
+    """The memory of a tensor's copy in another dtype; none when it is used as it is."""
+    name = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}[dtype]
+    return 0 if entry.dtype == name else math.prod(entry.shape) * dtype.itemsize
+
+
+def geometry(shape: KvShape, max_positions: int) -> Geometry:
+    axes = ("layers", "keys and values", "blocks", "tokens", "kv_heads", "head_dim")
+    lengths = (shape.layers, 2, 0, BLOCK_TOKENS, shape.kv_heads, shape.head_dim)
+    dtype = str(shape.dtype).removeprefix("torch.")
+    return Geometry(BLOCK_TOKENS, shape.block_bytes, tuple(zip(axes, lengths, strict=True)), dtype, max_positions)
+
+
+def kv_plan(
+    region: Region, config: ModelConfig, settings: Settings, dtype: torch.dtype, *, device_free_bytes: int | None = None
+) -> KvPlan:
+    """The plan that the state bundle holds, where it fits this machine now; else one computed. Raises ConfigError.
+
+    ``device_free_bytes``: what a GPU has free beside the weights, where the cache lies on one.
+    """
+    return plan(
+        geometry(KvShape.of(config, dtype), config.max_positions),
+        settings,
+        free_bytes=free_bytes(region, settings, dtype) if device_free_bytes is None else device_free_bytes,
+        activation_bytes=activations(region, config, settings, dtype),
+        recorded=recorded_in(region),
+    )
+
+
+def activations(region: Region, config: ModelConfig, settings: Settings, dtype: torch.dtype) -> int:
+    """What a forward may take beside weights and cache, calculated."""
+    return activation_bytes(
+        region.wait_index(),
+        hidden=config.hidden_size,
+        vocabulary=config.vocab_size,
+        item_bytes=dtype.itemsize,
+        settings=settings,
+    )

@@ -1,0 +1,42 @@
+"""Attention over the paged KV cache, for one step of many sequences."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ... import kernels
+from ..serving.sequence import Span
+from .kv_cache import KvCache
+
+
+class PagedAttention:
+    """The models' Attention, made anew for each step: where its new tokens go, and what each of them sees."""
+
+    def __init__(self, cache: KvCache, spans: list[Span]) -> None:
+        self._cache = cache
+        width = max(len(span.sequence.blocks) for span in spans)
+        tables: list[list[int]] = []
+        slots: list[int] = []
+        rows: list[int] = []
+        contexts: list[int] = []
+        lengths: list[int] = []
+        for row, (sequence, start, stop) in enumerate(spans):
+            tables.append(sequence.blocks + [0] * (width - len(sequence.blocks)))
+            slots += sequence.slots(start, stop)
+            rows += [row] * (stop - start)
+            contexts += range(start + 1, stop + 1)
+            lengths += [stop] * (stop - start)
+        self.lengths = torch.tensor(lengths)
+        self._slots = torch.tensor(slots)
+        self._tables = torch.tensor(tables, dtype=torch.int32)
+        self._rows = torch.tensor(rows, dtype=torch.int32)
+        self._contexts = torch.tensor(contexts, dtype=torch.int32)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
+        """The seam of models/base.py; the new keys and values are written before anything is read."""
+        self._cache.write(layer, self._slots, k, v)
+        keys, values = self._cache.layers[layer]
+        return kernels.paged_attention(
+            q, keys, values, self._tables, self._rows, self._contexts, scale=scale, window=window
+        )

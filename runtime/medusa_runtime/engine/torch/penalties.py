@@ -1,0 +1,31 @@
+"""What changes a sequence's logits before a token is chosen."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from ..serving.sequence import Sequence
+
+
+def adjust(logits: Tensor, sequence: Sequence) -> None:
+    """In place, one row [vocab] in fp32: logit_bias, min_tokens, repetition, frequency and presence penalty.
+
+    The repetition penalty is CTRL's (Keskar et al., 2019, section 4.1) and sees the prompt; the other two are OpenAI's
+    and see the completion only.
+    """
+    params = sequence.params
+    if params.logit_bias:
+        logits[torch.tensor(list(params.logit_bias))] += torch.tensor(list(params.logit_bias.values()))
+    if sequence.generated < params.min_tokens and sequence.ending:
+        logits[torch.tensor(sorted(sequence.ending))] = float("-inf")
+    if params.repetition_penalty != 1:
+        seen = torch.tensor(sorted(set(sequence.tokens)))
+        found = logits[seen]
+        logits[seen] = torch.where(found > 0, found / params.repetition_penalty, found * params.repetition_penalty)
+    if sequence.generated and (params.frequency_penalty or params.presence_penalty):
+        counts = Counter(sequence.tokens[sequence.prompt_length :])
+        times = torch.tensor(list(counts.values()), dtype=torch.float32)
+        logits[torch.tensor(list(counts))] -= params.frequency_penalty * times + params.presence_penalty

@@ -1,0 +1,122 @@
+"""Offline: one forward that shows in which order tensors are used, and one that shows how much memory it takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from ...config import Settings
+from ...load.loader import Loader
+from ...load.plan import Rename
+from ...load.trace import record_execution_order
+from ...models import DecoderModel, build_model
+from ...models.base import ModelConfig
+from ...models.causal import CausalAttention
+from ...models.registry import is_encoder
+from ...region.reader import Region
+from ...state.kv_plan import KvPlan, plan
+from ...timeline import Timeline
+from ..base import GenerateRequest, SamplingParams
+from ..checkpoint_files import read_config, read_json
+from ..encoder.text_encoder import Encoder
+from ..forward_memory import MOST_TOKENS, measure
+from ..serving.sequence import Sequence, Span
+from ..serving.transcript import Transcript
+from .kv_cache import KvCache, KvShape, blocks_for
+from .kv_size import activations, geometry
+from .runner import run_step
+
+_ORDER_TOKENS = 4
+_PLENTY_BYTES = 1 << 60
+
+
+class Profile(NamedTuple):
+    """``order``: the checkpoint's tensors as a forward uses them. ``plan``: None of an encoder, which has no cache."""
+
+    order: list[str]
+    plan: KvPlan | None
+
+
+def profile(region: Region, settings: Settings) -> Profile:
+    """Of a model in a region, on this machine's CPU. Raises what an engine would raise for it."""
+    if is_encoder(read_json(region, "config.json") or {}):
+        return Profile(_encoder_order(region), None)
+    config = read_config(region)
+    dtype = config.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    model = build_model(config)
+    timeline = Timeline.create("profile")
+    loader = Loader(region, model, dtype=dtype, timeline=timeline)
+    try:
+        loader.wait()
+        with torch.inference_mode():
+            order = _order(model, region, config)
+            measured = _activations(model, KvShape.of(config, dtype), settings, config)
+    finally:
+        loader.close()
+    if measured is None:
+        measured = activations(region, config, settings, dtype)
+    # What is free here and now says nothing about another start, which looks for itself.
+    settings = replace(settings, kv_cache_mb=None)
+    shape = geometry(KvShape.of(config, dtype), config.max_positions)
+    return Profile(order, plan(shape, settings, free_bytes=_PLENTY_BYTES, activation_bytes=measured))
+
+
+def _encoder_order(region: Region) -> list[str]:
+    encoder = Encoder(region, Timeline.create("profile"))
+    try:
+        encoder.wait()
+        with torch.inference_mode():
+            used = record_execution_order(encoder._model, torch.zeros((1, _ORDER_TOKENS), dtype=torch.long))
+    finally:
+        encoder.close()
+    return _named(used, encoder._model.rename, region)
+
+
+def _order(model: DecoderModel, region: Region, config: ModelConfig) -> list[str]:
+    def forward(token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden = model.run_layers(model.embed(token_ids, positions), positions, CausalAttention(_ORDER_TOKENS))
+        return model.logits(hidden)
+
+    model.forward = forward  # a decoder has none: engines call its parts
+    try:
+        places = torch.arange(_ORDER_TOKENS)
+        used = record_execution_order(model, places % config.vocab_size, places)
+    finally:
+        del model.forward
+    return _named(used, model.rename, region)
+
+
+def _named(used: list[str], rename: Rename, region: Region) -> list[str]:
+    """The checkpoint's names of parameters in this order; what has none comes last."""
+    rank = {name: number for number, name in enumerate(used)}
+    return sorted(region.wait_index().order, key=lambda name: rank.get(rename(name) or "", len(rank)))
+
+
+def _activations(model: DecoderModel, shape: KvShape, settings: Settings, config: ModelConfig) -> int | None:
+    """The most bytes that a forward of ``max_batched_tokens`` takes beside weights and cache; None when this kernel
+    does not tell."""
+    tokens = min(settings.max_batched_tokens, MOST_TOKENS, config.max_positions)
+    cache = KvCache(shape, blocks_for(tokens))
+    run_step(model, cache, _spans(tokens))  # touches weights and cache, makes threads and buffers that stay
+    return measure(
+        lambda: run_step(model, cache, _spans(tokens)), settings, tokens=tokens, vocabulary=config.vocab_size
+    )
+
+
+def _spans(tokens: int) -> list[Span]:
+    request = GenerateRequest("profile", (0,) * tokens, SamplingParams())
+    sequence = Sequence(
+        request,
+        [0] * tokens,
+        lambda _: None,
+        limit=tokens + 1,
+        eos_token_ids=frozenset(),
+        transcript=Transcript(None, (), include_stop=False),
+    )
+    sequence.blocks = list(range(blocks_for(tokens)))
+    return [Span(sequence, 0, tokens)]
+
+
+__all__ = ["Profile", "profile"]

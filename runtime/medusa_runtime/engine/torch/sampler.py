@@ -1,0 +1,113 @@
+"""From logits to tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..serving.sequence import Sequence
+from .penalties import adjust
+
+_CANDIDATES = 1024  # how many of the most likely tokens are looked at before a whole vocabulary is sorted
+
+
+_GREEDY = 1e-5  # temperatures below are greedy: nothing but the most likely token would be left
+
+
+class Sampled(NamedTuple):
+    """A token, and with ``logprobs``: its log-probability and the most likely tokens with theirs."""
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def sample(logits: Tensor, sequences: list[Sequence]) -> list[Sampled]:
+    """One token for each row of ``logits`` [sequences, vocab].
+
+    Log-probabilities are the model's own, before penalties and temperature, as in vLLM.
+    """
+    plain = all(_is_plain(sequence) for sequence in sequences)
+    raw = logits
+    if not plain:
+        logits = logits.float()
+        if logits is raw:
+            logits = logits.clone()
+        for row, sequence in zip(logits, sequences, strict=True):
+            adjust(row, sequence)
+    tokens = logits.argmax(-1)
+    random = [row for row, sequence in enumerate(sequences) if sequence.params.temperature >= _GREEDY]
+    if random:
+        rows = torch.tensor(random)
+        drawn = _draw(logits[rows].float(), [sequences[row] for row in random])
+        tokens = tokens.index_copy(0, rows, drawn)
+    chosen: list[int] = tokens.tolist()
+    return [
+        Sampled(token)
+        if sequence.params.logprobs is None
+        else _with_logprobs(raw[row], token, sequence.params.logprobs)
+        for row, (token, sequence) in enumerate(zip(chosen, sequences, strict=True))
+    ]
+
+
+def _is_plain(sequence: Sequence) -> bool:
+    params = sequence.params
+    return (
+        params.repetition_penalty == 1
+        and params.presence_penalty == 0
+        and params.frequency_penalty == 0
+        and not params.logit_bias
+        and sequence.generated >= params.min_tokens
+    )
+
+
+def _draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:
+    """Sample each row after temperature, min-p, top-k and top-p, in this order."""
+    params = [sequence.params for sequence in sequences]
+    dice = torch.tensor([sequence.dice.roll() for sequence in sequences])
+    probs = torch.softmax(logits / torch.tensor([p.temperature for p in params])[:, None], -1)
+    if any(p.min_p > 0 for p in params):
+        least = probs.amax(-1, keepdim=True) * torch.tensor([p.min_p for p in params])[:, None]
+        probs = torch.where(probs < least, 0, probs)
+    drawn = torch.empty(len(params), dtype=torch.long)
+    cut = [row for row, p in enumerate(params) if p.top_k > 0 or p.top_p < 1]
+    whole = [row for row, p in enumerate(params) if not (p.top_k > 0 or p.top_p < 1)]
+    if whole:
+        rows = torch.tensor(whole)
+        drawn[rows] = _pick(probs[rows], dice[rows])
+    for row in cut:
+        drawn[row] = _pick_from_top(probs[row], dice[row : row + 1], params[row].top_k, params[row].top_p)
+    return drawn
+
+
+def _pick_from_top(probs: Tensor, dice: Tensor, top_k: int, top_p: float) -> Tensor:
+    """From ``probs`` [vocab]: the ``top_k`` most likely tokens (0: all), of those the fewest that reach ``top_p``."""
+    size = probs.shape[0]
+    total = float(probs.sum())
+    limit = min(top_k, size) if top_k > 0 else size
+    count = limit if top_p >= 1 else min(limit, _CANDIDATES)
+    best, ids = probs.topk(count)
+    if count < limit and float(best.sum()) < top_p * total:
+        best, ids = probs.topk(limit)
+    if top_p < 1:
+        if limit < size:
+            total = float(best.sum()) if best.shape[0] == limit else float(probs.topk(limit)[0].sum())
+        before = best.cumsum(0) - best
+        best = torch.where(before >= top_p * total, 0, best)
+    return ids[_pick(best[None], dice)[0]]
+
+
+def _pick(weights: Tensor, dice: Tensor) -> Tensor:
+    """An index for each row of ``weights`` [rows, n], in proportion to them: where the running sum passes the dice."""
+    sums = weights.cumsum(-1)
+    picked = torch.searchsorted(sums, dice[:, None] * sums[:, -1:], right=True)[:, 0]
+    # Rounding can put a dice just below 1 behind the last weight.
+    return torch.where(picked < weights.shape[1], picked, weights.argmax(-1))
+
+
+def _with_logprobs(logits: Tensor, token: int, count: int) -> Sampled:
+    logprobs = torch.log_softmax(logits.float(), -1)
+    values, ids = logprobs.topk(count)
+    return Sampled(token, float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))

@@ -1,0 +1,113 @@
+"""Which tokens run in the next step: iteration-level scheduling (Orca, OSDI'22), first come, first served."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from ..serving.sequence import Sequence, Span
+from .block_pool import BlockPool
+from .kv_cache import blocks_for
+
+
+class Scheduler:
+    """Mixes decodes with chunks of prefills (Sarathi-Serve, OSDI'24), up to ``max_batched_tokens`` a step.
+
+    When blocks run out, the sequence that came last gives its blocks back and is recomputed later.
+    """
+
+    def __init__(self, pool: BlockPool, *, max_concurrency: int, max_batched_tokens: int) -> None:
+        self._pool = pool
+        self._max_concurrency = max_concurrency
+        # Every running sequence can decode in one step, so that none of them starves.
+        self._max_batched_tokens = max(max_batched_tokens, max_concurrency)
+        self.running: list[Sequence] = []  # by arrival
+        self.waiting: deque[Sequence] = deque()
+        self.preemptions = 0
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self.running
+        yield from self.waiting
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence, finished or not, and free its blocks."""
+        self._free(sequence)
+        if sequence in self.running:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    def schedule(self) -> list[Span]:
+        """The spans of the next step, decodes first; empty when nothing is to be done.
+
+        Every sequence's blocks reach to the end of its span, and the spans do not count as computed yet.
+        """
+        budget = self._max_batched_tokens
+        decodes: list[Span] = []
+        index = 0
+        while index < len(self.running):  # the list becomes shorter from its end when somebody is preempted
+            sequence = self.running[index]
+            if len(sequence.tokens) - sequence.computed == 1 and self._make_room(sequence):
+                decodes.append(Span(sequence, sequence.computed, sequence.computed + 1))
+                budget -= 1
+            index += 1
+        prefills: list[Span] = []
+        for sequence in self.running:
+            if len(sequence.tokens) - sequence.computed > 1:
+                budget -= self._prefill(sequence, budget, prefills)
+        self._admit(budget, prefills)
+        return decodes + prefills
+
+    def _admit(self, budget: int, prefills: list[Span]) -> None:
+        while self.waiting and budget > 0 and len(self.running) < self._max_concurrency:
+            sequence = self.waiting[0]
+            missing = blocks_for(len(sequence.tokens)) - len(sequence.blocks)
+            taken = self._take(missing, keep=sequence)
+            if taken is None:
+                return
+            sequence.blocks += taken
+            self.running.append(self.waiting.popleft())
+            budget -= self._prefill(sequence, budget, prefills)
+
+    @staticmethod
+    def _prefill(sequence: Sequence, budget: int, prefills: list[Span]) -> int:
+        stop = min(sequence.computed + budget, len(sequence.tokens))
+        if stop > sequence.computed:
+            prefills.append(Span(sequence, sequence.computed, stop))
+        return stop - sequence.computed
+
+    def _make_room(self, sequence: Sequence) -> bool:
+        """Blocks for one more token, if need be at the cost of later sequences; False if it was preempted itself."""
+        while blocks_for(len(sequence.tokens)) > len(sequence.blocks):
+            taken = self._take(1)
+            if taken is not None:
+                sequence.blocks += taken
+                return True
+            latest = self.running[-1]
+            self._preempt(latest)
+            if latest is sequence:
+                return False
+        return True
+
+    def _take(self, count: int, keep: Sequence | None = None) -> list[int] | None:
+        """Free blocks, or those of waiting sequences: one that was imported holds its blocks before it runs."""
+        while (taken := self._pool.take(count)) is None:
+            holders = [sequence for sequence in self.waiting if sequence.blocks and sequence is not keep]
+            if not holders:
+                return None
+            self._free(holders[-1])
+        return taken
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.pop()
+        self._free(sequence)
+        self.waiting.appendleft(sequence)
+        self.preemptions += 1
+
+    def _free(self, sequence: Sequence) -> None:
+        self._pool.give(sequence.blocks)
+        sequence.blocks = []
+        sequence.computed = 0

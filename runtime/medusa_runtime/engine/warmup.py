@@ -1,0 +1,130 @@
+"""A whole start and two tokens with a model of no meaning, so that what a process does once is done before it counts:
+libraries are opened, modules that were deferred are executed, kernels are built, threads are made."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from ..checkpoint.index import Shard, TensorEntry, WeightIndex
+from ..config import Settings
+from ..region.reader import Region
+from ..timeline import Timeline
+from .base import Delta, Engine, GenerateRequest, SamplingParams
+
+_HIDDEN, _HEADS, _HEAD, _INNER, _VOCAB, _LAYERS = 64, 2, 32, 128, 256, 2  # vLLM has no smaller heads on a CPU
+_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": _HIDDEN,
+    "intermediate_size": _INNER,
+    "num_hidden_layers": _LAYERS,
+    "num_attention_heads": _HEADS,
+    "num_key_value_heads": _HEADS,
+    "head_dim": _HEAD,
+    "vocab_size": _VOCAB,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "eos_token_id": 0,
+}
+_TOKENIZER: dict[str, Any] = {
+    "version": "1.0",
+    "truncation": None,
+    "padding": None,
+    "added_tokens": [],
+    "normalizer": None,
+    "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+    "post_processor": None,
+    "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+    "model": {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "vocab": {letter: number for number, letter in enumerate("abcdefghijklmnopqrstuvwxyz")},
+        "merges": [],
+    },
+}
+_BYTES = {"BF16": 2, "F32": 4}
+
+
+def warm_up(open_engine: Callable[[Region, Settings, Timeline], Engine], settings: Settings) -> None:
+    """Raises what an engine of this kind would raise in this process."""
+    for dtype in _BYTES:
+        region = _region(dtype)
+        timeline = Timeline.create("rehearsal")
+        try:
+            engine = open_engine(
+                region, Settings(engine=settings.engine, device=settings.device, kv_cache_mb=16), timeline
+            )
+            try:
+                _generate(engine)
+            finally:
+                engine.close()
+        finally:
+            region.close()
+            os.close(timeline.fd)
+
+
+def _generate(engine: Engine) -> None:
+    stop, ended = threading.Event(), queue.SimpleQueue[Delta]()
+
+    def sink(delta: Delta) -> None:
+        if delta.finish_reason is not None:
+            ended.put(delta)
+            stop.set()
+
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    engine.add(GenerateRequest("rehearsal", "abc" * 8, params), sink)
+    engine.run(stop)
+    last = ended.get_nowait()
+    assert last.finish_reason == "length", last
+
+
+def _region(dtype: str) -> Region:
+    """A decoder's checkpoint with zeros as weights, in a region."""
+    shapes = _shapes()
+    entries, at = {}, 0
+    for name, shape in shapes.items():
+        size = _BYTES[dtype]
+        for extent in shape:
+            size *= extent
+        entries[name] = TensorEntry(0, at, at + size, dtype, shape)
+        at += size
+    index = WeightIndex([Shard("model.safetensors", at + 64, 64, "rehearsal", None, 0)], entries)
+    region = Region.create()
+    writer = region.writer()
+    names = {"BF16": "bfloat16", "F32": "float32"}
+    files: dict[str, Any] = {"config.json": {**_CONFIG, "dtype": names[dtype]}, "tokenizer.json": _TOKENIZER}
+    writer.lay_out(index, {name: json.dumps(body).encode() for name, body in files.items()})
+    for chunk in writer.pending():
+        writer.publish(chunk)  # a new memfd is zeros
+    writer.finish()
+    return region
+
+
+def _shapes() -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (_VOCAB, _HIDDEN)}
+    width = _HEADS * _HEAD
+    for layer in range(_LAYERS):
+        stem = f"model.layers.{layer}."
+        shapes |= {stem + f"self_attn.{part}_proj.weight": (width, _HIDDEN) for part in "qkv"}
+        shapes |= {
+            stem + "self_attn.o_proj.weight": (_HIDDEN, width),
+            stem + "mlp.gate_proj.weight": (_INNER, _HIDDEN),
+            stem + "mlp.up_proj.weight": (_INNER, _HIDDEN),
+            stem + "mlp.down_proj.weight": (_HIDDEN, _INNER),
+            stem + "input_layernorm.weight": (_HIDDEN,),
+            stem + "post_attention_layernorm.weight": (_HIDDEN,),
+        }
+    return {**shapes, "model.norm.weight": (_HIDDEN,), "lm_head.weight": (_VOCAB, _HIDDEN)}

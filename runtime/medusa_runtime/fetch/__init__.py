@@ -1,0 +1,1 @@
+"""From an object store into a region."""

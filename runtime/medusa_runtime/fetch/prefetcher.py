@@ -1,0 +1,206 @@
+"""Fills a region with a checkpoint, in the order in which a forward pass needs it. Never imports torch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+from ..checkpoint.reader import Checkpoint, Known, open_checkpoint
+from ..errors import TooLargeError
+from ..region.layout import State
+from .load_priority import Load
+from .schedule import Schedule
+from .streams import Streams, as_medusa
+
+if TYPE_CHECKING:
+    from ..checkpoint.checksums import Checksums
+    from ..checkpoint.index import WeightIndex
+    from ..config import Settings
+    from ..region.reader import Region
+    from ..region.writer import RegionWriter
+    from ..timeline import Timeline
+
+logger = logging.getLogger(__name__)
+
+# What the prefetcher itself needs beside the region: connections, headers, the interpreter.
+_SPARE_BYTES = 64 << 20
+# Imports that run beside a fetch go first: they need one core, and the first token waits for them as well.
+BESIDE_IMPORTS = 10
+
+
+class Keeper(Protocol):
+    """Whoever owns regions that are shared by strangers: the node agent."""
+
+    def admit(self, region_bytes: int) -> None:
+        """Before memory is taken. Raises TooLargeError when there is no room for so much."""
+
+    def laid_out(self, writer: RegionWriter) -> None:
+        """Readers may come from here on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What is known of a checkpoint besides its own files: the index in its recorded order, the chunks' checksums,
+    files for the engine, and the sizes of those that come later."""
+
+    index: WeightIndex
+    checksums: Checksums | None
+    files: Mapping[str, bytes]
+    late: Mapping[str, int]
+
+
+class Restoring(Known, Protocol):
+    """A state bundle in use: ``state.restore.Restoration``."""
+
+    def restore(self, checkpoint: Checkpoint) -> Restored:
+        """What of it is valid here. Never raises for what is wrong with the bundle."""
+
+    def start(self, writer: RegionWriter) -> None:
+        """Begin to fill in the late files of a laid-out region; does not wait."""
+
+    def finish(self) -> None:
+        """Wait for them, or until it is known that they will not come."""
+
+    def close(self) -> None: ...
+
+
+def prefetch(
+    region: Region,
+    url: str,
+    *,
+    settings: Settings,
+    timeline: Timeline,
+    checksums: Checksums | None = None,
+    writer: RegionWriter | None = None,
+    order: Sequence[str] | None = None,
+    nice: int = 0,
+    keeper: Keeper | None = None,
+    restoring: Restoring | None = None,
+) -> None:
+    """Fetch the checkpoint at ``url`` into ``region`` and seal it. Returns when everything is there.
+
+    Continues what a killed prefetcher has begun. Any error is left in the region for its readers, and raised.
+    ``writer`` is the region's, when the caller has taken it to reserve memory ahead of time.
+    ``order`` is a recorded execution order (``trace.py``); without it the names tell.
+    ``nice`` is BESIDE_IMPORTS where this machine does something else that the first token waits for.
+    ``keeper`` is asked for the memory, and told when the region can be read.
+    ``restoring`` brings what a state bundle knows of the checkpoint.
+    """
+    writer = writer or region.writer()
+    try:
+        if writer.state == State.DONE:
+            writer.seal()
+            return
+        with timeline.stage("index") as detail:
+            checkpoint = open_checkpoint(url, restoring)
+            if order is not None:
+                checkpoint = replace(checkpoint, index=checkpoint.index.reordered(order))
+            detail |= {"tensors": len(checkpoint.index.tensors), "shards": len(checkpoint.index.shards)}
+        try:
+            restored = Restored(checkpoint.index, checksums, {}, {})
+            if restoring is not None:
+                restored = restoring.restore(checkpoint)
+            with Load(settings.load_priority) as load:
+                _fill(writer, checkpoint, restored, FetchOptions(settings, timeline, nice, keeper, restoring, load))
+        finally:
+            if restoring is not None:
+                restoring.close()
+            checkpoint.store.close()
+    except BaseException as error:
+        writer.fail(as_medusa(error))
+        raise
+    finally:
+        writer.close()
+
+
+@dataclass(frozen=True, slots=True)
+class FetchOptions:
+    """How one fetch is made: what prefetch was told."""
+
+    settings: Settings
+    timeline: Timeline
+    nice: int
+    keeper: Keeper | None
+    restoring: Restoring | None
+    load: Load
+
+
+def _admitted(writer: RegionWriter, restored: Restored, options: FetchOptions) -> Mapping[str, int]:
+    """The late files for which there is room beside the weights: all or none. TooLargeError when not even for those."""
+    index = restored.index
+    for late in (restored.late, {}):
+        region_bytes = index.region_bytes + sum(late.values())
+        try:
+            if options.keeper is not None:
+                options.keeper.admit(region_bytes)
+            if writer.state == State.EMPTY:
+                more_bytes = max(region_bytes - writer.reserved_bytes, 0)
+                check_memory(index.total_bytes, more_bytes, options.settings.memory_limit_mb)
+            break
+        except TooLargeError as error:
+            if not late:
+                raise
+            logger.warning("there is no room for large artifacts of the state bundle: %s", error)
+    return late
+
+
+def _fill(writer: RegionWriter, checkpoint: Checkpoint, restored: Restored, options: FetchOptions) -> None:
+    index, checksums = restored.index, restored.checksums
+    settings, restoring = options.settings, options.restoring
+    late = _admitted(writer, restored, options)
+    with options.timeline.stage("fetch", bytes=index.total_bytes) as detail:
+        index = writer.lay_out(index, {**checkpoint.files, **restored.files}, late)
+        if options.keeper is not None:
+            options.keeper.laid_out(writer)
+        if restoring is not None:
+            restoring.start(writer)
+        assert writer.chunks is not None
+        if checksums and not checksums.fits(writer.chunks.chunk_bytes, writer.chunks.count):
+            checksums = None
+        if index.region_bytes:
+            schedule = Schedule(writer, options.load)
+            streams = Streams(
+                checkpoint.store,
+                index,
+                writer,
+                schedule,
+                fixed=settings.connections,
+                checksums=checksums,
+                nice=options.nice,
+            )
+            streams.run()
+            detail |= {"connections": streams.connections, "hedges": streams.hedges}
+        else:
+            from .local_files import warm
+
+            warm(writer, index, checksums)
+        if restoring is not None:
+            restoring.finish()
+        # A function that builds its module itself is the only reader, and may give memory back.
+        writer.finish(seal=settings.engine != "none")
+
+
+def check_memory(total_bytes: int, region_bytes: int, limit_mb: int | None) -> None:
+    """TooLargeError when the weights exceed the limit that was set, or a region would not fit into what is free.
+
+    Local files are mapped, and the kernel may drop their pages again: they are only held against the limit.
+    """
+    if limit_mb is not None and total_bytes > limit_mb * 10**6:
+        raise TooLargeError(
+            f"the weights take {_mb(total_bytes)}, but the memory limit is {limit_mb} MB; "
+            "expected a smaller checkpoint or a larger --memory-limit-mb"
+        )
+    from ..limits import memory_available_bytes
+
+    needed = region_bytes + _SPARE_BYTES
+    if region_bytes and needed > (available := memory_available_bytes()):
+        raise TooLargeError(
+            f"the weights need {_mb(needed)} of memory, but only {_mb(available)} are available; "
+            "expected a smaller checkpoint or a larger container"
+        )
+
+
+def _mb(size_bytes: int) -> str:
+    return f"{size_bytes / 1e6:,.0f} MB"

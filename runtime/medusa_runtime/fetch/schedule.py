@@ -1,0 +1,126 @@
+"""Which range is fetched next."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from ..region.writer import RegionWriter
+from .in_flight import InFlightRange, InFlightRanges, Span
+from .load_priority import Load, interactive_load
+
+_LARGEST_SPAN_BYTES = 8 << 20
+# Where a reader gives memory back as it copies, a fetch is at most this far in front of it.
+_UNRELEASED_BYTES = 256 << 20
+_YIELD_S = 0.005
+
+
+class Schedule:
+    """Hands out the chunks that are missing. Thread-safe.
+
+    What a forward waits for comes first, then what readers would like next (a module's construction order, where no
+    execution order was recorded), then the rest in the index's order.
+    A background load keeps to one range at a time while interactive ones are under way on this machine, and is one of
+    them as soon as somebody waits for all of it.
+    """
+
+    def __init__(self, writer: RegionWriter, load: Load | None = None) -> None:
+        assert writer.chunks is not None
+        self._writer = writer
+        self._chunks = writer.chunks
+        self._pending = writer.pending()
+        self._load = load
+        self._taken = bytearray(b"\1" * self._chunks.count)  # also what is there already, or no tensor's
+        for chunk in self._pending:
+            self._taken[chunk] = 0
+        self._next = 0
+        self._lock = threading.Lock()
+        self._stopped = False
+        self.flights = InFlightRanges()
+
+    @property
+    def exhausted(self) -> bool:
+        return self._stopped or self._next >= len(self._pending)
+
+    @property
+    def complete(self) -> bool:
+        """Every chunk is there."""
+        return self._writer.complete
+
+    @property
+    def left_bytes(self) -> int:
+        """Not yet handed out; a short last chunk counts in full."""
+        return (len(self._pending) - self._next) * self._chunks.chunk_bytes
+
+    def take(self, takers: int) -> Span | None:
+        """The next range: up to 8 MiB, and less when few bytes are left for ``takers`` connections, or come slowly.
+
+        Waits while a load that is more important has the right of way, or memory must be given back first.
+        """
+        while True:
+            with self._lock:
+                if self.exhausted:
+                    return None
+                wanted = self.wanted()
+                if wanted or not self._must_wait():
+                    first = (*wanted, *self._writer.hinted())
+                    return self._take(next((chunk for chunk in first if not self._taken[chunk]), None), takers)
+            time.sleep(_YIELD_S)
+
+    def _must_wait(self) -> bool:
+        if self._writer.unreleased_bytes > _UNRELEASED_BYTES:
+            return True
+        load = self._load
+        if load is None or not load.background:
+            return False
+        if self._writer.promoted:
+            load.promote()
+            return False
+        return self.flights.count > 0 and interactive_load()
+
+    def _take(self, asked: int | None, takers: int) -> Span:
+        first = self._pending[self._next] if asked is None else asked
+        most = self.flights.most_bytes(takers, _LARGEST_SPAN_BYTES) // self._chunks.chunk_bytes
+        most = max(min(most, (len(self._pending) - self._next) // (2 * takers)), 1)
+        count = 1
+        while count < most and self._follows(first, count, in_order=asked is None):
+            count += 1
+        self._taken[first : first + count] = b"\1" * count
+        while self._next < len(self._pending) and self._taken[self._pending[self._next]]:
+            self._next += 1
+        return Span(first, count)
+
+    def _follows(self, first: int, count: int, *, in_order: bool) -> bool:
+        """Whether a range of ``count`` chunks may have one more."""
+        chunk, position = first + count, self._next + count
+        if chunk >= self._chunks.count or self._taken[chunk]:
+            return False
+        if self._chunks.place(chunk).shard != self._chunks.place(first).shard:
+            return False
+        return not in_order or (position < len(self._pending) and self._pending[position] == chunk)
+
+    def wanted(self) -> list[int]:
+        """The chunks that forwards wait for and that are not there."""
+        asked = dict.fromkeys(chunk for run in self._writer.demanded() for chunk in run if chunk < self._chunks.count)
+        return [chunk for chunk in asked if not self._writer.present(chunk)]
+
+    def late(self) -> list[InFlightRange]:
+        """Ranges that are late, those first that a forward awaits; no more than may be asked for twice now.
+
+        Of others those of which nothing has come: a second request for them takes no bandwidth from the first.
+        When nothing else is left to fetch, everybody awaits all.
+        """
+        ending = self.exhausted
+        late = self.flights.late(ending=ending)
+        if late and not ending:
+            wanted = set(self.wanted())
+            for flight in late:
+                flight.awaited = not wanted.isdisjoint(flight.span.chunks)
+            late = [flight for flight in late if flight.awaited or flight.first_s is None]
+            late.sort(key=lambda flight: not flight.awaited)
+        return late[: self.flights.room(ending=ending)] if late else []
+
+    def stop(self) -> None:
+        """No more ranges; everybody ends after the one in hand."""
+        with self._lock:
+            self._stopped = True

@@ -1,0 +1,327 @@
+"""The connections of one fetch: as many as the store rewards, each taking ranges into the region."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import chain
+
+from ..checkpoint.checksums import Checksums
+from ..checkpoint.index import WeightIndex
+from ..errors import CorruptError, MedusaError, StorageError
+from ..limits import cpu_count
+from ..region.writer import RegionWriter
+from ..storage.base import Store
+from .in_flight import InFlightRange, OvertakenError, Span
+from .schedule import Schedule
+
+logger = logging.getLogger(__name__)
+
+# Connections: the first are as many as this machine's CPUs can feed, then what slow stores reward.
+_FEWEST, _FIRST, _SECOND, _MOST = 2, 4, 16, 32
+_FAST_BYTES_PER_S = 300e6  # a connection as quick as this is limited by CPUs, not by the store
+_LOOK_S = 0.005
+_WINDOW_S = 0.03
+_LATER_WINDOW_S = 0.1  # when more connections have been opened, and only a loss would have to be undone
+_BUSY = 0.7  # where threads run, or wait to run, for more of all CPUs' time, they are not held up by their connections
+_GAIN = 1.2  # what more connections must bring for still more to be opened
+_LOSS = 1.05  # what they must bring at least to be kept
+_HEARD_S = 1.0  # within which a connection that was opened should have brought something
+_SOON_S = 1.0  # what is left for less time than this is not worth more than the second step
+_HOLD_S = 2.0  # how long other ranges are suspended at most for one that is late; less than any store's patience
+_END_S = 0.2  # for connections to end when everything is there; one that hangs is left behind
+_SCRATCH_BYTES = 256 << 10  # stays in a core's cache between the receiving and the writing
+
+
+class Mismatch(Exception):
+    """A chunk's checksum is wrong."""
+
+    def __init__(self, chunk: int) -> None:
+        super().__init__(str(chunk))
+        self.chunk = chunk
+
+
+class Streams:
+    """Fetches all of a schedule. ``fixed`` is a number of connections; None measures and adapts.
+
+    ``nice`` is added to the threads' niceness.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        index: WeightIndex,
+        writer: RegionWriter,
+        schedule: Schedule,
+        *,
+        fixed: int | None = None,
+        checksums: Checksums | None = None,
+        nice: int = 0,
+    ) -> None:
+        self._store = store
+        self._index = index
+        self._writer = writer
+        self._schedule = schedule
+        self._fixed = fixed
+        self._checksums = checksums
+        self._nice = nice
+        self._threads: list[threading.Thread] = []
+        self._wanted = 0  # connections that take ranges; those above it end
+        self._received = 0  # a sum of all connections; counted under the lock
+        self._heard: set[int] = set()  # the threads that have received something
+        self._lock = threading.Lock()
+        self._local = threading.local()
+        self._error: BaseException | None = None
+        self._changed = threading.Event()
+        self._working = 0
+        self._late: InFlightRange | None = None  # for which other ranges are suspended
+        self._late_until = 0.0
+        self.hedges = 0
+
+    @property
+    def connections(self) -> int:
+        """How many were opened."""
+        return len(self._threads) - self.hedges
+
+    def run(self) -> None:
+        """Until everything is published. Raises the first error of any connection."""
+        self._grow(self._fixed or min(max(cpu_count(), _FEWEST), _FIRST))
+        monitor = threading.Thread(target=self._watch, name="hedge", daemon=True)
+        monitor.start()
+        try:
+            if self._fixed is None:
+                self._adapt()
+            while self._alive():
+                self._changed.wait(0.5)
+                self._changed.clear()
+        finally:
+            self._schedule.stop()
+            deadline = time.monotonic() + _END_S if self._writer.complete else None
+            for thread in chain((monitor,), self._threads):  # the monitor first: it may be about to start another
+                # A stalled one ends with its own timeout, or with the process.
+                if thread.ident is not None:
+                    thread.join(2.0 if deadline is None else max(deadline - time.monotonic(), 0.0))
+        if self._error is not None and not self._writer.complete:
+            raise self._error
+
+    def _watch(self) -> None:
+        """Ask a second time for ranges that are late and awaited, and suspend the others meanwhile (Algorithm 1)."""
+        while self._alive():
+            for flight in self._schedule.late():
+                flight.hedged = True
+                self.hedges += 1
+                self._start(partial(self._hedge, flight))
+            time.sleep(_LOOK_S)
+
+    def _hedge(self, late: InFlightRange) -> None:
+        stop = late.span.first + late.span.length
+        missing = [chunk for chunk in late.span.chunks if not self._writer.present(chunk)]
+        if missing:
+            self._fetch(Span(missing[0], stop - missing[0]), late)
+
+    def _hold(self, flight: InFlightRange) -> None:
+        """Suspend a range while another one, which is awaited, is late."""
+        late = self._late
+        if late is None or flight.is_hedge:
+            return
+        begin = time.monotonic()
+        while self._alive() and time.monotonic() < self._late_until and not self._there(late.span):
+            time.sleep(1e-3)
+        flight.pause(time.monotonic() - begin)
+        self._late = None
+
+    def _there(self, span: Span) -> bool:
+        return all(self._writer.present(chunk) for chunk in span.chunks)
+
+    def _alive(self) -> bool:
+        return self._error is None and self._working > 0 and not self._schedule.complete
+
+    def _grow(self, count: int) -> None:
+        self._wanted = count
+        while (number := self.connections) < count:
+            self._start(partial(self._take_all, number))
+
+    def _start(self, work: Callable[[], None]) -> None:
+        thread = threading.Thread(target=self._work, args=(work,), name=f"fetch-{len(self._threads)}", daemon=True)
+        with self._lock:
+            self._working += 1
+        self._threads.append(thread)
+        thread.start()
+
+    def _adapt(self) -> None:
+        """More connections while each is slow, waits for the store, and those before have paid.
+
+        Those that only took CPU time from the others end. On a link that is shared they stay, and hide late answers.
+        """
+        before, fewer, window_s = 0.0, self._wanted, _WINDOW_S
+        for count in (_SECOND, _MOST, None):
+            if not self._alive() or self._schedule.exhausted:
+                return
+            busy_s, begin = self._busy_s(), time.monotonic()
+            rate = self._measure(window_s)
+            if rate is None:
+                return
+            busy = (self._busy_s() - busy_s) / (time.monotonic() - begin)
+            short = busy > _BUSY * min(self._wanted, cpu_count())  # of this machine's CPUs, and not of bytes
+            if short and rate < before * _LOSS:
+                self._wanted = fewer
+            if short or count is None or rate / self._wanted > _FAST_BYTES_PER_S or rate < before * _GAIN:
+                return
+            if count == _MOST and self._schedule.left_bytes < rate * _SOON_S:
+                return
+            before, fewer, window_s = rate, self._wanted, _LATER_WINDOW_S
+            self._grow(count)
+
+    def _busy_s(self) -> float:
+        """Seconds that the connections' threads have run or waited for a CPU."""
+        total_ns = 0
+        for thread in self._threads:
+            try:
+                with open(f"/proc/self/task/{thread.native_id}/schedstat") as stat:
+                    ran, waited, _ = stat.read().split()
+            except (OSError, ValueError):
+                continue  # it has ended, or this kernel does not count
+            total_ns += int(ran) + int(waited)
+        return total_ns / 1e9
+
+    def _measure(self, window_s: float) -> float | None:
+        """Bytes a second over all connections, once they have shown what they can; None when the fetch is over."""
+        deadline = time.monotonic() + _HEARD_S
+        while len(self._heard) < self._wanted and time.monotonic() < deadline:  # handshakes and slow start
+            if not self._pause():
+                return None
+        begin, start = time.monotonic(), self._received
+        while time.monotonic() - begin < window_s:
+            if not self._pause():
+                return None
+        return (self._received - start) / (time.monotonic() - begin)
+
+    def _pause(self) -> bool:
+        self._changed.wait(_LOOK_S)
+        self._changed.clear()
+        return self._alive() and not self._schedule.exhausted
+
+    def _take_all(self, number: int) -> None:
+        while number < self._wanted and (span := self._schedule.take(self._wanted)) is not None:
+            self._fetch(span)
+
+    def _work(self, work: Callable[[], None]) -> None:
+        os.nice(self._nice)  # on Linux this is the thread's alone
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001  raised again in the thread that waits
+            with self._lock:
+                self._error = self._error or error
+            self._schedule.stop()
+        finally:
+            with self._lock:
+                self._working -= 1
+            self._changed.set()
+
+    def _fetch(self, span: Span, late: InFlightRange | None = None) -> None:
+        """One range, unless another request for it is faster; ``late`` is the one before, for a second request."""
+        chunks = self._writer.chunks
+        assert chunks is not None
+        size_bytes = chunks.place(span.first + span.length - 1).stop - chunks.place(span.first).start
+        flights, failure = self._schedule.flights, None
+        flight = flights.begin(span, size_bytes, is_hedge=late is not None)
+        flight.awaited = late is not None and late.awaited
+        try:
+            self._fetch_right(span, flight)
+        except OvertakenError:
+            pass
+        except Exception as error:  # noqa: BLE001  raised below, unless another request brings the range
+            failure = error
+        alone = flights.end(flight)
+        if failure and alone and not self._there(span):
+            raise failure
+        if flight.hedged or flight.is_hedge:
+            flights.interrupt(self._there, self._store.interrupt)
+
+    def _fetch_right(self, span: Span, flight: InFlightRange) -> None:
+        """One range; a chunk with a wrong checksum is fetched once more, the second time it is an error."""
+        again: int | None = None
+        while True:
+            try:
+                self._fetch_once(span, flight)
+                return
+            except Mismatch as wrong:
+                chunks = self._writer.chunks
+                assert chunks is not None
+                place = chunks.place(wrong.chunk)
+                where = f"{self._index.shards[place.shard].name}, bytes {place.start} to {place.stop} of its data"
+                checksums = self._checksums  # None: another connection has just found that they are of other weights
+                if wrong.chunk == again and checksums and checksums.pinned:
+                    raise CorruptError(
+                        f"{where}: the checksum is wrong, also when fetched again; upload the checkpoint again, "
+                        "or materialize its state again"
+                    ) from None
+                if wrong.chunk == again and checksums:
+                    logger.warning("the recorded checksums belong to other weights; not verifying by them any more")
+                    self._checksums = None
+                elif checksums:
+                    logger.warning("%s: the checksum is wrong; fetching it again", where)
+                again = wrong.chunk
+                span = Span(wrong.chunk, span.first + span.length - wrong.chunk)
+
+    def _fetch_once(self, span: Span, flight: InFlightRange) -> None:
+        chunks = self._writer.chunks
+        assert chunks is not None
+        place = chunks.place(span.first)
+        shard = self._index.shards[place.shard]
+        size = chunks.place(span.first + span.length - 1).stop - place.start
+        published = seen = 0
+
+        def advance(filled: int) -> None:
+            nonlocal published, seen
+            with self._lock:
+                self._received += filled - seen
+                self._heard.add(threading.get_ident())
+            seen = filled
+            flight.advance(flight.size_bytes - size + filled)
+            if (flight.hedged or flight.is_hedge) and published < span.length and self._there(span):
+                raise OvertakenError
+            if flight.is_hedge and flight.awaited and self._late is not flight:
+                self._late, self._late_until = flight, time.monotonic() + _HOLD_S
+            self._hold(flight)
+            while published < span.length:
+                begin = published * chunks.chunk_bytes
+                end = min(begin + chunks.chunk_bytes, size)
+                if filled < end:
+                    return
+                checksums, chunk = self._checksums, span.first + published
+                if checksums and not checksums.right(chunk, buffer[begin:end]):
+                    raise Mismatch(chunk)
+                self._writer.publish(chunk)
+                published += 1
+
+        def keep(filled: int) -> None:
+            at = seen % _SCRATCH_BYTES
+            self._writer.write(span.first, seen, scratch[at : at + filled - seen])
+            advance(filled)
+
+        start = shard.data_start + place.start
+        with self._writer.buffer(span.first, span.length) as buffer:
+            if self._writer.direct or not self._store.refills:
+                self._store.read_into(shard.name, start, buffer, shard.version, advance)
+            else:
+                scratch = self._scratch()
+                self._store.read_into(shard.name, start, scratch[:size], shard.version, keep, size)
+
+    def _scratch(self) -> memoryview:
+        """This thread's."""
+        if not hasattr(self._local, "scratch"):
+            self._local.scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        scratch: memoryview = self._local.scratch
+        return scratch
+
+
+def as_medusa(error: BaseException) -> MedusaError:
+    """The error itself, or one that carries it to other processes."""
+    if isinstance(error, MedusaError):
+        return error
+    return StorageError(f"the fetch failed: {type(error).__name__}: {error}")

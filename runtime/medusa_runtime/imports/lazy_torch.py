@@ -1,0 +1,355 @@
+"""``import torch`` without the parts that an engine never uses: its tracers, compilers, quantizers, distributed, numpy.
+
+About three quarters of the Python that ``import torch`` executes serves ``torch.compile``, ``torch.export``,
+TorchScript and training. Here those modules are imported but not executed (``deferred.py``) until something asks them
+for a name; ``complete`` executes all the rest at once. The list below was found by experiment and belongs to the
+versions in ``TESTED``; any other torch is imported plainly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import importlib.util
+import logging
+import os
+import re
+import sys
+import typing
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from .lazy_modules import DeferredModule, LazyFinder, StandIn, names_of
+
+logger = logging.getLogger(__name__)
+
+TESTED = ("2.13.",)
+# Each asks for something of the import itself that the lean one puts off.
+_PLAIN_IF_SET = ("TORCH_LOGS", "TORCH_LOGS_OUT", "TORCH_TRACE", "TORCH_CUDA_SANITIZER", "TORCH_COMPILE_DEBUG")
+# Replace themselves in sys.modules, or are imported by their package for what they register.
+_EAGER = frozenset(
+    {"torch", "torch._C", "torch._VF", "torch._logging._registrations"}
+    | {f"torch.{name}.config" for name in ("_functorch", "_export", "distributed", "_dynamo", "_inductor", "compiler")}
+    | {"torch.fx.experimental._config", "torch.utils._config_module", "torch.utils.serialization.config"}
+    | {"torch.utils.deterministic", "torch.backends"}
+    | {f"torch.backends.{name}" for name in ("cudnn", "cudnn.rnn", "mkldnn", "quantized", "python_native", "xnnpack")}
+    | {"torch.backends.miopen", "torch.backends.opt_einsum", "torch._native.cutedsl_utils"}
+    | {"torch._native.triton_utils", "torch.distributed._functional_collectives"}
+    | {"torch.fx.experimental.symbolic_shapes"}
+)
+# Asked by eager inference, or by those who look for a device; free of import cycles.
+_ALONE = (
+    *(f"torch.{device}" for device in ("accelerator", "cpu", "cuda", "mps", "mtia", "xpu")),
+    *(
+        "torch._environment",
+        "torch._guards",
+        "torch.utils._device",
+        "torch.nn.attention",
+        "torch.fft",
+        "torch.linalg",
+        "torch.special",
+    ),
+)
+_BEFORE: dict[str, tuple[str, ...]] = {
+    "torch.multiprocessing._atfork": (),  # a leaf: it needs nothing of its package
+    "torch.package._mangling": (),
+    # These two import each other, and only this order works.
+    "torch._library": ("torch.utils._pytree",),
+    "torch.jit.annotations": ("torch.jit", "torch.distributed.rpc"),
+}
+# Bound by an executed module at import, used by nobody until a feature of theirs is called.
+_LATE = {
+    "torch._functorch.autograd_function": ("custom_function_call",),
+    "torch._higher_order_ops": ("cond", "while_loop"),
+    "torch._linalg_utils": ("_symeig", "eig", "lstsq", "matrix_rank", "solve"),
+    "torch._lobpcg": ("lobpcg",),
+    "torch._strobelight.compile_time_profiler": ("StrobelightCompileTimeProfiler",),
+    "torch._vmap_internals": ("_vmap", "vmap"),
+    "torch.autograd.gradcheck": ("gradcheck", "gradgradcheck"),
+    "torch.func": ("vmap",),
+    "torch.nn.parallel": ("DataParallel",),
+}
+
+_active: _LeanImport | None = None
+
+
+def import_torch(*, numpy: bool = True) -> ModuleType:
+    """``torch``, leanly imported where that is known to work. Call it before anything else imports torch.
+
+    Eager inference (tensors, ``torch.nn``, its functions, sampling, threads) works as after a plain import; everything
+    else is executed when it is first touched. Without ``numpy``, torch believes for the whole process that there is
+    none: its first look, at the first tensor made of a buffer or a list, would import numpy, a tenth of a second.
+    """
+    if "torch" in sys.modules:
+        return sys.modules["torch"]
+    await_import(_why_plain)
+    torch = importlib.import_module("torch")
+    if not numpy and _active is not None:
+        _hide_numpy(torch)
+    return torch
+
+
+def await_import(why_plain: Callable[[Path], str | None]) -> None:
+    """Have the first import of torch be a lean one, whoever's it is, unless ``why_plain`` then gives a reason."""
+    if "torch" not in sys.modules:
+        _LeanImport(why_plain).install()
+
+
+def await_users_import(how: str) -> None:
+    """For code that is not ours. ``how``: auto, or lean, which means of a torch that is built for GPUs, too."""
+    if "torch" not in sys.modules:
+        _LeanImport(
+            lambda file: _why_plain(file) or _extended() or (_built_for_gpu(file) if how == "auto" else None),
+            then=_share_with_processes,
+        ).install()
+
+
+def complete() -> None:
+    """Execute all that was put off. Idempotent; nothing to do after a plain import."""
+    if _active is not None:
+        _active.complete()
+
+
+def _why_plain(file: Path) -> str | None:
+    """The reason for which the lean import is not tried; ``file`` is torch's __init__.py."""
+    version = _version(file.with_name("version.py"))
+    if not version.startswith(TESTED):
+        return f"version {version or 'unknown'}, the lean import was tested with {', '.join(TESTED)}*"
+    for name in _PLAIN_IF_SET:
+        if os.environ.get(name):
+            return f"{name} is set"
+    return None
+
+
+def _extended() -> str | None:
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0":
+        from importlib.metadata import entry_points  # reads every installed package's; as torch does
+
+        for entry in entry_points(group="torch.backends"):
+            return f"{entry.value} extends it"
+    return None
+
+
+def _built_for_gpu(file: Path) -> str | None:
+    if re.search(r"^(?:cuda|hip|xpu)\b[^=]*= ['\"]", file.with_name("version.py").read_text(), re.MULTILINE):
+        return "it is built for GPUs, and the lean import was tested without"
+    return None
+
+
+def _version(path: Path) -> str:
+    """``__version__`` in a version.py, read without importing it, as importing it means importing its package."""
+    try:
+        found = re.search(r"^__version__ = ['\"]([^'\"]+)", path.read_text(), re.MULTILINE)
+    except OSError:
+        return ""
+    return found.group(1) if found else ""
+
+
+class _LeanImport:
+    """One lean import of torch and what it has put off."""
+
+    def __init__(self, why_plain: Callable[[Path], str | None], then: Callable[[Any], None] = lambda _: None) -> None:
+        self._then = then
+        self._builtins: list[tuple[Any, str]] = []
+        self._finder = LazyFinder(
+            "torch",
+            ("torch", "torchgen", "numpy", "sympy"),
+            eager=_EAGER,
+            whole=frozenset({"numpy", "sympy"}),
+            alone=_ALONE,
+            nowhere=frozenset({"torch.privateuseone"}),  # for which torch.manual_seed looks
+            before=_BEFORE,
+            after={"torch.distributed.rpc": _define_rrefs},
+            stand_ins=self._stand_ins(),
+            lasting=self._lasting(),
+            open=("torch", "torch.autograd", "torch.nn"),
+            why_not=why_plain,
+            importing=self._importing,
+            around=self._plainly,
+            on_complete=self._catch_up,
+        )
+
+    def install(self) -> None:
+        self._finder.install()
+
+    @contextlib.contextmanager
+    def _importing(self) -> Iterator[None]:
+        global _active  # as there is one torch in a process
+        _active = self
+        autoload = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD")
+        os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # else it reads every installed package's entry points
+        collecting = gc.isenabled()
+        gc.disable()  # a hundred thousand objects that all stay: collections only cost time
+        try:
+            yield
+            torch: Any = sys.modules["torch"]
+            # As torch._prims.rng_prims does at the end of a plain import; without it there is no torch.Generator.
+            torch._C._set_generator_metaclass(torch._opaque_base.OpaqueBaseMeta)
+            self._then(torch)
+        finally:
+            if collecting:
+                gc.enable()
+            if autoload is None:
+                del os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"]
+            else:
+                os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = autoload
+
+    def _stand_ins(self) -> dict[str, dict[str, Any]]:
+        names: dict[str, dict[str, Any]] = {
+            module: {name: StandIn.of(module, name) for name in late} for module, late in _LATE.items()
+        }
+        names["torch._logging"] = {"_init_logs": lambda: None}
+        names["torch.distributed.rpc"] = {"is_available": lambda: False}
+        names["torch.library"] = {"Library": self._library}
+        return names
+
+    def _lasting(self) -> dict[str, dict[str, Any]]:
+        """What eager inference, and what it imports late, ask for."""
+        return {
+            "torch.fx.operator_schemas": {"_SCHEMA_TO_SIGNATURE_CACHE": {}},
+            "torch.jit": {"_builtins": _Builtins(self._builtins)},
+            "torch.nested": {"nested_tensor": StandIn.of("torch.nested", "nested_tensor")},
+            "torch.compiler": {name: _asker(name) for name in ("is_compiling", "is_dynamo_compiling")},
+            "torch.fx.experimental.sym_node": {"DynamicInt": _DynamicInt},
+            "numpy": {"__version__": _numpy_version()},  # torch._C asks for it, to warn of a bug in one version
+        }
+
+    def _library(self, *args: Any) -> StandIn:
+        made: list[Any] = []
+
+        def resolve() -> Any:
+            if not made:
+                made.append(importlib.import_module("torch.library").Library(*args))
+            return made[0]
+
+        return StandIn(resolve)
+
+    @staticmethod
+    def _plainly() -> contextlib.AbstractContextManager[object]:
+        """Whatever mode the caller is in (a default device, inference), torch's own modules execute outside of it."""
+        torch = sys.modules["torch"]
+        stack = contextlib.ExitStack()
+        stack.enter_context(torch._C.DisableTorchFunction())
+        stack.enter_context(torch._C._DisableTorchDispatch())
+        stack.enter_context(torch.inference_mode(False))
+        return stack
+
+    def complete(self) -> None:
+        self._finder.complete()
+
+    def _catch_up(self) -> None:
+        """What a plain import does beyond executing modules."""
+        self._replace_stand_ins()
+        if device := sys.modules.get("torch.utils._device"):
+            device._device_constructors.cache_clear()  # it holds some of them
+        register = importlib.import_module("torch.jit._builtins")._register_builtin
+        for function, name in self._builtins:
+            register(function, name)
+        importlib.import_module("torch._logging")._init_logs()
+
+    def _replace_stand_ins(self) -> None:
+        for name, module in list(sys.modules.items()):
+            if name.partition(".")[0] == "torch":
+                for key, value in list(names_of(module).items()):
+                    if type(value) is StandIn:
+                        setattr(module, key, value.real())
+        triton = sys.modules["torch"]._TritonLibrary
+        triton.lib = triton.lib.real()
+
+
+def _share_with_processes(torch: Any) -> None:
+    """Have what is sent to another process be shared with it, as after a plain import of torch.multiprocessing."""
+    reducers = importlib.import_module("multiprocessing.reduction").ForkingPickler
+
+    def share(value: Any) -> Any:
+        complete()  # which registers the real ones
+        return reducers._extra_reducers[type(value)](value)
+
+    for kind in {*torch._storage_classes, *torch._tensor_classes, torch.Tensor, torch.nn.Parameter}:
+        reducers.register(kind, share)
+
+
+class _DynamicIntType(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        real = names_of(sys.modules["torch.fx.experimental.sym_node"])["DynamicInt"]
+        return real is not cls and isinstance(instance, real)
+
+    def __call__(cls, *args: Any) -> Any:
+        complete()
+        return names_of(sys.modules["torch.fx.experimental.sym_node"])["DynamicInt"](*args)
+
+
+class _DynamicInt(metaclass=_DynamicIntType):
+    """In place of sym_node's: torch._C asks for the class once, at the first size it parses, and keeps it."""
+
+
+def _asker(name: str) -> Callable[[], bool]:
+    """torch.compiler's question of that name. Nothing is compiled, until torch.compiler itself knows better."""
+
+    def ask() -> bool:
+        import torch
+
+        real: Callable[[], bool] = getattr(torch.compiler, name)
+        return real is not ask and real()
+
+    ask.__name__ = ask.__qualname__ = name
+    ask.__module__ = "torch.compiler"
+    return ask
+
+
+class _Builtins:
+    """In place of torch.jit._builtins: TorchScript's names for operators, kept until TorchScript is there."""
+
+    def __init__(self, kept: list[tuple[Any, str]]) -> None:
+        self._kept = kept
+
+    def _register_builtin(self, function: Any, name: str) -> None:
+        self._kept.append((function, name))
+
+
+def _hide_numpy(torch: Any) -> None:
+    """Have torch._C look for numpy, which it does once, at a moment when there is none."""
+    module = sys.modules.get("numpy")
+    if module is not None and type(module) is not DeferredModule:
+        return  # executed already
+    vars(sys)["modules"]["numpy"] = None  # what makes an import of it fail
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns that there is none, which is what we want
+            torch.tensor([0.0])
+    finally:
+        if module is None:
+            del sys.modules["numpy"]
+        else:
+            sys.modules["numpy"] = module
+
+
+def _numpy_version() -> str:
+    spec = importlib.util.find_spec("numpy")
+    if spec is None or spec.origin is None:
+        return ""
+    path = Path(spec.origin).with_name("version.py")
+    found = re.search(r"^(?:version|short_version|__version__) = ['\"]([^'\"]+)", path.read_text(), re.MULTILINE)
+    return found.group(1) if found else "0"
+
+
+def _define_rrefs() -> None:
+    """TorchScript's view of remote references, which torch._jit_internal defines at import where there is rpc."""
+    rpc = sys.modules["torch.distributed.rpc"]
+    if not rpc.is_available():
+        return
+    reference, native = rpc.RRef, importlib.import_module("torch._C._distributed_rpc").PyRRef
+
+    def is_rref(annotation: Any) -> bool:
+        if annotation is reference:
+            raise RuntimeError("expected a type within RRef, as in RRef[int], found RRef alone")
+        return typing.get_origin(annotation) is reference
+
+    internal = importlib.import_module("torch._jit_internal")
+    vars(internal).update(
+        RRef=reference, PyRRef=native, is_rref=is_rref, is_rref_instance=lambda value: isinstance(value, native)
+    )

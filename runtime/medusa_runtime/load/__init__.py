@@ -1,0 +1,1 @@
+"""From a region into the layers of a module."""

@@ -1,0 +1,171 @@
+"""A gate in front of a unit of a module: its forward waits until the unit's own weights are applied, and no longer."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from medusa_runtime.errors import WeightsError
+from medusa_runtime.load.pending import is_awaitable, refuse_tracing, too_early
+from medusa_runtime.timeline import Timeline
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_PARAMETER_LISTS = (nn.ParameterList, nn.ParameterDict)
+
+
+_thread = threading.local()
+
+
+@contextmanager
+def passing() -> Iterator[None]:
+    """In this thread calls pass closed gates: to capture a graph, addresses are needed and values are not."""
+    _thread.passing = True
+    try:
+        yield
+    finally:
+        _thread.passing = False
+
+
+class Gate:
+    """Closed at first; removes itself when a forward passes it, so that it costs nothing afterwards.
+
+    A forward that comes too early waits, and raises ``error`` if there is one when the gate opens. ``demand`` is told who
+    waits: what this gate needs is then fetched first. A gate without a hook is waited for by what it guards alone.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        owners: list[nn.Module],
+        timeline: Timeline | None,
+        *,
+        hooked: bool = True,
+    ) -> None:
+        self.name = name
+        self.owners = owners  # the modules whose own tensors are waited for
+        self.remaining = 0
+        self.begin_ns = 0  # when its first tensor was applied
+        self.error: BaseException | None = None
+        self.demand: Callable[[Gate], None] | None = None
+        self._timeline = timeline
+        self._opened = threading.Event()
+        self._pid = os.getpid()
+        self._module = module
+        # A module's hook is copied before it is called, so it may be removed while another thread is in a forward.
+        # In front of all other hooks: those of a lazy module look at its parameters.
+        if hooked:
+            module.register_forward_pre_hook(self, prepend=True)
+
+    @property
+    def is_open(self) -> bool:
+        return self._opened.is_set()
+
+    def open(self, error: BaseException | None = None) -> None:
+        self.error = error
+        if error is None:
+            self._remove(self._module)  # first: whoever has waited, to copy the module, copies no hook
+        self._opened.set()
+
+    def _remove(self, module: nn.Module) -> None:
+        hooks = module._forward_pre_hooks
+        for key in [key for key, hook in list(hooks.items()) if hook is self]:
+            hooks.pop(key, None)
+
+    def wait(self) -> None:
+        """Until the unit's tensors are applied. Raises what came instead of them."""
+        if not self._opened.is_set():
+            if os.getpid() != self._pid:
+                raise WeightsError(
+                    "this process was forked while weights were loaded by a thread, which is not in it; "
+                    "expected a fork after context.weights.wait()"
+                )
+            start = time.monotonic_ns()
+            if self.demand is not None:
+                self.demand(self)
+            self._opened.wait()
+            if self._timeline is not None and self.begin_ns:  # else it guards nothing, and only the index was late
+                self._timeline.record("wait", start, time.monotonic_ns(), unit=self.name)
+        if self.error is not None:
+            raise self.error
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
+        return self  # the copy's hook ends with its first call
+
+    def __reduce__(self) -> Any:
+        self.wait()
+        return _opened_gate, (self.name,)
+
+    @property
+    def __name__(self) -> str:  # only torch.jit.script asks for it, which would compile this hook
+        raise too_early("torch.jit.script")
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if getattr(_thread, "passing", False):
+            return
+        refuse_tracing()
+        self.wait()
+        self._remove(module)
+
+
+def _opened_gate(name: str) -> Gate:
+    """In another process, which has a copy of the module with all its values."""
+    gate = Gate(name, nn.Module(), [], None, hooked=False)
+    gate.open()
+    return gate
+
+
+def gates(module: nn.Module, timeline: Timeline | None) -> list[Gate]:
+    """Gates for a module's units: what it calls one by one in a forward.
+
+    A module that has a list of modules somewhere inside is taken apart, one that has none is a unit (a decoder layer).
+    So a unit may use its own submodules' tensors in any way; between units a tensor is waited for only by a call.
+    """
+    return [Gate(name, unit, owners, timeline) for name, unit, owners in _units("", module, True)]
+
+
+def _units(name: str, module: nn.Module, apart: bool) -> Iterator[tuple[str, nn.Module, list[nn.Module]]]:
+    inside = list(module.modules())
+    if not apart and not any(isinstance(part, _LISTS) for part in inside):
+        yield name, module, inside
+        return
+    # Nobody calls a list of parameters: it belongs to the module that holds it.
+    yield name, module, [module, *(child for child in module.children() if isinstance(child, _PARAMETER_LISTS))]
+    for child_name, child in module.named_children():
+        if not isinstance(child, _PARAMETER_LISTS):
+            yield from _units(f"{name}.{child_name}" if name else child_name, child, False)
+
+
+def owner_gates(module: nn.Module, timeline: Timeline | None) -> list[Gate]:
+    """Gates for every module that has tensors of its own: for modules of which nothing else is known.
+
+    One with children and nothing but parameters has no hook: its forward goes on until it uses one (``PendingParameter``). Where
+    there are buffers the call waits, since a buffer has a value already. Attention of PyTorch's own computes in another
+    way, and to other last bits, when a weight of a part is no plain parameter: it waits for its parts.
+    """
+    found: list[Gate] = []
+    for name, owner in module.named_modules():
+        lists = [child for child in owner.children() if isinstance(child, _PARAMETER_LISTS)]
+        owns = [part for part in (owner, *lists, *_read_by(owner)) if part._parameters or part._buffers]
+        if owns and not isinstance(owner, _PARAMETER_LISTS):
+            parts = len(owns) > 1 + len(lists) or len(lists) == len(list(owner.children()))
+            silent = [
+                tensor for tensor in owner._parameters.values() if tensor is not None and not is_awaitable(tensor)
+            ]
+            found.append(Gate(name, owner, owns, timeline, hooked=bool(owner._buffers or silent) or parts))
+    return found
+
+
+def _read_by(owner: nn.Module) -> list[nn.Module]:
+    """The modules inside whose weights decide how this one's forward computes."""
+    if isinstance(owner, nn.MultiheadAttention | nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+        return list(owner.modules())[1:]
+    if isinstance(owner, nn.TransformerEncoder) and len(owner.layers):
+        return list(owner.layers[0].modules())
+    return []

@@ -1,0 +1,125 @@
+"""Which tensor of a checkpoint goes where in a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from medusa_runtime.checkpoint.index import WeightIndex
+from medusa_runtime.errors import MismatchError
+
+Rename = Callable[[str], str | None]
+
+_INTEGERS = frozenset({"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"})  # quantized, or packed
+_NAMED = 8  # names an error lists of each kind
+
+
+class Place(NamedTuple):
+    """One parameter or persistent buffer; tied parameters are one with several owners. ``name`` is the first one's."""
+
+    name: str
+    owners: tuple[tuple[nn.Module, str], ...]
+    tensor: Tensor
+    is_buffer: bool
+
+
+def places(module: nn.Module) -> dict[str, Place]:
+    """All that a checkpoint must bring for a module, by every qualified name it has."""
+    names: dict[int, list[str]] = {}
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    found: dict[int, tuple[Tensor, bool]] = {}
+    for name, owner, attribute, tensor, is_buffer in _tensors(module):
+        names.setdefault(id(tensor), []).append(name)
+        if (owner, attribute) not in owners.setdefault(id(tensor), []):
+            owners[id(tensor)].append((owner, attribute))
+        found[id(tensor)] = tensor, is_buffer
+    result: dict[str, Place] = {}
+    for key, (tensor, is_buffer) in found.items():
+        place = Place(names[key][0], tuple(owners[key]), tensor, is_buffer)
+        result.update(dict.fromkeys(names[key], place))
+    return result
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor, bool]]:
+    for prefix, owner in module.named_modules(remove_duplicate=False):  # as in a state dict
+        dot = f"{prefix}." if prefix else ""
+        for attribute, parameter in owner._parameters.items():
+            if parameter is not None:
+                yield dot + attribute, owner, attribute, parameter, False
+        for attribute, buffer in owner._buffers.items():
+            if buffer is not None and attribute not in owner._non_persistent_buffers_set:
+                yield dot + attribute, owner, attribute, buffer, True
+
+
+class Plan(NamedTuple):
+    """Where each needed tensor goes, in execution order, and the places for which the checkpoint has none."""
+
+    todo: dict[str, Place]
+    missing: list[Place]
+
+
+def plan(
+    index: WeightIndex, expected: dict[str, Place], rename: Rename, *, strict: bool = True, built: bool = False
+) -> Plan:
+    """Where each needed tensor of the checkpoint goes, of a module's ``places``.
+
+    MismatchError names all tensors that are missing, not expected (both only if ``strict``), of another shape, or of
+    whole numbers for a parameter of floats (quantized weights). Of tensors that are tied in the module and both in the
+    checkpoint, the first of the module's is taken (what transformers does with a language model's head), or of one
+    that was ``built`` the last (``load_state_dict`` copies one after the other). A lazy module's parameter has the
+    checkpoint's shape. The counters of batch norms may be missing, as for ``load_state_dict``: files of old PyTorch
+    have none.
+    """
+    chosen: dict[str, str] = {}  # name of the place → name in the checkpoint
+    ranks = {target: -rank if built else rank for rank, target in enumerate(expected)}
+    best: dict[str, int] = {}
+    unexpected: list[str] = []
+    for name in index.order:
+        target = rename(name)
+        if target is None:
+            continue
+        place = expected.get(target)
+        if place is None:
+            unexpected.append(name)
+        elif ranks[target] <= best.get(place.name, ranks[target]):
+            chosen[place.name], best[place.name] = name, ranks[target]
+    missing = [place for name, place in expected.items() if name == place.name and name not in chosen]
+    sources = {source: expected[target] for target, source in chosen.items()}
+    misshaped = [
+        f"{source} (expected {list(place.tensor.shape)}, found {list(index.tensors[source].shape)})"
+        for source, place in sources.items()
+        if not is_lazy(place.tensor) and tuple(place.tensor.shape) != tuple(index.tensors[source].shape)
+    ]
+    quantized = [
+        f"{source} ({index.tensors[source].dtype})"
+        for source, place in sources.items()
+        if not place.is_buffer and place.tensor.is_floating_point() and index.tensors[source].dtype in _INTEGERS
+    ]
+    absent = [place.name for place in missing if place.owners[0][1] != "num_batches_tracked"]
+    if misshaped or quantized or (strict and (absent or unexpected)):
+        parts = (
+            ("missing", absent),
+            ("not expected", unexpected),
+            ("of another shape", misshaped),
+            ("quantized, where floats were expected", quantized),
+        )
+        listed = "; ".join(f"{len(names)} {kind}: {_listed(names)}" for kind, names in parts if names)
+        hint = _hint(absent, index) if built else "Does its config.json belong to it?"
+        raise MismatchError(f"the checkpoint's tensors are not those of the model: {listed}. {hint}")
+    return Plan({name: sources[name] for name in index.order if name in sources}, missing)
+
+
+def _hint(absent: list[str], index: WeightIndex) -> str:
+    """What to tell whoever has built the module."""
+    for name in index.order if absent else ():
+        prefix = name.removesuffix(absent[0])
+        if prefix != name and all(prefix + other in index.tensors for other in absent):
+            return f"Expected prefix={prefix!r} of build?"
+    return "Is it a state dict of this very module? build takes prefix, rename and strict=False for others"
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")

@@ -1,0 +1,171 @@
+"""Building a model without memory or initial values for its parameters (Cicada's MiniLoader, §3.2).
+
+Cicada shrinks each placeholder to one bit a value and skips its initialisation. Here a placeholder has no memory at
+all: it is a tensor on torch's meta device, which knows its shape and dtype and nothing else.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import swap_tensors
+
+from medusa_runtime.load.aliasing import use_count
+
+_FACTORIES = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
+_RANDOM = frozenset({torch.rand, torch.randn})
+_LARGEST_SEED = 1 << 32  # that people set; torch's own, different in each process, has 53 bits
+_DESCRIBING = frozenset({"size", "dtype", "layout", "memory_format"})  # what a factory's arguments say of the result
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # equal to, but not the same as what is called
+_HARMLESS = frozenset(  # what looks at a tensor, not into it
+    {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride}
+    | {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_meta", "requires_grad")}
+)
+
+
+@contextmanager
+def skeleton() -> Iterator[MetaFactoryMode]:
+    """In this context, and in this thread, any code that constructs modules gets parameters on the meta device.
+
+    ``nn.Parameter`` of a fresh ``torch.empty``, ``zeros``, ``ones``, ``full``, ``rand`` or ``randn`` takes no memory,
+    and initialising it (``nn.init``, ``reset_parameters``, in-place methods) does nothing. Whatever is computed is
+    computed: buffers have the values they would have had, and so has a parameter made of a computed tensor
+    (``scale * torch.randn(…)``), until a loader replaces it. What is drawn at random behind something that was not
+    drawn is another number than it would have been, see ``drew_others``.
+    """
+    with MetaFactoryMode() as phantoms:
+        yield phantoms
+    phantoms.settle()
+
+
+class MetaFactoryMode(TorchFunctionMode):
+    """Answers factories with phantoms: meta tensors that become real when something looks into them or keeps them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._random_state: Tensor | None = None  # when something was first not drawn
+        # MetaFactoryMode are held here, so that an id stays theirs. The first entry is nobody's; see settle.
+        nobody = torch.empty(0, device="meta")
+        self._made: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {id(nobody): (nobody, lambda: torch.empty(0))}
+        self._computed: list[weakref.ref[Tensor]] = []  # from parameters, and so without values
+        self._shared = False
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if "device" in kwargs and str(kwargs["device"]) == "meta" and not any(isinstance(one, Tensor) for one in args):
+            # Who asks for a tensor without memory wants what parameters are here anyway, and buffers with values.
+            kwargs = {name: value for name, value in kwargs.items() if name != "device"}
+        if func in _FACTORIES:
+            return self._make(func, args, kwargs)
+        if func in _HARMLESS:
+            return func(*args, **kwargs)
+        target = kwargs.get("out", args[0] if args else kwargs.get("tensor"))
+        if type(target) is nn.Parameter:
+            if func == _SET_DATA and (target.is_meta or args[1].is_meta):
+                _empty(target, args[1])
+                return None
+            if _writes(func, kwargs):
+                self._skip()
+                _empty(target)
+                return target
+            if target.is_meta and func is Tensor.new_tensor:  # nn.init.trunc_normal_ reads its bounds back from one
+                return func(torch.empty(0, dtype=target.dtype), *args[1:], **kwargs)
+        elif func is Tensor.__bool__ and args[0].is_meta and id(args[0]) not in self._made and _asks_init():
+            return False  # trunc_normal_ again: are there values out of bounds? There are no values
+        for value in (*args, *kwargs.values()):
+            for item in value if type(value) in (tuple, list) else (value,):
+                if type(item) is Tensor and id(item) in self._made:
+                    self._make_real(item)
+        return self._noted(func(*args, **kwargs))
+
+    def _noted(self, result: Any) -> Any:
+        for item in result if type(result) in (tuple, list) else (result,):
+            if isinstance(item, Tensor) and not isinstance(item, nn.Parameter) and item.is_meta:
+                self._computed.append(weakref.ref(item))
+        return result
+
+    def _make(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        if kwargs.get("out") is not None or kwargs.get("requires_grad"):
+            return _tensor(func(*args, **kwargs))
+        if func is torch.full:
+            phantom = _tensor(func(*args, **kwargs | {"device": "meta"}))
+        else:
+            phantom = torch.empty(*args, **{k: v for k, v in kwargs.items() if k in _DESCRIBING}, device="meta")
+        self._made[id(phantom)] = phantom, lambda: _tensor(func(*args, **kwargs))
+        if func in _RANDOM:
+            self._skip()
+        return phantom
+
+    def _skip(self) -> None:
+        if self._random_state is None:
+            self._random_state = torch.get_rng_state()
+
+    @property
+    def drew_others(self) -> bool:
+        """Whether random numbers of a known seed were drawn that others would have been drawn before."""
+        if self._random_state is None or torch.initial_seed() > _LARGEST_SEED:
+            return False
+        return not torch.equal(self._random_state, torch.get_rng_state())
+
+    def _make_real(self, phantom: Tensor) -> None:
+        _, make = self._made.pop(id(phantom))
+        _swap(phantom, make())
+
+    def settle(self) -> None:
+        """Make real what code has kept as something else than a parameter: a buffer, an attribute."""
+        kept: list[Tensor] = []
+        only_here: int | None = None  # how many references a phantom has that nobody else refers to
+        for phantom, _ in self._made.values():
+            count = sys.getrefcount(phantom)
+            only_here = count if only_here is None else only_here
+            if count > only_here:
+                kept.append(phantom)
+        alone = use_count(next(iter(self._made.values()))[0])
+        for phantom in kept:
+            self._shared |= use_count(phantom) > alone  # a parameter was made of it
+            self._make_real(phantom)
+        self._made.clear()
+
+    @property
+    def keeps_views(self) -> bool:
+        """Whether something was kept that looks into a parameter, or was computed from one; only after the context."""
+        if any(ref() is not None for ref in self._computed):
+            gc.collect()  # a cycle
+        return self._shared or any(ref() is not None for ref in self._computed)
+
+
+def _asks_init() -> bool:
+    """Whether a function of nn.init looks into what it has just filled; anybody else is to be given true values."""
+    return sys._getframe(2).f_globals.get("__name__") == "torch.nn.init"
+
+
+def _swap(here: Tensor, there: Tensor) -> None:
+    swap_tensors(here, there)  # type: ignore[no-untyped-call]
+
+
+def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a function's first argument (or ``out``) is there to be written."""
+    if func is Tensor.requires_grad_:
+        return False
+    name: str = getattr(func, "__name__", "")
+    return "out" in kwargs or func is Tensor.__setitem__ or (name.endswith("_") and not name.endswith("__"))
+
+
+def _empty(parameter: nn.Parameter, like: Tensor | None = None) -> None:
+    """Take a parameter's memory away: whoever initialises it holds a placeholder, however it was made."""
+    if like is not None or not parameter.is_meta:
+        like = parameter if like is None else like
+        _swap(parameter, nn.Parameter(torch.empty_like(like, device="meta"), parameter.requires_grad))
+
+
+def _tensor(value: Any) -> Tensor:
+    assert isinstance(value, Tensor)
+    return value

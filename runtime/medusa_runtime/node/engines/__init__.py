@@ -1,0 +1,1 @@
+"""The agent's warm engine processes."""

@@ -1,0 +1,204 @@
+"""Idle engine processes of every kind, kept at their number in the background."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from ...errors import MedusaError, NodeError
+from ...process import ReportPipe
+from ...timeline import Timeline
+from ..child import Child, end_child, start_child
+from ..messages import close_all, receive, send
+from .warm_zygote import run_zygote
+
+logger = logging.getLogger(__name__)
+
+_REFILL_AFTER_S = 1.0  # the function that has just taken one is still starting
+_MOST_QUICK_DEATHS = 3
+_QUICK_S = 10.0
+
+Watch = Callable[[socket.socket, Callable[[], None]], None]
+
+
+@dataclass(eq=False)
+class _Idle:
+    pid: int
+    channel: socket.socket
+    warm: bool = False
+
+
+@dataclass(eq=False)
+class _Kind:
+    name: str
+    wanted: int
+    zygote: Child | None = None
+    idle: list[_Idle] = field(default_factory=list)
+    forking: int = 0
+    taken: int = 0
+    deaths: list[float] = field(default_factory=list)
+    failure: str | None = None
+    refill_at: float = 0.0
+
+
+class EnginePool:
+    """``watch`` and ``unwatch`` are the agent's event loop's: call back when a channel can be read."""
+
+    def __init__(
+        self,
+        wanted: Mapping[str, int],
+        *,
+        gpu_context: bool,
+        timeline: Timeline,
+        reports: ReportPipe,
+        watch: Watch,
+        unwatch: Callable[[socket.socket], None],
+    ) -> None:
+        self._kinds = {name: _Kind(name, count) for name, count in wanted.items() if count}
+        self._gpu_context = gpu_context
+        self._timeline = timeline
+        self._reports = reports
+        self._watch = watch
+        self._unwatch = unwatch
+
+    def tick(self) -> None:
+        """Fork what is missing, a while after one was taken. Called about once a second."""
+        for kind in self._kinds.values():
+            if kind.failure is not None:
+                continue
+            if time.monotonic() < kind.refill_at:
+                continue
+            if kind.zygote is None:
+                self._start_zygote(kind)
+            missing = kind.wanted - len(kind.idle) - kind.forking
+            if missing > 0 and kind.zygote is not None:
+                try:
+                    # One after the other: they share what cores the functions leave.
+                    if not kind.forking and all(idle.warm for idle in kind.idle):
+                        send(kind.zygote.channel, "fork")
+                        kind.forking += 1
+                except OSError:
+                    self._lost_zygote(kind)
+
+    def take(
+        self, name: str, settings: Mapping[str, Any], descriptors: Sequence[int], *, bundle_of: str | None = None
+    ) -> int:
+        """Give an idle process a function; its pid. Raises NodeError when there is none.
+
+        ``bundle_of``: the model whose state bundle the process may use.
+        """
+        kind = self._kinds.get(name)
+        if kind is None:
+            known = ", ".join(self._kinds) or "none"
+            raise NodeError(f"the node agent keeps no {name} engines; it keeps {known} (--prewarm)")
+        for idle in [idle for idle in kind.idle if idle.warm]:
+            self._forget(kind, idle)
+            try:
+                send(idle.channel, "take", {"settings": settings, "bundle_of": bundle_of}, descriptors)
+            except OSError:
+                continue  # it has just died
+            finally:
+                idle.channel.close()
+            kind.taken += 1
+            kind.refill_at = time.monotonic() + _REFILL_AFTER_S
+            return idle.pid
+        raise NodeError(kind.failure or f"no idle {name} engine process is warm at the moment")
+
+    def status(self) -> dict[str, dict[str, object]]:
+        return {
+            kind.name: {
+                "wanted": kind.wanted,
+                "warm": sum(idle.warm for idle in kind.idle),
+                "warming": kind.forking + sum(not idle.warm for idle in kind.idle),
+                "taken": kind.taken,
+                "pids": [idle.pid for idle in kind.idle if idle.warm],
+                "failure": kind.failure,
+            }
+            for kind in self._kinds.values()
+        }
+
+    def close(self) -> None:
+        """End the zygotes, and with them their idle children; those that serve a function go on."""
+        for kind in self._kinds.values():
+            if kind.zygote is not None:
+                self._end_zygote(kind)
+            kind.failure = "the node agent is stopping"
+
+    def _start_zygote(self, kind: _Kind) -> None:
+        kind.forking = 0
+        try:
+            body = partial(run_zygote, kind.name, self._gpu_context, self._reports)
+            kind.zygote = start_child(f"{kind.name}-zygote", body, timeline=self._timeline, reports=self._reports)
+        except MedusaError as error:
+            logger.warning("%s; trying again in %g s", error, _QUICK_S)
+            kind.refill_at = time.monotonic() + _QUICK_S
+            return
+        self._watch(kind.zygote.channel, lambda: self._on_zygote(kind))
+
+    def _on_zygote(self, kind: _Kind) -> None:
+        assert kind.zygote is not None
+        message = receive(kind.zygote.channel)
+        if message is None:
+            self._lost_zygote(kind)
+        elif message.kind == "failed":
+            self._fail(kind, str(message.body["message"]))
+        elif message.kind == "forked":
+            kind.forking -= 1
+            channel = socket.socket(fileno=message.descriptors[0])
+            channel.setblocking(False)
+            idle = _Idle(int(message.body["pid"]), channel)
+            kind.idle.append(idle)
+            self._watch(idle.channel, lambda: self._on_idle(kind, idle))
+        else:
+            close_all(message.descriptors)
+
+    def _on_idle(self, kind: _Kind, idle: _Idle) -> None:
+        message = receive(idle.channel)
+        if message is not None and message.kind == "warm":
+            idle.warm = True
+            logger.debug("%s engine process %d is warm", kind.name, idle.pid)
+            self.tick()
+            return
+        self._forget(kind, idle)
+        idle.channel.close()
+        logger.warning("idle %s engine process %d ended", kind.name, idle.pid)
+        self._count_death(kind)
+
+    def _forget(self, kind: _Kind, idle: _Idle) -> None:
+        kind.idle.remove(idle)
+        self._unwatch(idle.channel)
+
+    def _lost_zygote(self, kind: _Kind) -> None:
+        logger.warning("the node's %s zygote ended", kind.name)
+        self._end_zygote(kind)
+        self._count_death(kind)
+
+    def _end_zygote(self, kind: _Kind) -> None:
+        assert kind.zygote is not None
+        zygote, kind.zygote, kind.forking = kind.zygote, None, 0
+        for idle in tuple(kind.idle):  # they die with it
+            self._forget(kind, idle)
+            idle.channel.close()
+        self._unwatch(zygote.channel)
+        end_child(zygote)
+        os.waitpid(zygote.pid, 0)
+
+    def _count_death(self, kind: _Kind) -> None:
+        now = time.monotonic()
+        kind.deaths = [at for at in kind.deaths if now - at < _QUICK_S] + [now]
+        kind.refill_at = now + _REFILL_AFTER_S
+        if len(kind.deaths) >= _MOST_QUICK_DEATHS:
+            self._fail(kind, f"{kind.name} engine processes ended {len(kind.deaths)} times within {_QUICK_S:g} s")
+
+    def _fail(self, kind: _Kind, message: str) -> None:
+        """Give this kind up; functions start engines of their own."""
+        logger.error("%s; no more of them are kept until the node agent is restarted", message)
+        kind.failure = message
+        if kind.zygote is not None:
+            self._end_zygote(kind)

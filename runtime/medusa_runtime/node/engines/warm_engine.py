@@ -1,0 +1,113 @@
+"""An idle engine process: everything is done that needs no model, then it waits to be given one. Once.
+
+BlitzScale's context pool (§6) and ParaServe's overlapped imports (§5), moved in front of the request.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import os
+import socket
+import threading
+from dataclasses import replace
+
+from ...config import Settings
+from ...device.choice import choose
+from ...device.context import DeviceContext
+from ...process import ReportPipe
+from ...region.reader import Region
+from ...timeline import Timeline
+from ...zygote import EngineClass, run_engine
+from ..messages import Message, receive, send
+from .handover import GIVEN, settings_from_body
+from .inheritance import close_others
+
+_PR_SET_PDEATHSIG = 1
+_NICE = 10
+_ATTACH_ARTIFACTS = (
+    "medusa_runtime.state.attach_artifacts"  # what reads bundles; not for the agent, whose process forks this one
+)
+
+
+def run_idle(
+    engine_class: EngineClass,
+    settings: Settings,
+    gpu_context: bool,
+    channel: socket.socket,
+    reports: ReportPipe,
+    timeline: Timeline,
+) -> int:
+    """Warm up, wait for a function, serve it, and end with it."""
+    close_others(channel.fileno(), reports.write_fd, timeline.fd)
+    if settings.device != "cuda":
+        _warm_up(engine_class, settings)
+    elif gpu_context:
+        DeviceContext().wait()
+        _warm_up(engine_class, settings)
+    importlib.import_module(_ATTACH_ARTIFACTS)
+    send(channel, "warm")
+    message = receive(channel)
+    if message is None:
+        return 0  # the agent has gone, or wants fewer
+    # From here on the function decides how long this process lives, and the agent no more.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
+    channel.close()
+    return _serve(engine_class, message)
+
+
+def _warm_up(engine_class: EngineClass, settings: Settings) -> None:
+    """Generate from a model of no meaning, so that what is done once per process is done.
+
+    In a thread of low priority, which does not stick to the process: functions that start now go first. Not of idle
+    priority: on a machine that is never idle no process would ever be warm.
+    """
+    if settings.engine == "vllm" and settings.device == "cuda":
+        return  # not tried
+    from ...engine.warmup import warm_up
+
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        os.nice(_NICE)  # on Linux this is the thread's alone, and that of threads it starts
+        try:
+            warm_up(engine_class, settings)
+        except BaseException as error:  # noqa: BLE001
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="rehearsal")
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
+    gc.collect()
+    gc.freeze()
+
+
+def _serve(engine_class: EngineClass, message: Message) -> int:
+    given = dict(zip(GIVEN, message.descriptors, strict=True))
+    lease = socket.socket(fileno=given["lease"])
+    threading.Thread(target=_end_with, args=(lease,), name="lease", daemon=True).start()
+    settings = settings_from_body(message.body["settings"])
+    settings = replace(settings, device=choose(settings.device, os.environ))
+    timeline = Timeline(given["timeline"], "engine")
+    timeline.mark("specialise", pid=os.getpid())
+    region = Region(given["region"], demand_fd=given["demand"])
+    if (bundle_of := message.body.get("bundle_of")) and settings.state is None:
+        importlib.import_module(_ATTACH_ARTIFACTS).attach_artifacts(region, bundle_of, settings, timeline)
+    listener = socket.socket(fileno=given["listener"])
+    listener.setblocking(True)
+    reports = ReportPipe.of(given["reports"])
+    gc.enable()
+    return run_engine(lambda: engine_class(region, settings, timeline), listener, timeline=timeline, reports=reports)
+
+
+def _end_with(lease: socket.socket) -> None:
+    """The function holds the other end; whatever way it goes, the kernel closes it."""
+    try:
+        while lease.recv(1):
+            pass
+    except OSError:
+        pass
+    os._exit(0)

@@ -1,0 +1,46 @@
+"""The agent's zygote of one engine kind: imports what the engine needs, then forks idle processes when told to."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import signal
+import socket
+from dataclasses import replace
+from functools import partial
+
+from ...config import Settings
+from ...device.choice import choose
+from ...errors import MedusaError
+from ...process import ReportPipe, fork
+from ...timeline import Timeline
+from ...zygote import load_engine_class
+from ..messages import pair, receive, send
+from .inheritance import close_others
+from .warm_engine import run_idle
+
+
+def run_zygote(kind: str, gpu_context: bool, reports: ReportPipe, channel: socket.socket, timeline: Timeline) -> int:
+    """Until the agent closes the channel. What cannot be imported is told to it."""
+    close_others(channel.fileno(), reports.write_fd, timeline.fd)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
+    settings = replace(Settings(engine=kind), device=choose("auto", os.environ))
+    gc.disable()
+    try:
+        engine_class = load_engine_class(settings)
+        if kind == "vllm" and settings.device != "cuda":
+            importlib.import_module("medusa_vllm.compiled.imports").import_compiled()
+    except (ImportError, MedusaError) as error:
+        send(channel, "failed", {"message": f"the {kind} engine cannot be imported: {error}"})
+        return 1
+    gc.freeze()
+    while (message := receive(channel)) is not None:
+        assert message.kind == "fork", message
+        theirs, mine = pair()
+        body = partial(run_idle, engine_class, settings, gpu_context, mine, reports)
+        pid = fork("engine", body, timeline=timeline, reports=reports)
+        mine.close()
+        send(channel, "forked", {"pid": pid}, [theirs.fileno()])
+        theirs.close()
+    return 0

@@ -1,0 +1,84 @@
+"""Which regions an agent has made, for the agent after it: functions bring theirs back, and anybody could bring one.
+
+A memfd's inode number cannot be chosen, and its contents not be changed once it is sealed: whoever brings the very
+inode that the last agent made under this name brings the same bytes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+
+from ...errors import NodeRefusedError
+from ...region.layout import F_GET_SEALS, SEAL_FUTURE_WRITE, SEAL_WRITE
+from ...storage.base import redacted
+
+logger = logging.getLogger(__name__)
+
+
+class Records:
+    """A small file beside the socket, which only the agent's user may write."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._frozen = False
+        self._before = self._read()
+
+    def _read(self) -> dict[str, list[int]]:
+        try:
+            if os.stat(self._path).st_uid != os.getuid():
+                return {}
+            with open(self._path, encoding="utf-8") as file:
+                found = json.load(file)
+            # Inode numbers begin anew with the machine.
+            regions = found["regions"] if found["boot"] == _boot() else {}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
+        return regions if isinstance(regions, dict) else {}
+
+    def check(self, key: str, descriptor: int) -> None:
+        """Raises NodeRefusedError unless the last agent made this region of this checkpoint."""
+        if self._before.get(key) != _identity(descriptor):
+            raise NodeRefusedError(f"this region of {redacted(key)} is none that the node agent made")
+
+    def write(self, regions: Mapping[str, int]) -> None:
+        """All regions there are now, as descriptors; and those of the last agent, which may still be brought."""
+        if self._frozen:
+            return
+        known = {**self._before, **{key: _identity(fd) for key, fd in regions.items()}}
+        # Written beside and renamed: a killed agent leaves the old list or the new one.
+        # What lies there already may be somebody else's link, where the folder is open to others: it is not written to.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            with suppress(FileNotFoundError):
+                os.unlink(f"{self._path}.new")
+            with open(os.open(f"{self._path}.new", flags, 0o600), "w") as file:
+                json.dump({"boot": _boot(), "regions": known}, file)
+            os.replace(f"{self._path}.new", self._path)
+        except OSError as error:
+            logger.warning("the list of regions cannot be written (%s); a restart will fetch them again", error)
+
+    def freeze(self) -> None:
+        """Leave the list as it is."""
+        self._frozen = True
+
+
+def _boot() -> str:
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        return file.read().strip()
+
+
+def _identity(descriptor: int) -> list[int] | None:
+    """Device and inode of a sealed memfd; None for anything else."""
+    try:
+        seals = fcntl.fcntl(descriptor, F_GET_SEALS)
+    except OSError:
+        return None
+    if not seals & (SEAL_WRITE | SEAL_FUTURE_WRITE):
+        return None
+    status = os.fstat(descriptor)
+    return [status.st_dev, status.st_ino, status.st_uid]

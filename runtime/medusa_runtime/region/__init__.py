@@ -1,0 +1,1 @@
+"""One checkpoint's bytes in shared memory, with their progress."""

@@ -1,0 +1,73 @@
+"""A checkpoint's bytes cut into chunks: the unit of progress, of the region's table and of checksums."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import NamedTuple
+
+from ..checkpoint.index import WeightIndex
+
+_SMALLEST_BYTES = 1 << 20
+_LARGEST_BYTES = 8 << 20
+_MOST = 8192
+
+
+class Place(NamedTuple):
+    """Bytes [start, stop) of a shard's data section."""
+
+    shard: int
+    start: int
+    stop: int
+
+
+def chunk_bytes_for(index: WeightIndex) -> int:
+    """1 MiB (a layer of a small model is not much more), more for checkpoints whose table would get long."""
+    size = _SMALLEST_BYTES
+    while size < _LARGEST_BYTES and index.total_bytes > size * _MOST:
+        size *= 2
+    return size
+
+
+class Chunks:
+    """The chunks of an index, numbered shard by shard; the last one of a shard may be short."""
+
+    def __init__(self, index: WeightIndex, chunk_bytes: int) -> None:
+        self.chunk_bytes = chunk_bytes
+        self._index = index
+        self._firsts: list[int] = []
+        self._short: dict[int, int] = {}  # the last ones' bytes
+        self.count = 0
+        for shard in index.shards:
+            self._firsts.append(self.count)
+            self.count += -(-shard.data_bytes // chunk_bytes)
+            if short := shard.data_bytes % chunk_bytes:
+                self._short[self.count - 1] = short
+
+    def covering(self, shard: int, start: int, stop: int) -> range:
+        """The chunks that hold bytes [start, stop) of a shard's data section."""
+        if start >= stop:
+            return range(0)
+        first = self._firsts[shard]
+        return range(first + start // self.chunk_bytes, first + (stop - 1) // self.chunk_bytes + 1)
+
+    def of_tensor(self, name: str) -> range:
+        entry = self._index.tensors[name]
+        return self.covering(entry.shard, entry.start, entry.stop)
+
+    def size(self, chunk: int) -> int:
+        """Its bytes."""
+        return self._short.get(chunk, self.chunk_bytes)
+
+    def place(self, chunk: int) -> Place:
+        # Shards without data share their first number with the next one; the last of them holds the chunk.
+        shard = bisect_right(self._firsts, chunk) - 1
+        start = (chunk - self._firsts[shard]) * self.chunk_bytes
+        return Place(shard, start, start + self.size(chunk))
+
+    def order(self) -> list[int]:
+        """All chunks, in the order in which the execution order first needs them."""
+        seen: dict[int, None] = {}
+        for name in self._index.order:
+            for chunk in self.of_tensor(name):
+                seen[chunk] = None
+        return list(seen)

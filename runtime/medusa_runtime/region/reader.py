@@ -1,0 +1,352 @@
+"""One checkpoint's bytes in shared memory, with their progress: the reader's side, and what readers and writer share.
+
+Works without /dev/shm and for any user: a region is a memfd that children inherit or that is sent over a socket.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..checkpoint.index import PAGE_BYTES, Shard, WeightIndex
+from ..errors import MedusaError, ObjectChangedError, StorageError, WeightsError, from_code
+from ..storage.local import file_version
+from .chunks import Chunks
+from .demand import demand, hint
+from .layout import ERROR_OFFSET, HEADER_BYTES, TABLE_OFFSET, Late, State, Waiter, Word, reopen, writer_lives
+from .pages import address_of, drop
+
+if TYPE_CHECKING:
+    from .release import Release
+    from .writer import RegionWriter
+
+# A supervisor replaces a killed prefetcher within milliseconds; a reader gives it this long before it gives up.
+_GRACE_S = 10.0
+_UNMAPPED_BYTES = 64 << 10  # a smaller tensor is not worth a system call
+
+
+class Progress(NamedTuple):
+    """How far a fetch is. ``state`` is empty, fetching, done or failed; rates are None before they can be told."""
+
+    state: str
+    fetched_bytes: int
+    total_bytes: int
+    mb_per_s: float | None
+    eta_s: float | None
+    error: str | None
+
+
+class Region:
+    """A reader's view of a region. Each reader maps it read-only; nothing it does can change the weights.
+
+    ``private``: mapped writable for this reader alone; pages it writes to are copied (for modules of unknown code).
+    """
+
+    def __init__(self, fd: int, *, private: bool = False, demand_fd: int = -1) -> None:
+        """Take over ``fd``, a region's memfd, and ``demand_fd``: where to ask, if the region itself is read-only."""
+        self.fd = fd
+        self.demand_fd = demand_fd
+        self._flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
+        self._protection = mmap.PROT_READ | (mmap.PROT_WRITE if private else 0)
+        self._release: Release | None = None
+        self.viewed: set[str] = set()  # tensors that somebody in this process has a view of
+        self._header: memoryview | None = None
+        self._memory: memoryview | None = None
+        self._maps: list[mmap.mmap] = []
+        self._index: WeightIndex | None = None
+        self._chunks: Chunks | None = None
+        self._files: dict[str, tuple[int, ...]] = {}
+        self._lent: dict[str, bytes] = {}
+        self._shards: dict[int, memoryview] = {}
+        self._lonely_since: float | None = None
+
+    @classmethod
+    def create(cls) -> Region:
+        """An empty region. Everything else is the writer's work, later and in another process."""
+        fd = os.memfd_create("medusa-region", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, HEADER_BYTES)
+        return cls(fd)
+
+    def writer(self) -> RegionWriter:
+        """Become the one that fills this region. StorageError when another process is doing that."""
+        from .writer import RegionWriter
+
+        return RegionWriter(self.fd)
+
+    def _words(self) -> memoryview:
+        if self._header is None:
+            self._header = self._map(HEADER_BYTES)
+        return self._header.cast("Q")
+
+    def _map(self, size_bytes: int) -> memoryview:
+        # From a read-only description: such a mapping cannot be made writable, and does not stand against F_SEAL_WRITE.
+        fd = reopen(self.fd, os.O_RDONLY)
+        try:
+            flags, protection = self._flags, self._protection
+            if size_bytes == HEADER_BYTES:
+                flags, protection = mmap.MAP_SHARED, mmap.PROT_READ
+            memory = mmap.mmap(fd, size_bytes, flags, protection)
+        finally:
+            os.close(fd)
+        self._maps.append(memory)
+        return memoryview(memory)
+
+    def _attach(self) -> bool:
+        """Map the index and the table once they are there; whether they are."""
+        if self._index is not None:
+            return True
+        words = self._words()
+        state = words[Word.STATE]
+        if state == State.EMPTY or not words[Word.REGION_BYTES]:
+            return False
+        self._memory = memory = self._map(words[Word.REGION_BYTES])
+        files, start = words[Word.FILES_OFFSET], words[Word.INDEX_OFFSET]
+        self._files = {
+            name: tuple(place)
+            for name, place in json.loads(bytes(memory[files : files + words[Word.FILES_BYTES]])).items()
+        }
+        index = WeightIndex.from_json(bytes(memory[start : start + words[Word.INDEX_BYTES]]))
+        self._chunks = Chunks(index, words[Word.CHUNK_BYTES])
+        self._index = index
+        return True
+
+    def wait_index(self, timeout_s: float | None = None) -> WeightIndex:
+        """The weight index. Raises what the prefetcher failed with; TimeoutError after ``timeout_s``."""
+        waiter = Waiter(timeout_s)
+        while True:
+            self._raise_failure()
+            if self._attach():
+                assert self._index is not None
+                return self._index
+            self._check_writer(waiter)
+            waiter.pause()
+
+    def file(self, name: str, timeout_s: float | None = None) -> bytes | None:
+        """A file beside the weights, such as config.json; None when there is none of this name.
+
+        Waits for one that comes later than the index (a restored artifact); TimeoutError after ``timeout_s``.
+        """
+        if name in self._lent:
+            return self._lent[name]
+        self.wait_index(timeout_s)
+        assert self._memory is not None
+        place = self._files.get(name)
+        if place is None:
+            return None
+        if len(place) == 3:
+            waiter = Waiter(timeout_s)
+            while self._memory[place[2]] == Late.PENDING:
+                self._raise_failure()
+                self._check_writer(waiter)
+                waiter.pause()
+            if self._memory[place[2]] == Late.WITHHELD:
+                return None
+        return bytes(self._memory[place[0] : place[0] + place[1]])
+
+    def has_file(self, name: str) -> bool:
+        """Whether there is a file of this name, or one may still come; does not wait for it."""
+        self.wait_index()
+        return name in self._files
+
+    def attach_file(self, name: str, data: bytes) -> None:
+        """A file that this reader alone finds in the region."""
+        self._lent[name] = data
+
+    def shard(self, number: int) -> memoryview:
+        """Read-only bytes of a shard's data section; what is behind them is true only after a wait.
+
+        ObjectChangedError when a local file is not the one that was indexed.
+        """
+        index = self.wait_index()
+        if number not in self._shards:
+            shard = index.shards[number]
+            if shard.path is not None:
+                self._shards[number] = self._map_file(shard)
+            else:
+                assert self._memory is not None
+                start = self._words()[Word.DATA_OFFSET] + shard.offset
+                self._shards[number] = self._memory[start : start + shard.data_bytes]
+        return self._shards[number]
+
+    def _map_file(self, shard: Shard) -> memoryview:
+        assert shard.path is not None
+        try:
+            fd = os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise ObjectChangedError(f"{shard.path} was there when it was indexed, and now: {error.strerror}") from None
+        try:
+            if file_version(os.fstat(fd)) != shard.version:
+                raise ObjectChangedError(f"{shard.path} was replaced or written to after it was indexed; start again")
+            if not shard.data_bytes:
+                return memoryview(b"")
+            memory = mmap.mmap(fd, shard.size_bytes, self._flags, self._protection)
+        finally:
+            os.close(fd)
+        self._maps.append(memory)
+        return memoryview(memory)[shard.data_start :]
+
+    def wait(self, start: int, stop: int, shard: int, timeout_s: float | None = None) -> None:
+        """Until bytes [start, stop) of a shard's data section are there.
+
+        Raises what the prefetcher failed with; StorageError when it died and no other one came; TimeoutError.
+        """
+        self.wait_index(timeout_s)
+        assert self._chunks is not None
+        self._wait_chunks(self._chunks.covering(shard, start, stop), timeout_s)
+
+    def wait_tensor(self, name: str, timeout_s: float | None = None) -> None:
+        """Like ``wait``, for all bytes of a tensor. WeightsError when they were released."""
+        self.wait_index(timeout_s)
+        self._check_released(name)
+        assert self._chunks is not None
+        self._wait_chunks(self._chunks.of_tensor(name), timeout_s)
+
+    def _wait_chunks(self, chunks: range, timeout_s: float | None) -> None:
+        if self._present(chunks):
+            return
+        waiter = Waiter(timeout_s)
+        while not self._present(chunks):
+            self._raise_failure()
+            self._check_writer(waiter)
+            waiter.pause()
+
+    def has(self, name: str) -> bool:
+        """Whether a tensor's bytes are all there, without waiting. WeightsError when they were released."""
+        if not self._attach():
+            return False
+        self._check_released(name)
+        assert self._chunks is not None
+        return self._present(self._chunks.of_tensor(name))
+
+    def _present(self, chunks: range) -> bool:
+        if not chunks:
+            return True
+        assert self._memory is not None
+        table = bytes(self._memory[TABLE_OFFSET + chunks.start : TABLE_OFFSET + chunks.stop])
+        return table.count(1) == len(table)
+
+    def demand(self, names: Sequence[str]) -> None:
+        """Have these tensors fetched before all others; does not wait."""
+        if names and self._attach():
+            assert self._chunks is not None
+            missing = [chunk for name in names for chunk in self._chunks.of_tensor(name)]
+            demand(
+                self.fd if self.demand_fd < 0 else self.demand_fd,
+                [chunk for chunk in missing if not self._present(range(chunk, chunk + 1))],
+            )
+
+    def hint(self, names: Sequence[str]) -> None:
+        """Have these tensors fetched next, in this order, when no forward waits for others; does not wait."""
+        if self._attach():
+            assert self._chunks is not None
+            wanted = dict.fromkeys(chunk for name in names for chunk in self._chunks.of_tensor(name))
+            missing = [chunk for chunk in wanted if not self._present(range(chunk, chunk + 1))]
+            hint(self.fd if self.demand_fd < 0 else self.demand_fd, missing)
+
+    def release(self, name: str) -> None:
+        """Drop the memory of a tensor that nobody will read again, here or in another process."""
+        if self._release is None:
+            from .release import Release
+
+            self._release = Release(self)
+        self._release.tensor(name)
+
+    def unmap(self, name: str) -> None:
+        """Take a tensor that was copied out of this process's memory; what is read of it again is mapped again.
+
+        It stays in the region, or in the page cache. Nothing is done where somebody here has a view (``viewed``): of a
+        private mapping, what was written to the view would be lost.
+        """
+        shard, start, stop, *_ = self.wait_index().tensors[name]
+        if name in self.viewed or stop - start < _UNMAPPED_BYTES:
+            return
+        address = address_of(self.shard(shard))
+        begin = -(-(address + start) // PAGE_BYTES) * PAGE_BYTES
+        drop(begin, (address + stop) // PAGE_BYTES * PAGE_BYTES - begin)
+
+    @property
+    def released_elsewhere(self) -> bool:
+        """Whether another process released bytes of the region itself, which nobody can read any more."""
+        held = any(shard.path is None for shard in self.wait_index().shards)
+        return held and self._release is None and bool(self._words()[Word.RELEASED_BYTES])
+
+    def origin(self, shard: int) -> tuple[int, int]:
+        """Where a shard's data section starts in its file (the memfd's or its own), and that file's address here."""
+        view, index = self.shard(shard), self.wait_index()
+        base = index.shards[shard].data_start
+        if index.shards[shard].path is None:
+            base = self._words()[Word.DATA_OFFSET] + index.shards[shard].offset
+        return base, address_of(view) - base
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory the region has taken so far, as ``release`` has seen it; None of mapped files."""
+        return self._release.peak_bytes if self._release else os.fstat(self.fd).st_blocks * 512
+
+    def _check_released(self, name: str) -> None:
+        if self._release is not None and name in self._release.names:
+            raise WeightsError(f"tensor {name} was released after it was loaded; load it once, or without release")
+
+    def _raise_failure(self) -> None:
+        if self._words()[Word.STATE] == State.FAILED:
+            raise self._failure()
+
+    def _failure(self) -> MedusaError:
+        words = self._words()
+        assert self._header is not None
+        code, message = json.loads(bytes(self._header[ERROR_OFFSET : ERROR_OFFSET + words[Word.ERROR_BYTES]]))
+        return from_code(code, message)
+
+    def _check_writer(self, waiter: Waiter) -> None:
+        """StorageError when nobody has been filling this region for some time."""
+        if not waiter.slow_look():
+            return
+        if writer_lives(self.fd) or self._words()[Word.STATE] == State.DONE:
+            self._lonely_since = None
+        elif self._lonely_since is None:
+            self._lonely_since = time.monotonic()
+        elif time.monotonic() - self._lonely_since > _GRACE_S:
+            raise StorageError(
+                f"the prefetcher ended before the checkpoint was complete, and no other one came within {_GRACE_S:g} s"
+            )
+
+    def progress(self) -> Progress:
+        """Costs microseconds; never waits and never raises."""
+        words = self._words()
+        state, fetched, total = words[Word.STATE], words[Word.FETCHED_BYTES], words[Word.TOTAL_BYTES]
+        rate = eta = None
+        if started := words[Word.STARTED_NS]:
+            seconds = ((words[Word.ENDED_NS] or time.monotonic_ns()) - started) / 1e9
+            fresh = fetched - words[Word.KEPT_BYTES]
+            if fresh > 0 and seconds > 0:
+                rate = fresh / seconds / 1e6
+                eta = (total - fetched) / 1e6 / rate
+        error = None
+        if state == State.FAILED:
+            failure = self._failure()
+            error = f"{failure.code}: {failure}"
+        return Progress(("empty", "fetching", "done", "failed")[state], fetched, total, rate, eta, error)
+
+    def close(self) -> None:
+        """Let go of the descriptor and of every mapping that nothing points into any more. May be called twice."""
+        self._header = self._memory = None
+        self._shards.clear()
+        for memory in self._maps:
+            try:
+                memory.close()
+            except BufferError:
+                pass  # tensors still look into it; it goes with the last of them
+        self._maps.clear()
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        if self.demand_fd >= 0:
+            os.close(self.demand_fd)
+            self.demand_fd = -1
+
+
+__all__ = ["Progress", "Region", "State"]

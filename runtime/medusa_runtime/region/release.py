@@ -1,0 +1,80 @@
+"""Giving memory of a region back, layer by layer, while it is being filled and read (Cicada §3.3)."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from bisect import bisect_left
+from typing import TYPE_CHECKING
+
+from ..checkpoint.index import PAGE_BYTES
+from .layout import Word
+from .pages import drop
+
+if TYPE_CHECKING:
+    from .reader import Region
+
+_KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02
+
+
+class Release:
+    """What one reader has released of its region. Only for a region that nobody else reads.
+
+    Pages of the memfd are freed for all processes; of a local file they are unmapped here and left to the page cache.
+    """
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+        self._index = region.wait_index()
+        self._intervals: dict[int, Intervals] = {}
+        self.names: set[str] = set()
+        self.peak_bytes = 0
+        self._bytes = 0
+
+    def tensor(self, name: str) -> None:
+        """Release one tensor; a page goes with the last tensor on it."""
+        shard, start, stop, *_ = self._index.tensors[name]
+        self.names.add(name)
+        self.peak_bytes = max(self.peak_bytes, os.fstat(self._region.fd).st_blocks * 512)
+        base, address = self._region.origin(shard)
+        begin, end = self._intervals.setdefault(shard, Intervals()).add(base + start, base + stop)
+        if begin < end:
+            if self._index.shards[shard].path is not None:
+                drop(address + begin, end - begin)
+            else:
+                punch(self._region.fd, begin, end)
+        self._bytes += stop - start
+        try:
+            os.pwrite(self._region.fd, self._bytes.to_bytes(8, "little"), Word.RELEASED_BYTES * 8)
+        except OSError:
+            pass  # sealed: the fetch is over, nobody waits for memory
+
+
+class Intervals:
+    """Byte intervals [start, stop) that are released; disjoint, ascending."""
+
+    def __init__(self) -> None:
+        self._intervals: list[tuple[int, int]] = []
+
+    def add(self, start: int, stop: int) -> tuple[int, int]:
+        """Of the pages that [start, stop) touches, those that are released as a whole now: [start, stop) in bytes."""
+        low, high = start - start % PAGE_BYTES, -(-stop // PAGE_BYTES) * PAGE_BYTES
+        position = bisect_left(self._intervals, (start, stop))
+        if position and self._intervals[position - 1][1] >= start:
+            position -= 1
+        while position < len(self._intervals) and self._intervals[position][0] <= stop:
+            left, right = self._intervals.pop(position)
+            start, stop = min(start, left), max(stop, right)
+        self._intervals.insert(position, (start, stop))
+        return max(low, -(-start // PAGE_BYTES) * PAGE_BYTES), min(high, stop - stop % PAGE_BYTES)
+
+
+def punch(fd: int, start: int, stop: int) -> bool:
+    """Free whole pages of a memfd; False where it is sealed against writing."""
+    call = ctypes.CDLL(None, use_errno=True).fallocate
+    call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    while call(fd, _KEEP_SIZE | _PUNCH_HOLE, start, stop - start):
+        if ctypes.get_errno() != errno.EINTR:
+            return False
+    return True

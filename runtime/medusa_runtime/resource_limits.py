@@ -1,0 +1,63 @@
+"""What this process has run out of: the kernel's errors as one of ours, and room for open files made in time."""
+
+from __future__ import annotations
+
+import errno
+import resource
+
+from .errors import LimitError
+
+# A start holds about thirty descriptors in its busiest process, and each client one more.
+LEAST_FILES = 64
+_MOST_FILES = 65536
+
+
+def as_limit_error(error: BaseException) -> LimitError | None:
+    """What limit ``error`` speaks of, and how to raise it; None when it is about something else."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number == errno.EMFILE:
+        return _too_few_files()
+    if number == errno.ENFILE:
+        return LimitError("this machine has no open files left (sysctl fs.file-max); end something, or raise it")
+    if number == errno.EAGAIN or (isinstance(error, RuntimeError) and "start new thread" in str(error)):
+        most = _shown(resource.RLIMIT_NPROC)
+        return LimitError(
+            f"no further process or thread could be made: expected room for about a hundred, found a limit of {most} "
+            f"for this user (ulimit -u), or one of the container (pids); raise it"
+        )
+    if number == errno.ENOMEM or isinstance(error, MemoryError):
+        return LimitError(
+            f"there is no memory left: address space {_shown(resource.RLIMIT_AS)} kB (ulimit -v); raise that or the "
+            f"container's memory"
+        )
+    return None
+
+
+def make_room_for_files() -> None:
+    """As many open files as this process may have, since each client is one. Raises LimitError when they are few."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if wanted < LEAST_FILES:
+        raise _too_few_files()
+
+
+def most_files() -> int:
+    """How many files this process may have open."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return _MOST_FILES if soft == resource.RLIM_INFINITY else soft
+
+
+def _too_few_files() -> LimitError:
+    found = _shown(resource.RLIMIT_NOFILE)
+    return LimitError(
+        f"expected room for {LEAST_FILES} open files and one a client, found {found} (ulimit -n); raise it"
+    )
+
+
+def _shown(limit: int) -> str:
+    value = resource.getrlimit(limit)[0]
+    if value == resource.RLIM_INFINITY:
+        return "unlimited"
+    return str(value // 1024 if limit == resource.RLIMIT_AS else value)

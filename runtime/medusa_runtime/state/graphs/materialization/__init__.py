@@ -1,0 +1,1 @@
+"""Offline: from captured CUDA graphs to blueprints."""

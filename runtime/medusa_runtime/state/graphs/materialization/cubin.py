@@ -1,0 +1,149 @@
+"""What a cubin says of its kernels: an ELF file, with a section ``.nv.info.<kernel>`` for each."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from typing import NamedTuple
+
+from ....errors import StateError
+
+_SECTION = struct.Struct("<IIQQQQIIQQ")
+_SYMBOL = struct.Struct("<IBBHQQ")
+_SYMTAB, _NOBITS = 2, 8
+_FUNC, _OBJECT = 2, 1
+_KERNEL = 0x10  # st_other of a __global__ function
+_PARAMETER, _REGISTERS, _CLUSTER = 0x17, 0x2F, 0x3D
+
+
+class CubinKernel(NamedTuple):
+    """``parameters``: (offset, size) of each, in bytes; ``code``: digest of its instructions."""
+
+    name: str
+    parameters: tuple[tuple[int, int], ...]
+    registers: int
+    cluster: tuple[int, int, int] | None
+    code: str
+
+
+class Cubin(NamedTuple):
+    """``arch``: 90 for sm_90. ``variables``: name → size of what it keeps in device memory; ``mutable_bytes``: of those
+    the part that is zero at load, so that two loaded copies would not share what kernels write there."""
+
+    arch: int
+    kernels: dict[str, CubinKernel]
+    variables: dict[str, int]
+    mutable_bytes: int
+
+
+def parse_cubin(data: bytes) -> Cubin:
+    """Read a cubin. StateError when it is none, or is cut or damaged."""
+    try:
+        return _parse(data)
+    except (struct.error, IndexError, ValueError, OverflowError) as error:
+        raise StateError(f"expected a whole cubin, found {len(data):,} bytes that are damaged: {error}") from None
+
+
+class _Section(NamedTuple):
+    name: str
+    kind: int
+    start: int
+    size: int
+    link: int
+
+
+def _text(data: bytes, start: int) -> str:
+    return data[start : data.index(b"\0", start)].decode()
+
+
+def _sections(data: bytes) -> list[_Section]:
+    if data[:4] != b"\x7fELF" or len(data) < 64:
+        raise StateError(f"expected a cubin (an ELF file), found {data[:4]!r}")
+    if struct.unpack_from("<H", data, 18)[0] != 190:  # EM_CUDA
+        raise StateError("expected a cubin, found an ELF file for another machine")
+    (table,) = struct.unpack_from("<Q", data, 0x28)
+    stride, count, names = struct.unpack_from("<HHH", data, 0x3A)
+    programs, (size, number) = struct.unpack_from("<Q", data, 0x20)[0], struct.unpack_from("<HH", data, 0x36)
+    if number and programs + size * number > len(data):
+        raise ValueError("program headers beyond the end")
+    if stride != _SECTION.size:
+        raise ValueError(f"section headers of {stride} bytes")
+    raw = [_SECTION.unpack_from(data, table + i * stride) for i in range(count)]
+    for section in raw:
+        if section[1] not in (0, _NOBITS) and section[4] + section[5] > len(data):
+            raise ValueError("a section beyond the end")
+    return [_Section(_text(data, raw[names][4] + s[0]), s[1], s[4], s[5], s[6]) for s in raw]
+
+
+def _parse(data: bytes) -> Cubin:
+    sections = _sections(data)
+    by_name = {section.name: section for section in sections}
+    flags = struct.unpack_from("<I", data, 0x30)[0]
+    # CUDA 13 keeps the architecture one byte further up than before.
+    arch = flags >> 8 & 0xFF if data[8] >= 8 else flags & 0xFF
+    registers = _registers(data, by_name.get(".nv.info"))
+    kernels: dict[str, CubinKernel] = {}
+    variables: dict[str, int] = {}
+    for number, (name, info, other, home, _, size) in enumerate(_symbols(data, sections)):
+        if not home or home >= len(sections):
+            continue
+        if info & 0xF == _OBJECT and sections[home].name.startswith(".nv.global"):
+            variables[name] = size
+        if info & 0xF == _FUNC and info >> 4 == 1 and other & _KERNEL:
+            parameters, cluster = _info(data, by_name.get(f".nv.info.{name}"))
+            code = sections[home]
+            digest = hashlib.sha256(data[code.start : code.start + code.size]).hexdigest()
+            kernels[name] = CubinKernel(name, parameters, registers.get(number, 0), cluster, digest)
+    zeroed = by_name.get(".nv.global")
+    return Cubin(arch, kernels, variables, zeroed.size if zeroed else 0)
+
+
+def _symbols(data: bytes, sections: list[_Section]) -> list[tuple[str, int, int, int, int, int]]:
+    found = []
+    for section in sections:
+        if section.kind != _SYMTAB:
+            continue
+        names = sections[section.link].start
+        for at in range(section.start, section.start + section.size, _SYMBOL.size):
+            name, info, other, home, value, size = _SYMBOL.unpack_from(data, at)
+            found.append((_text(data, names + name), info, other, home, value, size))
+    return found
+
+
+def _records(data: bytes, section: _Section | None) -> list[tuple[int, int, int]]:
+    """(attribute, start, length) of each record that has a payload of its own."""
+    records: list[tuple[int, int, int]] = []
+    if section is None:
+        return records
+    at, stop = section.start, section.start + section.size
+    while at + 4 <= stop:
+        kind, attribute, length = struct.unpack_from("<BBH", data, at)
+        if kind != 4:  # its value is the two bytes themselves
+            length = 0
+        else:
+            records.append((attribute, at + 4, length))
+        at += 4 + length
+    return records
+
+
+def _info(data: bytes, section: _Section | None) -> tuple[tuple[tuple[int, int], ...], tuple[int, int, int] | None]:
+    found: dict[int, tuple[int, int]] = {}
+    cluster = None
+    for attribute, start, length in _records(data, section):
+        if attribute == _PARAMETER and length >= 12:
+            _, ordinal, offset, bits = struct.unpack_from("<IHHI", data, start)
+            found[ordinal] = (offset, bits >> 18)
+        if attribute == _CLUSTER and length >= 12:
+            cluster = struct.unpack_from("<III", data, start)
+    if sorted(found) != list(range(len(found))):
+        raise ValueError(f"parameters {sorted(found)} of {section.name if section else ''}")
+    return tuple(found[ordinal] for ordinal in range(len(found))), cluster
+
+
+def _registers(data: bytes, section: _Section | None) -> dict[int, int]:
+    found = {}
+    for attribute, start, length in _records(data, section):
+        if attribute == _REGISTERS and length >= 8:
+            symbol, count = struct.unpack_from("<II", data, start)
+            found[symbol] = count
+    return found

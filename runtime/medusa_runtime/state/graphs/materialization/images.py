@@ -1,0 +1,63 @@
+"""Kernel images by their digest, and which of them a captured kernel is from."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import defaultdict
+from collections.abc import Iterable
+
+from ....errors import StateError
+from .cubin import Cubin, CubinKernel, parse_cubin
+
+logger = logging.getLogger(__name__)
+
+
+class ImageStore:
+    """Cubins seen while capturing. A kernel's name alone is no key: one library defines it several times."""
+
+    def __init__(self, images: Iterable[bytes] = ()) -> None:
+        self.data: dict[str, bytes] = {}
+        self._parsed: dict[str, Cubin] = {}
+        self._by_kernel: defaultdict[str, list[str]] = defaultdict(list)
+        for image in images:
+            try:
+                self.add(image)
+            except StateError as error:
+                logger.info("a loaded module of %d bytes is left out: %s", len(image), error)
+
+    def add(self, image: bytes) -> str:
+        """Keep an image; its digest. StateError when it is no cubin."""
+        digest = hashlib.sha256(image).hexdigest()
+        if digest not in self.data:
+            parsed = parse_cubin(image)
+            self.data[digest] = image
+            self._parsed[digest] = parsed
+            for name in parsed.kernels:
+                self._by_kernel[name].append(digest)
+        return digest
+
+    def cubin(self, digest: str) -> Cubin:
+        return self._parsed[digest]
+
+    def find(self, name: str, parameters: tuple[tuple[int, int], ...], registers: int = 0) -> str | None:
+        """The image that defines this very kernel; None when none does. StateError when several might."""
+        matches: list[tuple[str, CubinKernel]] = []
+        for digest in self._by_kernel.get(name, ()):
+            kernel = self._parsed[digest].kernels[name]
+            if kernel.parameters == parameters and (not registers or kernel.registers == registers):
+                matches.append((digest, kernel))
+        if not matches:
+            return None
+        if len({kernel.code for _, kernel in matches}) > 1:
+            raise StateError(f"{name} is defined with other code in {len(matches)} images")
+        return matches[0][0]
+
+    def of(self, name: str, parameters: tuple[tuple[int, int], ...], registers: int = 0) -> str:
+        """The one image that a kernel is from; empty when that is not known, or when it must not be loaded twice."""
+        try:
+            image = self.find(name, parameters, registers)
+        except StateError:
+            return ""
+        # What kernels write into their image's variables is not in a second copy; one byte is a tag of the compiler's.
+        return image if image and self._parsed[image].mutable_bytes <= 1 else ""

@@ -1,0 +1,85 @@
+"""Which contents of memory a graph needs and does not make itself (MEDUSA §4.3), by poisoning.
+
+Workspaces and the graphs' pool are scratch, mostly. What is not is found by overwriting it: if a replay's outputs
+change, somebody had written there, once, before the graphs were captured, and restored graphs need the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from ..blueprint import Blueprints, GraphBlueprint, Piece, RangeKind
+from ..mismatch import GraphMismatch, Reason
+from ..replay import Launch, Replayer
+
+_POISON = 0xFF  # NaN in every float format, -1 in every integer one
+_REPLAYS = 2  # twice: a workspace that sets itself back is only right the second time if it was right the first
+
+
+def permanent_contents(blueprints: Blueprints, launches: Mapping[str, Launch], replayer: Replayer) -> tuple[Piece, ...]:
+    """The bytes that must be in workspaces and pool before the first replay; memory is left as it was.
+
+    ``launches``: key → replay of captured graphs, those with reference inputs and outputs. GraphMismatch
+    (CONTENTS) when even with all bytes that matter the outputs are not the same.
+    """
+    kept = _pieces(blueprints)
+    saved = replayer.read(kept)
+    needed: set[int] = set()
+    try:
+        launched = [graph for graph in blueprints.graphs if graph.key in launches]
+        for graph in launched:
+            needed |= _needed(graph, launches[graph.key], replayer, saved)
+        scratch = [piece for number, piece in enumerate(saved) if number not in needed]
+        contents = tuple(piece for number, piece in enumerate(saved) if number in needed)
+        for graph in launched:
+            if not _right(graph, launches[graph.key], replayer, saved, scratch):
+                raise GraphMismatch(Reason.CONTENTS, f"{graph.key} reads memory that no pointer of it leads to")
+    finally:
+        replayer.write(saved)
+    return contents
+
+
+def _needed(graph: GraphBlueprint, launch: Launch, replayer: Replayer, saved: Sequence[Piece]) -> set[int]:
+    """Of pieces that are poisoned together with no effect none is needed: so halves are tried, and their halves."""
+    found: set[int] = set()
+    waiting = [range(len(saved))]
+    while waiting:
+        tried = waiting.pop()
+        if not tried or _right(graph, launch, replayer, saved, [saved[number] for number in tried]):
+            continue
+        if len(tried) == 1:
+            found.add(tried[0])
+        else:
+            half = len(tried) // 2
+            waiting += [tried[:half], tried[half:]]
+    return found
+
+
+def _right(
+    graph: GraphBlueprint, launch: Launch, replayer: Replayer, saved: Sequence[Piece], poisoned: Sequence[Piece]
+) -> bool:
+    """Whether the outputs are the reference with these pieces overwritten."""
+    overwritten = {(piece.region, piece.offset) for piece in poisoned}
+    # The pool may have gigabytes: what is poisoned next is not written first.
+    replayer.write(piece for piece in saved if (piece.region, piece.offset) not in overwritten)
+    for piece in poisoned:
+        replayer.fill(piece, _POISON)
+    return all(replayer.run(launch, graph.inputs, graph.outputs) == graph.outputs for _ in range(_REPLAYS))
+
+
+def _pieces(blueprints: Blueprints) -> tuple[Piece, ...]:
+    """Workspaces and pool, cut where pointers point to: each piece belongs to the pointer at its start."""
+    cuts: dict[int, set[int]] = {}
+    given = {(piece.region, piece.offset) for graph in blueprints.graphs for piece in (*graph.inputs, *graph.outputs)}
+    for graph in blueprints.graphs:
+        for relocation in graph.relocations:
+            if blueprints.regions[relocation.region].kind in (RangeKind.SLAB, RangeKind.WORKSPACE):
+                cuts.setdefault(relocation.region, set()).add(relocation.offset)
+    pieces = []
+    for region, offsets in cuts.items():
+        ends = sorted({*offsets, blueprints.regions[region].size})
+        for start, stop in pairwise(ends):
+            if (region, start) not in given:
+                pieces.append(Piece(region, start, bytes(stop - start)))
+    return tuple(pieces)

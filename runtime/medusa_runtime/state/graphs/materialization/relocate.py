@@ -1,0 +1,212 @@
+"""Which bytes of a graph are addresses: proved by two captures with every region elsewhere.
+
+A word that looks like an address need not be one: structures passed by value carry stale bytes of the stack, so that no
+look at one capture is safe. What is an address moves with its region; what does not move is a constant.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import NamedTuple
+
+from ..blueprint import Blueprints, GraphBlueprint, Node, NodeKind, RangeKind, Relocation
+from ..mismatch import GraphMismatch, Reason
+from ..tensor_map import MAP_BYTES, Replace, addresses
+from .memory_ranges import Place, RangeMap
+
+_HOST_ADDRESSES = (
+    *(range(0x5500_0000_0000, 0x5700_0000_0000), range(0x7000_0000_0000, 0x8000_0000_0000)),  # x86-64
+    *(range(0xAAAA_0000_0000, 0xAAAC_0000_0000), range(0xFF00_0000_0000, 0x1_0000_0000_0000)),  # arm64
+)
+_UNNAMED = (RangeKind.SLAB, RangeKind.WORKSPACE)
+_NOT_PLACED = (RangeKind.MODULE, RangeKind.FREE)
+
+
+class Proof(NamedTuple):
+    """``words``: how many were "pointer", "map" (a tensor map), "constant", "stale" (addresses of the host, or of what
+    nobody had any more) or "opaque" (changed, unexplained). ``opaque``: kernel → how many graphs it pins so."""
+
+    blueprints: Blueprints
+    words: Counter[str]
+    opaque: Counter[str]
+
+
+def prove(first: Blueprints, second: Blueprints | None, replace_address: Replace = lambda data, address: None) -> Proof:
+    """``first`` with relocations. ``second``: the same graphs captured with the regions of the same names elsewhere.
+
+    Without a second dump, or for a region that did not move, addresses are found but not proved: such a graph is pinned
+    to the captured addresses. A graph whose captures differ otherwise is refused. ``replace_address``: the
+    driver's, for tensor maps.
+    """
+    words: Counter[str] = Counter()
+    opaque: Counter[str] = Counter()
+    pairs = _Pairs(first, second or first)
+    graphs, refused = [], dict(first.refused)
+    others = {graph.key: graph for graph in second.graphs} if second else {}
+    for graph in first.graphs:
+        if second is not None and graph.key not in others:
+            refused[graph.key] = second.refused.get(graph.key, f"{Reason.NOT_DETERMINISTIC}: captured only once")
+            continue
+        try:
+            comparison = _Comparison(
+                first, second or first, graph, others.get(graph.key, graph), pairs, words, replace_address
+            )
+            graphs.append(comparison.run())
+            opaque.update(comparison.opaque)
+        except GraphMismatch as mismatch:
+            refused[graph.key] = str(mismatch)
+    return Proof(replace(first, graphs=tuple(graphs), refused=refused), words, opaque)
+
+
+class _Pairs:
+    """Which region of the second capture is which of the first. By name; but what torch has allocated for itself has
+    none that would be the same in two processes. There the first word that points to the same offset of two equally
+    large ones decides, and from then on every other word must agree."""
+
+    def __init__(self, first: Blueprints, second: Blueprints) -> None:
+        self._regions = first.regions, second.regions
+        numbers = {region.name: n for n, region in enumerate(first.regions) if region.kind not in _UNNAMED}
+        self._second = {numbers[region.name]: n for n, region in enumerate(second.regions) if region.name in numbers}
+        self._first = {two: one for one, two in self._second.items()}
+
+    def same(self, one: Place, two: Place) -> bool:
+        if one.offset != two.offset:
+            return False
+        if one.region in self._second or two.region in self._first:
+            return self._second.get(one.region) == two.region
+        a, b = self._regions[0][one.region], self._regions[1][two.region]
+        if a.kind not in _UNNAMED or (a.kind, a.size) != (b.kind, b.size):
+            return False
+        self._second[one.region], self._first[two.region] = two.region, one.region
+        return True
+
+    def moved(self, region: int) -> bool:
+        """Of the first capture, once a word has pointed to it."""
+        return self._regions[0][region].address != self._regions[1][self._second[region]].address
+
+
+class _Comparison:
+    def __init__(
+        self,
+        first: Blueprints,
+        second: Blueprints,
+        a: GraphBlueprint,
+        b: GraphBlueprint,
+        pairs: _Pairs,
+        words: Counter[str],
+        replace_address: Replace,
+    ) -> None:
+        self._dumps = first, second
+        self._graphs = a, b
+        self._maps = RangeMap(first.regions), RangeMap(second.regions)
+        self._free = RangeMap(first.regions, free=True), RangeMap(second.regions, free=True)
+        self._pairs = pairs
+        addresses = {region.address for region in second.regions}
+        # A variable of a kernel image is asked for by name when restored: it is never where it was.
+        self._own = {n for n, region in enumerate(first.regions) if region.kind not in _NOT_PLACED}
+        self._unmoved = {n for n in self._own if first.regions[n].address in addresses}
+        self._pinned: set[int] = set()
+        self._words = words
+        self._replace = replace_address
+        self.opaque: set[str] = set()
+
+    def run(self) -> GraphBlueprint:
+        a, b = self._graphs
+        if len(a.nodes) != len(b.nodes) or a.edges != b.edges or len(a.blob) != len(b.blob):
+            raise self._differ(f"{len(a.nodes)} and {len(b.nodes)} nodes, or their edges differ")
+        relocations = []
+        for number, (node, other) in enumerate(zip(a.nodes, b.nodes, strict=True)):
+            if self._shape(0, node) != self._shape(1, other):
+                raise self._differ(f"node {number} differs in its kernel, grid or attributes")
+            for start, stop in self._dumps[0].words(node):
+                found = self._parameter(number, node, start, stop)
+                if not found and node.kind != NodeKind.KERNEL:
+                    raise GraphMismatch(Reason.FOREIGN_POINTER, f"node {number} is at no region's address")
+                relocations += found
+        return replace(a, relocations=tuple(relocations), pinned=tuple(sorted(self._pinned)))
+
+    def _parameter(self, number: int, node: Node, start: int, stop: int) -> list[Relocation]:
+        if stop - start >= MAP_BYTES:  # an address inside a map stays, too, where its region did
+            self._pinned.update(self._unmoved)
+        found: list[Relocation] = []
+        behind = start  # of a tensor map
+        for position in range(start + -(start - node.start) % 8, stop - 7, 8):
+            if position < behind:
+                continue
+            place = self._word(number, position)
+            if place is not None:
+                found.append(Relocation(position, place.region, place.offset))
+            elif self._changed(position):
+                first = max(start, behind, found[-1].position + 8 if found else start)
+                relocation = self._map(range(first + -(first - node.start) % 8, stop - MAP_BYTES + 1, 8), position)
+                if relocation is not None:
+                    found.append(relocation)
+                    behind = relocation.position + MAP_BYTES
+                else:
+                    self._unexplained(number, position)
+        return found
+
+    def _changed(self, position: int) -> bool:
+        one, two = (graph.blob[position : position + 8] for graph in self._graphs)
+        return one != two
+
+    def _map(self, starts: range, position: int) -> Relocation | None:
+        """A tensor map around this word, with the same place in both captures."""
+        for start in starts:
+            if not start <= position < start + MAP_BYTES:
+                continue
+            one, two = (graph.blob[start : start + MAP_BYTES] for graph in self._graphs)
+            known = addresses(one, two, self._replace)
+            common = self._common(*known) if known else []
+            if common:
+                self._words["map"] += 1
+                if common[0].region in self._own and not self._pairs.moved(common[0].region):
+                    self._pinned.add(common[0].region)
+                return Relocation(start, common[0].region, common[0].offset, map=True)
+        return None
+
+    def _common(self, one: int, two: int) -> list[Place]:
+        """Where an address of the first capture and one of the second are at the same place."""
+        there = self._maps[1].places(two)
+        return [place for place in self._maps[0].places(one) if any(self._pairs.same(place, other) for other in there)]
+
+    def _shape(self, side: int, node: Node) -> tuple[object, ...]:
+        dump = self._dumps[side]
+        kernel = dump.kernels[node.kernel][0::2] if node.kernel >= 0 else None
+        return kernel, dump.attribute_sets[node.attributes], (*node._replace(kernel=0, attributes=0),)
+
+    def _word(self, number: int, position: int) -> Place | None:
+        one, two = (int.from_bytes(graph.blob[position : position + 8], "little") for graph in self._graphs)
+        common = self._common(one, two)
+        if common:
+            place = common[0]
+            if place.region in self._own and not self._pairs.moved(place.region):
+                self._pinned.add(place.region)
+            self._words["pointer"] += 1
+            return place
+        places = self._maps[0].places(one), self._maps[1].places(two)
+        if one == two and not all(places):
+            self._words["constant"] += 1
+            return None
+        if any(places):
+            raise self._differ(f"a parameter of node {number} points to {one:#x} once and to {two:#x} then")
+        return None
+
+    def _unexplained(self, number: int, position: int) -> None:
+        """A word that changed, and is no address as such."""
+        one, two = (int.from_bytes(graph.blob[position : position + 8], "little") for graph in self._graphs)
+        if all(
+            any(word in host for host in _HOST_ADDRESSES) or free.places(word)
+            for word, free in zip((one, two), self._free, strict=True)
+        ):
+            self._words["stale"] += 1
+            return
+        # An address in a form that nobody knows, or nothing: at the captured addresses both are right.
+        self._words["opaque"] += 1
+        self._pinned.update(self._own)
+        kernel = self._graphs[0].nodes[number].kernel
+        self.opaque.add(self._dumps[0].kernels[kernel].name if kernel >= 0 else f"node {number}")
+
+    def _differ(self, detail: str) -> GraphMismatch:
+        return GraphMismatch(Reason.NOT_DETERMINISTIC, f"two captures differ: {detail}")

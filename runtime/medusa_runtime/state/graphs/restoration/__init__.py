@@ -1,0 +1,1 @@
+"""Online: from blueprints to CUDA graphs that can be replayed."""

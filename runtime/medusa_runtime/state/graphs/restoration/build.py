@@ -1,0 +1,112 @@
+"""Builds an executable graph from a blueprint."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import addressof, byref, c_uint64
+
+from ..blueprint import Blueprints, GraphBlueprint, Node, NodeKind
+from ..driver import CudaDriver, CudaError
+from ..mismatch import GraphMismatch, Reason
+from ..structs import EDGE_DATA_BYTES, KERNEL_NODE, InstantiateParams
+from ..tensor_map import MAP_BYTES, replacer
+from .kernels import KernelHandle
+
+_UPLOAD, _USE_NODE_PRIORITY = 2, 8
+_PRIORITY = 8
+
+
+def build(
+    driver: CudaDriver,
+    blueprints: Blueprints,
+    graph: GraphBlueprint,
+    *,
+    kernels: Sequence[KernelHandle],
+    addresses: Sequence[int],
+    stream: int,
+) -> int:
+    """The CUgraphExec. ``kernels``: a handle for each of ``blueprints.kernels`` that the graph uses; ``addresses``: one
+    for each of its relocations. GraphMismatch (DRIVER_CALL) when the driver refuses."""
+    blob = ctypes.create_string_buffer(graph.blob, max(len(graph.blob), 1))
+    base = addressof(blob)
+    words = memoryview(blob).cast("B")
+    for relocation, address in zip(graph.relocations, addresses, strict=True):
+        if relocation.map:
+            _replace_map(driver, words[relocation.position : relocation.position + MAP_BYTES], address)
+        else:
+            words[relocation.position : relocation.position + 8] = address.to_bytes(8, "little")
+    context = driver.current_context()
+    made = driver.handle("cuGraphCreate", 0)
+    node: Node | None = None
+    try:
+        nodes = (c_uint64 * max(len(graph.nodes), 1))()
+        params = ctypes.create_string_buffer(KERNEL_NODE.size)
+        for number, node in enumerate(graph.nodes):
+            out = addressof(nodes) + 8 * number
+            if node.kind == NodeKind.KERNEL:
+                pointers = _pointers(blueprints, node, base)
+                func, kern = kernels[node.kernel]
+                KERNEL_NODE.pack_into(
+                    params, 0, func, *node.grid, *node.block, node.shared_bytes, addressof(pointers), 0, kern, context
+                )
+                driver.call("cuGraphAddKernelNode_v2", out, made, None, 0, params)
+                for attribute, value in blueprints.attribute_sets[node.attributes]:
+                    driver.call("cuGraphKernelNodeSetAttribute", nodes[number], attribute, value)
+            elif node.kind == NodeKind.MEMSET:
+                driver.call("cuGraphAddMemsetNode", out, made, None, 0, base + node.start, context)
+            elif node.kind == NodeKind.MEMCPY:
+                driver.call("cuGraphAddMemcpyNode", out, made, None, 0, base + node.start, context)
+            else:
+                driver.call("cuGraphAddEmptyNode", out, made, None, 0)
+        node = None
+        _connect(driver, graph, made, nodes)
+        return _instantiate(driver, blueprints, graph, made, stream)
+    except CudaError as error:
+        raise GraphMismatch(Reason.DRIVER_CALL, f"{error}: {_about(blueprints, node)}") from error
+    finally:
+        driver.result("cuGraphDestroy", made)
+
+
+def _about(blueprints: Blueprints, node: Node | None) -> str:
+    """For a message: what the driver was asked for."""
+    if node is None:
+        return "the edges and the whole"
+    if node.kind != NodeKind.KERNEL:
+        return f"a {NodeKind(node.kind).name.lower()} node"
+    numbers = [number for number, _ in blueprints.attribute_sets[node.attributes]]
+    kernel = blueprints.kernels[node.kernel]
+    return f"{kernel.name}, {node.shared_bytes} bytes of shared memory, attributes {numbers}"
+
+
+def _replace_map(driver: CudaDriver, data: memoryview, address: int) -> None:
+    replaced = replacer(driver)(bytes(data), address)
+    if replaced is None:
+        raise GraphMismatch(Reason.DRIVER_CALL, f"the driver writes no address {address:#x} into a tensor map")
+    data[:] = replaced
+
+
+def _pointers(blueprints: Blueprints, node: Node, base: int) -> ctypes.Array[c_uint64]:
+    """What kernelParams points to. A buffer with the whole layout, so that the driver needs no sizes from us."""
+    layout = blueprints.kernels[node.kernel].parameters
+    return (c_uint64 * max(len(layout), 1))(*[base + node.start + offset for offset, _ in layout])
+
+
+def _connect(driver: CudaDriver, graph: GraphBlueprint, made: int, nodes: ctypes.Array[c_uint64]) -> None:
+    count = len(graph.edges)
+    if not count:
+        return
+    sources = (c_uint64 * count)(*[nodes[edge.source] for edge in graph.edges])
+    targets = (c_uint64 * count)(*[nodes[edge.target] for edge in graph.edges])
+    data = ctypes.create_string_buffer(b"".join(edge.data for edge in graph.edges), EDGE_DATA_BYTES * count)
+    driver.call("cuGraphAddDependencies_v2", made, sources, targets, data, count)
+
+
+def _instantiate(driver: CudaDriver, blueprints: Blueprints, graph: GraphBlueprint, made: int, stream: int) -> int:
+    prioritised = any(
+        attribute == _PRIORITY for node in graph.nodes for attribute, _ in blueprints.attribute_sets[node.attributes]
+    )
+    # The upload comes with it, so that the first launch does not pay for it.
+    flags = _UPLOAD | (_USE_NODE_PRIORITY if prioritised else 0)
+    params = InstantiateParams(flags=flags, upload_stream=stream)
+    return driver.handle("cuGraphInstantiateWithParams", made, byref(params))

@@ -1,0 +1,181 @@
+"""Finds a graph's kernels in a fresh process: in saved images, in mapped libraries, or by triggering (MEDUSA §5.2)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import defaultdict
+from collections.abc import Callable
+from ctypes import byref, c_size_t, c_uint, c_uint64
+from typing import NamedTuple
+
+from ..blueprint import Blueprints, KernelRecord, NodeKind
+from ..driver import CudaDriver, CudaError
+from ..materialization.dump import IDENTITY, describe, kernel_of, node_kind, nodes_of
+from ..materialization.mapped import read_image
+from ..mismatch import GraphMismatch, Reason
+
+Trigger = Callable[[str], int]
+"""Graph key → a CUgraph that was captured from the first layer at that batch size."""
+
+_WRAPPER_MAGIC = 0x466243B1  # __fatBinC_Wrapper_t, which the driver takes fat binaries in
+
+
+class KernelHandle(NamedTuple):
+    """One of the two is set: a CUfunction, or a CUkernel of a library."""
+
+    func: int
+    kern: int
+
+
+class KernelFinder:
+    """Loads each image once. A context manager; closing unloads the images, so no graph may use them any more."""
+
+    def __init__(self, driver: CudaDriver, blueprints: Blueprints, trigger: Trigger | None = None) -> None:
+        self._driver = driver
+        self._blueprints = blueprints
+        self._trigger = trigger
+        self._libraries: dict[str, int] = {}
+        self._modules: dict[str, int] = {}  # image → the module that a triggered kernel of it is in
+        self._kept: list[object] = []
+        self._found: dict[int, KernelHandle] = {}
+        self._triggered: defaultdict[str, list[KernelHandle]] = defaultdict(list)
+        self._done: set[str] = set()
+
+    def handle(self, number: int, graph: str) -> KernelHandle:
+        """The kernel of this number. GraphMismatch when it cannot be found, or more than one could be meant."""
+        if number not in self._found:
+            record = self._blueprints.kernels[number]
+            library = self._library(record.image) if record.image else 0
+            if library:
+                try:
+                    handle = KernelHandle(0, self._driver.handle("cuLibraryGetKernel", library, record.name.encode()))
+                except CudaError as error:
+                    raise GraphMismatch(Reason.KERNEL_MISSING, f"{record.name} is not in its image: {error}") from error
+            else:
+                handle = self._by_trigger(record, graph)
+            self._set_attributes(handle, record)
+            self._found[number] = handle
+        return self._found[number]
+
+    def variable(self, name: str) -> int | None:
+        """Where a variable "<image>:<name>" is, once its image's kernels were found; None when it is not loaded."""
+        image, _, variable = name.partition(":")
+        library, module = self._library(image), self._modules.get(image)
+        if not library and not module:
+            return None
+        call = "cuLibraryGetGlobal" if library else "cuModuleGetGlobal_v2"
+        address, size = c_uint64(), c_size_t()
+        failed = self._driver.result(call, byref(address), byref(size), library or module, variable.encode())
+        return None if failed else address.value
+
+    def close(self) -> None:
+        while self._libraries:
+            _, library = self._libraries.popitem()
+            if library:
+                self._driver.result("cuLibraryUnload", library)
+        self._found.clear()
+
+    def _library(self, image: str) -> int:
+        """The loaded image, from the bundle or else from a mapped library; 0 when it is in neither."""
+        if image not in self._libraries:
+            self._libraries[image] = 0
+            if data := self._blueprints.images.get(image):
+                self._libraries[image] = self._load(data)
+            elif (place := self._blueprints.libraries.get(image)) and (data := read_image(place)):
+                buffer = ctypes.create_string_buffer(data, len(data))
+                wrapper = (c_uint64 * 3)(_WRAPPER_MAGIC | 1 << 32, ctypes.addressof(buffer), 0)
+                self._kept.append(buffer)
+                self._libraries[image] = self._load(wrapper)
+        return self._libraries[image]
+
+    def _load(self, code: object) -> int:
+        # The driver may read the image later, when a kernel of it is first used.
+        self._kept.append(code)
+        try:
+            return self._driver.handle("cuLibraryLoadData", code, None, None, 0, None, None, 0)
+        except CudaError as error:
+            raise GraphMismatch(Reason.KERNEL_MISSING, f"a kernel image cannot be loaded: {error}") from error
+
+    def _by_trigger(self, record: KernelRecord, graph: str) -> KernelHandle:
+        if self._trigger is not None and graph not in self._done:
+            self._done.add(graph)
+            try:
+                self._collect(self._trigger(graph))
+            except Exception as error:  # whatever the capture of a layer raises, capturing all of them is right
+                raise GraphMismatch(Reason.KERNEL_MISSING, f"triggering {graph} failed: {error}") from error
+        wanted = _identity(record)
+        if (
+            len(
+                {
+                    kernel.image or number
+                    for number, kernel in enumerate(self._blueprints.kernels)
+                    if _identity(kernel) == wanted
+                }
+            )
+            > 1
+        ):
+            raise GraphMismatch(Reason.KERNEL_AMBIGUOUS, f"{record.name} is several kernels that nothing tells apart")
+        candidates = self._triggered.get(record.name, [])
+        matches = [handle for handle in candidates if self._identity_of(handle) == wanted]
+        if not matches:
+            if candidates:
+                raise GraphMismatch(Reason.KERNEL_MISSING, f"{record.name} is another kernel here")
+            raise GraphMismatch(
+                Reason.KERNEL_MISSING, f"{record.name} is in no saved image, library or triggered module"
+            )
+        if len(matches) > 1:
+            raise GraphMismatch(Reason.KERNEL_AMBIGUOUS, f"{record.name} is defined in {len(matches)} loaded modules")
+        if record.image:
+            self._modules[record.image] = self._driver.handle("cuFuncGetModule", matches[0].func)
+        return matches[0]
+
+    def _collect(self, graph: int) -> None:
+        """The kernels of a captured graph's nodes, and all others of their modules (MEDUSA §5)."""
+        seen: set[int] = set()
+        for node in nodes_of(self._driver, graph):
+            if node_kind(self._driver, node) != NodeKind.KERNEL:
+                continue
+            params, name, _ = kernel_of(self._driver, node)
+            func = params.func or self._driver.handle("cuKernelGetFunction", params.kern)
+            try:
+                module = self._driver.handle("cuFuncGetModule", func)
+                functions = self._functions(module) if module not in seen else []
+                seen.add(module)
+            except CudaError:  # of the rest of its module nothing is known, itself it is there
+                functions = []
+            # Names alone: the driver loads a function that it is asked more about, and a module may have hundreds.
+            for function in functions:
+                self._triggered[self._driver.text("cuFuncGetName", function)].append(KernelHandle(function, 0))
+            if name not in self._triggered:
+                self._triggered[name].append(KernelHandle(func, 0))
+
+    def _functions(self, module: int) -> list[int]:
+        count = c_uint()
+        self._driver.call("cuModuleGetFunctionCount", byref(count), module)
+        functions = (c_uint64 * count.value)()
+        self._driver.call("cuModuleEnumerateFunctions", functions, count.value, module)
+        return list(functions)
+
+    def _identity_of(self, handle: KernelHandle) -> tuple[str, tuple[tuple[int, int], ...], tuple[int, ...]]:
+        values = []
+        for attribute in IDENTITY:
+            value = ctypes.c_int()
+            self._driver.call("cuFuncGetAttribute", byref(value), attribute, handle.func)
+            values.append(value.value)
+        return *describe(self._driver, func=handle.func, kern=0), tuple(values)
+
+    def _set_attributes(self, handle: KernelHandle, record: KernelRecord) -> None:
+        """More than 48 KiB of dynamic shared memory, among others, must be allowed before a node asks for it."""
+        for attribute, value in record.attributes:
+            if attribute in IDENTITY:
+                continue
+            if handle.func:
+                self._driver.call("cuFuncSetAttribute", handle.func, attribute, value)
+            else:
+                self._driver.call("cuKernelSetAttribute", attribute, value, handle.kern, self._driver.current_device())
+
+
+def _identity(record: KernelRecord) -> tuple[str, tuple[tuple[int, int], ...], tuple[int, ...]]:
+    """What tells a kernel whose image is not known from others of its name."""
+    attributes = dict(record.attributes)
+    return record.name, record.parameters, tuple(attributes.get(one, 0) for one in IDENTITY)

@@ -1,0 +1,94 @@
+"""Which bundles' graphs broke a context: nobody tries them again, until they or the driver are others.
+
+A replay that reads where nothing is takes the process with it, so what is known of it must outlive that process. The
+mark lies in the bundle's folder where that can be written, else in this user's cache, else among temporary files: the
+next engine of the same instance finds it in any case, and other machines do if they share the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ....config import Settings
+from ....storage.base import scheme_of
+from ...key import driver_version
+from ...locate import FOLDER
+
+logger = logging.getLogger(__name__)
+
+FILE = "distrusted.json"  # sha256 of the graphs' blob → {"driver": its version, "reason": one line}
+_REASON_CHARACTERS = 300
+
+
+class Quarantine:
+    """``settings`` say where the bundle lies; ``environ`` where this user's cache does."""
+
+    def __init__(self, settings: Settings, environ: Mapping[str, str]) -> None:
+        bundle = settings.state or (f"{settings.model}/{FOLDER}" if settings.model else "")
+        folders = []
+        if bundle and scheme_of(bundle) in ("", "file"):
+            folders.append(Path(bundle.removeprefix("file://")))
+        self._given = len(folders)  # the bundle's is there, or is not ours to make
+        if cache := environ.get("XDG_CACHE_HOME") or (environ.get("HOME") and environ["HOME"] + "/.cache"):
+            folders.append(Path(cache) / "medusa")
+        self._folders = [*folders, Path(environ.get("TMPDIR") or tempfile.gettempdir()) / f"medusa-{os.getuid()}"]
+
+    def reason(self, digest: str) -> str | None:
+        """Why the graphs of this blob (its sha256) are not to be used here; None when nothing is known against them."""
+        for folder in self._folders:
+            entry = self._read(folder).get(digest)
+            if entry is not None and entry["driver"] == driver_version():
+                return entry["reason"]
+        return None
+
+    def note(self, digest: str, reason: str) -> bool:
+        """Remember it; False where nothing can be written. Marks of other drivers are dropped."""
+        entry = {"driver": driver_version(), "reason": reason[:_REASON_CHARACTERS]}
+        for folder in self._folders:
+            kept = {key: old for key, old in self._read(folder).items() if old["driver"] == entry["driver"]}
+            try:
+                if self._folders.index(folder) >= self._given:
+                    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                _write(folder, {**kept, digest: entry})
+            except OSError as error:
+                logger.debug("no mark in %s: %s", folder, error)
+                continue
+            return True
+        return False
+
+    def _read(self, folder: Path) -> dict[str, dict[str, str]]:
+        """What is damaged counts as nothing: then graphs are tried, as before there was a mark."""
+        try:
+            if folder.stat().st_uid not in (os.getuid(), 0) and folder is self._folders[-1]:
+                return {}  # anybody may make a folder among temporary files
+            found: Any = json.loads((folder / FILE).read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return dict(_entries(found)) if isinstance(found, dict) else {}
+
+
+def _write(folder: Path, entries: dict[str, dict[str, str]]) -> None:
+    descriptor, name = tempfile.mkstemp(prefix=".distrusted-", dir=folder)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(entries, file, indent=1)
+        os.chmod(name, 0o644)
+        os.replace(name, folder / FILE)
+    except OSError:
+        os.unlink(name)
+        raise
+
+
+def _entries(found: dict[Any, Any]) -> Iterator[tuple[str, dict[str, str]]]:
+    for digest, entry in found.items():
+        if isinstance(entry, dict) and isinstance(entry.get("driver"), str) and isinstance(entry.get("reason"), str):
+            yield digest, entry
+
+
+__all__ = ["FILE", "Quarantine"]

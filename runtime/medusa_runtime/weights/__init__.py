@@ -1,1 +1,0 @@
-"""From a checkpoint in a store to the layers of a model."""

@@ -1,0 +1,60 @@
+"""The region and the timeline as vLLM's processes are told of them: by paths, in the load configuration.
+
+Descriptors are inherited by forks only; on a GPU vLLM may start ranks as new interpreters. A path through /proc names
+the same memory from any process of this user.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cached_property, lru_cache
+from typing import Any
+
+from medusa_runtime.config import Settings
+from medusa_runtime.errors import ConfigError
+from medusa_runtime.region.reader import Region
+from medusa_runtime.timeline import Timeline
+
+_REGION, _TIMELINE, _KERNELS = "medusa_region", "medusa_timeline", "medusa_kernels"
+
+
+def settings_for(region: Region, timeline: Timeline, settings: Settings) -> dict[str, str]:
+    """``model_loader_extra_config`` for processes that load from this region."""
+    own = f"/proc/{os.getpid()}/fd"
+    return {_REGION: f"{own}/{region.fd}", _TIMELINE: f"{own}/{timeline.fd}", _KERNELS: settings.kernels}
+
+
+class Attached:
+    """A region and a timeline, opened by a process that was given their paths; ``kernels`` as in the settings."""
+
+    def __init__(self, region: str, timeline: str, kernels: str) -> None:
+        self._paths = region, timeline
+        self.kernels = kernels
+
+    @classmethod
+    def of(cls, load_config: Any) -> Attached:
+        """Raises ConfigError where vLLM was not started by us."""
+        extra = load_config.model_loader_extra_config
+        if not isinstance(extra, dict) or _REGION not in extra:
+            raise ConfigError(
+                "--load-format medusa: expected to be started by `medusa serve --engine vllm`, found no region to "
+                "load from"
+            )
+        return _attach(extra[_REGION], extra[_TIMELINE], extra[_KERNELS])
+
+    @cached_property
+    def region(self) -> Region:
+        """Mapped private and writable: what vLLM changes in place is this process's copy of a page."""
+        return Region(os.open(self._paths[0], os.O_RDONLY | os.O_CLOEXEC), private=True)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        return Timeline(os.open(self._paths[1], os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC), "engine")
+
+
+@lru_cache(maxsize=1)
+def _attach(region: str, timeline: str, kernels: str) -> Attached:
+    return Attached(region, timeline, kernels)
+
+
+__all__ = ["Attached", "settings_for"]

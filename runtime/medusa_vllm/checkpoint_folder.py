@@ -1,0 +1,59 @@
+"""The checkpoint's small files in a folder, which is where vLLM reads a model's configuration."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+from medusa_runtime.engine.checkpoint_files import read_json, weights_dtype
+from medusa_runtime.errors import ConfigError, MismatchError
+from medusa_runtime.region.reader import Region
+
+from .scratch import scratch_folder
+
+_CONFIG = "config.json"
+_FILES = (
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "tokenizer_config.json",
+)
+
+
+class CheckpointFolder:
+    """A private folder with the configuration and no weights; removed on exit."""
+
+    def __init__(self, region: Region) -> None:
+        config = read_json(region, _CONFIG)
+        if config is None:
+            raise MismatchError("expected a config.json beside the weights, found none")
+        self.config = _with_dtype(config, region)
+        self._scratch = ExitStack()
+        try:
+            self.path = self._scratch.enter_context(scratch_folder("medusa-vllm"))
+            (self.path / _CONFIG).write_text(json.dumps(self.config))
+            for name in _FILES:
+                if (data := region.file(name)) is not None:
+                    (self.path / name).write_bytes(data)
+        except OSError as error:
+            self._scratch.close()
+            raise ConfigError(
+                f"expected a writable folder for temporary files, found none ({error}); set TMPDIR"
+            ) from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._scratch.close()
+
+
+def _with_dtype(config: dict[str, Any], region: Region) -> dict[str, Any]:
+    """A config that names no dtype gets that of the weights, as with our own engine."""
+    if config.get("dtype") is None and config.get("torch_dtype") is None:
+        return config | {"dtype": weights_dtype(region.wait_index())}
+    return config

@@ -1,0 +1,1 @@
+"""vLLM's compiled model: recorded offline, attached online."""

@@ -1,0 +1,92 @@
+"""The compile cache of a state bundle: what compiling a model made, as one file for any process on a like machine.
+
+Offline, ``capture`` starts the engine once in a process of its own, with empty caches, and packs what came of it.
+Online, the engine's worker unpacks that with ``restore`` and attaches it to its model. The file holds no path, host
+name or user of the machine it was made on. What it is valid for (engine, torch, Python, CPU, model) is its key in the
+manifest; what only vLLM can tell is checked before it is used.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+
+from medusa_runtime.config import Settings
+from medusa_runtime.errors import StateError
+from medusa_runtime.state.offline import run_module
+
+_CAPTURES = {"vllm": "medusa_vllm.compiled.capture"}  # the engines stand above this package
+_MODEL = "model-1"  # the folder within; another number is another format
+# What zipfile raises for bytes that are no archive, or an archive with wrong bytes in it.
+_DAMAGE: tuple[type[Exception], ...] = (zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, OverflowError)
+_DAMAGE += (KeyError, ValueError, RuntimeError)
+
+
+def capture(model: str, settings: Settings, folder: Path) -> Path:
+    """Start the engine on ``model`` so that it compiles, in a new process; the file, which lies in ``folder``.
+
+    Raises StateError with the last thing that the process said when it fails or takes an hour.
+    """
+    made, blob = folder / "made", folder / "compile-cache"
+    made.mkdir(parents=True)
+    caches = cache_folders(folder / "caches")
+    run_module(_CAPTURES[settings.engine], [model, str(made)], settings, "the model could not be compiled", caches)
+    return pack(made, blob)
+
+
+def pack(folder: Path, blob: Path) -> Path:
+    """Write what lies in ``folder`` (a CompiledModel's) into the file ``blob``, and return it."""
+    with zipfile.ZipFile(blob, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                archive.write(path, f"{_MODEL}/{path.relative_to(folder).as_posix()}")
+    return blob
+
+
+def restore(blob: bytes, folder: Path) -> Path:
+    """Unpack into ``folder``, which is private to this process; the folder within that is a CompiledModel's.
+
+    Raises StateError when the file is damaged or of another format; the engine then starts as if there were none.
+    """
+    with _opened(blob) as archive:
+        for name in archive.namelist():
+            _write(folder, name, archive.read(name))  # checks its CRC
+    return folder / _MODEL
+
+
+def read_file(blob: bytes, name: str) -> bytes:
+    """One file of those that were packed. Raises StateError."""
+    with _opened(blob) as archive:
+        return archive.read(f"{_MODEL}/{name}")
+
+
+@contextmanager
+def _opened(blob: bytes) -> Iterator[zipfile.ZipFile]:
+    try:
+        with zipfile.ZipFile(io.BytesIO(blob)) as archive:
+            yield archive
+    except _DAMAGE as error:
+        raise StateError(f"the compile cache cannot be read ({error}); materialize it again") from error
+
+
+def cache_folders(folder: Path) -> dict[str, str]:
+    """The environment that keeps every cache of vLLM, Inductor and Triton within ``folder``."""
+    return {
+        "VLLM_CACHE_ROOT": str(folder / "vllm"),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+    }
+
+
+def _write(folder: Path, name: str, data: bytes) -> None:
+    parts = PurePosixPath(name).parts
+    if len(parts) < 2 or parts[0] != _MODEL or ".." in parts:
+        raise StateError(f"the compile cache holds {name!r}, expected files under {_MODEL}/; materialize it again")
+    path = folder.joinpath(*parts)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)

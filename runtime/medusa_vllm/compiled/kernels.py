@@ -1,0 +1,120 @@
+"""The machine code of the C++ kernels that TorchInductor made for a CPU, by a digest of their source.
+
+Inductor finds a kernel again by the compiler's command line: it runs the compiler to learn its version, compiles a
+probe for each vector instruction set, and its key holds the paths of torch and Python. A container without a compiler
+cannot use such a cache. A digest of the kernel's own source names the same code everywhere, and asks nobody.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from medusa_runtime.errors import StateError
+
+Kernel = Callable[..., Any]
+_ENTRY = "kernel"  # the extension's init function is PyInit_kernel, and its one function has the same name
+
+
+class CompiledKernels:
+    """A folder of extension modules. ``recorded`` counts what was added, ``loaded`` what was found."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.recorded = 0
+        self.loaded = 0
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """While Inductor compiles: copy each kernel that it builds, or finds in its own cache, into the folder."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+        def substitute(original: Callable[..., Any]) -> Callable[..., Any]:
+            def load(
+                kind: Any, argtypes: Sequence[str], source: str, *args: Any, **kwargs: Any
+            ) -> Callable[[], Kernel]:
+                finish = original(argtypes, source, *args, **kwargs)
+
+                def wait() -> Kernel:
+                    kernel: Kernel = finish()
+                    self._keep(digest(argtypes, source), kernel)
+                    return kernel
+
+                return wait
+
+            return load
+
+        with _in_place_of_inductors(substitute):
+            yield
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """While a compiled graph is loaded: its kernels come from the folder. One that is not there is a StateError."""
+
+        def substitute(_: Callable[..., Any]) -> Callable[..., Any]:
+            def load(
+                kind: Any, argtypes: Sequence[str], source: str, *args: Any, **kwargs: Any
+            ) -> Callable[[], Kernel]:
+                kernel = self._load(digest(argtypes, source))
+                return lambda: kernel
+
+            return load
+
+        with _in_place_of_inductors(substitute):
+            yield
+
+    def _keep(self, name: str, kernel: Kernel) -> None:
+        # A builtin's __self__ is the extension module that it comes from.
+        library = getattr(getattr(kernel, "__self__", None), "__file__", None)
+        if library is None:
+            raise StateError(f"expected a compiled kernel from a library, found {kernel!r}; it cannot be stored")
+        target = self.folder / f"{name}.so"
+        if not target.exists():
+            shutil.copyfile(library, target)
+            self.recorded += 1
+
+    def _load(self, name: str) -> Kernel:
+        import torch
+
+        path = self.folder / f"{name}.so"
+        module_name = f"{name}.{_ENTRY}"
+        module = sys.modules.get(module_name)
+        if module is None:
+            if not path.exists():
+                raise StateError(f"the compile cache lacks the kernel {name}: it was made from another graph")
+            # What Inductor's own loader does: the extension reads the address of this function when it is initialised.
+            address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
+            os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)
+            spec = importlib.util.spec_from_file_location(module_name, path)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            sys.modules[module_name] = module
+        self.loaded += 1
+        kernel: Kernel = getattr(module, _ENTRY)
+        return kernel
+
+
+def digest(argtypes: Sequence[str], source: str) -> str:
+    """The name of a kernel: its C++ source and the types of its arguments."""
+    return hashlib.sha256("\0".join([*argtypes, source]).encode()).hexdigest()[:32]
+
+
+@contextmanager
+def _in_place_of_inductors(substitute: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    from unittest.mock import patch
+
+    from torch._inductor.codecache import CppPythonBindingsCodeCache as Bindings
+
+    # Both ways into it (at once, and from a pool of compilers) go through this one class method.
+    replacement = classmethod(substitute(Bindings.load_pybinding_async))
+    with patch.object(Bindings, "load_pybinding_async", replacement):
+        yield

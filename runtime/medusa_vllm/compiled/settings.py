@@ -1,0 +1,127 @@
+"""Whether vLLM runs a compiled model here, and where what was compiled comes from."""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from medusa_runtime.config import Settings
+from medusa_runtime.errors import StateError
+from medusa_runtime.region.reader import Region
+from medusa_runtime.state.kinds import COMPILE_CACHE, file_name
+from medusa_runtime.timeline import Timeline
+
+from ..scratch import scratch_folder
+from .cache import cache_folders, read_file, restore
+from .model import INDEX, CompiledModel, check_index
+
+logger = logging.getLogger(__name__)
+
+_RESTORED, _CAPTURED, _ALWAYS = "medusa_compiled", "medusa_capture", "medusa_compile"  # in model_loader_extra_config
+
+
+class CompiledStart:
+    """Of one engine: ``wanted`` compiled or eager, and with the bundle's compile cache if there is one.
+
+    ``auto`` compiles only where a bundle saves the compiler; ``always`` compiles where there is none. ``extra`` tells
+    the workers, in the load configuration.
+    """
+
+    def __init__(self, region: Region, settings: Settings, timeline: Timeline, capture: Path | None = None) -> None:
+        self.extra: dict[str, str] = {} if capture is None else {_CAPTURED: str(capture)}
+        self._always = settings.compile == "always"
+        self._timeline = timeline
+        self._fd = -1
+        self._blob: bytes | None = None
+        if settings.compile != "never" and capture is None:
+            with timeline.stage("compiled_restore"):  # waits for it: the configuration depends on it
+                self._blob = region.file(file_name(COMPILE_CACHE.name))
+
+    @property
+    def wanted(self) -> bool:
+        return self._always or self._blob is not None
+
+    def suits(self, config: Any) -> bool:
+        """Whether a VllmConfig is the one that was compiled for; False, once, when it has to be made anew without."""
+        if self._blob is None:
+            return True
+        try:
+            if (ranks := config.parallel_config.world_size) > 1:
+                raise StateError(f"it was made for one rank, here are {ranks}")  # noqa: TRY301
+            check_index(read_file(self._blob, INDEX), config)
+        except StateError as error:
+            logger.warning("%s is not used: %s", COMPILE_CACHE.name, error)
+            self._timeline.mark("compiled", left_out=str(error)[:300])
+            self._blob = None
+            return False
+        # As with the region: a path names the same memory in a rank that is a new interpreter.
+        self._fd = os.memfd_create("medusa-compile-cache", os.MFD_CLOEXEC)
+        with open(self._fd, "wb", closefd=False) as file:
+            file.write(self._blob)
+        self.extra |= {_RESTORED: f"/proc/{os.getpid()}/fd/{self._fd}"} | ({_ALWAYS: "1"} if self._always else {})
+        config.load_config.model_loader_extra_config |= self.extra
+        return True
+
+    def close(self) -> None:
+        """When the workers have loaded."""
+        self._blob = None
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class WorkerCompilation:
+    """A worker's part: attach what was restored to its model, or record what its warm-up compiles."""
+
+    def __init__(self, load_config: Any, timeline: Timeline) -> None:
+        extra = load_config.model_loader_extra_config
+        self._restored: str | None = extra.get(_RESTORED)
+        self._captured: str | None = extra.get(_CAPTURED)
+        self._always = _ALWAYS in extra
+        self._timeline = timeline
+        self._recording = ExitStack()
+        self.warms_up = True
+
+    def model_loaded(self, model: Any, config: Any) -> None:
+        if self._captured is not None:
+            self._recording.enter_context(CompiledModel(Path(self._captured)).record(model, config))
+        elif self._restored is not None:
+            self.warms_up = False  # there is nothing to compile
+            with self._timeline.stage("compiled_attach") as detail:
+                try:
+                    detail["functions"] = _attach(Path(self._restored), model, config)
+                except (StateError, OSError) as error:
+                    logger.warning("%s is not used: %s", COMPILE_CACHE.name, error)
+                    detail["left_out"] = str(error)[:300]
+                    self.warms_up = self._always
+                    if not self._always:
+                        _run_eagerly(model)
+
+    def warmed_up(self) -> None:
+        self._recording.close()
+
+
+def _attach(blob: Path, model: Any, config: Any) -> int:
+    """Through a folder that lives as long as this takes: what is in it is mapped or read then."""
+    from unittest.mock import patch
+
+    with scratch_folder("medusa-compiled") as scratch:
+        folder = restore(blob.read_bytes(), scratch)
+        with patch.dict(os.environ, cache_folders(scratch)):
+            return CompiledModel(folder).attach(model, config)
+
+
+def _run_eagerly(model: Any) -> None:
+    """Compiling now would take longer than any request waits. vLLM also compiles some operators for themselves."""
+    import torch
+
+    torch.compiler.set_stance("force_eager")
+    for module in model.modules():
+        if hasattr(module, "do_not_compile"):
+            module.do_not_compile = True
+
+
+__all__ = ["CompiledStart", "WorkerCompilation"]

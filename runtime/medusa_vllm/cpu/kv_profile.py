@@ -1,0 +1,116 @@
+"""Offline, a process of its own: how much memory a forward of vLLM's takes on this CPU, for the KV plan (MEDUSA §6).
+
+Arguments: model, file to write. Standard input: the settings as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from medusa_runtime.config import Settings
+from medusa_runtime.device.choice import choose
+from medusa_runtime.engine.base import Delta, GenerateRequest, SamplingParams
+from medusa_runtime.engine.forward_memory import MOST_TOKENS, measure
+from medusa_runtime.errors import EngineError
+from medusa_runtime.state.offline import run_module
+
+from ..offline import fetch_and_import
+
+if TYPE_CHECKING:
+    from ..engine import VllmEngine
+
+_PLENTY_BYTES = 1 << 60
+
+
+def capture(model: str, settings: Settings, folder: Path) -> Path | None:
+    """A file with the plan; None for the other engine, and on a GPU, whose memory vLLM's worker looks at itself.
+
+    Raises StateError with the last thing that the process said when it fails.
+    """
+    if settings.engine != "vllm" or choose(settings.device, os.environ) == "cuda":
+        return None
+    made = folder / "kv-plan"
+    run_module(__name__, [model, str(made)], settings, "the memory of a forward could not be measured")
+    return made
+
+
+def main() -> int:
+    model, out = sys.argv[1], Path(sys.argv[2])
+    # What is free here and now says nothing about another start, which looks for itself.
+    settings = replace(Settings(**json.load(sys.stdin)), model=model, compile="never", state="none", kv_cache_mb=None)
+    settings = replace(settings, tensor_parallel=1)
+    region, timeline = fetch_and_import(settings)
+    from medusa_runtime.state.kv_plan import plan
+
+    from ..engine import VllmEngine
+    from .kv_budget import computed_activations, geometry, token_bytes
+
+    engine = VllmEngine(region, settings, timeline)
+    shape = geometry(engine.config)
+    tokens = min(settings.max_batched_tokens, MOST_TOKENS, engine.info.max_model_len - 1)
+    stays = -(-tokens // shape.block_tokens) * shape.block_tokens * token_bytes(engine.config)
+    measured = _measured(engine, settings, tokens, stays)
+    if measured is None:
+        measured = computed_activations(engine.config, region, settings)
+    made = plan(shape, settings, free_bytes=_PLENTY_BYTES, activation_bytes=measured)
+    out.write_bytes(made.to_bytes())
+    return 0
+
+
+def _measured(engine: VllmEngine, settings: Settings, tokens: int, stays_bytes: int) -> int | None:
+    """Of the second forward, beside the engine's loop, which has this thread."""
+    stop, found = threading.Event(), queue.SimpleQueue[int | None | Exception]()
+    vocabulary = engine.info.vocab_size
+
+    def drive() -> None:
+        try:
+            engine.wait_ready()
+            _forward(engine, 1 % vocabulary, tokens)  # makes threads and buffers that stay
+            found.put(
+                measure(
+                    lambda: _forward(engine, 2 % vocabulary, tokens),
+                    settings,
+                    tokens=tokens,
+                    vocabulary=vocabulary,
+                    stays_bytes=stays_bytes,
+                )
+            )
+        except Exception as error:  # noqa: BLE001  it is raised where it is waited for
+            found.put(error)
+        finally:
+            stop.set()
+
+    threading.Thread(target=drive, name="measure", daemon=True).start()
+    try:
+        engine.run(stop)
+    finally:
+        engine.close()
+    result = found.get()
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def _forward(engine: VllmEngine, token: int, tokens: int) -> None:
+    """One of so many tokens, none of which vLLM has cached."""
+    ended = queue.SimpleQueue[Delta]()
+
+    def sink(delta: Delta) -> None:
+        if delta.finish_reason is not None:
+            ended.put(delta)
+
+    params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    engine.add(GenerateRequest(f"profile-{token}", (token,) * tokens, params), sink)
+    if (reason := ended.get().finish_reason) != "length":
+        raise EngineError(f"a forward of {tokens} tokens ended with {reason}, expected a token")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

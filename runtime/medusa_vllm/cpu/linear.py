@@ -1,0 +1,110 @@
+"""vLLM's linear layers on a CPU without 16-bit products: computed from the checkpoint's own bytes by our kernels.
+
+There vLLM packs each weight for oneDNN and multiplies in fp32: two and a half times the work of our kernels, after a
+copy of the whole model. A layer's ``quant_method`` is vLLM's own seam for how its weight is kept and multiplied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, cast
+
+import torch
+from medusa_runtime import kernels
+from torch import Tensor, nn
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+
+_KINDS = (ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, ReplicatedLinear, RowParallelLinear)
+_Loader = Callable[..., Any]
+
+
+def use_stored_weights(model: nn.Module) -> int:
+    """Before a model's weights are loaded, for an eager engine; how many of its layers multiply with our kernels.
+
+    A layer that is quantized, not 16 bits wide, or of a class of its model's own stays as it is.
+    """
+    count = 0
+    for layer in model.modules():
+        method: Any = None
+        if type(layer) in _KINDS and type(layer.quant_method) is UnquantizedLinearMethod:
+            method = None if getattr(layer, "_cpu_skip_gemm_dispatch", False) else StoredLinear
+        elif type(layer) is ParallelLMHead and type(layer.quant_method) is UnquantizedEmbeddingMethod:
+            method = StoredHead
+        if method is not None and kernels.compiled_for(cast(Tensor, layer.weight).dtype):
+            layer.quant_method = method(layer)
+            count += 1
+    return count
+
+
+class StoredLinear(UnquantizedLinearMethod):  # type: ignore[misc]
+    """Of one layer. A fused layer keeps the tensors that it is made of where they are, side by side in one product."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.weights: tuple[Tensor, ...] = ()
+        self._rows: list[int] = []
+        self._given: dict[Hashable, Tensor] = {}
+        self._ids = _part_ids(layer)
+        if self._ids:
+            self._load: _Loader = layer.weight.weight_loader
+            layer.weight.weight_loader = self._take
+
+    def _take(self, parameter: nn.Parameter, loaded: Tensor, shard_id: Hashable = None) -> None:
+        """A fused layer's weight loader: keep what is a whole part; vLLM copies what is not."""
+        rows = self._ids.get(shard_id)
+        whole = rows is not None and loaded.shape == (rows, parameter.shape[1]) and loaded.is_contiguous()
+        if whole and loaded.dtype == parameter.dtype:
+            self._given[shard_id] = loaded
+        else:
+            self._load(parameter, loaded, *(() if shard_id is None else (shard_id,)))
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        if self._ids and len(self._given) == len(self._ids):
+            self.weights = tuple(self._given[shard_id] for shard_id in self._ids)
+        else:
+            for shard_id, part in self._given.items():
+                self._load(layer.weight, part, shard_id)
+            self.weights = (layer.weight.data,)
+        self._given = {}
+        self._rows = [weight.shape[0] for weight in self.weights]
+        # As vLLM does when it has packed a weight. That of a fused layer was never written: it has taken no memory.
+        layer.weight = nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        none = (None,) * len(self._rows)
+        biases = none if bias is None else torch.split_with_sizes(bias, self._rows)
+        return kernels.side_by_side(x, self.weights, biases)
+
+
+class StoredHead(UnquantizedEmbeddingMethod):  # type: ignore[misc]
+    """The last layer, whose weight may be the embedding's."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        pass
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return kernels.linear(x, layer.weight, bias)
+
+
+def _part_ids(layer: Any) -> dict[Hashable, int]:
+    """Of a fused layer that has all of its rows: vLLM's name of each part, and the part's rows; in order."""
+    if layer.tp_size > 1 or not isinstance(layer, MergedColumnParallelLinear | QKVParallelLinear):
+        return {}
+    names: tuple[Hashable, ...] = ("q", "k", "v")
+    if isinstance(layer, MergedColumnParallelLinear):
+        names = tuple(range(len(layer.output_sizes)))
+    return dict(zip(names, layer.output_sizes, strict=True))
+
+
+__all__ = ["use_stored_weights"]

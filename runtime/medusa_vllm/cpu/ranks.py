@@ -1,0 +1,90 @@
+"""Tensor parallel ranks on a CPU: forked from the engine's process, which has imported vLLM, each with its CPUs.
+
+vLLM starts an interpreter for each, so that OpenMP reads the rank's threads and CPUs from its environment, and each
+imports everything anew. A forked rank sets them itself: in its parent the thread that forks has computed nothing yet.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import sys
+import tempfile
+import warnings
+from contextlib import ExitStack
+from multiprocessing import resource_tracker
+from unittest.mock import patch
+
+import torch
+from medusa_runtime.config import Settings
+from medusa_runtime.errors import ConfigError
+from medusa_runtime.process import die_with_parent
+from torch import distributed
+from vllm.distributed import parallel_state
+from vllm.v1.executor import multiproc_executor
+
+from ..executor import PreparedWorker
+from ..scratch import scratch_folder
+
+_PLACES = ("GOMP_CPU_AFFINITY", "OMP_PLACES", "KMP_AFFINITY")  # vLLM sets one, by the OpenMP that is loaded
+_QUIET = "ignore::UserWarning:multiprocessing.resource_tracker"
+
+
+class RanksExecutor(multiproc_executor.MultiprocExecutor):  # type: ignore[misc]
+    """vLLM's executor of many processes, by fork."""
+
+    def _init_executor(self) -> None:
+        self._scratch = ExitStack()
+        if distributed.is_initialized():  # by a rehearsal; its threads would be missing in a rank
+            parallel_state.destroy_model_parallel()
+            parallel_state.destroy_distributed_environment()
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # the CPU's platform has set spawn
+        with patch.object(sys, "warnoptions", [*sys.warnoptions, _QUIET]):
+            resource_tracker.ensure_running()  # which removes the ranks' shared memory at the end, as vLLM does not
+        folder = self._scratch.enter_context(scratch_folder("medusa"))
+        # The ranks' sockets and the file they meet by lie in it, and nothing is done again that was before the fork.
+        with (
+            patch.object(tempfile, "tempdir", str(folder)),
+            patch.object(multiproc_executor, "WorkerWrapperBase", PreparedWorker),
+        ):
+            super()._init_executor()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._scratch.close()
+
+
+def share_cpus(settings: Settings) -> None:
+    """Give each rank its CPUs; without being told so vLLM wants a NUMA node for each."""
+    ranks, cpus = settings.tensor_parallel, sorted(os.sched_getaffinity(0))[: settings.threads]
+    if len(cpus) < ranks:
+        raise ConfigError(f"--tensor-parallel={ranks} cannot be used: expected a CPU for each, found {len(cpus)}")
+    shares = (",".join(map(str, cpus[rank::ranks])) for rank in range(ranks))
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(shares))
+
+
+def become_rank() -> None:
+    """In a rank, before it computes: end with the engine, keep none of its connections open, take this rank's CPUs."""
+    die_with_parent(os.getppid())
+    _leave_sockets()
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    cpus = {int(number) for name in _PLACES for number in re.findall(r"\d+", os.environ.get(name, ""))}
+    if cpus:  # libgomp has read its environment long ago
+        os.sched_setaffinity(0, cpus)
+        torch.set_num_threads(len(cpus))
+
+
+def _leave_sockets() -> None:
+    """Whoever talks to the engine sees its end only when no rank has a connection open."""
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        try:
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                os.dup2(nothing, descriptor, inheritable=False)  # the number stays taken: Python objects own it
+        except OSError:
+            pass  # the one that listed them
+    os.close(nothing)
+
+
+__all__ = ["RanksExecutor", "become_rank", "share_cpus"]

@@ -1,0 +1,49 @@
+"""vLLM's worker on a CPU, with what it does before a request timed and put off."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from ..attached import Attached
+from ..compiled.settings import WorkerCompilation
+from .lazy_zeros import LazyZeros
+
+
+class CpuWorker(CPUWorker):  # type: ignore[misc]
+    """``worker_cls``, which vLLM's documentation offers for this."""
+
+    def init_device(self) -> None:
+        if self.parallel_config.world_size > 1:  # in a process of its own
+            from .ranks import become_rank
+
+            become_rank()
+        with self._timeline.stage("device"):
+            super().init_device()
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        with self._timeline.stage("load"):
+            super().load_model(load_dummy_weights=load_dummy_weights)
+        self._compilation.model_loaded(self.model_runner.get_model(), self.vllm_config)
+
+    def _should_warm_up_model(self) -> bool:
+        return self._compilation.warms_up and bool(super()._should_warm_up_model())
+
+    def compile_or_warm_up_model(self) -> Any:
+        times = super().compile_or_warm_up_model()
+        self._compilation.warmed_up()
+        return times
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        with self._timeline.stage("kv_cache"), LazyZeros():
+            super().initialize_from_config(kv_cache_config)
+
+    @property
+    def _timeline(self) -> Any:
+        return Attached.of(self.load_config).timeline
+
+    @cached_property
+    def _compilation(self) -> WorkerCompilation:
+        return WorkerCompilation(self.load_config, self._timeline)

@@ -1,0 +1,240 @@
+"""vLLM's engine core behind our protocol, in this process: no server, no second import, no socket between.
+
+    add ─▶ inbox ─▶ vLLM's scheduler, worker, sampler ─token▶ completion ─delta▶ sink
+
+Text is made and stop strings are found here, as with the torch engine; vLLM sees token ids only.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from medusa_runtime.config import Settings
+from medusa_runtime.engine.base import EngineInfo, GenerateRequest
+from medusa_runtime.engine.checkpoint_files import read_json
+from medusa_runtime.engine.serving.completion import advance
+from medusa_runtime.engine.serving.inbox import Inbox
+from medusa_runtime.engine.serving.requests import Requests, Sink
+from medusa_runtime.engine.serving.sequence import Sequence
+from medusa_runtime.engine.serving.tokenizer import Tokenizer
+from medusa_runtime.engine.serving.validation import check_token_ids
+from medusa_runtime.engine.torch.sampler import Sampled
+from medusa_runtime.errors import EngineError, MedusaError, ModelError, RequestError
+from medusa_runtime.limits import cpu_count
+from medusa_runtime.models.registry import is_encoder
+from medusa_runtime.region.reader import Region
+from medusa_runtime.timeline import Timeline
+
+from .checkpoint_folder import CheckpointFolder
+from .compiled.compilations import compilations
+from .compiled.settings import CompiledStart
+from .configuration import configure
+from .core_request import core_request
+from .eos import eos_token_ids
+
+logger = logging.getLogger(__name__)
+
+_set_num_threads = torch.set_num_threads  # vLLM's worker puts a function there that does nothing
+_IDLE_S = 0.2  # how often an idle engine looks at its stop event, which a signal handler may set
+
+
+class VllmEngine:
+    """Construction waits for the checkpoint's index and configures vLLM; ``run`` loads and serves."""
+
+    def __init__(self, region: Region, settings: Settings, timeline: Timeline, *, capture: Path | None = None) -> None:
+        """``capture``: the folder to write what is compiled into (offline)."""
+        _set_num_threads(settings.threads or cpu_count())
+        region.wait_index()
+        if is_encoder(read_json(region, "config.json") or {}):
+            raise ModelError(
+                "--engine vllm continues text, and this model is an encoder; expected --engine torch for it"
+            )
+        self._timeline = timeline
+        self._tokenizer = Tokenizer(region.file("tokenizer.json"), timeline)
+        self._compiled = CompiledStart(region, settings, timeline, capture)
+        with CheckpointFolder(region) as folder:
+            self.config, budget = configure(folder, region, settings, timeline, self._compiled)
+            if not self._compiled.suits(self.config):
+                self.config, budget = configure(folder, region, settings, timeline, self._compiled)
+        model = self.config.model_config
+        self._vocab_size = model.get_vocab_size()
+        self.info = EngineInfo(
+            "vllm",
+            str(model.architecture),
+            self._vocab_size,
+            model.max_model_len,
+            eos_token_ids(region, model.hf_config),
+            budget.tokens,
+        )
+        self._core: Any = None
+        self._inbox = Inbox()
+        self._requests = Requests(settings, self._tokenizer, self.info, self._release)
+        self._loaded = threading.Event()
+        self._load_error: MedusaError | None = None
+        self._prompt_tokens = self._generated_tokens = self._steps = 0
+
+    def add(self, request: GenerateRequest, sink: Sink) -> None:
+        sequence = self._requests.open(request, sink)
+        self._inbox.post(lambda: self._begin(sequence))
+
+    def cancel(self, request_id: str) -> None:
+        sequence = self._requests.get(request_id)
+        if sequence is not None:
+            sequence.cancelled = True  # at once, so that the step that is running gives it no token
+            self._inbox.post(lambda: self._cancel(sequence))
+
+    def run(self, stop: threading.Event) -> None:
+        end: MedusaError = EngineError("the engine is stopping; try again")
+        try:
+            self._load()
+            while not stop.is_set():
+                self._inbox.handle()
+                if self._core.scheduler.has_requests():
+                    self._step()
+                else:
+                    self._inbox.wait(_IDLE_S)
+        except MedusaError as error:
+            end = error
+            raise
+        except Exception as error:
+            end = _missing_kernel(error) or EngineError(f"the engine failed: {type(error).__name__}: {error}")
+            raise end from error
+        finally:
+            self._requests.close(end)
+            self._inbox.close()
+
+    def wait_ready(self) -> None:
+        self._loaded.wait()
+        if self._load_error is not None:
+            raise self._load_error
+        self._tokenizer.wait()
+
+    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens)
+
+    def detokenize(self, token_ids: list[int]) -> str:
+        check_token_ids("token_ids", token_ids, self.info)
+        return self._tokenizer.decode(token_ids)
+
+    def stats(self) -> dict[str, Any]:
+        scheduler = self._core.scheduler if self._core is not None else None
+        running = len(scheduler.running) if scheduler is not None else 0
+        used = scheduler.kv_cache_manager.usage if scheduler is not None else 0.0
+        return {
+            "running": running,
+            "waiting": max(len(self._requests) - running, 0),
+            "kv_tokens": self.info.kv_tokens,
+            "kv_tokens_used": round(used * self.info.kv_tokens),
+            "prompt_tokens_total": self._prompt_tokens,
+            "generated_tokens_total": self._generated_tokens,
+            "steps_total": self._steps,
+            "compilations_total": sum(compilations()),
+        }
+
+    def close(self) -> None:
+        self._inbox.close()
+        core, self._core = self._core, None
+        if core is None:
+            return
+        core.model_executor.shutdown()
+        core.scheduler.shutdown()
+
+    # From here on: the thread of run.
+
+    def _load(self) -> None:
+        from vllm.v1.engine.core import EngineCore
+        from vllm.v1.executor import Executor
+
+        try:
+            with self._timeline.stage("core"):
+                self._core = EngineCore(self.config, Executor.get_class(self.config), log_stats=False)
+        except MedusaError as error:
+            self._load_error = error
+            raise
+        except Exception as error:
+            self._load_error = _reason(error)
+            raise self._load_error from error
+        finally:
+            self._compiled.close()
+            self._loaded.set()
+
+    def _begin(self, sequence: Sequence) -> None:
+        if sequence.cancelled:
+            return
+        try:
+            request, _ = self._core.preprocess_add_request(core_request(sequence, vocab_size=self._vocab_size))
+            self._core.add_request(request)
+        except (ValueError, TypeError) as error:
+            self._requests.end(sequence, "error", RequestError(f"vLLM refuses the request: {error}"))
+            return
+        self._prompt_tokens += sequence.prompt_length
+
+    def _step(self) -> None:
+        start_ns = time.monotonic_ns()
+        outputs, executed = self._core.step_fn()
+        self._core.post_step(executed)
+        if executed and self._steps == 0:
+            self._timeline.record("first_forward", start_ns, time.monotonic_ns())
+        self._steps += executed
+        for output in outputs[0].outputs if outputs and 0 in outputs else ():
+            sequence = self._requests.get(output.request_id)
+            if sequence is not None and not sequence.cancelled:
+                self._take(sequence, output)
+
+    def _take(self, sequence: Sequence, output: Any) -> None:
+        for position, token in enumerate(output.new_token_ids):
+            delta = advance(sequence, _sampled(output, position, token), self._tokenizer)
+            if self._generated_tokens == 0:
+                self._timeline.mark("first_token")
+            self._generated_tokens += 1
+            self._requests.tell(sequence, delta)
+            if delta.finish_reason is not None:
+                return
+        if output.finish_reason is not None:
+            reason = str(output.finish_reason)
+            failed = EngineError("vLLM ended the request with an error; try again") if reason == "error" else None
+            self._requests.end(sequence, "error" if failed else "cancelled" if reason == "abort" else "stop", failed)
+
+    def _cancel(self, sequence: Sequence) -> None:
+        if self._requests.get(sequence.id) is sequence:
+            self._requests.end(sequence, "cancelled")
+
+    def _release(self, sequence: Sequence) -> None:
+        """Free a sequence's blocks; vLLM ignores the ids of what it has ended itself."""
+        if self._core is not None:
+            self._core.abort_requests([sequence.id])
+
+
+def _sampled(output: Any, position: int, token: int) -> Sampled:
+    """vLLM's arrays have the sampled token first, then the most likely ones."""
+    found = output.new_logprobs
+    if found is None:
+        return Sampled(token)
+    ids, values = found.logprob_token_ids[position].tolist(), found.logprobs[position].tolist()
+    return Sampled(token, values[0], tuple(zip(ids[1:], values[1:], strict=True)))
+
+
+def _missing_kernel(error: Exception) -> ModelError | None:
+    """Some quantizations load on any CPU, and miss their kernel at the first forward."""
+    missing = re.search(r"'_OpNamespace' '(\w+)' object has no attribute '(\w+)'", str(error))
+    if missing is None:
+        return None
+    return ModelError(
+        f"vLLM has no {missing[2]} for this machine's processor; expected one that has it (on x86 often AVX-512), "
+        f"or a checkpoint that is not quantized so"
+    )
+
+
+def _reason(error: Exception) -> MedusaError:
+    """Why a model could not be loaded, as an error of ours."""
+    if (missing := _missing_kernel(error)) is not None:
+        return missing
+    if isinstance(error, ValueError | NotImplementedError | AssertionError | KeyError):
+        return ModelError(f"vLLM cannot load this model: {error or type(error).__name__}")
+    return EngineError(f"vLLM could not load the model: {type(error).__name__}: {error}")

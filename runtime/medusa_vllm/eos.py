@@ -1,0 +1,22 @@
+"""Which tokens end a text, of a model whose configuration vLLM has read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from medusa_runtime.engine.checkpoint_files import read_json
+from medusa_runtime.errors import CorruptError
+from medusa_runtime.region.reader import Region
+
+
+def eos_token_ids(region: Region, config: Any) -> tuple[int, ...]:
+    """The ids in config.json (its text part, where it has several) and generation_config.json together."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    generation = (read_json(region, "generation_config.json") or {}).get("eos_token_id")
+    found: set[int] = set()
+    for given in (getattr(config, "eos_token_id", None), getattr(text, "eos_token_id", None), generation):
+        ids = given if isinstance(given, list | tuple) else [] if given is None else [given]
+        if not all(isinstance(token, int) for token in ids):
+            raise CorruptError(f"eos_token_id: expected a token id or a list, found {given!r}")
+        found.update(ids)
+    return tuple(sorted(found))

@@ -1,0 +1,29 @@
+"""How vLLM is configured on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from medusa_runtime.config import Settings
+from medusa_runtime.engine.gpu.decode_graphs import sizes_for
+
+WORKER = "medusa_vllm.gpu.worker.GpuWorker"
+
+
+def gpu_arguments(settings: Settings, *, compiled: bool) -> dict[str, Any]:
+    """Of EngineArgs: our worker, and full graphs of decodes for MEDUSA's batch sizes; those that can be restored.
+
+    Piecewise graphs belong to compiled models, and are vLLM's own: each holds a piece of one of its compiled functions.
+    """
+    compilation: dict[str, Any] = {"cudagraph_capture_sizes": list(sizes_for(settings.max_concurrency))}
+    if not compiled:
+        compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    return {"worker_cls": WORKER, "enforce_eager": False, "compilation_config": compilation}
+
+
+def bundle_arguments(settings: Settings) -> dict[str, str | None]:
+    """Of ``model_loader_extra_config``: whose bundle a worker's region has, so that it can note what broke there."""
+    return {"medusa_model": settings.model, "medusa_state": settings.state}
+
+
+__all__ = ["WORKER", "bundle_arguments", "gpu_arguments"]

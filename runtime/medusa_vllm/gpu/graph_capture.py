@@ -1,0 +1,82 @@
+"""Offline: vLLM captures its decode graphs on this GPU, and they are materialized; as ``engine/gpu/graph_capture.py`` does.
+
+Two processes, started one after the other, in which nothing lies at the same address.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from medusa_runtime.config import Settings
+from medusa_runtime.errors import EngineError
+
+from ..offline import fetch_and_import, load
+
+_SHIFTS = (3 << 20, 24 << 20, 1 << 30)  # before weights, KV cache and captures of the second process
+_LIBRARIES = ("libtorch_cuda.", "libcublas")  # whose kernel images need not be saved
+
+
+def main(arguments: list[str]) -> int:
+    """``out [second]``, with the settings on standard input: a dump, or, given the second one, the blueprints."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    settings = Settings(**json.load(sys.stdin))
+    if settings.compile == "auto":  # as an instance with this bundle will run it: what was compiled is in there, too
+        settings = replace(settings, compile="always")
+    out, second = Path(arguments[0]), Path(arguments[1]) if len(arguments) > 1 else None
+    from medusa_runtime.device.cupti import ModuleRecorder
+
+    with ModuleRecorder() as recorder:  # before anything is loaded
+        from medusa_runtime.engine.gpu.graph_state import summary
+        from medusa_runtime.state.graphs.blueprint import Blueprints
+
+        recording, state, engine = _record(settings, shifted=second is None)
+        try:
+            if second is None:
+                state.dump(recorder.images).save(out)
+            else:
+                made = _materialize(recording, state, recorder.images, Blueprints.load(second.read_bytes()))
+                made.save(out)
+                print(summary(made))
+        finally:
+            engine.close()
+    return 0
+
+
+def _record(settings: Settings, *, shifted: bool) -> tuple[Any, Any, Any]:
+    """Start vLLM as an instance does, with a manager that keeps what it captures."""
+    region, timeline = fetch_and_import(settings)
+    from medusa_runtime.state.graphs import CudaDriver
+
+    from ..engine import VllmEngine
+    from .graph_state import VllmGraphState, obstacle
+    from .recording import Recording
+    from .worker import GpuWorker
+
+    GpuWorker.recording = recording = Recording(shifts=_SHIFTS if shifted else ())
+    recording.attach(lambda runner, manager: VllmGraphState(CudaDriver(), runner, manager))
+    engine = VllmEngine(region, settings, timeline)
+    load(engine)
+    if recording.manager is None or not recording.inputs:
+        raise EngineError("vLLM has captured no full graph of a decode here; see its log for why")
+    if reason := obstacle(recording.runner, recording.manager):
+        raise EngineError(f"vLLM's CUDA graphs are captured at each start: {reason}")
+    return recording, recording.state, engine
+
+
+def _materialize(recording: Any, state: Any, images: list[bytes], second: Any) -> Any:
+    import torch
+    from medusa_runtime.state.graphs.materialization.mapped import mapped_libraries
+
+    libraries = [path for name, path in mapped_libraries().items() if name.startswith(_LIBRARIES)]
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    return state.materialize(recording, images, second, stream=stream, libraries=libraries)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

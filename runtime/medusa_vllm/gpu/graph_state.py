@@ -1,0 +1,340 @@
+"""Between vLLM's graphs and a state bundle's blueprints: names, references, what they are valid for.
+
+The scheme is the torch engine's (``engine/gpu/graph_state.py``), but for memory: vLLM's stays where torch has put it, and
+graphs are relocated to it. Only their pool, and workspaces that have no name, are placed here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from medusa_runtime.engine.gpu.graph_memory import Segments, other_regions
+from medusa_runtime.errors import DeviceError
+from medusa_runtime.state.graphs import (
+    Blueprints,
+    Capture,
+    CudaDriver,
+    GraphMismatch,
+    ImageStore,
+    MemoryRange,
+    Piece,
+    Placement,
+    RangeKind,
+    Reason,
+    RestoredGraphs,
+    Trigger,
+    dump_graphs,
+    fingerprint,
+    materialize_graphs,
+    place,
+    restore_graphs,
+)
+from medusa_runtime.state.graphs.driver import STICKY, CudaError
+from medusa_runtime.state.graphs.replay import Replayer
+from torch import Tensor
+from vllm import __version__
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+from .graphs import Restored, key_of
+from .memory import named_regions
+from .piecewise import Results, batch_of, entry_of, functions, is_last, made_of, piece_key, put, results_of
+from .recording import HIDDEN, Recording, is_input
+
+logger = logging.getLogger(__name__)
+
+KV_BYTES = "kv_cache_bytes"
+_REFERENCE_BYTES = 1024  # of a row's hidden states
+_REFERENCE_ROWS = 16
+_PLACED = (RangeKind.SLAB, RangeKind.WORKSPACE)
+
+
+def obstacle(runner: Any, manager: Any) -> str | None:
+    """Why this configuration's graphs are captured each time; None where they can be materialized."""
+    if not (manager.is_first_pp_rank and manager.is_last_pp_rank) or manager.tp_size > 1 or manager.dp_size > 1:
+        return "the model is spread over several GPUs"
+    if runner.lora_config is not None:
+        return "there are LoRA adapters"
+    if getattr(runner, "use_aux_hidden_state_outputs", False) or getattr(runner, "speculator", None) is not None:
+        return "there is a speculator"
+    return None
+
+
+class VllmGraphState:
+    """One worker's graphs: ``dump`` and ``materialize`` where they were captured, ``restore`` where they were not."""
+
+    def __init__(
+        self,
+        driver: CudaDriver,
+        runner: Any,
+        manager: Any,
+        *,
+        segments: Callable[[], Segments] | None = None,
+        device: str = "cuda",
+    ) -> None:
+        self._driver, self._runner, self._manager = driver, runner, manager
+        self._segments = segments or torch.cuda.memory_snapshot
+        self._device = device
+        self._restored: tuple[Blueprints, Placement, Any] | None = None
+        self._kept: list[RestoredGraphs | Placement] = []  # the graphs' memory and kernels live as long as they do
+
+    def named(self) -> list[MemoryRange]:
+        return named_regions(self._runner, lambda tensor: tensor.device.type == self._device)
+
+    def read(self, region: MemoryRange) -> bytes:
+        return self._driver.read(region.address, region.size)
+
+    def fingerprint(self) -> dict[str, str]:
+        """What must be equal where the graphs are restored. Sizes of memory are compared region by region."""
+        config = self._runner.model_config
+        model = hashlib.sha256(repr(config.hf_config).encode()).hexdigest()[:16]
+        own = {"torch": torch.__version__, "vllm": __version__, "model": model, "dtype": str(config.dtype)}
+        return fingerprint(self._driver, own)
+
+    def dump(self, images: Sequence[bytes]) -> Blueprints:
+        """All captured full graphs as they are. ``images``: of all modules loaded so far."""
+        handles = {key_of(one): int(graph.raw_cuda_graph()) for one, graph in self._full()}
+        handles |= {key: int(entry.cudagraph.raw_cuda_graph()) for key, (_, _, entry) in self._pieces().items()}
+        named = self.named()
+        regions = [*named, *other_regions(named, self._segments(), self._manager.pool)]
+        return dump_graphs(self._driver, handles, regions, images=ImageStore(images))
+
+    def materialize(
+        self,
+        recording: Recording,
+        images: Sequence[bytes],
+        second: Blueprints | None,
+        *,
+        stream: Any,
+        libraries: Sequence[Path] = (),
+    ) -> Blueprints:
+        """``second``: the same by another process, in which nothing lies where it does here."""
+        dump = self.dump(images)
+        numbers = {region.name: number for number, region in enumerate(dump.regions)}
+        full = dict(self._full())
+
+        def inputs_of(one: BatchExecutionDescriptor) -> tuple[Piece, ...]:
+            known = [(region, data) for region, data in recording.inputs[one] if region.name in numbers]
+            return tuple(Piece(numbers[region.name], 0, data) for region, data in known)
+
+        read = {key_of(one): inputs_of(one) for one in full}
+        launches = {key_of(one): partial(_launch, graph.replay, stream) for one, graph in full.items()}
+        outputs = {key_of(one): self._outputs(one, numbers[HIDDEN]) for one in full}
+        results, refused = {}, {}
+        for key, (one, wrapper, entry) in self._pieces().items():
+            try:
+                results[key] = results_of(entry.output, dump.regions)
+            except GraphMismatch as mismatch:
+                refused[key] = str(mismatch)
+                continue
+            if is_last(wrapper):
+                launches[key] = partial(_launch, partial(recording.forwards[one], CUDAGraphMode.PIECEWISE), stream)
+                read[key] = inputs_of(one)
+                outputs[key] = tuple(_output(place, one.num_tokens) for place in _tensors(results[key]))
+        dump = replace(
+            dump,
+            graphs=tuple(graph for graph in dump.graphs if graph.key not in refused),
+            refused={**dump.refused, **refused},
+            results=results,
+        )
+        capture = Capture(
+            launches,
+            read,
+            outputs,
+            stream.cuda_stream,
+            ImageStore(images),
+            fingerprint=self.fingerprint() | {KV_BYTES: str(self._kv_bytes())},
+            libraries=libraries,
+        )
+        return _without_stale_state(materialize_graphs(self._driver, dump, capture, second=second))
+
+    def restore(
+        self, data: Blueprints | bytes, *, trigger: Trigger | None = None, validate: str = "ends"
+    ) -> Restored | None:
+        """As many graphs as fit here; why the others do not is logged once. DeviceError when the context is lost."""
+        blueprints = Blueprints.load(data) if isinstance(data, bytes) else data
+        used = blueprints.used_regions()
+        recorded = {region.name: region for n, region in enumerate(blueprints.regions) if n in used}
+        full = self._manager._capture_descs.get(CUDAGraphMode.FULL, [])
+        hidden = self._hidden_states(recorded.get(HIDDEN), full)
+        if hidden is None:
+            return None
+        here = {region.name: region for region in self.named()}
+        here[HIDDEN] = MemoryRange(HIDDEN, RangeKind.NAMED, hidden.data_ptr(), hidden.nbytes)
+        # One of another size has other strides or rows: as if it were not there, which each graph's reason will say.
+        placed = {
+            name: here[name].address
+            for name, region in recorded.items()
+            if name in here and region.size == here[name].size
+        }
+        wanted = [region for region in recorded.values() if region.kind in _PLACED]
+        placement = place(self._driver, wanted, placed=placed)
+        self._kept.append(placement)
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        before = [(region, self.read(region)) for name, region in here.items() if name in recorded and is_input(region)]
+        restored = restore_graphs(
+            self._driver,
+            blueprints,
+            placement,
+            keys=[key_of(one) for one in full],
+            stream=stream.cuda_stream,
+            fingerprint=self.fingerprint() | {KV_BYTES: str(self._kv_bytes())},
+            current_stream=lambda: torch.cuda.current_stream().cuda_stream,
+            trigger=trigger,
+            validate=validate,
+        )
+        for region, contents in before:
+            self._driver.write(region.address, contents)
+        self._kept.append(restored)
+        self._restored = blueprints, placement, stream
+        return Restored(restored.graphs, hidden) if restored.graphs else None
+
+    def restore_pieces(self, create_forward: Callable[..., Any]) -> list[BatchExecutionDescriptor]:
+        """The batches whose piecewise graphs are restored, after ``restore``, and after a first forward has made the
+        compiled functions. ``create_forward``: vLLM's, of a batch."""
+        if self._restored is None:
+            return []
+        blueprints, placement, stream = self._restored
+        wrappers, device = functions(), self._runner.device
+        batches = self._manager._capture_descs.get(CUDAGraphMode.PIECEWISE, [])
+        restored = restore_graphs(
+            self._driver,
+            blueprints,
+            placement,
+            keys=[piece_key(one, name) for one in batches for name in wrappers],
+            stream=stream.cuda_stream,
+            fingerprint=self.fingerprint() | {KV_BYTES: str(self._kv_bytes())},
+            current_stream=lambda: torch.cuda.current_stream().cuda_stream,
+            validate="none",
+        )
+        self._kept.append(restored)
+        whole = [one for one in batches if all(piece_key(one, name) in restored.graphs for name in wrappers)]
+        try:
+            for one in whole:
+                for name, wrapper in wrappers.items():
+                    results = blueprints.results[piece_key(one, name)]
+                    output = made_of(results, blueprints.regions, placement.addresses, device)
+                    put(wrapper, one, restored.graphs[piece_key(one, name)], output)
+            for one in dict.fromkeys((*whole[:1], *whole[-1:])):
+                self._check(one, create_forward(one, warmup=True))
+        except BaseException:
+            for one in whole:
+                for wrapper in wrappers.values():
+                    put(wrapper, one, None)
+            raise
+        return whole
+
+    def _check(self, one: BatchExecutionDescriptor, forward: Callable[[CUDAGraphMode], None]) -> None:
+        """MEDUSA §4's validation, of a forward through all its pieces: two runs against the stored outputs.
+        GraphMismatch (OUTPUT), DeviceError when the context is lost."""
+        assert self._restored is not None
+        blueprints, placement, stream = self._restored
+
+        def at(piece: Piece) -> int:
+            return placement.addresses[blueprints.regions[piece.region].name] + piece.offset
+
+        replayer = Replayer(self._driver, at, stream.cuda_stream)
+        last = [graph for graph in blueprints.graphs if batch_of(graph.key) == key_of(one) and graph.outputs]
+        launch = partial(_launch, partial(forward, CUDAGraphMode.PIECEWISE), stream)
+        try:
+            right = [replayer.run(launch, graph.inputs, graph.outputs) == graph.outputs for graph in last * 2]
+        except Exception as error:
+            code = self._driver.result("cuCtxSynchronize")
+            if code in STICKY:
+                lost = CudaError("cuCtxSynchronize", code, str(error))
+                raise DeviceError(f"a restored CUDA graph broke the context ({error}); use --state none") from lost
+            raise
+        if not right or not all(right):
+            raise GraphMismatch(Reason.OUTPUT, f"a forward of {key_of(one)} did not give its stored outputs")
+
+    def _pieces(self) -> dict[str, tuple[BatchExecutionDescriptor, Any, Any]]:
+        """Key → batch, wrapper of the function, its entry. Empty where functions cannot be told apart."""
+        try:
+            wrappers = functions()
+        except GraphMismatch as mismatch:
+            logger.warning("piecewise CUDA graphs are captured each time: %s", mismatch)
+            return {}
+        return {
+            piece_key(one, name): (one, wrapper, entry)
+            for one in self._manager._capture_descs.get(CUDAGraphMode.PIECEWISE, [])
+            for name, wrapper in wrappers.items()
+            if (entry := entry_of(wrapper, one)) is not None
+        }
+
+    def _hidden_states(self, region: MemoryRange | None, full: Sequence[BatchExecutionDescriptor]) -> Tensor | None:
+        """What vLLM allocates in its first warm-up: rows of the largest batch."""
+        if region is None or not full:
+            return None
+        dtype, rows = self._runner.model_config.dtype, max(one.num_tokens for one in full)
+        width, rest = divmod(region.size, rows * dtype.itemsize)
+        if rest:
+            detail = f"{HIDDEN} has {region.size} bytes for batches of up to {rows}"
+            raise GraphMismatch(Reason.LIBRARY, detail)
+        return torch.empty(rows, width, dtype=dtype, device=self._runner.device)
+
+    def _kv_bytes(self) -> int:
+        caches = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self._runner.kv_caches}
+        return sum(storage.nbytes() for storage in caches.values())
+
+    def _full(self) -> list[tuple[BatchExecutionDescriptor, Any]]:
+        listed = [(one, graph) for one, graph in self._manager.graphs.items() if one.num_ubatches == 1]
+        return [(one, graph) for one, graph in listed if one.cg_mode == CUDAGraphMode.FULL]
+
+    def _outputs(self, one: BatchExecutionDescriptor, region: int) -> tuple[Piece, ...]:
+        row_bytes = self._manager.hidden_states[0].nbytes
+        rows = sorted({*range(min(one.num_tokens, _REFERENCE_ROWS)), one.num_tokens - 1})
+        return tuple(Piece(region, row * row_bytes, bytes(min(_REFERENCE_BYTES, row_bytes))) for row in rows)
+
+
+def _launch(run: Callable[[], object], stream: Any) -> None:
+    with torch.cuda.stream(stream), torch.inference_mode():
+        run()
+
+
+def _tensors(results: Results) -> list[list[Any]]:
+    """[region, offset, dtype, shape, strides] of each."""
+    if not isinstance(results, list):
+        return []
+    if results[0] == "tensor":
+        return [results[1:]]
+    return [place for one in results[1:] for place in _tensors(one)]
+
+
+def _output(place: list[Any], rows: int) -> Piece:
+    """The last row of the batch, where it has one."""
+    region, offset, dtype, shape, strides = place
+    size = getattr(torch, dtype).itemsize
+    row = (rows - 1) * strides[0] * size if shape and shape[0] >= rows else 0
+    width = (shape[-1] if shape else 1) * size
+    return Piece(region, offset + row, bytes(min(_REFERENCE_BYTES, width)))
+
+
+def _without_stale_state(made: Blueprints) -> Blueprints:
+    """Refuse all graphs if one needs what is in a workspace: each step may write it anew, at an address that is not
+    known here. And inputs that no graph reads are left out."""
+    for piece in made.contents:
+        region = made.regions[piece.region]
+        if region.kind == RangeKind.WORKSPACE:
+            why = f"{Reason.CONTENTS}: they read {region.name}, which has no name and may change with each step"
+            refused = {**made.refused, **{graph.key: why for graph in made.graphs}}
+            return replace(made, graphs=(), contents=(), images={}, refused=refused)
+    read: defaultdict[str, set[int]] = defaultdict(set)
+    for graph in made.graphs:
+        read[batch_of(graph.key)].update(relocation.region for relocation in graph.relocations)
+    graphs = []
+    for graph in made.graphs:
+        inputs = tuple(piece for piece in graph.inputs if piece.region in read[batch_of(graph.key)])
+        graphs.append(replace(graph, inputs=inputs))
+    return replace(made, graphs=tuple(graphs))
+
+
+__all__ = ["KV_BYTES", "VllmGraphState", "obstacle"]

@@ -1,0 +1,245 @@
+"""vLLM's CUDA graphs, restored where there is a blueprint, captured where there is none (vLLM 0.32, model runner V2).
+
+A full graph of vLLM's is an entry in the manager's ``graphs``, by the description of its batch; its outputs are copied
+inside the graph into the manager's ``hidden_states``. So a restored graph takes its place by being put there, and
+``hidden_states`` must lie where the graph writes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
+from unittest.mock import patch
+
+import torch
+from medusa_runtime.errors import DeviceError, EngineError
+from medusa_runtime.state.graphs.driver import CudaError
+from medusa_runtime.timeline import Timeline
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager, ModelCudaGraphManager
+
+logger = logging.getLogger(__name__)
+
+
+class Replayable(Protocol):
+    def replay(self) -> None: ...
+
+
+class Restored(NamedTuple):
+    """Graphs by their keys (see ``key_of``), and the tensor that they write their hidden states to."""
+
+    graphs: Mapping[str, Replayable]
+    hidden_states: Any
+
+
+class NoTimeline:
+    """Of a vLLM that somebody else has started, with our worker."""
+
+    def stage(self, name: str, **detail: Any) -> nullcontext[dict[str, Any]]:
+        return nullcontext(detail)
+
+    def record(self, name: str, start_ns: int, end_ns: int, **detail: Any) -> None: ...
+
+
+Pieces = Callable[[Any], Sequence[Any]]  # given vLLM's create_forward_fn: the batches whose pieces were restored
+Restore = Callable[[Any], Restored | None]  # given the manager; None: there is nothing that fits
+
+
+def key_of(description: BatchExecutionDescriptor) -> str:
+    """A batch's description as a bundle names it; equal for equal descriptions in every process."""
+    return "vllm " + " ".join(f"{name}={value}" for name, value in _fields(description))
+
+
+def _fields(description: BatchExecutionDescriptor) -> list[tuple[str, object]]:
+    return [
+        ("mode", description.cg_mode.name),
+        ("tokens", description.num_tokens),
+        ("requests", description.num_reqs),
+        ("uniform", description.uniform_token_count),
+        ("query", description.max_query_len),
+        ("loras", description.num_active_loras),
+        ("ubatches", description.num_ubatches),
+    ]
+
+
+def lost(error: Exception) -> bool:
+    """Whether the device's context broke, as a restored graph's validation says."""
+    found = error.__cause__ if isinstance(error, DeviceError) else None
+    return isinstance(found, CudaError) and found.sticky
+
+
+Manager = TypeVar("Manager", bound=ModelCudaGraphManager)
+
+
+def remade(kind: type[Manager], manager: ModelCudaGraphManager) -> Manager:
+    """A manager of another kind out of vLLM's own, which has captured nothing yet."""
+    assert not manager.graphs
+    made: Manager = object.__new__(kind)
+    made.__dict__.update(manager.__dict__)
+    return made
+
+
+def keeping_nodes() -> AbstractContextManager[Any]:
+    """What is captured inside can be read, and is not instantiated."""
+    return patch.object(torch.cuda, "CUDAGraph", partial(torch.cuda.CUDAGraph, keep_graph=True))
+
+
+@contextmanager
+def _one_layer(model: Any) -> Iterator[None]:
+    """While inside, vLLM's model runs its first layer only. EngineError where its layers are not listed as in most."""
+    stacks = [one for one in model.modules() if hasattr(one, "start_layer") and hasattr(one, "end_layer")]
+    if len(stacks) != 1:
+        raise EngineError("the layers of this model cannot be run one by one")
+    (stack,) = stacks
+    end, stack.end_layer = stack.end_layer, stack.start_layer + 1
+    try:
+        yield
+    finally:
+        stack.end_layer = end
+
+
+class _Pieces(CudaGraphManager):  # type: ignore[misc]
+    """What vLLM's manager of a model calls to capture: restores piecewise graphs, too, where it can."""
+
+    def capture(self, create_forward_fn: Any, *arguments: Any, **options: Any) -> None:
+        batches = self._capture_descs.get(CUDAGraphMode.PIECEWISE, [])
+        # Nothing was restored: vLLM's own order, the largest first, whose memory serves the others.
+        if self._pieces is None or not self.graphs or len(batches) < 2 or self.use_breakable_cg:
+            super().capture(create_forward_fn, *arguments, **options)
+            return
+        # vLLM captures the smallest: the first forward compiles, or loads what was compiled, and makes the wrappers.
+        with _only(self._capture_descs, {CUDAGraphMode.PIECEWISE: batches[-1:]}):
+            super().capture(create_forward_fn, *arguments, **options)
+        start_ns = time.monotonic_ns()
+        restored = self._restored_pieces(create_forward_fn, batches[:-1])
+        self._timeline.record("restore_graphs", start_ns, time.monotonic_ns(), graphs=len(restored), mode="piecewise")
+        left = [one for one in batches[:-1] if one not in restored]
+        with _only(self._capture_descs, {**self._capture_descs, CUDAGraphMode.PIECEWISE: left}):
+            super().capture(create_forward_fn, *arguments, **options)
+
+    def _restored_pieces(self, create_forward_fn: Any, batches: Sequence[Any]) -> Sequence[Any]:
+        try:
+            with _only(self._capture_descs, {CUDAGraphMode.PIECEWISE: list(batches)}):
+                return list(self._pieces(create_forward_fn))
+        except Exception as error:
+            if lost(error):
+                raise  # nothing can be captured in this process either
+            logger.warning("piecewise CUDA graphs are captured, not restored: %s", error)
+            return []
+
+
+class GraphManager(ModelCudaGraphManager, _Pieces):  # type: ignore[misc]
+    """Made of vLLM's own manager, right after vLLM has made it; nothing is captured by then."""
+
+    @classmethod
+    def of(
+        cls,
+        manager: ModelCudaGraphManager,
+        restore: Restore,
+        timeline: Timeline | NoTimeline,
+        pieces: Pieces | None = None,
+    ) -> GraphManager:
+        made = remade(cls, manager)
+        made._restore = restore
+        made._pieces = pieces
+        made._timeline = timeline
+        made._triggered = []
+        return made
+
+    def first_layer(self, key: str) -> int:
+        """A captured step of one layer with this batch: what its kernels are in is loaded then (MEDUSA §5.2)."""
+        (one,) = [one for one in self._capture_descs[CUDAGraphMode.FULL] if key_of(one) == key]
+        # A pool of its own: what is captured here is never run.
+        own = {"_capture_descs": {CUDAGraphMode.FULL: [one]}, "graphs": {}, "hidden_states": None}
+        scratch = remade(ModelCudaGraphManager, self)
+        scratch.__dict__.update(own, pool=torch.cuda.graph_pool_handle())
+        arguments, options = self._arguments
+        with keeping_nodes(), _one_layer(arguments[0]):
+            scratch.capture(*arguments, **options)
+        self._triggered.append(scratch)
+        return int(scratch.graphs[one].raw_cuda_graph())
+
+    def capture(self, *arguments: Any, **options: Any) -> None:
+        """Restore what can be, and let vLLM capture the rest. Never fails for a bundle's sake."""
+        start_ns = time.monotonic_ns()
+        self._arguments = arguments, options
+        restored = self._restored()
+        if restored is not None:
+            self._adopt(restored)
+            self._timeline.record("restore_graphs", start_ns, time.monotonic_ns(), graphs=len(self.graphs))
+        if self._graphs_captured:
+            return
+        start_ns = time.monotonic_ns()
+        adopted = len(self.graphs)
+        with _without(self._capture_descs, self.graphs):
+            super().capture(*arguments, **options)
+        self._timeline.record("capture", start_ns, time.monotonic_ns(), graphs=len(self.graphs) - adopted)
+
+    def _restored(self) -> Restored | None:
+        if self._capture_mem_samples is not None:  # vLLM measures captures in a pool that it throws away
+            return None
+        try:
+            restored: Restored | None = self._restore(self)
+            self._triggered.clear()  # their kernels were taken from them
+        except Exception as error:
+            if lost(error):
+                raise  # nothing can be captured in this process either
+            logger.warning("CUDA graphs are captured and not restored: %s: %s", type(error).__name__, error)
+            return None
+        return restored
+
+    def _adopt(self, restored: Restored) -> None:
+        full = self._capture_descs.get(CUDAGraphMode.FULL, [])
+        found = {one: restored.graphs[key_of(one)] for one in full if key_of(one) in restored.graphs}
+        if not found:
+            return
+        self.graphs.update(found)
+        self.hidden_states = restored.hidden_states
+        everything = sum(len(descriptions) for descriptions in self._capture_descs.values())
+        self._graphs_captured = len(found) == everything
+
+
+@contextmanager
+def _only(descriptions: dict[Any, list[Any]], wanted: dict[Any, list[Any]]) -> Iterator[None]:
+    """While inside, these are to be captured, and no others."""
+    everything = dict(descriptions)
+    descriptions.clear()
+    descriptions.update(wanted)
+    try:
+        yield
+    finally:
+        descriptions.clear()
+        descriptions.update(everything)
+
+
+class _without:
+    """While inside, descriptions that have a graph are not among those to be captured."""
+
+    def __init__(self, descriptions: dict[Any, list[Any]], graphs: Mapping[Any, Any]) -> None:
+        self._descriptions = descriptions
+        self._graphs = graphs
+        self._all = dict(descriptions)
+
+    def __enter__(self) -> None:
+        for mode, descriptions in self._all.items():
+            self._descriptions[mode] = [one for one in descriptions if one not in self._graphs]
+
+    def __exit__(self, *_: object) -> None:
+        self._descriptions.update(self._all)
+
+
+__all__ = [
+    "GraphManager",
+    "NoTimeline",
+    "Replayable",
+    "Restore",
+    "Restored",
+    "keeping_nodes",
+    "key_of",
+    "lost",
+    "remade",
+]

@@ -1,0 +1,128 @@
+"""vLLM's piecewise CUDA graphs (vLLM 0.32): one for each compiled function and batch, with attention run between them.
+
+Each is an entry of its function's wrapper, beside the tensors that a replay returns. These lie in the graphs' pool,
+where the next function's graph reads them; so a restored entry returns tensors at the same places of the restored pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from medusa_runtime.engine.gpu.placed_memory import tensor_at
+from medusa_runtime.state.graphs import GraphMismatch, MemoryRange, Reason
+from medusa_runtime.state.graphs.materialization.memory_ranges import RangeMap
+from torch import Tensor
+from vllm.compilation.cuda_graph import CUDAGraphEntry, CUDAGraphWrapper
+from vllm.config.compilation import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+from .graphs import Replayable, key_of
+
+_MARK = " piece="
+Results = Any  # JSON: numbers, None, ["tuple", …], ["list", …], ["tensor", region, offset, dtype, shape, strides]
+
+
+def piece_key(description: BatchExecutionDescriptor, name: str) -> str:
+    return f"{key_of(description)}{_MARK}{name}"
+
+
+def batch_of(key: str) -> str:
+    """The key of the whole batch that a piece, or a full graph, is of."""
+    return key.partition(_MARK)[0]
+
+
+def functions() -> dict[str, CUDAGraphWrapper]:
+    """The wrapper of each compiled function by its name, which is the same in every process. They are made by the first
+    forward. GraphMismatch where they cannot be told apart."""
+    found: dict[str, CUDAGraphWrapper] = {}
+    for wrapper in CUDAGraphWrapper._all_instances:
+        if wrapper.runtime_mode != CUDAGraphMode.PIECEWISE:
+            continue
+        backend = getattr(wrapper.runnable, "vllm_backend", None)
+        if backend is None:
+            raise GraphMismatch(Reason.PIECEWISE, "Inductor has parted the model, not vLLM")
+        name = f"{backend.prefix} {wrapper.runnable.piecewise_compile_index}"
+        if name in found:
+            raise GraphMismatch(Reason.PIECEWISE, f"two compiled functions are called {name}")
+        if wrapper.is_debugging_mode:
+            raise GraphMismatch(Reason.PIECEWISE, "vLLM compares addresses when it logs debugging messages")
+        found[name] = wrapper
+    return dict(sorted(found.items()))
+
+
+def is_last(wrapper: CUDAGraphWrapper) -> bool:
+    """Whether it returns what the whole forward does."""
+    return bool(wrapper.runnable.is_last_graph)
+
+
+def entry_of(wrapper: CUDAGraphWrapper, description: BatchExecutionDescriptor) -> CUDAGraphEntry | None:
+    found = wrapper.concrete_cudagraph_entries.get(_descriptor(description))
+    return found if found is not None and found.cudagraph is not None else None
+
+
+def put(
+    wrapper: CUDAGraphWrapper, description: BatchExecutionDescriptor, graph: Replayable | None, output: Any = None
+) -> None:
+    """In place of one that vLLM would capture; without a graph vLLM captures it."""
+    wrapper.concrete_cudagraph_entries.pop(_descriptor(description), None)
+    if graph is not None:
+        entry = CUDAGraphEntry(_descriptor(description), cudagraph=graph, output=output)
+        wrapper.concrete_cudagraph_entries[_descriptor(description)] = entry
+
+
+def _descriptor(description: BatchExecutionDescriptor) -> BatchDescriptor:
+    """As the forward that a manager captures describes itself to the wrappers."""
+    return BatchDescriptor(num_tokens=description.num_tokens, num_active_loras=description.num_active_loras)
+
+
+def results_of(output: Any, regions: Sequence[MemoryRange]) -> Results:
+    """What a function returned, with tensors as places. GraphMismatch where it is none that can be made again."""
+    places = RangeMap(regions)
+
+    def told(value: Any) -> Results:
+        if isinstance(value, Tensor):
+            found = places.places(value.data_ptr())
+            if not found:
+                raise GraphMismatch(Reason.FOREIGN_POINTER, "a compiled function returns memory that nobody named")
+            dtype = str(value.dtype).removeprefix("torch.")
+            return ["tensor", found[0].region, found[0].offset, dtype, list(value.shape), list(value.stride())]
+        if isinstance(value, tuple | list):
+            return [type(value).__name__, *map(told, value)]
+        if value is None or isinstance(value, int | float):
+            return value
+        raise GraphMismatch(Reason.PIECEWISE, f"a compiled function returns a {type(value).__name__}")
+
+    return told(output)
+
+
+def made_of(
+    results: Results, regions: Sequence[MemoryRange], addresses: Mapping[str, int], device: torch.device
+) -> Any:
+    """The reverse, of places that regions have now. GraphMismatch where there are no such places."""
+    kinds: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "list": list}
+
+    def made(value: Results) -> Any:
+        if not isinstance(value, list):
+            return value
+        kind, *rest = value
+        if kind in kinds:
+            return kinds[kind]([made(one) for one in rest])
+        region, offset, name, shape, strides = rest
+        dtype = getattr(torch, name)
+        last = sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
+        size = (last + 1) * dtype.itemsize
+        if min([offset, last, *shape, *strides]) < 0 or offset + size > regions[region].size:
+            raise ValueError(f"{size} bytes at {offset} of {regions[region].name}")
+        base = tensor_at(addresses[regions[region].name] + offset, size, device)
+        return base.view(dtype).as_strided(shape, strides)
+
+    try:
+        return made(results)
+    except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+        raise GraphMismatch(Reason.CORRUPT, f"results of a compiled function: {error}") from error
+
+
+__all__ = ["Results", "batch_of", "entry_of", "functions", "is_last", "made_of", "piece_key", "put", "results_of"]

@@ -1,0 +1,122 @@
+"""Offline: vLLM captures its graphs, and we keep what it needs to be told again (vLLM 0.32, model runner V2)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from medusa_runtime.state.graphs.blueprint import MemoryRange
+from torch import Tensor
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager, ModelCudaGraphManager
+
+from .graphs import keeping_nodes, remade
+
+logger = logging.getLogger(__name__)
+
+HIDDEN = "cudagraph_manager.hidden_states"  # what all graphs write their results to
+_KINDS = 16  # different rows of a reference, each in a block of its own
+_LARGEST_INPUT_BYTES = 16 << 20
+
+Snapshot = tuple[tuple[MemoryRange, bytes], ...]
+
+
+class _Kept(CudaGraphManager):  # type: ignore[misc]
+    """What vLLM's manager of a model calls to capture: keeps the graphs' nodes, and what a replay reads."""
+
+    def capture(self, create_forward_fn: Any, *arguments: Any, **options: Any) -> None:
+        def create(description: BatchExecutionDescriptor, warmup: bool) -> Any:
+            forward = create_forward_fn(description, warmup=warmup)
+            # Of piecewise graphs vLLM uses the same forward to warm up and to capture, which can be run again.
+            if warmup == (description.cg_mode == CUDAGraphMode.PIECEWISE):
+                self.recording.prepared(description)
+                self.recording.forwards[description] = forward
+            return forward
+
+        with keeping_nodes():
+            super().capture(create, *arguments, **options)
+        for graph in self.graphs.values():
+            graph.instantiate()
+
+
+class RecordingManager(ModelCudaGraphManager, _Kept):  # type: ignore[misc]
+    """Made of vLLM's own manager. ``recording`` hears of each batch whose inputs are laid out."""
+
+    recording: Recording
+
+    @classmethod
+    def of(cls, manager: ModelCudaGraphManager, recording: Recording) -> RecordingManager:
+        made = remade(cls, manager)
+        made.recording = recording
+        recording.manager = made
+        return made
+
+    def capture(self, *arguments: Any, **options: Any) -> None:
+        if self._capture_mem_samples is None:
+            super().capture(*arguments, **options)
+
+
+class Recording:
+    """One capture of all graphs. ``inputs``: description → what its reference replay reads, as regions and bytes."""
+
+    def __init__(self, *, shifts: Iterable[int] = ()) -> None:
+        """``shifts``: bytes to allocate at each stage of a start, so that nothing lies where it lay in another one."""
+        self.runner: Any = None
+        self.manager: Any = None
+        self.inputs: dict[BatchExecutionDescriptor, Snapshot] = {}
+        self.forwards: dict[BatchExecutionDescriptor, Callable[[CUDAGraphMode], None]] = {}
+        self.state: Any = None
+        self._make_state: Callable[[Any, Any], Any] | None = None
+        self._small: list[MemoryRange] = []
+        self._shifts = list(shifts)
+        self._held: list[Tensor] = []
+
+    def attach(self, make_state: Callable[[Any, Any], Any]) -> None:
+        """``make_state(runner, manager)``: a VllmGraphState, once there are both."""
+        self._make_state = make_state
+
+    def shift(self, device: torch.device) -> None:
+        if self._shifts:
+            self._held.append(torch.empty(self._shifts.pop(), dtype=torch.uint8, device=device))
+
+    def prepared(self, description: BatchExecutionDescriptor) -> None:
+        """Everything small that has a name and is no weight: which of it a graph reads is known later."""
+        runner = self.runner
+        if self.state is None:
+            assert self._make_state is not None
+            self.state = self._make_state(runner, self.manager)
+        if description.num_reqs == description.num_tokens:
+            blocks = runner.kv_cache_config.num_blocks
+            vocab = runner.model_config.get_vocab_size()
+            lay_out(runner.input_buffers, runner.block_tables, description.num_tokens, blocks=blocks, vocab=vocab)
+        elif description.num_reqs is None:  # any requests; what vLLM has laid out for attention stays
+            ids = runner.input_buffers.input_ids[: description.num_tokens]
+            ids.copy_(torch.arange(len(ids), device=ids.device) * 37 % runner.model_config.get_vocab_size())
+        if not self._small:  # nothing of it is made or moved between two captures
+            self._small = [region for region in self.state.named() if is_input(region)]
+        self.inputs[description] = tuple((region, self.state.read(region)) for region in self._small)
+
+
+def is_input(region: MemoryRange) -> bool:
+    """Whether a replay may read something here that each step writes anew."""
+    if region.name.startswith(("model.", "kv_caches.")) or region.name == HIDDEN:
+        return False
+    return region.size <= _LARGEST_INPUT_BYTES
+
+
+def lay_out(buffers: Any, tables: Any, rows: int, *, blocks: int, vocab: int) -> None:
+    """Rows of one token each, of several kinds: what vLLM captures with has no slots, so nothing is attended to."""
+    kinds = min(_KINDS, blocks - 1)
+    if kinds < 1:
+        return
+    kind = torch.arange(rows, device=buffers.input_ids.device) % kinds
+    buffers.input_ids[:rows] = ((kind * 37 + 5) % vocab).to(buffers.input_ids.dtype)
+    buffers.is_padding[:rows] = False
+    for group, (table, size) in enumerate(zip(tables.input_block_tables, tables.block_sizes, strict=True)):
+        table[:rows, 0] = (kind + 1).to(table.dtype)  # block 0 is nobody's, and has to stay zero
+        tables.slot_mappings[group, :rows] = (kind + 1) * size
+
+
+__all__ = ["HIDDEN", "Recording", "RecordingManager", "Snapshot", "is_input", "lay_out"]

@@ -1,0 +1,171 @@
+"""vLLM's worker on a GPU (vLLM 0.32): a planned KV cache, restored graphs, every stage on the timeline.
+
+What vLLM does between weights and the first request is taken out where it only measures: the largest forward, whose
+free memory is recorded (MEDUSA §6), and its throw-away captures. Warm-ups of kernels stay.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from medusa_runtime.config import Settings
+from medusa_runtime.engine.gpu.device import BundledGraphs, graphs_of
+from medusa_runtime.errors import ConfigError, DeviceError, MedusaError
+from medusa_runtime.state.graphs import Blueprints, CudaDriver
+from medusa_runtime.timeline import Timeline
+from vllm.v1.worker.gpu_worker import Worker
+
+from ..attached import Attached
+from .graph_state import KV_BYTES, VllmGraphState
+from .graphs import GraphManager, NoTimeline, Restored, lost
+from .recording import Recording, RecordingManager
+
+logger = logging.getLogger(__name__)
+
+_LEAST_FREE_BYTES = 512 << 20  # for activations; a plan that leaves less is not taken
+
+
+class GpuWorker(Worker):  # type: ignore[misc]
+    """``worker_cls``, which vLLM's documentation offers for this."""
+
+    recording: Recording | None = None  # offline, of the process that materializes
+    _graph_state: VllmGraphState | None = None
+
+    def init_device(self) -> None:
+        with self._timeline.stage("device"):
+            super().init_device()
+        self._shift()
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        with self._timeline.stage("load"):
+            super().load_model(load_dummy_weights=load_dummy_weights)
+        self._shift()
+
+    def determine_available_memory(self) -> int:
+        """The planned bytes, where the GPU has them free now; else vLLM's own measurement, which runs a forward."""
+        with self._timeline.stage("kv_plan") as detail:
+            planned = self._graphs_kv_bytes() or self.cache_config.kv_cache_memory_bytes
+            if planned:
+                free = free_bytes(self.device)
+                if planned + _LEAST_FREE_BYTES <= free:
+                    self.cache_config.kv_cache_memory_bytes = planned
+                    detail |= {"bytes": planned, "source": "planned"}
+                    return int(planned)
+                logger.warning(
+                    "the KV cache was planned with %d MiB, but %d MiB of the GPU's memory are free; measuring",
+                    planned >> 20,
+                    free >> 20,
+                )
+                self.cache_config.kv_cache_memory_bytes = None
+            found = int(super().determine_available_memory())
+            if found <= 0:
+                raise ConfigError(
+                    "the GPU has no memory left for a KV cache beside the weights; use a larger one, or end what else "
+                    "runs on it"
+                )
+            detail |= {"bytes": found, "source": "measured"}
+            return found
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        with self._timeline.stage("kv_cache"):
+            super().initialize_from_config(kv_cache_config)
+        runner = self.model_runner
+        manager = getattr(runner, "cudagraph_manager", None)
+        if manager is None or not hasattr(manager, "run_fullgraph"):
+            logger.info("CUDA graphs are captured: this model runner of vLLM's has no graph manager")
+            return
+        if self.recording is not None:
+            self._shift()
+            self.recording.runner = runner
+            runner.cudagraph_manager = RecordingManager.of(manager, self.recording)
+        else:
+            runner.cudagraph_manager = GraphManager.of(
+                manager, self.restore_graphs, self._timeline, self.restore_pieces
+            )
+
+    def compile_or_warm_up_model(self) -> Any:
+        with self._timeline.stage("warm_up"):
+            return super().compile_or_warm_up_model()
+
+    def restore_graphs(self, manager: GraphManager) -> Restored | None:
+        """The graphs that the state bundle holds for this model here; None where it holds none."""
+        blueprints = self._blueprints
+        if blueprints is None:
+            return None
+        self._graph_state = VllmGraphState(CudaDriver(), self.model_runner, manager)  # kept: the graphs are its
+        with self._distrusting():
+            return self._graph_state.restore(blueprints, trigger=manager.first_layer)
+
+    def restore_pieces(self, create_forward: Any) -> Sequence[Any]:
+        """Of the same bundle, once the compiled functions are there."""
+        if self._graph_state is None:
+            return []
+        with self._distrusting():
+            return self._graph_state.restore_pieces(create_forward)
+
+    @contextmanager
+    def _distrusting(self) -> Iterator[None]:
+        try:
+            yield
+        except DeviceError as error:
+            bundled = self._bundled
+            if not lost(error) or bundled is None or not bundled.quarantine(str(error)):
+                raise
+            logger.exception("a restored CUDA graph broke the device's context; the next engine captures them")
+            os.abort()  # as a crash: the zygote forks another engine
+
+    @cached_property
+    def _blueprints(self) -> Blueprints | None:
+        """Read once, and said once if it cannot be used."""
+        bundled = self._bundled
+        if bundled is None or self.recording is not None:
+            return None
+        try:
+            data = bundled.read()
+            return Blueprints.load(data) if data is not None else None
+        except MedusaError as error:
+            logger.warning("CUDA graphs are captured and not restored: %s", error)
+            return None
+
+    @cached_property
+    def _bundled(self) -> BundledGraphs | None:
+        try:
+            attached = Attached.of(self.load_config)
+        except ConfigError:
+            return None
+        extra = self.load_config.model_loader_extra_config
+        settings = Settings(model=extra.get("medusa_model"), state=extra.get("medusa_state"), engine="vllm")
+        if self.parallel_config.world_size > 1:  # their graphs hold messages between ranks
+            return None
+        return graphs_of(attached.region, settings)
+
+    def _graphs_kv_bytes(self) -> int | None:
+        """The KV cache that the bundle's graphs were captured with: with another they do not fit."""
+        blueprints = self._blueprints
+        found = blueprints.fingerprint.get(KV_BYTES, "") if blueprints is not None else ""
+        return int(found) if found.isdigit() else None
+
+    def _shift(self) -> None:
+        if self.recording is not None:
+            self.recording.shift(self.device)
+
+    @property
+    def _timeline(self) -> Timeline | NoTimeline:
+        try:
+            timeline: Timeline = Attached.of(self.load_config).timeline
+        except ConfigError:  # vLLM was started by somebody else, with this worker
+            return NoTimeline()
+        return timeline
+
+
+def free_bytes(device: torch.device) -> int:
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
+__all__ = ["GpuWorker"]

@@ -1,0 +1,115 @@
+"""What an engine process needs of vLLM's 3,000 modules, imported before the model is known."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from tempfile import gettempdir
+
+from medusa_runtime.config import Settings
+from medusa_runtime.region.reader import Region
+
+from .lean_imports import functions_as_they_are, lean_imports
+from .version import check_version
+
+# What vLLM reads from the environment, most of it once. What a user has set stays.
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core in this process: no second import, no socket between
+    "VLLM_CONFIGURE_LOGGING": "0",  # the command line configures logging
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "VLLM_PLUGINS": "medusa",  # others' plugins import what they like
+    "HF_HUB_OFFLINE": "1",  # what is not in the checkpoint is not there; nothing is asked of the network
+    "TOKENIZERS_PARALLELISM": "false",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # each worker warns that its memory is bound to the only NUMA node there is
+}
+_CACHE_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
+_MODULES = (
+    "vllm",
+    "vllm.engine.arg_utils",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.model_executor.model_loader",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.model_executor.models.llama",
+    "transformers.models.auto.configuration_auto",
+    "tokenizers",
+)
+_CPU_MODULES = ("vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn")
+_GPU_MODULES = ("vllm.v1.worker.gpu_worker",)
+_OURS = tuple(f"medusa_vllm.{name}" for name in ("executor", "loader", "worker"))
+
+
+def preimport(settings: Settings, region: Region | None = None) -> None:
+    """Import all that a start needs, and the model's module where the region already knows the model.
+
+    For a process that will only fork: touches no device and starts no thread. Raises MissingPackageError,
+    ConfigError and ImportError.
+    """
+    check_version()
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if settings.log_level != "debug":
+        logging.getLogger("vllm").setLevel(logging.ERROR)  # its warnings are about what is decided here on purpose
+    # A process that waits for its model has the time to import all.
+    lean = region is not None and settings.compile != "always"
+    with lean_imports() if lean else nullcontext(), functions_as_they_are(), no_cache_folder():
+        _import_all()
+    from vllm.platforms import current_platform
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it looks at every name of every module, deprecated ones included
+        current_platform.register_triton_kernel_overrides()
+    from .plugin import register
+
+    register()
+    if region is not None and region.progress().state != "empty":
+        for architecture in _architectures(region):
+            import_model(architecture)
+
+
+def _import_all() -> None:
+    for module in _MODULES:
+        importlib.import_module(module)
+    from vllm.platforms import current_platform
+
+    for module in (*(_CPU_MODULES if current_platform.is_cpu() else _GPU_MODULES), *_OURS):
+        importlib.import_module(module)
+
+
+@contextmanager
+def no_cache_folder() -> Iterator[None]:
+    """Importing torch's compiler, or having it wrap a function, makes a folder of caches; here one that is there."""
+    given = _CACHE_FOLDER in os.environ
+    os.environ.setdefault(_CACHE_FOLDER, gettempdir())
+    yield
+    if not given:
+        del os.environ[_CACHE_FOLDER]
+
+
+def import_model(architecture: str) -> None:
+    """Import a model's module and register its class, so that vLLM does not start a process to look at it.
+
+    An architecture vLLM does not know is left to its own message.
+    """
+    from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel
+
+    known = ModelRegistry.models.get(architecture)
+    if isinstance(known, _LazyRegisteredModel):
+        ModelRegistry.register_model(architecture, known.load_model_cls())
+
+
+def _architectures(region: Region) -> Iterator[str]:
+    try:
+        named = json.loads(region.file("config.json") or b"{}").get("architectures")
+    except (ValueError, AttributeError):
+        return  # told when the config is read
+    for name in named if isinstance(named, list) else ():
+        if isinstance(name, str):
+            yield name

@@ -1,0 +1,64 @@
+"""vLLM's loader over our region: hands out each tensor as soon as its bytes are there, in execution order."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import torch
+from medusa_runtime.errors import ModelError
+from medusa_runtime.load.views import Views
+from torch import Tensor, nn
+from vllm.config import replace
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
+
+from .attached import Attached
+from .cpu.linear import use_stored_weights
+from .imports import no_cache_folder
+from .sharing import share
+
+
+class RegionLoader(DefaultModelLoader):  # type: ignore[misc]
+    """``load_format="medusa"``. Names, quantization, checks and slices for tensor parallel ranks are all vLLM's.
+
+    What it reads of a tensor are views: a rank that takes a slice touches the slice's pages and no others.
+    """
+
+    def __init__(self, load_config: Any) -> None:
+        super().__init__(replace(load_config, model_loader_extra_config={}))  # it refuses settings it does not know
+        self.load_config = load_config
+        self._attached = Attached.of(load_config)
+
+    def download_model(self, model_config: Any) -> None:
+        self._attached.region.wait_index()
+
+    def create_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
+        with self._attached.timeline.stage("skeleton"), no_cache_folder():
+            model: nn.Module = super().create_model(vllm_config, model_config, prefix)
+        self._model = model_config.model
+        return model
+
+    def load_weights(self, model: nn.Module, model_config: Any) -> None:
+        with self._attached.timeline.stage("apply") as detail, share(model):
+            if (
+                model_config.enforce_eager and self._attached.kernels == "auto"
+            ):  # torch.compile cannot look into kernels
+                detail["stored"] = use_stored_weights(model)
+            super().load_weights(model, model_config)
+
+    def _get_weights_iterator(self, source: Any) -> Generator[tuple[str, Tensor], None, None]:
+        if source.model_or_path != self._model:
+            raise ModelError(
+                f"this model takes weights from a second checkpoint, {source.model_or_path}; expected a model whose "
+                f"weights are all in one"
+            )
+        region = self._attached.region
+        index, views = region.wait_index(), Views(region)
+        unused = source.is_unused_weight or (lambda name: False)
+        for name in index.order:
+            if not unused(name) and not should_skip_weight(name, self.local_expert_ids):
+                region.wait_tensor(name)
+                with torch.device("cpu"):
+                    tensor = views.tensor(name, index.tensors[name])
+                yield source.prefix + name, tensor

@@ -1,0 +1,185 @@
+"""Headers, right and wrong, and the index that is made of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from medusa_runtime.checkpoint.header import DTYPE_BITS
+from medusa_runtime.checkpoint.index import WeightIndex
+from medusa_runtime.checkpoint.reader import open_checkpoint
+from medusa_runtime.errors import CorruptError, ObjectNotFoundError
+
+Make = Callable[..., bytes]
+F32 = ("F32", [2], b"12345678")
+
+
+def header(entries: dict[str, Any] | bytes, data: bytes = b"") -> bytes:
+    text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def tensor(start: int, stop: int, dtype: Any = "U8", shape: Any = None) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": [stop - start] if shape is None else shape, "data_offsets": [start, stop]}
+
+
+def index_of(folder: Path, body: bytes) -> WeightIndex:
+    (folder / "model.safetensors").write_bytes(body)
+    return open_checkpoint(str(folder)).index
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"abc", "expected a safetensors file, found 3 bytes"),
+        ((10**9).to_bytes(8, "little") + b"x" * 50, "expected at most 100000000"),
+        (header({"a": tensor(0, 4)})[:-5], "truncated: expected a header of"),
+        (header({"a": tensor(0, 4)}, b"123"), "truncated: tensor 'a' ends at byte 4 of the data, but there are only 3"),
+        (header({"a": tensor(0, 4)}, b"12345"), "cover 4 bytes, but 5 follow"),
+        (header({"a": tensor(0, 4), "b": tensor(2, 6)}, b"123456"), "'a' and 'b' overlap at byte 2, expected 4"),
+        (header({"a": tensor(0, 4), "b": tensor(6, 8)}, b"12345678"), "gap of 2 bytes in front of tensor 'b'"),
+        (header({"a": tensor(2, 4)}, b"1234"), "gap of 2 bytes in front of tensor 'a'"),
+        (header({"a": tensor(0, 4, "F32", [2])}, b"1234"), r"F32 of shape \[2\] takes 8 bytes, .* hold 4"),
+        (header({"a": tensor(0, 4, "F13")}, b"1234"), "unknown dtype 'F13', expected one of BOOL"),
+        (header({"a": tensor(0, 4, ["F32"])}, b"1234"), "unknown dtype"),
+        (header({"a": tensor(0, 4, "U8", [-4])}, b"1234"), "expected sizes of 0 or more"),
+        (header({"a": tensor(0, 4, "U8", [True, 4])}, b"1234"), "expected sizes of 0 or more"),
+        (header({"a": tensor(4, 0, "U8", [4])}, b"1234"), "rising offsets"),
+        (header({"a": {"dtype": "U8"}}, b""), "expected dtype, shape and two data_offsets"),
+        (header(b"<html>"), "the header is no JSON"),
+        (header(b"[]"), "expected a JSON object as header, found list"),
+        (header(b"[" * 100_000), "the header is no JSON"),
+        (header(b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":1}'), "names 'a' twice"),
+    ],
+)
+def test_a_bad_header_gives_one_clear_error(tmp_path: Path, body: bytes, message: str) -> None:
+    with pytest.raises(CorruptError, match=message) as caught:
+        index_of(tmp_path, body)
+    assert "model.safetensors" in str(caught.value)
+
+
+def test_every_dtype_that_the_reference_writes(tmp_path: Path, safetensors_file: Make) -> None:
+    entries = {name.lower(): (name, [16], b"x" * (bits * 2)) for name, bits in DTYPE_BITS.items()}
+    index = index_of(tmp_path, safetensors_file(entries))
+    from safetensors import safe_open
+
+    with safe_open(tmp_path / "model.safetensors", "np") as reference:  # the reference accepts each of the names too
+        assert set(reference.keys()) == set(index.tensors)
+    assert {index.tensors[name].dtype for name in index.tensors} == set(DTYPE_BITS)
+
+
+def test_offsets_agree_with_the_reference(tmp_path: Path) -> None:
+    import numpy
+    from safetensors.numpy import save_file
+
+    arrays = {f"layers.{n}.w": numpy.arange(n * 3, dtype=numpy.float32).reshape(n, 3) for n in range(5)}
+    save_file(arrays, tmp_path / "model.safetensors", {"format": "np"})
+    index = open_checkpoint(str(tmp_path)).index
+    data = (tmp_path / "model.safetensors").read_bytes()
+    for name, array in arrays.items():
+        entry, shard = index.tensors[name], index.shards[0]
+        assert entry.shape == array.shape
+        assert data[shard.data_start + entry.start : shard.data_start + entry.stop] == array.tobytes()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["model.embed_tokens.weight", *(f"model.layers.{n}.mlp.up_proj.weight" for n in range(12)), "model.norm.weight",
+         "lm_head.weight"],
+        ["transformer.word_embeddings.weight", *(f"transformer.h.{n}.mlp.dense.bias" for n in range(11)),
+         "transformer.ln_f.weight", "lm_head.weight"],
+        ["model.decoder.embed_positions.weight", *(f"model.decoder.layers.{n}.fc1.weight" for n in range(11)),
+         "model.decoder.final_layer_norm.weight"],
+        ["model.language_model.embed_tokens.weight", "model.language_model.layers.0.self_attn.q_norm.weight",
+         "model.language_model.layers.0.post_attention_layernorm.weight", "model.language_model.norm.weight"],
+    ],
+)  # fmt: skip
+def test_execution_order_is_read_from_the_names(tmp_path: Path, safetensors_file: Make, names: list[str]) -> None:
+    index = index_of(tmp_path, safetensors_file(dict.fromkeys(sorted(names, reverse=True), F32)))
+    if len(names) == 4:  # inside a layer the file's order stays
+        names[1], names[2] = names[2], names[1]
+        names[1:3] = sorted(names[1:3], reverse=True)
+    assert list(index.order) == names
+
+
+def test_a_name_that_tells_nothing_stays_beside_its_neighbour(tmp_path: Path, safetensors_file: Make) -> None:
+    names = ["layers.1.a", "mystery", "layers.0.a", "embed.weight"]
+    index = index_of(tmp_path, safetensors_file(dict.fromkeys(names, F32)))
+    assert list(index.order) == ["embed.weight", "layers.0.a", "layers.1.a", "mystery"]
+
+
+def shards(folder: Path, make: Make, **files: list[str]) -> dict[str, str]:
+    for name, tensors in files.items():
+        (folder / f"{name}.safetensors").write_bytes(make(dict.fromkeys(tensors, F32)))
+    return {tensor: f"{name}.safetensors" for name, tensors in files.items() for tensor in tensors}
+
+
+def opened(folder: Path, weight_map: Any) -> WeightIndex:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return open_checkpoint(str(folder)).index
+
+
+def test_sharded(tmp_path: Path, safetensors_file: Make) -> None:
+    index = opened(
+        tmp_path, shards(tmp_path, safetensors_file, one=["layers.0.a", "lm_head.weight"], two=["embed.weight"])
+    )
+    assert [shard.name for shard in index.shards] == ["one.safetensors", "two.safetensors"]
+    assert index.order == ("embed.weight", "layers.0.a", "lm_head.weight")
+    again = WeightIndex.from_json(index.to_json())
+    assert again == index
+    assert again.order == index.order
+    assert again.shards == index.shards
+
+
+def test_shards_that_contradict(tmp_path: Path, safetensors_file: Make) -> None:
+    whole = shards(tmp_path, safetensors_file, one=["a", "b"], two=["c"])
+    with pytest.raises(CorruptError, match=r"tensor 'd' is in one\.safetensors, found it in none"):
+        opened(tmp_path, whole | {"d": "one.safetensors"})
+    with pytest.raises(CorruptError, match=r"tensor 'c' is in one\.safetensors, found it in two\.safetensors"):
+        opened(tmp_path, whole | {"c": "one.safetensors", "x": "two.safetensors"})
+    with pytest.raises(ObjectNotFoundError, match=r"names the shard three\.safetensors, which is missing"):
+        opened(tmp_path, whole | {"z": "three.safetensors"})
+    shards(tmp_path, safetensors_file, two=["b"])
+    with pytest.raises(CorruptError, match=r"'b' is in one\.safetensors and in two\.safetensors"):
+        opened(tmp_path, whole)
+
+
+@pytest.mark.parametrize(
+    "name", ["../x.safetensors", "/etc/x.safetensors", "a/../../x.safetensors", "..\\x.safetensors"]
+)
+def test_shards_outside_of_the_folder(tmp_path: Path, name: str) -> None:
+    with pytest.raises(CorruptError, match="leads out of the checkpoint's folder"):
+        opened(tmp_path, {"a": name})
+
+
+@pytest.mark.parametrize("weight_map", [None, [], {}, {"a": 3}, {"a": "pytorch_model.bin"}])
+def test_a_weight_map_that_is_none(tmp_path: Path, weight_map: Any) -> None:
+    with pytest.raises(CorruptError, match=r"model\.safetensors\.index\.json"):
+        opened(tmp_path, weight_map)
+
+
+def test_one_file_by_its_name(tmp_path: Path, safetensors_file: Make) -> None:
+    shards(tmp_path, safetensors_file, other=["a"])
+    assert open_checkpoint(f"file://{tmp_path}/other.safetensors").index.order == ("a",)
+    with pytest.raises(ObjectNotFoundError, match="found none of them"):
+        open_checkpoint(str(tmp_path))
+
+
+def test_a_bundle_from_another_time() -> None:
+    with pytest.raises(CorruptError, match="format 1"):
+        WeightIndex.from_json(b'{"format": 99}')
+    with pytest.raises(CorruptError, match="expected a weight index"):
+        WeightIndex.from_json(b"[]")
+
+
+def test_a_folder_of_diffusers(tmp_path: Path, safetensors_file: Make) -> None:
+    shards(tmp_path, safetensors_file, diffusion_pytorch_model=["a"])
+    assert open_checkpoint(str(tmp_path)).index.order == ("a",)
+    (tmp_path / "diffusion_pytorch_model.safetensors").rename(tmp_path / "one.safetensors")
+    named = {"weight_map": {"a": "one.safetensors"}}
+    (tmp_path / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(named))
+    assert [shard.name for shard in open_checkpoint(str(tmp_path)).index.shards] == ["one.safetensors"]

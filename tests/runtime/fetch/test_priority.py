@@ -1,0 +1,250 @@
+"""What a forward waits for comes first, what is late is asked for twice, and background loads give way."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from medusa_runtime.config import Settings
+from medusa_runtime.fetch.in_flight import InFlightRanges, Span
+from medusa_runtime.fetch.load_priority import Load, interactive_load
+from medusa_runtime.fetch.prefetcher import prefetch
+from medusa_runtime.fetch.schedule import Schedule
+from medusa_runtime.region.demand import demand_memory, promote
+from medusa_runtime.region.reader import Region
+from medusa_runtime.storage.retry import RetryPolicy
+from medusa_runtime.timeline import Timeline
+
+MIB = 1 << 20
+TENSORS = {f"layers.{number}.w": ("U8", [2 * MIB], os.urandom(2 * MIB)) for number in range(12)}
+LAST = "layers.11.w"
+
+
+@pytest.fixture
+def served(origin: Any, safetensors_file: Callable[..., bytes]) -> Any:
+    origin.put("/m/model.safetensors", safetensors_file(TENSORS))
+    return origin
+
+
+@pytest.fixture
+def region() -> Iterator[Region]:
+    region = Region.create()
+    yield region
+    region.close()
+
+
+def fetching(region: Region, url: str, timeline: Timeline, **options: Any) -> threading.Thread:
+    def run() -> None:
+        prefetch(region, url, settings=Settings(**options), timeline=timeline)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def check(region: Region) -> None:
+    index = region.wait_index()
+    for name, (_, _, data) in TENSORS.items():
+        entry = index.tensors[name]
+        assert region.shard(entry.shard)[entry.start : entry.stop] == data, name
+
+
+def test_what_is_asked_for_is_fetched_first(served: Any, region: Region) -> None:
+    served.bytes_per_s = 10e6
+    thread = fetching(region, served.url + "/m", Timeline.create("test"), connections=1)
+    region.wait_index()
+    region.demand([LAST])
+    region.wait_tensor(LAST, timeout_s=30)
+    assert region.progress().fetched_bytes < 20 * MIB
+    assert not region.has("layers.9.w")
+    served.bytes_per_s = None
+    thread.join(60)
+    check(region)
+
+
+def test_a_range_is_as_long_as_what_comes_soon() -> None:
+    """Else all of a slow link's bytes are under way at once, and come in no order."""
+    flights = InFlightRanges()
+    assert flights.most_bytes(4, 8 * MIB) == 2 * MIB
+    flight = flights.begin(Span(0, 1), 50 * MIB)
+    flight.advance(10 * MIB)
+    flight.began = flights._began = time.monotonic() + 1e6  # just now, however long this test is held up
+    assert flights.most_bytes(4, 8 * MIB) == 5 * MIB  # 10 MiB in 50 ms: nothing is known of a shorter time
+    flight.began = flights._began = time.monotonic() - 1.0
+    assert 0 < flights.most_bytes(4, 8 * MIB) < 0.3 * MIB
+    flight.first_s = 0.5  # of a store that answers late a range is longer
+    flight.advance(flight.size_bytes)
+    flights.end(flight)
+    assert flights.most_bytes(4, 8 * MIB) == 8 * MIB
+
+
+def test_an_answer_that_has_not_begun_is_late_before_one_that_is_slow() -> None:
+    flights = InFlightRanges()
+    silent, slow = flights.begin(Span(1, 1), 10**9), flights.begin(Span(2, 1), 10**9)
+    first = flights.begin(Span(0, 1), 100_000)
+    first.began -= 0.01
+    first.advance(first.size_bytes)
+    slow.advance(1)
+    for flight in (silent, slow):
+        flight.began -= 100.0  # at most 10 MB a second: a gigabyte takes longer
+    assert flights.late() == []  # nothing tells yet how soon an answer begins
+    flights.end(first)
+    assert flights.late() == [silent], "two that were begun later are answered"
+    slow.began -= 100.0
+    assert flights.late() == [], "one is no proof"
+    assert flights.late(ending=True) == [silent]
+    slow.began += 150.0
+    silent.hedged = True
+    assert flights.late() == []
+
+
+def test_ranges_that_a_shared_link_slows_are_not_late() -> None:
+    flights = InFlightRanges()
+    first = flights.begin(Span(0, 1), 8 * MIB)
+    first.began -= 0.01
+    first.advance(first.size_bytes)
+    flights.end(first)  # 840 MB a second, when it was alone
+    peers = [flights.begin(Span(number, 1), 8 * MIB) for number in range(1, 17)]
+    for peer in peers:
+        peer.began -= 0.2
+    assert flights.late() == [], "no answer has begun anywhere, so it is no single one's fault"
+    assert flights.late(ending=True) == peers, "but then nothing is lost by asking again"
+    for peer in peers:
+        peer.began -= 2.8
+        peer.advance(6 * MIB)
+    assert flights.late() == []
+    newer = [flights.begin(Span(number, 1), 8 * MIB) for number in range(17, 25)]
+    for flight in newer:
+        flight.began -= 1.0
+        flight.advance(2 * MIB)
+    for peer in peers[:2]:
+        peer.began -= 6.0
+    assert flights.late() == peers[:2], "twice what a range needs now is over"
+    assert flights.room() == 6
+    peers[0].hedged = True
+    flights.begin(Span(1, 1), 8 * MIB, is_hedge=True)
+    assert flights.room() == 5
+    peers[1].pause(6.0)
+    assert flights.late() == [], "it was suspended for that long"
+
+
+@pytest.mark.parametrize("number", [0, 5])
+def test_a_range_that_stalls_is_asked_for_again(served: Any, region: Region, number: int) -> None:
+    """The origin hangs for good in the middle of some ranges; no retry would help before its timeout of a minute."""
+    timeline = Timeline.create("test")
+    served.faults["/m/model.safetensors"] = [""] * (number + 1) + ["stall"]
+    thread = fetching(region, served.url + "/m", timeline, connections=4)
+    region.wait_index()
+    for name in TENSORS:
+        region.demand([name])
+        region.wait_tensor(name, timeout_s=20)
+    thread.join(20)
+    assert not thread.is_alive()
+    check(region)
+    assert next(stage for stage in timeline.stages() if stage.name == "fetch").detail["hedges"] >= 1
+
+
+def test_what_came_by_another_request_is_not_waited_for(
+    served: Any, region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else connections are lost to a store that hangs, and late answers take the bandwidth of others."""
+    monkeypatch.setattr("medusa_runtime.storage.http.RetryPolicy", partial(RetryPolicy, stall_s=600.0))
+    served.faults["/m/model.safetensors"] = [""] * 6 + ["stall"]
+    thread = fetching(region, served.url + "/m", Timeline.create("test"), connections=1)
+    region.wait_index()
+    region.demand(list(TENSORS))
+    thread.join(100)
+    check(region)
+    while any(thread.name.startswith("fetch-") for thread in threading.enumerate()):
+        time.sleep(0.01)
+    assert served.hanging, "the origin was not asked for what it holds back"
+    assert not served.gave_up, "somebody waited for an answer that nobody needed"
+
+
+def test_a_second_request_that_fails_leaves_the_first_alone(served: Any, region: Region) -> None:
+    served.faults["/m/model.safetensors"] = [""] * 6 + ["stall", "403"]
+    thread = fetching(region, served.url + "/m", Timeline.create("test"), connections=1)
+    region.wait_index()
+    region.demand(list(TENSORS))
+    while served.faults["/m/model.safetensors"] and thread.is_alive():
+        time.sleep(0.01)
+    served.stopping.set()  # the first one's connection breaks, and it goes on where it was
+    thread.join(60)
+    assert region.progress().error is None
+    check(region)
+
+
+def test_a_background_load_gives_way_and_still_ends(served: Any, region: Region, own_lock: None) -> None:
+    assert not interactive_load()
+    with Load("interactive"):
+        assert interactive_load()
+        fetching(region, served.url + "/m", Timeline.create("test"), load_priority="background").join(60)
+        with Load("background"):
+            assert interactive_load()
+    assert not interactive_load()
+    check(region)
+
+
+@pytest.fixture
+def own_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests load at the same time."""
+    (tmp_path / "lock").touch()
+    monkeypatch.setattr("medusa_runtime.fetch.load_priority.__file__", str(tmp_path / "lock"))
+
+
+@pytest.mark.parametrize("by", ["a forward", "somebody"])
+def test_a_background_load_has_one_range_at_a_time_unless_it_is_waited_for(
+    filling: Callable[..., Any], own_lock: None, by: str
+) -> None:
+    import torch
+
+    filled = filling({f"{n}": torch.zeros(10) for n in range(6)}).lay_out()
+    demand_fd = demand_memory()
+    filled.writer.listen(demand_fd)
+    taken: list[Any] = []
+    with Load("background") as load:
+        schedule = Schedule(filled.writer, load)
+        with Load("interactive"):
+            span = schedule.take(1)
+            assert span is not None
+            schedule.flights.begin(span, 40)
+            thread = threading.Thread(target=lambda: taken.append(schedule.take(1)), daemon=True)
+            thread.start()
+            time.sleep(0.1)
+            assert not taken
+            if by == "a forward":
+                filled.region.demand(["4"])
+            else:
+                promote(demand_fd)
+            thread.join(20)
+        assert interactive_load() == (by == "somebody"), "a load that is waited for is interactive itself"
+        assert [span.first for span in taken] == [filled.writer.chunks.of_tensor("4").start if by == "a forward" else 1]
+    assert not interactive_load()
+    os.close(demand_fd)
+
+
+def test_a_fetch_waits_for_memory_to_be_given_back(
+    filling: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr("medusa_runtime.fetch.schedule._UNRELEASED_BYTES", 50)
+    filled = filling({f"{n}": torch.zeros(10) for n in range(6)}).lay_out()
+    schedule = Schedule(filled.writer)
+    assert schedule.take(1) is not None
+    filled.arrive("0", "1", "2")
+    filled.region.release("0")  # 80 bytes are left
+    taken: list[Any] = []
+    thread = threading.Thread(target=lambda: taken.append(schedule.take(1)), daemon=True)
+    thread.start()
+    time.sleep(0.1)
+    assert not taken
+    filled.region.release("1")
+    thread.join(20)
+    assert taken

@@ -1,0 +1,397 @@
+"""The lean import of torch, each case in a process of its own, as torch can be imported once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from medusa_runtime.imports.lazy_torch import TESTED
+
+LEAN = "from medusa_runtime.imports.lazy_torch import complete, import_torch\ntorch = import_torch()\n"
+PLAIN = "import torch\n"
+
+# All that the engine does with torch; prints what came out.
+ENGINE = """
+import json, mmap, os
+from torch import nn
+from torch.nn import functional as F
+
+torch.set_num_threads(1)
+out = []
+def show(tensor):
+    out.append([str(tensor.dtype), list(tensor.shape), tensor.double().flatten().tolist()])
+
+generator = torch.Generator().manual_seed(7)
+def random(*shape):
+    return torch.randn(*shape, generator=generator)
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(8, 8, bias=False)
+        self.norm = nn.RMSNorm(8)
+    def forward(self, x):
+        return self.proj(self.norm(x))
+
+with torch.device("meta"):
+    block = Block()
+assert block.proj.weight.is_meta
+memory = mmap.mmap(-1, 8 * 8 * 2)
+memory[:] = bytes(range(128))
+view = torch.frombuffer(memory, dtype=torch.bfloat16).view(8, 8)
+block.proj.weight = nn.Parameter(view.nan_to_num().clamp(-1, 1).float(), requires_grad=False)
+block.norm.weight = nn.Parameter(torch.ones(8), requires_grad=False)
+seen = []
+block.register_forward_pre_hook(lambda module, args: seen.append(len(args)))
+with torch.inference_mode():
+    hidden = block(random(5, 8))
+    assert seen == [1]
+    show(hidden)
+    show(F.linear(hidden.bfloat16(), block.proj.weight.bfloat16()))
+    show(F.embedding(torch.tensor([3, 1]), block.proj.weight))
+    show(F.silu(hidden) * F.gelu(hidden) + F.relu(hidden))
+    show(F.layer_norm(hidden, (8,)))
+    show(torch.rms_norm(hidden, (8,)))
+    q, k, v = random(1, 4, 5, 8), random(1, 2, 5, 8), random(1, 2, 5, 8)
+    show(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
+    mask = torch.ones(5, 5, dtype=torch.bool).tril()
+    show(F.scaled_dot_product_attention(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), attn_mask=mask))
+    cache = torch.zeros(4, 2, 8)
+    cache.index_copy_(0, torch.tensor([2, 0]), random(2, 2, 8))
+    show(cache.index_select(0, torch.tensor([0, 2])))
+    cache[torch.tensor([1, 3])] = 1.0
+    show(torch.cat([cache, cache.flip(0)]).gather(0, torch.zeros(1, 2, 8, dtype=torch.int64)))
+    logits = random(3, 50)
+    values, indices = logits.topk(5)
+    show(values), show(indices)
+    ordered, order = logits.sort(descending=True)
+    keep = ordered.softmax(-1).cumsum(-1) < 0.9
+    show(torch.multinomial(keep.float() * ordered.softmax(-1) + 1e-6, 2, generator=generator))
+    show(logits.scatter(1, order, ordered).masked_fill(~keep, -1e9).log_softmax(-1))
+    show(torch.outer(torch.arange(4.0), torch.arange(3.0)).cos())
+    show(logits.to(torch.float8_e4m3fn).to(torch.float32).half())
+    show(torch.where(logits > 0, logits, logits * 2).argmax(-1))
+    out.append(logits.argmax(-1).tolist())
+print(json.dumps(out))
+"""
+
+
+def run(script: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script, *arguments], capture_output=True, text=True, timeout=180
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def expected() -> Any:
+    return json.loads(run(PLAIN + ENGINE))
+
+
+def test_what_the_engine_does_equals_a_plain_import(expected: Any) -> None:
+    still = "import sys\nfrom medusa_runtime.imports.lazy_modules import DeferredModule\n"
+    still += "print(json.dumps([n for n, m in sys.modules.items() if type(m) is DeferredModule]))\n"
+    lean, deferred = run(LEAN + ENGINE + still).splitlines()
+    assert json.loads(lean) == expected
+    for name in ("torch.distributed", "torch.fx", "torch.export", "torch._meta_registrations", "torch.jit", "numpy"):
+        assert name in json.loads(deferred), f"{name} was executed: the import is not lean"
+
+
+USES = [
+    "assert torch.ones(3).numpy().sum() == 3; import numpy; assert numpy.__version__ > '1.2' and numpy.pi > 3",
+    "import numpy.linalg; assert torch.from_numpy(numpy.ones(2)).sum() == 2",
+    "assert torch.vmap(torch.neg)(torch.ones(2)).tolist() == [-1, -1]",
+    "import torch.distributed as d; assert d.is_available() and not d.is_initialized() and d.ReduceOp.SUM",
+    "from torch.utils.data import DataLoader; assert [len(b) for b in DataLoader(range(5), 2)] == [2, 2, 1]",
+    "x = torch.ones(2, requires_grad=True); (x * x).sum().backward(); assert x.grad.tolist() == [2, 2]",
+    "from torch.fx import symbolic_trace as t; assert 'linear' in t(torch.nn.Linear(2, 2)).code",
+    "assert torch.cuda.is_available() in (True, False) and torch.backends.mkldnn.is_available() in (True, False)",
+    "import io; f = io.BytesIO(); torch.save([torch.ones(2)], f); f.seek(0); assert torch.load(f)[0].sum() == 2",
+    "assert repr(torch.ones(2)) == 'tensor([1., 1.])'",
+    "m = torch.nn.DataParallel(torch.nn.Linear(2, 2)); assert m(torch.ones(1, 2)).shape == (1, 2)",
+    # Names that importers within torch bind early are others' only when they are the real ones.
+    "from torch.nn import DataParallel as D; from torch import vmap; from torch.func import vmap as v\n"
+    "assert issubclass(D, torch.nn.Module) and not isinstance(torch, D) and v is vmap is torch.vmap\n"
+    "from torch.autograd import gradcheck; assert gradcheck.__code__ and torch.cond.__name__\n"
+    "assert 'vmap' in dir(torch) and 'Graph' in vars(torch.fx) and 'Adam' in dir(torch.optim)",
+    # What is set stays when the module is executed later.
+    "torch.vmap = 3; torch.fx.more = 4; torch.optim.Adam = int; torch.jit.script\n"
+    "assert torch.vmap + torch.fx.more + torch.optim.Adam(5) == 12",
+    "from torch.compiler import is_compiling as f; import torch._dynamo; assert torch._dynamo.optimize and not f()\n"
+    "assert torch.compile(lambda x: x + f(), backend='eager')(torch.ones(1)) == 2",
+    "import numpy.linalg; assert numpy.linalg.__spec__.origin and numpy.linalg.__spec__.has_location",
+]
+
+
+def test_what_was_put_off_works_when_touched() -> None:
+    """Each in a child of its own, forked after one lean import."""
+    run(
+        LEAN
+        + """
+import os, sys, traceback
+children = {}
+for use in sys.argv[1:]:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            exec(use, {"torch": torch})
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    children[pid] = use
+failed = [use for pid, use in children.items() if os.waitpid(pid, 0)[1]]
+assert not failed, failed
+""",
+        *USES,
+    )
+
+
+THREADS = """
+import sys, threading
+names = sys.argv[1:]
+start, errors = threading.Barrier(len(names)), []
+
+def work(name):
+    start.wait()
+    try:
+        __import__(name, fromlist=["anything"])
+        dir(sys.modules[name])
+    except BaseException as error:
+        errors.append((name, error))
+
+threads = [threading.Thread(target=work, args=(name,), daemon=True) for name in names]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join(150)
+assert not errors, errors
+assert not any(thread.is_alive() for thread in threads)
+assert torch.ones(2).numpy().sum() == 2 and torch.fx.Graph
+"""
+
+
+def test_threads_that_import_at_once() -> None:
+    """Some hold an import lock and ask for what another executes, which asks for that lock."""
+    run(
+        LEAN + THREADS, "numpy.linalg", "numpy", "numpy.ma", "torch.fx", "torch.distributed", "torch.jit", "torch.optim"
+    )
+
+
+def test_a_thread_for_which_the_executing_one_waits(tmp_path: Path) -> None:
+    """``one`` executes ``package.a``, which imports ``held``; ``two`` imports ``held``, which asks ``package.b``."""
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("from . import a, b\n")
+    (package / "a.py").write_text("import threads\nthreads.go.set(); threads.held.wait()\nimport held\nx = held.x\n")
+    (package / "b.py").write_text("x = 3\n")
+    (tmp_path / "held.py").write_text("import threads, package\nthreads.held.set()\nx = package.b.x\n")
+    (tmp_path / "threads.py").write_text("import threading\ngo, held = threading.Event(), threading.Event()\n")
+    run(
+        f"""
+import sys, threading
+sys.path.insert(0, {str(tmp_path)!r})
+from medusa_runtime.imports.lazy_modules import LazyFinder
+LazyFinder("package", ("package",), eager=frozenset({{"package"}})).install()
+import package, threads
+
+def two():
+    threads.go.wait()
+    import held
+
+thread = threading.Thread(target=two, daemon=True)
+thread.start()
+assert package.a.x == 3
+thread.join(150)
+assert not thread.is_alive()
+"""
+    )
+
+
+def test_a_fork_while_another_thread_executes() -> None:
+    run(
+        LEAN
+        + """
+import os, threading
+asked = threading.Event()
+
+def work():
+    asked.set()
+    torch.jit.script
+
+thread = threading.Thread(target=work)
+thread.start()
+asked.wait()
+child = os.fork()
+if child == 0:
+    os._exit(0 if torch.fx.Graph and torch.distributed.is_available() else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+thread.join()
+"""
+    )
+
+
+def test_a_seed_executes_nothing() -> None:
+    run(LEAN + "torch.manual_seed(1); import sys; assert type(sys.modules['torch.fx']).__name__ == 'DeferredModule'")
+
+
+def test_complete_leaves_nothing_out() -> None:
+    run(
+        LEAN
+        + """
+complete()
+complete()
+import sys
+from medusa_runtime.imports.lazy_modules import DeferredModule, LazyFinder, StandIn
+modules = {n: m for n, m in sys.modules.items() if n.startswith(("torch", "numpy"))}
+left = [n for n, m in modules.items() if type(m) is DeferredModule]
+left += [f"{n}.{key}" for n, m in modules.items() for key, value in vars(m).items() if type(value) is StandIn]
+assert not left, left
+assert not any(type(finder) is LazyFinder for finder in sys.meta_path)
+assert issubclass(torch.nn.DataParallel, torch.nn.Module)
+assert torch.cond is sys.modules["torch._higher_order_ops"].cond
+compiled = torch.compile(lambda x: x.sin() + 1, backend="eager", fullgraph=True)
+assert torch.equal(compiled(torch.ones(3)), torch.ones(3).sin() + 1)
+assert torch.empty(2, 3, device="meta").matmul(torch.empty(3, 4, device="meta")).shape == (2, 4)
+exported = torch.export.export(torch.nn.Linear(2, 3), (torch.ones(1, 2),))
+assert exported.module()(torch.ones(1, 2)).shape == (1, 3)
+"""
+    )
+
+
+def test_complete_gives_the_names_of_a_plain_import() -> None:
+    names = (
+        "\nimport json, sys\nprint(json.dumps(sorted(set(dir(torch)) | {n for n in sys.modules if n[:6] == 'torch.'})))"
+    )
+    lean, plain = json.loads(run(LEAN + "complete()" + names)), json.loads(run(PLAIN + names))
+    assert not set(plain) - set(lean)
+
+
+def test_without_numpy() -> None:
+    run("import sys; sys.modules['numpy'] = None\n" + LEAN + "assert torch.ones(2).sum().item() == 2")
+
+
+def test_numpy_can_be_hidden_from_torch(expected: Any) -> None:
+    script = LEAN.replace("import_torch()", "import_torch(numpy=False)") + ENGINE
+    still = "import sys\nassert 'numpy._core' not in sys.modules\nimport numpy\nassert numpy.ones(2).sum() == 2\n"
+    assert json.loads(run(script + still)) == expected
+
+
+def test_a_forked_process_computes() -> None:
+    run(
+        LEAN
+        + """
+import os
+child = os.fork()
+if child == 0:
+    os._exit(0 if torch.randn(64, 64).matmul(torch.eye(64)).isfinite().all() else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+    )
+
+
+def test_what_is_put_off_works_at_the_end_of_the_stack() -> None:
+    """The import's own frames would not fit, and half an import of torch is none."""
+    run(
+        LEAN
+        + """
+import sys
+
+def ask(frames):
+    return ask(frames - 1) if frames else torch.jit.script
+
+limit = sys.getrecursionlimit()
+assert ask(limit - 100) is torch.jit.script and sys.getrecursionlimit() == limit
+assert torch.fx.Graph and torch.distributed.is_available()
+"""
+    )
+
+
+FINDERS = "import sys; from medusa_runtime.imports.lazy_torch import await_users_import as wait\n"
+
+
+def test_the_users_import_is_lean_when_it_comes() -> None:
+    run(
+        FINDERS
+        + """
+wait("auto")
+import importlib.util
+assert importlib.util.find_spec("torch").origin and "torch" not in sys.modules
+import numpy
+assert numpy.ones(2).sum() == 2
+from torch import nn
+import torch
+assert type(sys.modules["torch.fx"]).__name__ == "DeferredModule", sys.modules["torch.fx"]
+assert torch.from_numpy(numpy.ones(2)).sum() == 2 and nn.Linear(2, 2)(torch.ones(1, 2)).shape == (1, 2)
+"""
+    )
+
+
+def test_a_users_tensor_is_shared_with_its_processes() -> None:
+    """With the standard library's multiprocessing, and nothing of torch touched before."""
+    run(
+        FINDERS
+        + """
+wait("auto")
+import multiprocessing, torch
+
+receiver, sender = multiprocessing.Pipe()
+tensor, parameter = torch.zeros(2), torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+assert type(sys.modules["torch.fx"]).__name__ == "DeferredModule" and not tensor.is_shared()
+sender.send([tensor, parameter])
+for mine, received in zip([tensor, parameter], receiver.recv()):
+    received[0] = 7
+    assert mine.tolist() == [7, 0] and mine.is_shared()
+"""
+    )
+
+
+@pytest.mark.parametrize("reason", ["a torch for GPUs", "an extension"])
+def test_the_users_import_is_plain_for_a_reason(tmp_path: Path, reason: str) -> None:
+    """torch itself is a small stand-in here, whose version is a tested one."""
+    package = tmp_path / "torch"
+    package.mkdir()
+    cuda = "'13.0'" if reason == "a torch for GPUs" else "None"
+    (package / "version.py").write_text(f"__version__ = '{TESTED[0]}0'\ncuda: Optional[str] = {cuda}\n")
+    (package / "__init__.py").write_text("from . import functional\n")
+    (package / "functional.py").write_text("name = 'executed'\n")
+    if reason == "an extension":
+        (tmp_path / "other-1.dist-info").mkdir()
+        (tmp_path / "other-1.dist-info" / "entry_points.txt").write_text("[torch.backends]\nother = other:load\n")
+    script = (
+        f"import logging; logging.basicConfig(level='INFO', stream=sys.stdout)\nsys.path[:0] = [{str(tmp_path)!r}]\n"
+    )
+    script += "wait('auto')\nimport torch\nassert vars(torch.functional)['name'] == 'executed'\n"
+    said = run(FINDERS + script + "assert not any(type(f).__name__ == 'LazyFinder' for f in sys.meta_path)")
+    assert "importing torch plainly: " in said
+
+
+def test_another_version_is_imported_plainly(tmp_path: Path) -> None:
+    package = tmp_path / "torch"
+    package.mkdir()
+    (package / "version.py").write_text("__version__ = '1.13.1'\n")
+    (package / "__init__.py").write_text("from . import functional\nfinders = list(__import__('sys').meta_path)\n")
+    (package / "functional.py").write_text("name = 'executed'\n")
+    run(
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        + LEAN
+        + """
+from medusa_runtime.imports.lazy_modules import LazyFinder
+assert vars(torch.functional)["name"] == "executed"
+assert not any(type(finder) is LazyFinder for finder in torch.finders)
+complete()
+"""
+    )
+
+
+def test_a_setting_that_needs_the_whole_import() -> None:
+    run("import os; os.environ['TORCH_LOGS'] = 'dynamo'\n" + LEAN + "import sys; assert vars(torch.fx)['Graph']")
+
+
+def test_torch_that_is_there_already_is_returned() -> None:
+    run("import torch as first\n" + LEAN + "assert torch is first; complete()")

@@ -1,0 +1,95 @@
+"""torch.save's file, written again as safetensors: the same tensors, read by safetensors itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from medusa_runtime.checkpoint.reader import open_checkpoint
+from medusa_runtime.config import Settings
+from medusa_runtime.errors import CorruptError
+from medusa_runtime.fetch.prefetcher import prefetch
+from medusa_runtime.load.build import build
+from medusa_runtime.load.conversion import is_converted, write_safetensors
+from medusa_runtime.region.reader import Region
+from medusa_runtime.timeline import Timeline
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+
+def make() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 10), nn.Linear(10, 64)
+    ).eval()
+
+
+def test_the_same_tensors_aligned_and_in_order(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = make()
+    state = dict(net.state_dict()) | {"turned": torch.randn(8, 40).t(), "empty": torch.empty(0, 3)}
+    torch.save(state, tmp_path / "model.pt")
+    order = ["4.weight", "0.weight"]
+    region = Region.create()
+    try:
+        prefetch(region, str(tmp_path / "model.pt"), settings=Settings(), timeline=Timeline.create("test"))
+        write_safetensors(region, tmp_path / "model.safetensors", order)
+    finally:
+        region.close()
+    found = load_file(tmp_path / "model.safetensors")
+    assert set(found) == set(state)
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+    index = open_checkpoint(str(tmp_path)).index
+    (shard,) = index.shards
+    places = {name: shard.data_start + entry.start for name, entry in index.tensors.items()}
+    whole = [name for name, tensor in state.items() if tensor.nbytes % 64 == 0 and tensor.nbytes]
+    assert all(places[name] % 64 == 0 for name in whole)
+    assert sorted(whole, key=places.__getitem__)[0] == "4.weight"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.pt", "model.safetensors"]
+
+
+def test_is_used_in_place(tmp_path: Path) -> None:
+    net = make()
+    torch.save(net.state_dict(), tmp_path / "model.pt")
+    regions = [Region.create(), Region.create()]
+    try:
+        for region, name in zip(regions, ("model.pt", "model.safetensors"), strict=True):
+            prefetch(region, str(tmp_path / name), settings=Settings(), timeline=Timeline.create("test"))
+            if name == "model.pt":
+                write_safetensors(region, tmp_path / "model.safetensors")
+        module: Any
+        module, loader = build(regions[1], make, release=True)
+        loader.wait()
+        x = torch.rand(1, 3, 8, 8)
+        assert torch.equal(module(x), net(x))
+        assert module[3].weight.data_ptr() % 64 == 0
+    finally:
+        for region in regions:
+            region.close()
+
+
+def test_a_fetch_that_fails_leaves_no_file(filling: Callable[..., Any], tmp_path: Path) -> None:
+    filled = filling({"a": torch.zeros(9), "b": torch.zeros(9)}).lay_out()
+    filled.arrive("a")
+    filled.writer.fail(CorruptError("bytes 5 to 9"))
+    with pytest.raises(CorruptError, match="bytes 5 to 9"):
+        write_safetensors(filled.region, tmp_path / "m.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_unaligned_safetensors_are_put_into_place(tmp_path: Path) -> None:
+    state = {"count": torch.ones((), dtype=torch.int64), "weight": torch.randn(64, 32), "other": torch.randn(16)}
+    save_file(state, tmp_path / "model.safetensors")  # the eight bytes of the count come first
+    assert not is_converted(open_checkpoint(str(tmp_path)).index)
+    (tmp_path / "new").mkdir()
+    region = Region.create()
+    try:
+        prefetch(region, str(tmp_path), settings=Settings(), timeline=Timeline.create("test"))
+        write_safetensors(region, tmp_path / "new" / "model.safetensors")
+    finally:
+        region.close()
+    assert is_converted(open_checkpoint(str(tmp_path / "new")).index)
+    found = load_file(tmp_path / "new" / "model.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())

@@ -1,0 +1,99 @@
+"""What is remembered of graphs that broke a context, and for how long."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from medusa_runtime.config import Settings
+from medusa_runtime.state.graphs.restoration import quarantine as quarantine
+from medusa_runtime.state.graphs.restoration.quarantine import FILE, Quarantine
+
+DIGEST, OTHER = "ab" * 32, "cd" * 32
+
+
+@pytest.fixture
+def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    monkeypatch.setattr(quarantine, "driver_version", lambda: "580.10")
+    return {"HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path)}
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    (tmp_path / "model/.medusa").mkdir(parents=True)
+    return tmp_path / "model/.medusa"
+
+
+def of(bundle: Path, environ: dict[str, str]) -> Quarantine:
+    return Quarantine(Settings(model=str(bundle.parent)), environ)
+
+
+def test_the_next_process_knows(bundle: Path, environ: dict[str, str]) -> None:
+    assert of(bundle, environ).reason(DIGEST) is None
+    assert of(bundle, environ).note(DIGEST, "an illegal address")
+    assert of(bundle, environ).reason(DIGEST) == "an illegal address"
+    assert of(bundle, {}).reason(DIGEST) == "an illegal address", "another machine that shares the folder"
+    assert Quarantine(Settings(state=f"file://{bundle}"), environ).reason(DIGEST)
+    assert [path.name for path in bundle.iterdir()] == [FILE]
+
+
+def test_it_holds_for_that_bundle_and_driver_only(
+    bundle: Path, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of(bundle, environ).note(DIGEST, "an illegal address")
+    assert of(bundle, environ).reason(OTHER) is None
+    monkeypatch.setattr(quarantine, "driver_version", lambda: "590.1")
+    assert of(bundle, environ).reason(DIGEST) is None
+    of(bundle, environ).note(OTHER, "a misaligned address")
+    assert set(json.loads((bundle / FILE).read_text())) == {OTHER}, "the other driver's mark is of no use any more"
+
+
+@pytest.mark.parametrize("model", ["s3://bucket/model", "/nowhere/model", None])
+def test_a_folder_that_cannot_be_written(environ: dict[str, str], tmp_path: Path, model: str | None) -> None:
+    settings = Settings(model=model)
+    assert Quarantine(settings, environ).note(DIGEST, "a fault")
+    assert (tmp_path / "home/.cache/medusa" / FILE).exists()
+    assert Quarantine(settings, environ).reason(DIGEST) == "a fault"
+
+
+def test_without_a_home(environ: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "home").write_text("a file")
+    assert Quarantine(Settings(model="s3://bucket/model"), environ).note(DIGEST, "a fault")
+    assert (tmp_path / f"medusa-{os.getuid()}" / FILE).exists()
+    assert Quarantine(Settings(model="s3://bucket/model"), {"TMPDIR": str(tmp_path)}).reason(DIGEST) == "a fault"
+
+
+def test_nowhere_to_write(tmp_path: Path, environ: dict[str, str]) -> None:
+    (tmp_path / "home").write_text("a file")
+    (tmp_path / f"medusa-{os.getuid()}").write_text("another")
+    assert not Quarantine(Settings(model="s3://bucket/model"), environ).note(DIGEST, "a fault")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[", "[1]", '{"' + DIGEST + '": 3}', '{"' + DIGEST + '": {"driver": 1}}', "[" * 9999]
+)
+def test_damaged_marks_are_none(bundle: Path, environ: dict[str, str], text: str) -> None:
+    (bundle / FILE).write_text(text)
+    assert of(bundle, environ).reason(DIGEST) is None
+    assert of(bundle, environ).note(DIGEST, "a fault")
+    assert of(bundle, environ).reason(DIGEST) == "a fault"
+
+
+def test_inspect_tells_it(tmp_path: Path, environ: dict[str, str]) -> None:
+    from medusa_adapters.cli.bundle_summary import as_text, summarize
+    from medusa_runtime.checkpoint.reader import open_checkpoint
+    from medusa_runtime.state.kinds import CUDA_GRAPHS
+    from medusa_runtime.state.manifest import Artifact, Manifest
+
+    checkpoint = open_checkpoint(str(Path(__file__).parents[4] / "examples/pydoc-lm"))
+    settings = Settings(state=str(tmp_path), device="cpu")
+    artifact = Artifact(CUDA_GRAPHS.name, {}, DIGEST, 5)
+    (tmp_path / "manifest.json").write_bytes(Manifest((artifact,)).to_json())
+    Quarantine(settings, environ).note(DIGEST, "an illegal address")
+    try:
+        found = summarize(checkpoint, settings, verify=False)
+    finally:
+        checkpoint.store.close()
+    assert "not used here: its graphs broke the device's context here: an illegal address" in as_text(found)

@@ -1,0 +1,92 @@
+"""Run by tests with an interpreter that has vLLM: the same prompt through our engine and through vLLM's own.
+
+python run_vllm.py CHECKPOINT KERNELS → one JSON line on standard output
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from typing import Any
+
+from medusa_runtime.config import Settings
+from medusa_runtime.engine.base import Delta, GenerateRequest, SamplingParams
+from medusa_runtime.fetch.prefetcher import prefetch
+from medusa_runtime.region.reader import Region
+from medusa_runtime.timeline import Timeline
+
+PROMPT = [3, 14, 15, 9, 26, 5]
+TOKENS = 12
+
+
+def ours(checkpoint: str, kernels: str) -> dict[str, Any]:
+    settings = Settings(model=checkpoint, engine="vllm", kv_cache_mb=64, max_concurrency=4, threads=2, kernels=kernels)
+    region, timeline = Region.create(), Timeline.create("engine")
+    prefetch(region, checkpoint, settings=settings, timeline=timeline)
+    from medusa_runtime.zygote import load_engine_class
+
+    engine = load_engine_class(settings)(region, settings, timeline)
+    stop, deltas = threading.Event(), list[Delta]()
+
+    def sink(delta: Delta) -> None:
+        deltas.append(delta)
+        if delta.finish_reason is not None:
+            stop.set()
+
+    params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, logprobs=1)
+    engine.add(GenerateRequest("one", tuple(PROMPT), params), sink)
+    engine.run(stop)
+    shared = shared_bytes(engine, region)
+    engine.close()
+    return {
+        "tokens": [token for delta in deltas for token in delta.token_ids],
+        "logprobs": [logprob.logprob for delta in deltas for logprob in delta.logprobs],
+        "reason": deltas[-1].finish_reason,
+        "stored": next(stage.detail.get("stored") for stage in timeline.stages() if stage.name == "apply"),
+        "stages": sorted({stage.name for stage in timeline.stages()}),
+        "shared_parameter_bytes": shared,
+        "compilations": engine.stats().get("compilations_total"),
+    }
+
+
+def shared_bytes(engine: Any, region: Region) -> int:
+    """Of the weights that products use, how many lie in the checkpoint's own files as they are mapped."""
+    worker = engine._core.model_executor.driver_worker.worker
+    total = 0
+    with open("/proc/self/maps") as maps:
+        spans = [tuple(int(edge, 16) for edge in line.split()[0].split("-")) for line in maps if ".safetensors" in line]
+    model = worker.get_model()
+    methods = [getattr(module, "quant_method", None) for module in model.modules()]
+    stored = [weight for method in methods for weight in getattr(method, "weights", ())]
+    for weight in (*model.parameters(), *stored):
+        if any(start <= weight.data_ptr() < stop for start, stop in spans):
+            total += weight.numel() * weight.element_size()
+    return total
+
+
+def theirs(checkpoint: str) -> list[int]:
+    from vllm import LLM
+    from vllm import SamplingParams as VllmParams
+
+    llm = LLM(
+        model=checkpoint,
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        kv_cache_memory_bytes=64 << 20,
+        max_num_seqs=4,
+        disable_log_stats=True,
+        load_format="safetensors",
+    )
+    params = VllmParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, detokenize=False)
+    (output,) = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
+    return list(output.outputs[0].token_ids)
+
+
+if __name__ == "__main__":
+    out = os.dup(1)
+    os.dup2(2, 1)  # whatever else is printed is not the answer
+    answer = ours(*sys.argv[1:3]) | {"theirs": theirs(sys.argv[1])}
+    os.write(out, json.dumps(answer).encode() + b"\n")
+    os._exit(0)

