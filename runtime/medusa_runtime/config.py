@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from .errors import ConfigError
+from .registry import NO_ENGINE, engine_names
 
-ENGINES = ("torch", "vllm", "none")
 PLATFORMS = ("auto", "local", "knative", "openfaas", "sagemaker")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -141,10 +141,14 @@ def _token(value: str) -> str:
 
 
 class OneOf:
-    """Reads one of a few words."""
+    """Reads one of a few words: those given, or those that a function returns when it is asked."""
 
-    def __init__(self, *accepted: str) -> None:
-        self.accepted = accepted
+    def __init__(self, *accepted: str | Callable[[], tuple[str, ...]]) -> None:
+        self._accepted = accepted
+
+    @property
+    def accepted(self) -> tuple[str, ...]:
+        return tuple(word for one in self._accepted for word in ((one,) if isinstance(one, str) else one()))
 
     def __call__(self, value: str) -> str:
         if value not in self.accepted:
@@ -158,7 +162,7 @@ OPTIONS = (
     Option(
         "engine",
         ("MEDUSA_ENGINE",),
-        OneOf(*ENGINES),
+        OneOf(lambda: (*engine_names(), NO_ENGINE)),
         "torch (fast start), vllm (throughput) or none (the handler's own module)",
     ),
     Option(

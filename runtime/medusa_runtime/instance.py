@@ -27,6 +27,7 @@ from .engine.client import EngineClient
 from .errors import ConfigError, EngineError, MedusaError, from_code
 from .process import ReportPipe, fork, share_cores
 from .region.reader import Progress, Region
+from .registry import engine_kind
 from .resource_limits import as_limit_error, make_room_for_files
 from .timeline import Stage, Timeline, process_start_ns
 
@@ -241,7 +242,9 @@ class Instance:
         from .device.choice import choose
 
         settings = self._settings
-        if settings.state is None and (settings.engine == "vllm" or choose(settings.device, os.environ) == "cuda"):
+        if settings.state is None and (
+            engine_kind(settings.engine).compiles_on_cpu or choose(settings.device, os.environ) == "cuda"
+        ):
             from .state.attach_artifacts import attach_artifacts
 
             assert self._region is not None

@@ -9,7 +9,6 @@ On a GPU the first engine is forked before the imports: it makes the device's co
 from __future__ import annotations
 
 import gc
-import importlib
 import logging
 import os
 import signal
@@ -29,16 +28,13 @@ from .engine.server import EngineServer
 from .errors import EngineError, MedusaError
 from .process import ReportPipe, fork
 from .region.reader import Region
+from .registry import engine_kind, imported
 from .timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
 EngineClass = Callable[[Region, Settings, Timeline], Any]
 
-_ENGINES = {
-    "torch": "medusa_runtime.engine.factory:open_engine",
-    "vllm": "medusa_vllm.engine:VllmEngine",
-}
 _MOST_QUICK_CRASHES = 3
 _QUICK_S = 10.0
 
@@ -83,7 +79,7 @@ class Zygote:
 
     @property
     def _on_gpu(self) -> bool:
-        return self._settings.device == "cuda" and self._settings.engine == "torch"
+        return self._settings.device == "cuda" and engine_kind(self._settings.engine).owns_gpu_context
 
     def _fork_ahead(self) -> int:
         """Fork the first engine from a process that has imported nothing; returns when it is ready or has ended."""
@@ -129,21 +125,9 @@ class Zygote:
 
 def load_engine_class(settings: Settings, region: Region | None = None) -> EngineClass:
     """Import what this engine needs, and what the region's model needs where that is known; never touches CUDA."""
-    if settings.engine == "torch":
-        if settings.device != "cuda":  # the lean import was tested without CUDA
-            from .imports.lazy_torch import import_torch
-
-            import_torch(numpy=False)  # nothing in the engine process uses it
-        from .models.registry import import_families
-
-        import_families()
-    elif settings.engine == "vllm":
-        from medusa_vllm.imports import preimport
-
-        preimport(settings, region)
-    module, _, name = _ENGINES[settings.engine].partition(":")
-    engine_class: EngineClass = getattr(importlib.import_module(module), name)
-    return engine_class
+    kind = engine_kind(settings.engine)
+    imported(kind.preimport)(settings, region)
+    return imported(kind.open)
 
 
 def run_engine(

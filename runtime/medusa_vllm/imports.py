@@ -43,7 +43,7 @@ _MODULES = (
 )
 _CPU_MODULES = ("vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn")
 _GPU_MODULES = ("vllm.v1.worker.gpu_worker",)
-_OURS = tuple(f"medusa_vllm.{name}" for name in ("executor", "loader", "worker"))
+_OURS = tuple(f"medusa_vllm.{name}" for name in ("executor", "loader", "cpu.worker"))
 
 
 def preimport(settings: Settings, region: Region | None = None) -> None:
@@ -69,6 +69,10 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
     from .plugin import register
 
     register()
+    if region is None and settings.device != "cuda":
+        from .compiled.imports import import_compiled
+
+        import_compiled()  # a process that waits may as well know how to run a compiled model
     if region is not None and region.progress().state != "empty":
         for architecture in _architectures(region):
             import_model(architecture)

@@ -14,8 +14,9 @@ from medusa_runtime.config import Settings
 from medusa_runtime.engine.base import Delta, GenerateRequest, SamplingParams
 from medusa_runtime.fetch.prefetcher import prefetch
 from medusa_runtime.region.reader import Region
-from medusa_runtime.state.kinds import COMPILE_CACHE, file_name
+from medusa_runtime.state.kinds import file_name
 from medusa_runtime.timeline import Timeline
+from medusa_vllm import COMPILE_CACHE
 
 
 def main() -> None:

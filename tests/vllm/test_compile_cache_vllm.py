@@ -18,7 +18,7 @@ from medusa_runtime.config import Settings
 from medusa_vllm.compiled.cache import capture
 
 HERE = Path(__file__).parent
-EXAMPLE = HERE.parents[2] / "examples" / "pydoc-lm"
+EXAMPLE = HERE.parents[1] / "examples" / "pydoc-lm"
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(900),

@@ -19,7 +19,7 @@ if importlib.util.find_spec("vllm") is None:
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 HERE = Path(__file__).parent
-GRAPHS = HERE.parent / "state/graphs"
+GRAPHS = HERE.parent / "runtime/state/graphs"
 Run = Callable[..., dict[str, Any]]
 
 

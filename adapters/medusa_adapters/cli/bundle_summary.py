@@ -9,6 +9,7 @@ from typing import Any
 from medusa_runtime.checkpoint.reader import Checkpoint
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import StateError, StorageError
+from medusa_runtime.registry import engines_using
 from medusa_runtime.state.bundle import Bundle
 from medusa_runtime.state.graphs.restoration.quarantine import Quarantine
 from medusa_runtime.state.key import Facts, Subject
@@ -54,8 +55,9 @@ def _artifact(artifact: Artifact, bundle: Bundle, facts: Facts, verify: bool) ->
     kind = KINDS.get(artifact.kind)
     if kind is None:
         return found | {"problem": "this version does not know this kind"}
-    if kind.engines and facts.subject.settings.engine not in kind.engines:
-        found["problem"] = f"it is for --engine {' or '.join(kind.engines)}"
+    engines = engines_using(kind.name)
+    if engines and facts.subject.settings.engine not in engines:
+        found["problem"] = f"it is for --engine {' or '.join(engines)}"
     else:
         found["problem"] = facts.difference(artifact.key, kind.facts)
     if artifact.inline is None and not verify:

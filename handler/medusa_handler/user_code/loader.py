@@ -84,7 +84,7 @@ def _import_failure(shown: str, error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return message
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.endswith(".py")]
-    users = [frame for frame in frames if not frame.filename.startswith(str(Path(__file__).parent))]
+    users = [frame for frame in frames if not frame.filename.startswith(str(Path(__file__).parents[1]))]
     return f"{message} ({users[-1].filename}, line {users[-1].lineno})" if users else message
 
 

@@ -12,7 +12,7 @@ from medusa_runtime.errors import MedusaError
 
 logger = logging.getLogger(__name__)
 
-_OURS = (str(Path(__file__).parent), str(Path(medusa_runtime.__file__).parent), "<frozen importlib.")
+_OURS = (str(Path(__file__).parents[1]), str(Path(medusa_runtime.__file__).parent), "<frozen importlib.")
 
 
 def user_traceback(error: BaseException, folder: Path | None = None) -> str:

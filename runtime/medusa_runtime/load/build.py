@@ -138,7 +138,7 @@ def _construct(factory: Callable[[], M]) -> M:
 
 def _user_line(error: BaseException) -> str:
     """The last line of code that is neither ours nor PyTorch's."""
-    ours = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+    ours = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
     return f"{frames[-1].filename}, line {frames[-1].lineno}: {frames[-1].line}" if frames else str(error)
 

@@ -35,8 +35,9 @@ def passing() -> Iterator[None]:
 class Gate:
     """Closed at first; removes itself when a forward passes it, so that it costs nothing afterwards.
 
-    A forward that comes too early waits, and raises ``error`` if there is one when the gate opens. ``demand`` is told who
-    waits: what this gate needs is then fetched first. A gate without a hook is waited for by what it guards alone.
+    A forward that comes too early waits, and raises ``error`` if there is one when the gate opens. ``demand`` is
+    called with the gate that waits: what it needs is then fetched first. A gate without a hook is waited for by what it
+    guards alone.
     """
 
     def __init__(
@@ -145,9 +146,9 @@ def _units(name: str, module: nn.Module, apart: bool) -> Iterator[tuple[str, nn.
 def owner_gates(module: nn.Module, timeline: Timeline | None) -> list[Gate]:
     """Gates for every module that has tensors of its own: for modules of which nothing else is known.
 
-    One with children and nothing but parameters has no hook: its forward goes on until it uses one (``PendingParameter``). Where
-    there are buffers the call waits, since a buffer has a value already. Attention of PyTorch's own computes in another
-    way, and to other last bits, when a weight of a part is no plain parameter: it waits for its parts.
+    One with children and nothing but parameters has no hook: its forward goes on until it uses one
+    (``PendingParameter``). Where there are buffers the call waits, since a buffer has a value already.
+    Attention of PyTorch's own computes in another way, and to other last bits, when a weight of a part is no plain parameter: it waits for its parts.
     """
     found: list[Gate] = []
     for name, owner in module.named_modules():

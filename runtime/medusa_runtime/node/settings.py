@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from ..config import LOG_LEVELS, NODE_SOCKET, OneOf, Option, parse_option, positive, seconds
 from ..errors import ConfigError
 from ..limits import memory_available_bytes, memory_limit_bytes
+from ..registry import engine_names
 
-KINDS = ("torch", "vllm")
 _MOST_WARM = 64
 _BUDGET_SHARE = 0.8  # of what this container may have; the rest is for engine processes
 LONGEST_PATH_BYTES = 107  # of a socket, unix(7)
@@ -66,8 +66,9 @@ def _prewarm(text: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for part in _parts(text):
         kind, _, count = part.partition("=")
-        if kind not in KINDS or not count.isdigit() or int(count) > _MOST_WARM:
-            raise ValueError(f"engine=count such as torch=2,vllm=1 with engines {', '.join(KINDS)}, at most 64 of each")
+        if kind not in engine_names() or not count.isdigit() or int(count) > _MOST_WARM:
+            known = ", ".join(engine_names())
+            raise ValueError(f"engine=count such as torch=2,vllm=1 with engines {known}, at most 64 of each")
         found[kind] = int(count)
     return found
 

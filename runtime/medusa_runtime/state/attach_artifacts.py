@@ -64,4 +64,4 @@ def _leave_out(what: str, error: Exception, timeline: Timeline, began_ns: int) -
     timeline.record("restore", began_ns, time.monotonic_ns(), artifact=what, left_out=str(error)[:300])
 
 
-__all__ = ["lend"]
+__all__ = ["attach_artifacts"]

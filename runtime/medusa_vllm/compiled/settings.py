@@ -11,8 +11,10 @@ from typing import Any
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import StateError
 from medusa_runtime.region.reader import Region
-from medusa_runtime.state.kinds import COMPILE_CACHE, file_name
+from medusa_runtime.state.kinds import file_name
 from medusa_runtime.timeline import Timeline
+
+from medusa_vllm import COMPILE_CACHE
 
 from ..scratch import scratch_folder
 from .cache import cache_folders, read_file, restore

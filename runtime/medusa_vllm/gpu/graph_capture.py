@@ -1,4 +1,4 @@
-"""Offline: vLLM captures its decode graphs on this GPU, and they are materialized; as ``engine/gpu/graph_capture.py`` does.
+"""Offline: vLLM captures its decode graphs on this GPU, and they are materialized.
 
 Two processes, started one after the other, in which nothing lies at the same address.
 """

@@ -1,6 +1,6 @@
 """Between vLLM's graphs and a state bundle's blueprints: names, references, what they are valid for.
 
-The scheme is the torch engine's (``engine/gpu/graph_state.py``), but for memory: vLLM's stays where torch has put it, and
+The scheme is the torch engine's, but for memory: vLLM's stays where torch has put it, and
 graphs are relocated to it. Only their pool, and workspaces that have no name, are placed here.
 """
 

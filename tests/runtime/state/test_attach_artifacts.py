@@ -17,10 +17,11 @@ from medusa_runtime.region.reader import Region
 from medusa_runtime.state.attach_artifacts import attach_artifacts
 from medusa_runtime.state.bundle_writer import BundleWriter
 from medusa_runtime.state.key import Facts, Subject
-from medusa_runtime.state.kinds import COMPILE_CACHE, CUDA_GRAPHS, KV_PLAN, file_name
+from medusa_runtime.state.kinds import CUDA_GRAPHS, KV_PLAN, file_name
 from medusa_runtime.state.locate import FOLDER
 from medusa_runtime.state.manifest import Manifest
 from medusa_runtime.timeline import Timeline
+from medusa_vllm import COMPILE_CACHE
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "pydoc-lm"
 NAME = file_name(KV_PLAN.name)

@@ -24,12 +24,13 @@ from medusa_runtime.region.chunks import Chunks, chunk_bytes_for
 from medusa_runtime.region.reader import Region
 from medusa_runtime.state.bundle_writer import BundleWriter
 from medusa_runtime.state.key import Facts, Subject
-from medusa_runtime.state.kinds import COMPILE_CACHE, KV_PLAN, WEIGHT_INDEX, Kind, file_name
+from medusa_runtime.state.kinds import KV_PLAN, WEIGHT_INDEX, Kind, file_name
 from medusa_runtime.state.manifest import Artifact, Manifest
 from medusa_runtime.state.materialize import Materialization
 from medusa_runtime.state.restore import Restoration
 from medusa_runtime.state.weight_index import RecordedIndex
 from medusa_runtime.timeline import Stage, Timeline
+from medusa_vllm import COMPILE_CACHE
 
 MIB = 1 << 20
 SIZES = {"embed.weight": 3 * MIB + 5, "layers.0.w": 2 * MIB, "layers.1.w": 2 * MIB, "lm_head.weight": MIB}

@@ -8,8 +8,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from medusa_runtime.config import ENGINES, Settings, from_env
+from medusa_runtime.config import Settings, from_env
 from medusa_runtime.errors import ConfigError
+from medusa_runtime.registry import NO_ENGINE, engine_names
 from medusa_runtime.storage.base import redacted
 
 from ...platforms.base import load
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image", help="its image")
     parser.add_argument("--model", help="checkpoint, as `medusa serve --model` takes it (MEDUSA_MODEL)")
     parser.add_argument("--handler", help="user code (MEDUSA_HANDLER); the image's own setting if not given")
-    parser.add_argument("--engine", choices=ENGINES, help="MEDUSA_ENGINE")
+    parser.add_argument("--engine", choices=(*engine_names(), NO_ENGINE), help="MEDUSA_ENGINE")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="environment; may be repeated")
     parser.add_argument(
         "--concurrency",

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from ...config import Settings
 from ...errors import DeviceError, EngineError
+from ...registry import engine_kind
 
 if TYPE_CHECKING:
     from ...state.graphs.materialization.allocation_recorder import AllocationRecorder
@@ -26,10 +27,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 600.0
-_PROCESSES = {
-    "torch": "medusa_runtime.engine.gpu.graph_capture",
-    "vllm": "medusa_vllm.gpu.graph_capture",
-}
 _LIBRARIES = ("libtorch_cuda.", "libcublas")  # whose kernel images need not be saved
 _SHIFTS = (3 << 20, 24 << 20, 1 << 30)  # bytes allocated first by the second process: torch's own segments move, too
 
@@ -56,7 +53,7 @@ def run(settings: Settings, out: Path, second: Path | None = None) -> None:
     command = [
         sys.executable,
         "-m",
-        _PROCESSES[settings.engine],
+        engine_kind(settings.engine).graph_capture,
         str(out),
         *([str(second)] if second else []),
     ]

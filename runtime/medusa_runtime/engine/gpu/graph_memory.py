@@ -16,7 +16,7 @@ def other_regions(named: Iterable[MemoryRange], segments: Segments, pool: tuple[
     what it holds though nobody has it: parameters passed by value carry old bytes, and so addresses of what was there.
 
     ``segments``: torch.cuda.memory_snapshot's. They are called after their sizes, and a number where these are equal.
-    Another process may have others before them: which is which there, two captures tell (``state/graphs/materialization/relocate.py``).
+    Another process may have others before them: which is which there, two captures tell (``relocate.py``).
     """
     known = sorted((region.address, region.address + region.size) for region in named)
     counts: Counter[tuple[RangeKind, int]] = Counter()

@@ -18,6 +18,7 @@ from ...device.choice import choose
 from ...device.context import DeviceContext
 from ...process import ReportPipe
 from ...region.reader import Region
+from ...registry import engine_kind
 from ...timeline import Timeline
 from ...zygote import EngineClass, run_engine
 from ..messages import Message, receive, send
@@ -63,7 +64,7 @@ def _warm_up(engine_class: EngineClass, settings: Settings) -> None:
     In a thread of low priority, which does not stick to the process: functions that start now go first. Not of idle
     priority: on a machine that is never idle no process would ever be warm.
     """
-    if settings.engine == "vllm" and settings.device == "cuda":
+    if settings.device == "cuda" and not engine_kind(settings.engine).owns_gpu_context:
         return  # not tried
     from ...engine.warmup import warm_up
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import signal
 import socket
@@ -29,8 +28,6 @@ def run_zygote(kind: str, gpu_context: bool, reports: ReportPipe, channel: socke
     gc.disable()
     try:
         engine_class = load_engine_class(settings)
-        if kind == "vllm" and settings.device != "cuda":
-            importlib.import_module("medusa_vllm.compiled.imports").import_compiled()
     except (ImportError, MedusaError) as error:
         send(channel, "failed", {"message": f"the {kind} engine cannot be imported: {error}"})
         return 1

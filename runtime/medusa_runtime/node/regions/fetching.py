@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ...config import Settings
 from ...errors import NodeError, from_code
 from ...process import ReportPipe
+from ...registry import engine_names
 from ...timeline import Timeline
 from ..child import Child, start_child
 from ..engines.inheritance import close_others
@@ -46,7 +47,7 @@ def _run(held: HeldRegion, settings: Settings, reports: ReportPipe, channel: soc
     from ...fetch.prefetcher import prefetch
     from ...state.restore import Restoration
 
-    restoring = Restoration(settings, timeline, engines=("torch", "vllm"))  # nobody has said yet whose model it will be
+    restoring = Restoration(settings, timeline, engines=engine_names())  # nobody has said yet whose model it will be
     writer = held.region.writer()
     writer.listen(held.demand_fd)
     try:

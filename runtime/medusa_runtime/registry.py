@@ -1,0 +1,75 @@
+"""The engines that ``--engine`` can name. A package that brings an engine registers it here.
+
+``medusa_runtime.engine.register()`` brings the torch engine, ``medusa_vllm.register()`` vLLM's. The command line calls
+both; a program that uses the packages without it calls what it needs. Everything is named by ``module:function`` and
+imported when it is called, so a registration costs no import.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from .errors import ConfigError
+
+NO_ENGINE = "none"  # the handler builds its own module
+
+
+class EngineKind(NamedTuple):
+    """One value of ``--engine``, and where its parts are.
+
+    ``open``: ``(region, settings, timeline) -> Engine``. ``preimport``: ``(settings, region | None) -> None``, imports
+    what ``open`` will need, in a process that will only fork, so it touches no device; ``region`` is None in a process
+    that waits for its model. ``distributions``: the packages whose version decides whether a state bundle still fits,
+    the first one that is installed. ``artifacts``: the kinds of artifacts that its start uses, beside the weight index.
+    ``profile``: ``(region, settings) -> (order, KV plan)``, run in the process that materializes. ``captures``: kind of
+    artifact → ``(model, settings, folder) -> Path | None``. ``graph_capture``: a module that captures CUDA graphs, run
+    as a process. ``owns_gpu_context``: the engine process makes the GPU's context itself, before it imports.
+    """
+
+    name: str
+    open: str
+    preimport: str
+    distributions: tuple[str, ...]
+    artifacts: tuple[str, ...] = ()
+    profile: str = ""
+    captures: Mapping[str, str] = {}
+    graph_capture: str = ""
+    owns_gpu_context: bool = False
+    compiles_on_cpu: bool = False  # a bundle's compiled code is of use without a GPU
+
+
+_KINDS: dict[str, EngineKind] = {}
+
+
+def register(kind: EngineKind) -> None:
+    """Make ``--engine kind.name`` known. Registering a name again replaces what it meant."""
+    _KINDS[kind.name] = kind
+
+
+def engine_names() -> tuple[str, ...]:
+    """The engines that are registered, in that order."""
+    return tuple(_KINDS)
+
+
+def engine_kind(name: str) -> EngineKind:
+    """Raises ConfigError, which lists the registered engines, for another name."""
+    if name not in _KINDS:
+        raise ConfigError(f"expected one of the engines {', '.join(_KINDS) or '(none is registered)'}, found {name!r}")
+    return _KINDS[name]
+
+
+def engines_using(artifact: str) -> tuple[str, ...]:
+    """The registered engines whose starts use this kind of artifact."""
+    return tuple(kind.name for kind in _KINDS.values() if artifact in kind.artifacts)
+
+
+def imported(target: str) -> Callable[..., Any]:
+    """What ``module:name`` names. Raises ImportError and AttributeError."""
+    module, _, name = target.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found
+
+
+__all__ = ["NO_ENGINE", "EngineKind", "engine_kind", "engine_names", "engines_using", "imported", "register"]
