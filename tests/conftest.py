@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import medusa_vllm  # noqa: F401  makes --engine vllm known
 import pytest
-from medusa_adapters.cli.command_line import register_engines
 from medusa_runtime.errors import NodeError
 from medusa_runtime.node.client import NodeClient
 from medusa_runtime.process import share_cores
@@ -111,11 +111,7 @@ class NodeProcess:
 
 
 def pytest_configure() -> None:
-    """Make the engines known, as the command line does, and take signals.
-
-    Whoever runs the tests in the background (nohup, a shell's &) has these ignored, which processes inherit.
-    """
-    register_engines()
+    """Whoever runs the tests in the background (nohup, a shell's &) has these ignored, which processes inherit."""
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, handler)

@@ -8,9 +8,9 @@ from contextlib import closing
 from pathlib import Path
 
 import torch
-from medusa_runtime.checkpoint.alignment import must_move
 from medusa_runtime.config import Settings
 from medusa_runtime.fetch.prefetcher import prefetch
+from medusa_runtime.load.alignment import must_move
 from medusa_runtime.load.conversion import write_safetensors
 from medusa_runtime.load.skeleton import skeleton
 from medusa_runtime.load.views import Views

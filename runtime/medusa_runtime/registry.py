@@ -1,8 +1,7 @@
 """The engines that ``--engine`` can name. A package that brings an engine registers it here.
 
-``medusa_runtime.engine.register()`` brings the torch engine, ``medusa_vllm.register()`` vLLM's. The command line calls
-both; a program that uses the packages without it calls what it needs. Everything is named by ``module:function`` and
-imported when it is called, so a registration costs no import.
+Importing ``medusa_runtime`` registers the torch engine, importing ``medusa_vllm`` vLLM's. Everything is named by
+``module:function`` and imported when it is called, so a registration costs no import.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def engine_names() -> tuple[str, ...]:
 def engine_kind(name: str) -> EngineKind:
     """Raises ConfigError, which lists the registered engines, for another name."""
     if name not in _KINDS:
-        raise ConfigError(f"expected one of the engines {', '.join(_KINDS) or '(none is registered)'}, found {name!r}")
+        raise ConfigError(f"expected one of the engines {', '.join(_KINDS)}, found {name!r}")
     return _KINDS[name]
 
 

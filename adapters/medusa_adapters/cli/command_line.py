@@ -12,8 +12,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-import medusa_runtime.engine
-import medusa_vllm
+import medusa_vllm  # noqa: F401  makes --engine vllm known
 from medusa_runtime.errors import ConfigError, MedusaError
 from medusa_runtime.resource_limits import as_limit_error
 
@@ -29,12 +28,6 @@ _COMMANDS = (
     ("node", "medusa_adapters.cli.node", "keep models and warm engine processes for all functions of this node"),
     ("doctor", "medusa_adapters.cli.doctor", "check this machine, and say what to do"),
 )
-
-
-def register_engines() -> None:
-    """Make known what ``--engine`` accepts; imports nothing of the engines themselves."""
-    medusa_runtime.engine.register()
-    medusa_vllm.register()
 
 
 class _Parser(argparse.ArgumentParser):
@@ -53,7 +46,6 @@ class _Version(argparse.Action):
 def run(argv: Sequence[str]) -> int:
     """Run one command; returns the exit status: 0, 2 for a call that cannot be meant so, 1 for the rest."""
     _open_standard_streams()
-    register_engines()
     # Of torch, when it is imported in full where NumPy is not installed; nothing of ours needs that.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     try:

@@ -12,9 +12,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from medusa_runtime.checkpoint.alignment import ALLOCATED_BYTES
 from medusa_runtime.checkpoint.header import PREFIX_BYTES
 from medusa_runtime.checkpoint.index import WeightIndex
+from medusa_runtime.load.alignment import ALLOCATED_BYTES
 from medusa_runtime.load.views import Views
 from medusa_runtime.region.reader import Region
 

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from medusa_runtime.checkpoint.alignment import must_move
 from medusa_runtime.checkpoint.index import WeightIndex
 from medusa_runtime.errors import WeightsError
 from medusa_runtime.limits import peak_bytes
 from medusa_runtime.load.aliasing import aliased
+from medusa_runtime.load.alignment import must_move
 from medusa_runtime.load.gate import Gate, gates, owner_gates
 from medusa_runtime.load.load_hooks import with_load_hooks
 from medusa_runtime.load.pending import arrive, await_value, coming, fill, is_awaitable

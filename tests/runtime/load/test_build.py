@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from medusa_runtime.checkpoint.alignment import needed_bytes
 from medusa_runtime.errors import CorruptError, MismatchError, WeightsError
 from medusa_runtime.fetch.schedule import Schedule
+from medusa_runtime.load.alignment import needed_bytes
 from medusa_runtime.load.build import build
 from medusa_runtime.load.loader import Loader
 from medusa_runtime.load.pending import PendingParameter

@@ -247,6 +247,7 @@ from medusa_runtime.state.restore import Restoration
 from medusa_runtime.timeline import Timeline
 from medusa_runtime.fetch.prefetcher import prefetch
 from medusa_runtime.region.reader import Region
+import medusa_vllm
 settings, timeline = Settings(engine="vllm", connections=2), Timeline.create("prefetcher")
 region = Region(int(sys.argv[1]))
 prefetch(region, sys.argv[2], settings=settings, timeline=timeline, restoring=Restoration(settings, timeline))
