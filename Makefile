@@ -19,7 +19,7 @@ VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-vllm vllm-cpu test-slow check format bench image audit test-containers test-sagemaker clean
+.PHONY: help setup setup-dev demo test test-vllm vllm-cpu test-root test-slow check format bench image audit test-containers test-sagemaker clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -60,6 +60,9 @@ vllm-cpu: $(VLLM_VENV)/.vllm ## Install the runtime with vLLM for CPUs into .ven
 test-vllm: vllm-cpu ## Test the vLLM engine with vLLM on this machine's CPU
 	$(VLLM_PIP) install --quiet openai pytest pytest-timeout
 	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm $(wildcard tests/e2e/test_vllm_*.py)
+
+test-root: setup-dev ## Run the tests that need root, which others skip
+	$(BIN)/python -m pytest -m "root and not slow"
 
 test-slow: setup-dev ## Run the tests that take longer
 	$(BIN)/python -m pytest -m slow

@@ -116,11 +116,12 @@ def inside(image: str, question: Question) -> Sample:
 def ask(process: Process, port: int, question: Question, exec_ns: int) -> Sample:
     """Poll /livez, then ask for tokens at once: the request is held until the model is there."""
     connection = connect(process, port)
-    if openai_client.get(connection, "/livez")[0] != 200:
-        raise process.failure("is listening but not alive")
-    livez_ns = time.monotonic_ns()
     body = {"prompt": question.prompt, "max_tokens": question.max_tokens, "temperature": 0, "ignore_eos": True}
-    answer = openai_client.stream(connection, body)
+    with process.answering():
+        if openai_client.get(connection, "/livez")[0] != 200:
+            raise process.failure("is listening but not alive")
+        livez_ns = time.monotonic_ns()
+        answer = openai_client.stream(connection, body)
     connection.close()
     return Sample(process.started_ns, exec_ns, livez_ns, answer.first_token_ns, answer.text)
 

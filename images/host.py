@@ -1,16 +1,24 @@
-"""This machine's settings for packages, lent to a build: certificates, apt's mirrors, pip's configuration."""
+"""This machine's settings for packages, lent to a build: certificates, apt's mirrors, where pip finds packages.
+
+Of pip's configuration only the settings go along that say where packages come from and how they are verified. Files
+that these name are lent by content, and no other setting is: a file or folder of this machine is not in the build.
+"""
 
 from __future__ import annotations
 
+import ast
 import configparser
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 PLACES = ("find-links", "index-url", "extra-index-url")
+# pip's settings that are lent as they are, and those that name files.
+VALUES = (*PLACES, "no-index", "trusted-host", "proxy")
+FILES = ("cert", "constraint")
 # The release that all variants stand on, and where its public base finds packages by itself.
 RELEASE = "bookworm"
 DEBIAN_KEYS = "/usr/share/keyrings/debian-archive-keyring.gpg"
@@ -52,16 +60,8 @@ def lend(scratch: Path) -> tuple[dict[str, Path], dict[str, str]]:
         files["apt"] = scratch / "build.sources"
         files["apt"].write_text("\n\n".join(mirrors) + "\n")
     settings = pip_settings()
-    for key in PLACES:
-        for place in settings.get(key, "").split():
-            local = place.removeprefix("file://") if urlsplit(place).scheme in ("", "file") else None
-            if local is None or not Path(local).is_dir():
-                continue
-            # The pages of an index point to files beside them.
-            folder = Path(local).parent if Path(local).name == "simple" else Path(local)
-            inside = folders.setdefault(str(folder), f"{LENT}/{len(folders)}")
-            lent = place.replace(str(folder), inside)
-            settings[key] = " ".join(lent if each == place else each for each in settings[key].split())
+    lend_folders(settings, folders)
+    lend_files(settings, scratch / "pip", folders)
     if settings:
         parser = configparser.RawConfigParser()
         parser.read_dict({"global": settings})
@@ -69,6 +69,83 @@ def lend(scratch: Path) -> tuple[dict[str, Path], dict[str, str]]:
         with files["pip"].open("w") as file:
             parser.write(file)
     return files, folders
+
+
+def lend_folders(settings: dict[str, str], folders: dict[str, str]) -> None:
+    """Add the local folders in which pip looks for packages, and name them in ``settings`` as the build does."""
+    for key in PLACES:
+        for place in settings.get(key, "").split():
+            local = local_path(place)
+            if local is None or not local.is_dir():
+                continue
+            # The pages of an index point to files beside them.
+            folder = local.parent if local.name == "simple" else local
+            inside = folders.setdefault(str(folder), f"{LENT}/{len(folders)}")
+            lent = place.replace(str(folder), inside)
+            settings[key] = " ".join(lent if each == place else each for each in settings[key].split())
+
+
+def lend_files(settings: dict[str, str], made: Path, folders: dict[str, str]) -> None:
+    """Write the contents of the files that ``settings`` name into the folder ``made``, and name them there."""
+    contents: dict[str, bytes] = {}
+    if "cert" in settings:
+        contents["cert.pem"] = certificates(Path(settings["cert"]))
+        settings["cert"] = f"{LENT}/pip/cert.pem"
+    places = []
+    for place in settings.get("constraint", "").split():
+        local = local_path(place)
+        if local is not None:
+            name = f"constraint-{len(contents)}.txt"
+            contents[name] = "".join(f"{line}\n" for line in constraint_lines(local)).encode()
+            place = f"{LENT}/pip/{name}"
+        places.append(place)
+    if places:
+        settings["constraint"] = " ".join(places)
+    if contents:
+        made.mkdir()
+        for name, content in contents.items():
+            (made / name).write_bytes(content)
+        folders[str(made)] = f"{LENT}/pip"
+
+
+def local_path(place: str) -> Path | None:
+    """The path that a setting of pip's names, None for one that is elsewhere."""
+    url = urlsplit(place)
+    if url.scheme in ("", "file"):
+        return Path(unquote(url.path) if url.scheme else place)
+    return None
+
+
+def certificates(path: Path) -> bytes:
+    """The certificates in a file, or in all files of a folder."""
+    found = [file for file in sorted(path.iterdir()) if file.is_file()] if path.is_dir() else [path]
+    return b"\n".join(read(file, "cert") for file in found)
+
+
+def constraint_lines(path: Path, including: tuple[Path, ...] = ()) -> list[str]:
+    """The lines of a constraint file, with those of the files that it includes in their place."""
+    path = path.resolve()
+    if path in including:
+        return []
+    found = []
+    for line in read(path, "constraint").decode().splitlines():
+        included = re.match(r"\s*(?:-[cr]\s*|--(?:constraint|requirement)[ =]\s*)(\S+)", line)
+        nested = local_path(included[1]) if included else None
+        if nested is None:
+            found.append(line)
+        else:
+            found += constraint_lines(path.parent / nested, (*including, path))
+    return found
+
+
+def read(path: Path, key: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        sys.exit(
+            f"pip's setting {key} names {path}, which cannot be read ({error.strerror}); correct it: "
+            "`pip config debug` shows where it is set"
+        )
 
 
 def apt_mirrors(root: Path = Path("/etc/apt")) -> list[str]:
@@ -89,13 +166,18 @@ def apt_mirrors(root: Path = Path("/etc/apt")) -> list[str]:
 
 
 def pip_settings() -> dict[str, str]:
-    """pip's configuration on this machine, files and environment; none where this Python has no pip."""
-    shown = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False)
+    """Where pip finds packages on this machine, by its files and environment; nothing where this Python has no pip."""
+    # With `user` set `pip config list` shows nothing but the user's own file.
+    environment = os.environ | {"PIP_USER": "0"}
+    command = [sys.executable, "-m", "pip", "config", "list"]
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     settings: dict[str, str] = {}
-    # Lines like global.find-links='/wheels' and :env:.timeout='180'; the environment comes first and wins.
-    for line in shown.stdout.splitlines():
-        key, _, value = line.partition("=")
-        name = key.rpartition(".")[2]
-        if key.startswith((":env:", "global.")) and name not in ("cert", "config-file"):
-            settings.setdefault(name, value.strip("'\"").replace("\\n", "\n"))
-    return settings
+    # Lines like global.find-links='/wheels' and :env:.timeout='180'. For `pip install` its own section stands above
+    # the global one, and the environment above both.
+    lines = [line.partition("=") for line in shown.stdout.splitlines()]
+    for section in (":env:", "install", "global"):
+        for key, _, value in lines:
+            prefix, _, name = key.rpartition(".")
+            if prefix == section and name in VALUES + FILES:
+                settings.setdefault(name, str(ast.literal_eval(value)))
+    return {name: value for name, value in settings.items() if value.strip()}

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from medusa_adapters.bench import coldstart
-from medusa_adapters.bench.contestants import Question, Sample, Script, connect, stages_from_json
+from medusa_adapters.bench.contestants import Medusa, Question, Sample, Script, ask, connect, stages_from_json
 from medusa_adapters.bench.openai_client import free_port
+from medusa_adapters.bench.origin import Origin, Variant
 from medusa_adapters.bench.process import Process, pss_bytes, rss_bytes
 from medusa_runtime.errors import ConfigError, MedusaError
 from medusa_runtime.timeline import Stage
@@ -99,6 +101,34 @@ def test_a_server_that_does_not_start_is_quoted() -> None:
     command = [sys.executable, "-c", "import sys; sys.exit('out of memory')"]
     with Process(command) as process, pytest.raises(MedusaError, match="out of memory"):
         connect(process, free_port())
+
+
+def test_an_instance_that_fails_is_quoted_with_its_own_error(tmp_path: Path) -> None:
+    """It accepts the request first and ends then: the client alone sees no more than a broken connection."""
+    with Origin(tmp_path, tmp_path / "scratch", Variant("plain"), builtin=True) as origin:
+        question = Question(f"{origin.url}/nothing", "", "x", 1)
+        said = r"(?s)serve --model .*status 1.*medusa: .*/nothing.*\[Storage\.NotFound\]"
+        with pytest.raises(MedusaError, match=said):
+            Medusa().sample(question)
+
+
+def test_a_stream_that_breaks_off_waits_for_the_last_words() -> None:
+    script = """
+import socket, sys, time
+server = socket.create_server(("127.0.0.1", 0))
+print(server.getsockname()[1], flush=True)
+client, _ = server.accept()
+client.recv(65536)
+client.sendall(b"HTTP/1.1 200 OK\\r\\nContent-Length: 1000\\r\\n\\r\\ndata: {")
+client.close()
+time.sleep(0.5)
+sys.exit("out of memory")
+"""
+    with Process([sys.executable, "-c", script]) as process:
+        connection = connect(process, int(process.line()))
+        said = r"did not answer as expected .*status 1\): out of memory"
+        with closing(connection), pytest.raises(MedusaError, match=said):
+            ask(process, connection, Question("", "", "x", 1))
 
 
 def test_a_sample_is_timed_from_exec_to_the_first_line() -> None:

@@ -32,6 +32,22 @@ def test_another_torch_is_refused(build_function: Any) -> None:
     assert "conflict" in output.lower() or "cannot install" in output.lower()
 
 
+def test_a_constraint_of_this_machine_holds_and_its_other_settings_do_not_matter(
+    build_function: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "constraints.txt").write_text("iniconfig<2.1\n")
+    (tmp_path / "pip.conf").write_text(
+        f"[global]\nconstraint = {tmp_path}/constraints.txt\nrequire-virtualenv = true\nuser = true\n"
+        f"target = {tmp_path}/target\nclient-cert = {tmp_path}/client.pem\n"
+        + "".join(f"{key} = {value}\n" for key, value in load("host").pip_settings().items() if key != "constraint")
+    )
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    name, output = build_function("iniconfig\n")
+    assert name is not None, output
+    code = "import importlib.metadata as m; print(m.version('iniconfig'))"
+    assert podman("run", "--rm", "--entrypoint", "python", name, "-c", code).stdout.strip() == "2.0.0"
+
+
 def test_handler_has_bytecode(function_image: str) -> None:
     listed = podman("run", "--rm", "--entrypoint", "ls", function_image, "/function/__pycache__").stdout
     assert "handler.cpython" in listed

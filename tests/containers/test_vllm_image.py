@@ -43,9 +43,9 @@ def image(engine: None) -> str:
     return IMAGE
 
 
-@pytest.mark.parametrize("engine", ["vllm", "torch"])
-def test_both_engines_answer_without_triton_and_network(start: Callable[..., Any], image: str, engine: str) -> None:
-    container = start(image, *CONFINED, *MODEL, "--env", f"MEDUSA_ENGINE={engine}")
+@pytest.mark.parametrize("named", ["vllm", "torch"])  # `engine` is the fixture that skips without podman
+def test_both_engines_answer_without_triton_and_network(start: Callable[..., Any], image: str, named: str) -> None:
+    container = start(image, *CONFINED, *MODEL, "--env", f"MEDUSA_ENGINE={named}")
     assert container.run("python", "-c", "import triton", check=False).returncode != 0
     answer = json.loads(container.run("python", "-c", ASK).stdout)
     text = answer["choices"][0]["text"]

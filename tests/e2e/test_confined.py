@@ -29,6 +29,7 @@ def may_confine() -> bool:
     return subprocess.run(["unshare", "--mount", "mount", "-o", "remount,bind,ro", "/"], check=False).returncode == 0
 
 
+@pytest.mark.root
 @pytest.mark.skipif(not may_confine(), reason="needs root, unshare and setpriv to make the confinement")
 def test_serves_confined(start: Start, example: Path) -> None:
     serving = start("--model", example, wrapper=["unshare", "--mount", "sh", "-c", CONFINED, "sh"])
@@ -52,6 +53,7 @@ exec "$@"
 """
 
 
+@pytest.mark.root
 @pytest.mark.skipif(not may_confine(), reason="needs root and unshare to fill a disk of its own")
 def test_serves_though_the_disk_is_full(start: Start, example: Path) -> None:
     fill = 'dd if=/dev/zero of="$TMPDIR/fill" bs=1k 2>/dev/null || true'
@@ -64,6 +66,7 @@ def test_serves_though_the_disk_is_full(start: Start, example: Path) -> None:
     assert serving.stop() == 0
 
 
+@pytest.mark.root
 @pytest.mark.skipif(not may_confine(), reason="needs root and unshare to fill a disk of its own")
 def test_a_disk_that_takes_no_file_is_named(start: Start, example: Path) -> None:
     script = FULL.format(limit="nr_inodes=1", fill="")
@@ -74,6 +77,7 @@ def test_a_disk_that_takes_no_file_is_named(start: Start, example: Path) -> None
     assert "Traceback" not in serving.output()
 
 
+@pytest.mark.root
 @pytest.mark.skipif(not may_confine(), reason="needs root and setpriv to become a user with limits")
 @pytest.mark.parametrize(
     ("limit", "named"), [("--nproc=2", "ulimit -u"), ("--nproc=4", "ulimit -u"), ("--as=300000000", "memory")]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +54,11 @@ def test_a_second_signal_does_not_wait_for_requests(start: Start, tmp_path: Path
     )
     serving = start("--handler", f"{tmp_path}/handler.py:handle", "--drain-s", "600")
     serving.wait_ready()
-    with subprocess.Popen(["curl", "-s", "-m", "60", "-d", "x", f"http://127.0.0.1:{serving.port}/"]) as client:
+    with closing(http.client.HTTPConnection("127.0.0.1", serving.port, timeout=60)) as client:
+        client.request("POST", "/", b"x")
+        deadline = time.monotonic() + 60
         while "got it" not in serving.output():
-            assert client.poll() is None
+            assert time.monotonic() < deadline
         descendants = serving.children()
         serving.process.send_signal(signal.SIGINT)
         deadline = time.monotonic() + 60
@@ -84,8 +89,18 @@ def test_temporary_files_may_lie_deep(start: Start, example: Path, tmp_path: Pat
 
 
 def test_standard_streams_may_be_closed(start: Start, example: Path) -> None:
-    port = "18437"
-    serving = start("--model", example, "--port", port, wrapper=["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"])
-    ready = ["curl", "-s", "--retry", "60", "--retry-delay", "1", "--retry-all-errors", "-f"]
-    subprocess.run([*ready, f"http://127.0.0.1:{port}/readyz"], check=True, timeout=90, capture_output=True)
+    port = 18437
+    serving = start("--model", example, "--port", str(port), wrapper=["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh"])
+    deadline = time.monotonic() + 90
+    while not answers(f"http://127.0.0.1:{port}/readyz"):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
     assert serving.stop() == 0
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=10):
+            return True
+    except OSError:  # nobody is there yet, or 503
+        return False

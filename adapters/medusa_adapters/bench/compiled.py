@@ -78,7 +78,8 @@ def check_nothing_compiled(process: Process, port: int) -> None:
     """Raises MedusaError when the engine process has traced, generated or built anything."""
     connection = openai_client.connect(port, process.alive, 10.0)
     try:
-        count = metric(connection, "medusa_engine_compilations_total")
+        with process.answering():
+            count = metric(connection, "medusa_engine_compilations_total")
     finally:
         connection.close()
     if count != 0:

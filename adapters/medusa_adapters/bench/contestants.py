@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from medusa_runtime.errors import EngineError, MissingPackageError, UnreachableError
+from medusa_runtime.errors import MissingPackageError, UnreachableError
 from medusa_runtime.timeline import Stage
 
 from . import openai_client
@@ -103,7 +103,7 @@ class Medusa(_Nothing):
             answer = ask(process, connection, question)
             wait_ready(process, connection)
             ready_s = process.since_start_s()
-            status, timeline = openai_client.get(connection, "/timeline")
+            stages = ask_stages(process, connection)
             pids = process.tree()
             return Sample(
                 ttft_s=(answer.first_token_ns - process.started_ns) / 1e9,
@@ -111,7 +111,7 @@ class Medusa(_Nothing):
                 ready_s=ready_s,
                 pss_mb=pss_bytes(pids) / 1e6,
                 rss_mb=rss_bytes(pids) / 1e6,
-                stages=stages_from_json(timeline) if status == 200 else (),
+                stages=stages,
                 began_ns=process.started_ns,
             )
 
@@ -163,6 +163,13 @@ def others(names: list[str]) -> list[Contestant]:
     return found
 
 
+def ask_stages(process: Process, connection: openai_client.Connection) -> tuple[Stage, ...]:
+    """The stages of an instance's start, as it reports them. Raises MedusaError with what it said when it ends."""
+    with process.answering():
+        status, timeline = openai_client.get(connection, "/timeline")
+    return stages_from_json(timeline) if status == 200 else ()
+
+
 def stages_from_json(timeline: object) -> tuple[Stage, ...]:
     """The stages of what /timeline answers."""
     entries = timeline.get("stages", []) if isinstance(timeline, dict) else []
@@ -181,22 +188,23 @@ def connect(process: Process, port: int) -> openai_client.Connection:
         raise process.failure("ended before it was listening") from None
 
 
-def wait_ready(process: Process, connection: openai_client.Connection, pause_s: float = 0.0) -> None:
-    """Until /readyz says so, asked every ``pause_s`` seconds. Raises MedusaError when the process ends before."""
-    while openai_client.get(connection, "/readyz")[0] != 200:
-        if not process.alive():
-            raise process.failure("ended before it was ready")
-        time.sleep(pause_s)
+def wait_ready(
+    process: Process, connection: openai_client.Connection, pause_s: float = 0.0, path: str = "/readyz"
+) -> None:
+    """Ask ``path`` every ``pause_s`` seconds until it is 200. Raises MedusaError when the process ends before."""
+    with process.answering():
+        while openai_client.get(connection, path)[0] != 200:
+            if not process.alive():
+                raise process.failure(f"ended before {path} answered 200")
+            time.sleep(pause_s)
 
 
 def ask(
     process: Process, connection: openai_client.Connection, question: Question, model: str | None = None
 ) -> openai_client.Completion:
     body = {"prompt": question.prompt, "max_tokens": question.max_tokens, "temperature": 0, "ignore_eos": True}
-    try:
+    with process.answering():
         return openai_client.stream(connection, body | ({"model": model} if model else {}))
-    except (OSError, EngineError) as error:
-        raise process.failure(f"did not answer as expected ({error})") from error
 
 
 def medusa_command(python: str) -> list[str]:

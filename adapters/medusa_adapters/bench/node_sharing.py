@@ -9,7 +9,7 @@ from medusa_runtime.errors import MedusaError
 
 from ..cli.progress import note
 from . import openai_client
-from .contestants import Medusa, Question, ask, connect, stages_from_json
+from .contestants import Medusa, Question, ask, ask_stages, connect
 from .node import Node
 from .process import Process, pss_bytes
 from .result import Result, Target
@@ -85,7 +85,7 @@ def _serving(stack: ExitStack, ours: Medusa, question: Question, *flags: str) ->
     process = stack.enter_context(ours.start(question, port, *flags))
     connection = stack.enter_context(closing(connect(process, port)))
     answer = ask(process, connection, question)
-    stages = stages_from_json(openai_client.get(connection, "/timeline")[1])
+    stages = ask_stages(process, connection)
     taken = [stage.detail["pid"] for stage in stages if stage.name == "engine" and stage.detail.get("source") == "node"]
     return process, answer.text, int(taken[0]) if taken else None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from . import openai_client
-from .contestants import Medusa, Question, Sample, ask, connect, stages_from_json
+from .contestants import Medusa, Question, Sample, ask, ask_stages, connect, wait_ready
 from .node import Node
 from .process import Process
 
@@ -30,15 +30,13 @@ class Prewarmed(Medusa):
         flags = ("--node-socket", self._node.socket, "--engine-start", "request")
         with self.start(question, port, *flags) as process:
             connection = connect(process, port)
-            while openai_client.get(connection, "/livez")[0] != 200:
-                if not process.alive():
-                    raise process.failure("ended before it answered a probe")
-                time.sleep(_LOOK_EVERY_S)
+            wait_ready(process, connection, _LOOK_EVERY_S, "/livez")
             ready_s = process.since_start_s()
-            self.await_weights(connection)
+            with process.answering():
+                self.await_weights(connection)
             asked_ns = time.monotonic_ns()
             answer = ask(process, connection, question)
-            stages = stages_from_json(openai_client.get(connection, "/timeline")[1])
+            stages = ask_stages(process, connection)
             if not any(stage.name == "engine" and stage.detail.get("source") == "node" for stage in stages):
                 raise process.failure("started an engine of its own, expected it to take the node's")
             self.check(process, port)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import ctypes
+import http.client
 import os
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from medusa_runtime.errors import MedusaError
+from medusa_runtime.errors import EngineError, MedusaError
 from medusa_runtime.storage.base import redacted
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_S = 10.0
+_LAST_WORDS_S = 5.0  # from a connection's end to that of the process, which says why
+_SHOWN_CHARACTERS = 1500
 
 
 class Process:
@@ -64,12 +68,28 @@ class Process:
     def alive(self) -> bool:
         return self._process.poll() is None
 
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Around requests to this process: a broken connection or stream is raised as MedusaError with its last words.
+
+        An instance that fails closes its connections before it says why and ends, so it is given a moment for that.
+        """
+        try:
+            yield
+        except (OSError, http.client.HTTPException, ValueError, EngineError) as error:  # ValueError: half an event
+            try:
+                self._process.wait(_LAST_WORDS_S)
+            except subprocess.TimeoutExpired:
+                pass
+            raise self.failure(f"did not answer as expected ({error})") from error
+
     def failure(self, what: str) -> MedusaError:
-        self._errors.seek(0)
-        said = self._errors.read().decode(errors="replace").strip()[-1500:]
+        """The error to raise for this process: what went wrong, whether it still runs and the end of its stderr."""
+        said = os.pread(self._errors.fileno(), os.fstat(self._errors.fileno()).st_size, 0).decode(errors="replace")
         status = self._process.poll()
         state = "still running" if status is None else f"status {status}"
-        return MedusaError(f"`{' '.join(map(redacted, self.command))[:200]}` {what} ({state}): {said}")
+        last = said.strip()[-_SHOWN_CHARACTERS:] or "it wrote no error"
+        return MedusaError(f"`{' '.join(map(redacted, self.command))[:200]}` {what} ({state}): {last}")
 
     def tree(self) -> list[int]:
         """This process and all that descend from it."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from medusa_runtime.errors import ConfigError, MedusaError
@@ -72,27 +72,19 @@ def _served(server: Medusa | VllmBaseline, question: Question, tokens: int) -> d
             "ignore_eos": True,
             "stream_options": {"include_usage": True},
         } | ({"model": server.model} if server.model else {})
-        openai_client.stream(connection, body | {"max_tokens": 4})
-        return {batch: _together(port, body | {"max_tokens": tokens}, batch) for batch in BATCHES}
+        with process.answering():
+            openai_client.stream(connection, body | {"max_tokens": 4})
+            return {batch: _together(port, body | {"max_tokens": tokens}, batch) for batch in BATCHES}
 
 
 def _together(port: int, body: dict[str, object], batch: int) -> float:
     """Tokens per second of ``batch`` streams that start at once."""
     connections = [openai_client.connect(port, lambda: True, START_TIMEOUT_S) for _ in range(batch)]
-    done: list[openai_client.Completion] = []
-    threads = [
-        threading.Thread(target=lambda c=connection: done.append(openai_client.stream(c, body)), daemon=True)
-        for connection in connections
-    ]
-    began = time.monotonic_ns()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(batch) as pool:
+        began = time.monotonic_ns()
+        done = list(pool.map(lambda connection: openai_client.stream(connection, body), connections))
     for connection in connections:
         connection.close()
-    if len(done) < batch:
-        raise MedusaError(f"{batch - len(done)} of {batch} streams failed; their errors are above")
     expected = body["max_tokens"]
     if any(completion.tokens != expected for completion in done):
         raise MedusaError(f"expected {expected} tokens of each stream, found {[c.tokens for c in done]}")

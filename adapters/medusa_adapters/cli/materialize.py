@@ -19,7 +19,7 @@ from medusa_runtime.state.stage_times import StageTimes, summarize
 from medusa_runtime.storage.base import redacted
 
 from ..bench import openai_client
-from ..bench.contestants import Medusa, Question, ask, connect, stages_from_json, wait_ready
+from ..bench.contestants import Medusa, Question, ask, ask_stages, connect, wait_ready
 from .progress import note, size
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def measure(settings: Settings, folder: Path, starts: int) -> StageTimes:
             connection = connect(process, port)
             answer = ask(process, connection, question)
             wait_ready(process, connection, 0.01)
-            timelines.append(stages_from_json(openai_client.get(connection, "/timeline")[1]))
+            timelines.append(ask_stages(process, connection))
         decode_s.append((answer.end_ns - answer.first_token_ns) / 1e9 / (_TOKENS - 1))
         note(f"start {number + 1}: first token after {(answer.first_token_ns - process.started_ns) / 1e6:.0f} ms")
     return summarize(timelines, decode_s)

@@ -84,6 +84,18 @@ def test_the_built_in_server_keeps_to_its_root(checkpoint: ServedCheckpoint, tmp
 
 
 @pytest.mark.parametrize("builtin", SERVERS)
+def test_links_under_the_root_are_followed(checkpoint: ServedCheckpoint, tmp_path: Path, builtin: bool) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "weights").write_text("served")
+    (checkpoint.root / BUCKET / "linked").symlink_to(elsewhere)
+    with started(checkpoint, tmp_path, VARIANTS[0], builtin) as origin:
+        assert get(origin, path=f"/{BUCKET}/linked/weights")[::2] == (200, b"served")
+        assert get(origin, path=f"/{BUCKET}/linked/../../elsewhere/weights")[0] in (400, 404)
+        assert get(origin, path=f"/{BUCKET}/linked")[0] in (301, 404)  # a folder is no object
+
+
+@pytest.mark.parametrize("builtin", SERVERS)
 def test_a_limit_holds_for_each_connection(checkpoint: ServedCheckpoint, tmp_path: Path, builtin: bool) -> None:
     # Two connections, 2.5 MB at 2.5 MB/s each: a limit can only be undercut by load, never be beaten.
     with started(checkpoint, tmp_path, Variant("slow", rate_bytes_per_s=2_500_000), builtin) as origin:

@@ -68,6 +68,7 @@ def test_no_agent_where_one_is_expected(tmp_path: Path) -> None:
         NodeClient(str(tmp_path / "node.sock"))
 
 
+@pytest.mark.root
 @pytest.mark.skipif(
     os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root and setpriv to start an agent as another user"
 )

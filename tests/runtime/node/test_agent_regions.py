@@ -118,6 +118,7 @@ def may_confine() -> bool:
     return subprocess.run(["unshare", "--mount", "mount", "-o", "remount,bind,ro", "/"], check=False).returncode == 0
 
 
+@pytest.mark.root
 @pytest.mark.skipif(not may_confine(), reason="needs root, unshare and setpriv to make the confinement")
 def test_user_1000_reads_through_a_read_only_mount(start_node: Start, put_model: Put) -> None:
     node = start_node()
