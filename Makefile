@@ -19,7 +19,7 @@ VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-vllm vllm-cpu test-root test-slow check format bench image audit test-containers test-sagemaker clean
+.PHONY: help setup setup-dev demo test test-vllm vllm-cpu test-root test-slow check format bench image audit test-containers test-sagemaker clean fuzz
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -66,6 +66,9 @@ test-root: setup-dev ## Run the tests that need root, which others skip
 
 test-slow: setup-dev ## Run the tests that take longer
 	$(BIN)/python -m pytest -m slow
+
+fuzz: setup-dev ## Give each parser of what strangers send 100,000 inputs (an hour)
+	FUZZ_INPUTS=100000 $(BIN)/python -m pytest -s --timeout 7200 -k "fuzz and not attack" tests/runtime/storage tests/runtime/weights
 
 check: setup-dev ## Lint, types, layers
 	$(BIN)/ruff check .

@@ -2,7 +2,8 @@
 
 A ``.pt``, ``.pth`` or ``.bin`` file is a zip archive of uncompressed records: ``data.pkl`` describes the tensors, and
 ``data/<key>`` is each storage's bytes. Only names of tensors' types are looked up while the pickle is read, so nothing
-in it can run: the semantics of ``torch.load(weights_only=True)``, and stricter.
+in it can run: the semantics of ``torch.load(weights_only=True)``, and stricter. The file is not trusted: its directory
+and its pickle have a largest size, and every tensor's bytes lie within the file.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ import zipfile
 from collections.abc import Callable
 
 from ..errors import CorruptError
+from .header import shown
 from .index import TensorEntry
 from .tensor_pickle import Description, read_pickle
 
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 _LOCAL_MAGIC = b"PK\x03\x04"
-_MOST_PICKLE_BYTES = 256 << 20
+_MOST_PICKLE_BYTES = 16 << 20
+_MOST_READ_BYTES = 16 << 20  # at a time: a directory of 100,000 records, and more
+_MOST_NOTE_BYTES = 64  # of byteorder and .storage_alignment
 _TAIL_BYTES = 256 << 10
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
@@ -26,41 +30,79 @@ Read = Callable[[int, int], bytes]  # bytes [start, stop) of the file
 
 
 def read_archive(name: str, size_bytes: int, head: bytes, read: Read) -> dict[str, TensorEntry]:
-    """The tensors of the archive, by name; their bytes are counted from the start of the file. Shard 0.
+    """Return the archive's tensors by name, as of shard 0; their bytes are counted from the start of the file.
 
-    CorruptError says what the file is, when it is no such archive.
+    ``head`` is the file's first bytes. CorruptError says what the file is when it is no such archive; errors of
+    ``read`` pass through.
     """
     if not head.startswith(b"PK\x03\x04"):
         raise CorruptError(f"{name}: {_what(head)}; {_AGAIN}")
     try:
         archive = zipfile.ZipFile(_File(size_bytes, read))
-    except zipfile.BadZipFile as error:
-        raise CorruptError(f"{name}: truncated or no zip archive ({error}); fetch or save it again") from None
-    records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-    for info in archive.infolist():
-        if info.compress_type != zipfile.ZIP_STORED:
-            raise CorruptError(f"{name}: record {info.filename} is compressed, expected it stored; {_AGAIN}")
-    if "data.pkl" not in records:
-        raise CorruptError(f"{name}: a zip archive without data.pkl, so not a PyTorch checkpoint; {_AGAIN}")
-    if records["data.pkl"].file_size > _MOST_PICKLE_BYTES:
-        raise CorruptError(f"{name}: data.pkl is {records['data.pkl'].file_size} bytes long, expected a description")
-    if "byteorder" in records and archive.read(records["byteorder"]) != b"little":
+    except _NOT_A_ZIP as error:
+        raise _truncated(name, error) from None
+    records = _records(name, archive)
+    if "byteorder" in records and _note(name, archive, records["byteorder"]) != b"little":
         raise CorruptError(f"{name}: saved on a big-endian machine, expected little-endian; save it again on another")
-    tensors = read_pickle(name, archive.read(records["data.pkl"]))
+    tensors = read_pickle(name, _content(name, archive, records["data.pkl"], _MOST_PICKLE_BYTES))
     keys = {tensor.storage.key for tensor in tensors.values()}
     for key in keys:
         if f"data/{key}" not in records:
-            raise CorruptError(f"{name}: data.pkl names the record data/{key}, which is missing; save it again")
-    starts = _starts(name, {key: records[f"data/{key}"] for key in keys}, read, _alignment(archive, records))
+            raise CorruptError(f"{name}: data.pkl names the record data/{key[:60]}, which is missing; {_SAVE}")
+    alignment = _alignment(name, archive, records)
+    starts = _starts(name, {key: records[f"data/{key}"] for key in keys}, read, alignment)
     found = {}
     for tensor, description in tensors.items():
-        info = records[f"data/{description.storage.key}"]
-        found[tensor] = _entry(f"{name}: tensor {tensor!r}", description, starts[description.storage.key], info)
+        what, info = f"{name}: tensor {shown(tensor)}", records[f"data/{description.storage.key}"]
+        entry = _entry(what, description, starts[description.storage.key], info)
+        if entry.stop > size_bytes:
+            raise CorruptError(f"{what}: it ends at byte {entry.stop}, but the file has {size_bytes}; fetch it again")
+        found[tensor] = entry
     return found
 
 
+# What zipfile raises for a broken archive: its checks are many, but not for all that can be written there.
+_NOT_A_ZIP = (zipfile.BadZipFile, struct.error, ValueError, EOFError, OverflowError, RuntimeError)
+_SAVE = "save it again"
+
+
+def _truncated(name: str, error: Exception) -> CorruptError:
+    what = f" ({error})" if isinstance(error, zipfile.BadZipFile) else ""
+    return CorruptError(f"{name}: truncated or no zip archive{what[:200]}; fetch or save it again")
+
+
+def _records(name: str, archive: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
+    """The records by their names inside the archive's folder."""
+    records: dict[str, zipfile.ZipInfo] = {}
+    for info in archive.infolist():
+        if info.compress_type != zipfile.ZIP_STORED:
+            raise CorruptError(f"{name}: record {shown(info.filename)} is compressed, expected it stored; {_AGAIN}")
+        _, _, key = info.filename.partition("/")
+        if key and key in records:
+            raise CorruptError(f"{name}: holds the record {shown(key)} twice, expected once; {_SAVE}")
+        records[key] = info
+    if "data.pkl" not in records:
+        raise CorruptError(f"{name}: a zip archive without data.pkl, so not a PyTorch checkpoint; {_AGAIN}")
+    return records
+
+
+def _content(name: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo, most_bytes: int) -> bytes:
+    if max(info.file_size, info.compress_size) > most_bytes:
+        raise CorruptError(
+            f"{name}: record {shown(info.filename)} is {info.file_size} bytes long, expected at most {most_bytes}"
+        )
+    try:
+        return archive.read(info)
+    except _NOT_A_ZIP as error:
+        raise _truncated(name, error) from None
+
+
+def _note(name: str, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
+    return _content(name, archive, info, _MOST_NOTE_BYTES)
+
+
 def directory_start(size_bytes: int, read: Read) -> int:
-    """Where the archive's directory begins, which ends the file: it holds a checksum of each record."""
+    """Return where the archive's directory begins, which ends the file: it holds a checksum of each record."""
     with zipfile.ZipFile(_File(size_bytes, read)) as archive:
         return archive.start_dir
 
@@ -90,16 +132,16 @@ def _entry(what: str, description: Description, start: int, info: zipfile.ZipInf
     return TensorEntry(0, start + offset, start + offset + length, description.dtype, description.shape, strides)
 
 
-def _alignment(archive: zipfile.ZipFile, records: dict[str, zipfile.ZipInfo]) -> int:
-    text = archive.read(records[".storage_alignment"]) if ".storage_alignment" in records else b"64"
+def _alignment(name: str, archive: zipfile.ZipFile, records: dict[str, zipfile.ZipInfo]) -> int:
+    text = _note(name, archive, records[".storage_alignment"]) if ".storage_alignment" in records else b"64"
     return int(text) if text.isdigit() and int(text) else 64
 
 
 def _starts(name: str, infos: dict[str, zipfile.ZipInfo], read: Read, alignment: int) -> dict[str, int]:
     """Where each record's bytes start: behind its local header, which is padded so that they are aligned.
 
-    As PyTorch's own ``get_record_offset_no_read``; the first and the last one are compared with the file, and where
-    somebody else has packed the archive every header is read.
+    Computed as PyTorch's own ``get_record_offset_no_read`` does. The first and the last are compared with the file;
+    where another tool has packed the archive, every local header is read.
     """
     guesses = {key: _padded(info, alignment) for key, info in infos.items()}
     ordered = sorted(infos, key=lambda key: infos[key].header_offset)
@@ -119,13 +161,15 @@ def _padded(info: zipfile.ZipInfo, alignment: int) -> int:
 def _told(name: str, info: zipfile.ZipInfo, read: Read) -> int:
     header = read(info.header_offset, info.header_offset + _LOCAL_HEADER.size)
     if len(header) < _LOCAL_HEADER.size or header[:4] != _LOCAL_MAGIC:
-        raise CorruptError(f"{name}: no record at byte {info.header_offset}, expected {info.filename}; fetch it again")
+        raise CorruptError(
+            f"{name}: no record at byte {info.header_offset}, expected {shown(info.filename)}; fetch it again"
+        )
     *_, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
     return info.header_offset + _LOCAL_HEADER.size + int(name_bytes) + int(extra_bytes)
 
 
 class _File(io.RawIOBase):
-    """What zipfile needs of a file: its directory at the end, and a few records. Reads the end once."""
+    """The file as zipfile wants it: it reads the directory at the end, and a few records. The end is read once."""
 
     def __init__(self, size_bytes: int, read: Read) -> None:
         self._size = size_bytes
@@ -149,6 +193,8 @@ class _File(io.RawIOBase):
 
     def read(self, count: int = -1) -> bytes:
         stop = self._size if count is None or count < 0 else min(self._at + count, self._size)
+        if stop - self._at > _MOST_READ_BYTES:
+            raise zipfile.BadZipFile(f"its directory is {stop - self._at} bytes long")
         if self._at >= stop:
             return b""
         if self._at >= self._tail_start:

@@ -1,19 +1,24 @@
 """The header of a safetensors file, read and checked.
 
 Source: the safetensors format (https://github.com/huggingface/safetensors): eight bytes little-endian length, JSON,
-then the data section, which the tensors cover without overlap or gap.
+then the data section, which the tensors cover without overlap or gap. The file is not trusted: checking a header takes
+time linear in its length (sorting aside), and messages quote only the beginning of what it says.
 """
 
 from __future__ import annotations
 
 import json
-from math import prod
+import math
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ..errors import CorruptError
 
 MAX_HEADER_BYTES = 100_000_000
 PREFIX_BYTES = 8
+_MOST_DIMENSIONS = 64  # torch's own limit; without one the product of a long shape takes hours
+_MOST = 1 << 63
+_SHOWN = 160  # characters in a message
 
 DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
@@ -33,7 +38,7 @@ class HeaderEntry(NamedTuple):
 
 
 def header_bytes(name: str, prefix: bytes, file_bytes: int) -> int:
-    """Bytes in front of the data section, from the file's first eight bytes. CorruptError when that cannot be."""
+    """Return the bytes in front of the data section, from the file's first eight bytes. CorruptError if impossible."""
     if file_bytes < PREFIX_BYTES or len(prefix) < PREFIX_BYTES:
         raise CorruptError(f"{name}: expected a safetensors file, found {file_bytes} bytes; fetch or save it again")
     if prefix.startswith(b"version "):
@@ -52,7 +57,7 @@ def header_bytes(name: str, prefix: bytes, file_bytes: int) -> int:
 
 
 def parse_header(name: str, text: bytes, data_bytes: int) -> dict[str, HeaderEntry]:
-    """Tensors by name, in file order. ``text`` is the JSON, ``data_bytes`` the length of what follows it.
+    """Return the tensors by name, in file order. ``text`` is the JSON, ``data_bytes`` the length of what follows it.
 
     Raises CorruptError with one message that names the file, the tensor, what was expected and what was found.
     """
@@ -64,13 +69,16 @@ def parse_header(name: str, text: bytes, data_bytes: int) -> dict[str, HeaderEnt
     for tensor, entry in entries:
         if entry.start < end:
             raise CorruptError(
-                f"{name}: tensors {last!r} and {tensor!r} overlap at byte {entry.start}, expected {end} or more"
+                f"{name}: tensors {shown(last)} and {shown(tensor)} overlap at byte {entry.start}, "
+                f"expected {end} or more"
             )
         if entry.start > end:
-            raise CorruptError(f"{name}: gap of {entry.start - end} bytes in front of tensor {tensor!r}, expected none")
+            raise CorruptError(
+                f"{name}: gap of {entry.start - end} bytes in front of tensor {shown(tensor)}, expected none"
+            )
         if entry.stop > data_bytes:
             raise CorruptError(
-                f"{name}: truncated: tensor {tensor!r} ends at byte {entry.stop} of the data, "
+                f"{name}: truncated: tensor {shown(tensor)} ends at byte {entry.stop} of the data, "
                 f"but there are only {data_bytes}; fetch the file again"
             )
         end, last = entry.stop, tensor
@@ -83,15 +91,19 @@ def _objects(name: str, text: bytes) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise CorruptError(f"{name}: the header names {twice!r} twice, expected once")
+            _, twice = next((one, two) for one, two in pairwise(sorted(key for key, _ in pairs)) if one == two)
+            raise CorruptError(f"{name}: the header names {shown(twice)} twice, expected once")
         return found
 
     try:
-        header = json.loads(text, object_pairs_hook=unique)
+        header = json.loads(text.decode(), object_pairs_hook=unique)
+        if b"\\u" in text:
+            "".join(header).encode()  # half of a character is a name that cannot be written down again
     except (ValueError, RecursionError) as error:
-        raise CorruptError(f"{name}: the header is no JSON ({error}); this is not a safetensors file") from None
+        what = (
+            str(error)[:100] if isinstance(error, json.JSONDecodeError) else "not UTF-8, too deep or too long a number"
+        )
+        raise CorruptError(f"{name}: the header is no JSON ({what}); this is not a safetensors file") from None
     if not isinstance(header, dict):
         raise CorruptError(f"{name}: expected a JSON object as header, found {type(header).__name__}")
     header.pop("__metadata__", None)
@@ -103,25 +115,37 @@ def _entry(name: str, tensor: str, raw: Any) -> HeaderEntry:
         dtype, shape, (start, stop) = raw["dtype"], raw["shape"], raw["data_offsets"]
     except (TypeError, KeyError, ValueError):
         raise CorruptError(
-            f"{name}: tensor {tensor!r}: expected dtype, shape and two data_offsets, found {str(raw)[:200]}"
+            f"{name}: tensor {shown(tensor)}: expected dtype, shape and two data_offsets, found {shown(raw)}"
         ) from None
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise CorruptError(
-            f"{name}: tensor {tensor!r}: unknown dtype {dtype!r}, expected one of {', '.join(DTYPE_BITS)}"
+            f"{name}: tensor {shown(tensor)}: unknown dtype {shown(dtype)}, expected one of {', '.join(DTYPE_BITS)}"
+        )
+    if isinstance(shape, list) and len(shape) > _MOST_DIMENSIONS:
+        raise CorruptError(
+            f"{name}: tensor {shown(tensor)}: expected at most {_MOST_DIMENSIONS} dimensions, found {len(shape)}"
         )
     if not isinstance(shape, list) or not all(_is_count(size) for size in (*shape, start, stop)) or start > stop:
         raise CorruptError(
-            f"{name}: tensor {tensor!r}: expected sizes of 0 or more and rising offsets, "
-            f"found shape {shape} and offsets {[start, stop]}"
+            f"{name}: tensor {shown(tensor)}: expected sizes of 0 or more and rising offsets, "
+            f"found shape {shown(shape)} and offsets {shown([start, stop])}"
         )
-    bits = prod(shape) * DTYPE_BITS[dtype]
+    bits = math.prod(shape) * DTYPE_BITS[dtype]
     if bits != (stop - start) * 8:
         raise CorruptError(
-            f"{name}: tensor {tensor!r}: {dtype} of shape {shape} takes {bits / 8:g} bytes, "
+            f"{name}: tensor {shown(tensor)}: {dtype} of shape {shape} takes {bits / 8:g} bytes, "
             f"but its offsets {[start, stop]} hold {stop - start}"
         )
     return HeaderEntry(start, stop, dtype, tuple(shape))
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
+    return type(value) is int and 0 <= value < _MOST
+
+
+def shown(value: Any) -> str:
+    """Return a value of a file for a message: the beginning of its repr."""
+    if isinstance(value, list):
+        value = value[:8]
+    text = repr(value[:_SHOWN] if isinstance(value, str) else value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from ..errors import CorruptError
-from .header import HeaderEntry
+from .header import DTYPE_BITS, HeaderEntry
 from .order import execution_order
 
 PAGE_BYTES = 4096
 _FORMAT = 1
+_MOST_DIMENSIONS = 64  # torch's own limit
 
 
 class Shard(NamedTuple):
@@ -33,9 +36,9 @@ class Shard(NamedTuple):
 
 
 class TensorEntry(NamedTuple):
-    """Bytes [start, stop) of a shard's data section; ``dtype`` is the safetensors name.
+    """One tensor: the bytes [start, stop) of a shard's data section; ``dtype`` is the safetensors name.
 
-    ``strides`` (in elements) only where the elements do not lie one behind the other.
+    ``strides`` (in elements) are given only where the elements do not lie one behind the other.
     """
 
     shard: int
@@ -49,8 +52,8 @@ class TensorEntry(NamedTuple):
 class WeightIndex:
     """All tensors of a checkpoint; ``order`` is their execution order (ParaServe §5.1, Cicada §3).
 
-    ``recorded``: a forward has shown that order. Else names were read, and a reader that has constructed the module
-    knows better.
+    The order is ``recorded`` when a forward pass has shown it. Otherwise it was read from the tensors' names, and a
+    reader that has constructed the module knows better.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class WeightIndex:
     def from_headers(
         cls, shards: Sequence[Shard], headers: Sequence[Mapping[str, HeaderEntry] | Mapping[str, TensorEntry]]
     ) -> WeightIndex:
-        """The index of these shards; they are placed in the region one behind the other, each on a page.
+        """Make the index of these shards; they are placed in the region one behind the other, each on a page.
 
         CorruptError when two shards hold a tensor of the same name.
         """
@@ -94,19 +97,19 @@ class WeightIndex:
         return cls(placed, tensors)
 
     def reordered(self, order: Sequence[str]) -> WeightIndex:
-        """The same tensors in a recorded execution order; what it does not name comes last, what it adds is ignored."""
+        """Return the index in a recorded order, as far as that names its tensors; the others come last."""
         first = dict.fromkeys(name for name in order if name in self.tensors)
         rest = [name for name in self.order if name not in first]
         return WeightIndex(self.shards, self.tensors, [*first, *rest], recorded=True)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """The bytes of all tensors."""
         return sum(shard.data_bytes for shard in self.shards)
 
     @property
     def region_bytes(self) -> int:
-        """Bytes of the region's data area: nothing for local files."""
+        """The bytes of the region's data area: none for local files."""
         return max((shard.offset + shard.data_bytes for shard in self.shards if shard.path is None), default=0)
 
     def to_json(self) -> bytes:
@@ -120,17 +123,20 @@ class WeightIndex:
 
     @classmethod
     def from_json(cls, text: bytes | str) -> WeightIndex:
-        """Raises CorruptError when ``text`` is no weight index of this format."""
+        """Read what ``to_json`` wrote. CorruptError when it is none, or names bytes out of bounds."""
         try:
             document: dict[str, Any] = json.loads(text)
             if document["format"] != _FORMAT:
                 raise CorruptError(f"expected a weight index of format {_FORMAT}, found {document['format']}")
             shards = [Shard(*raw) for raw in document["shards"]]
             tensors = {name: _entry(*raw) for name, raw in document["tensors"].items()}
-        except (ValueError, KeyError, TypeError) as error:
+            fits = _fits(shards, list(tensors.values()))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptError(
-                f"expected a weight index, found something else ({error}); materialize it again"
+                f"expected a weight index, found something else ({str(error)[:100]}); materialize it again"
             ) from None
+        if not fits:
+            raise CorruptError("the weight index names bytes that its shards do not have; materialize it again")
         return cls(shards, tensors, tuple(tensors), recorded=bool(document.get("recorded")))
 
     def __eq__(self, other: object) -> bool:
@@ -143,6 +149,33 @@ def _entry(
     shard: int, start: int, stop: int, dtype: str, shape: list[int], strides: list[int] | None = None
 ) -> TensorEntry:
     return TensorEntry(shard, start, stop, dtype, tuple(shape), None if strides is None else tuple(strides))
+
+
+def _fits(shards: Sequence[Shard], tensors: Sequence[TensorEntry]) -> bool:
+    """Whether these are shards and tensors, and each tensor lies in its shard. May raise TypeError or ValueError."""
+    texts = chain.from_iterable((shard.name, shard.version or "", shard.path or "") for shard in shards)
+    numbers = [number for shard in shards for number in (shard.size_bytes, shard.data_start, shard.offset)]
+    for entry in tensors:
+        numbers += entry[:3]
+        numbers += entry.shape
+        numbers += entry.strides or ()
+    if not set(map(type, texts)) <= {str} or not set(map(type, numbers)) <= {int}:
+        return False
+    if numbers and not 0 <= min(numbers) <= max(numbers) < 1 << 63:
+        return False
+    sizes = [shard.data_bytes for shard in shards]
+    return min(sizes, default=0) >= 0 and all(_is_inside(entry, sizes) for entry in tensors)
+
+
+def _is_inside(entry: TensorEntry, sizes: Sequence[int]) -> bool:
+    shard, start, stop, dtype, shape, strides = entry
+    if shard >= len(sizes) or start > stop or stop > sizes[shard] or len(shape) > _MOST_DIMENSIONS:
+        return False
+    bits = DTYPE_BITS[dtype]
+    if strides is None:
+        return math.prod(shape) * bits == (stop - start) * 8
+    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return 0 in shape or (last + 1) * bits <= (stop - start) * 8
 
 
 __all__ = ["Shard", "TensorEntry", "WeightIndex"]

@@ -6,13 +6,16 @@ import re
 from collections.abc import Mapping
 from typing import Protocol
 
-_LAYER = re.compile(r"(?:^|\.)(?:layers?|blocks?|h|blk|encoder|decoder)\.(\d+)\.|\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)(?:layers?|blocks?|h|blk|encoder|decoder)\.([0-9]+)\.|\.([0-9]+)\.")
 _EMBEDDING = re.compile(
-    r"(?:^|[._])(?:embed\w*|\w*embeddings?|wte|wpe|shared|project_in|ln_embed|word_embeddings_layernorm)(?:\.|$)"
+    r"(?:(?:^|[._])(?:embed\w*+|wte|wpe|shared|project_in|ln_embed|word_embeddings_layernorm)"
+    r"|(?:^|[\w.])embeddings?)(?:\.|$)"
 )
 _HEAD = re.compile(r"(?:^|\.)(?:lm_head|output|head|score|classifier|embed_out|fc|pooler|pre_logits)(?:\.|$)")
-_INNER = re.compile(r"^(?:(?:layers?|blocks?|units?|resnets|downsamplers|upsamplers|convs?)\.)?(\d+)\.")
+_INNER = re.compile(r"^(?:(?:layers?|blocks?|units?|resnets|downsamplers|upsamplers|convs?)\.)?([0-9]+)\.")
 _FINAL = re.compile(r"(?:^|\.)(?:(?:final\w*|ln_f|ln_out|norm|norm_f|\w*layer_?norm|project_out)\w*)(?:\.|$)")
+
+_LONGEST = 256  # characters; on longer names, which no model has, the patterns would take too long
 
 _EMBED_RANK, _LAYER_RANK, _FINAL_RANK, _HEAD_RANK = range(4)
 _Rank = tuple[int, int, tuple[str | int, ...], int, int]  # kind, decoder, stage's name, its layer, the layer inside
@@ -49,6 +52,8 @@ def _plain(kind: int) -> _Rank:
 
 
 def _rank(name: str) -> _Rank | None:
+    if len(name) > _LONGEST:
+        return None
     layer = _LAYER.search(name)
     if layer:
         stage = name[: layer.start(1) if layer[1] else layer.start(2)]
@@ -57,7 +62,8 @@ def _rank(name: str) -> _Rank | None:
         inner = _INNER.match(name[layer.end() :])
         # ResNet's layer1.0 … layer4.2, a U-Net's down_blocks.0.resnets.1; encoders come before decoders.
         is_decoder = "decoder" in stage and "model.decoder" not in stage
-        words = tuple(int(word) if word.isdigit() else word for word in re.split(r"(\d+)", stage))
+        # Texts and numbers take turns.
+        words = tuple(int(word) if at % 2 else word for at, word in enumerate(re.split(r"([0-9]+)", stage)))
         return _LAYER_RANK, int(is_decoder), words, int(layer[1] or layer[2]), int(inner[1]) if inner else 0
     for pattern, rank in ((_HEAD, _HEAD_RANK), (_EMBEDDING, _EMBED_RANK), (_FINAL, _FINAL_RANK)):
         if pattern.search(name):

@@ -1,4 +1,7 @@
-"""What must be read of a checkpoint before its weights: the headers, and the small files beside them."""
+"""A checkpoint's index and small files, which are read before its weights.
+
+What an index.json or a modules.json names is not trusted: names stay inside the folder, and lists are limited.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from urllib.parse import urlsplit, urlunsplit
 from ..errors import ConfigError, CorruptError, ForbiddenError, ObjectNotFoundError
 from ..storage.base import ObjectInfo, Store, open_store, redacted, scheme_of
 from .archive import SUFFIXES, read_archive
-from .header import PREFIX_BYTES, HeaderEntry, header_bytes, parse_header
+from .header import PREFIX_BYTES, HeaderEntry, header_bytes, parse_header, shown
 from .index import Shard, TensorEntry, WeightIndex
 
 SINGLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
@@ -41,12 +44,14 @@ SMALL_FILES = (
 _FIRST_FILES = SMALL_FILES[:5]
 _GUESS_BYTES = 256 << 10  # holds the header of most checkpoints
 _MOST_SMALL_BYTES = 64 << 20
+_MOST_SHARDS, _MOST_MODULES = 10_000, 64
+_MOST_DIRECTORY_BYTES = 16 << 20  # of a PyTorch file
 _THREADS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An indexed checkpoint. ``files``: the small ones that exist."""
+    """An indexed checkpoint; ``files`` are those of its small files that exist."""
 
     store: Store
     index: WeightIndex
@@ -55,7 +60,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class KnownArchive:
-    """What an archive's index would find, if the bytes from ``start`` to its end have this digest (sha256)."""
+    """The recorded index of a PyTorch file. It is valid if the bytes from ``start`` on have this digest (sha256)."""
 
     size_bytes: int
     start: int
@@ -64,19 +69,19 @@ class KnownArchive:
 
 
 class Known(Protocol):
-    """What somebody has recorded of a checkpoint (a state bundle)."""
+    """What was recorded of a checkpoint at an earlier time (a state bundle)."""
 
     def begin(self, store: Store) -> None:
-        """Start reading it; ``store`` is the checkpoint's."""
+        """Start reading the record; ``store`` is the checkpoint's."""
 
     def files(self) -> Collection[str] | None:
-        """The small files that the checkpoint had, once that is read; None when nothing is known."""
+        """Wait for the record, and return the small files that the checkpoint had; None when nothing is known."""
 
     def archive(self, name: str) -> KnownArchive | None:
-        """Of a PyTorch file, whose own index takes several reads one after the other."""
+        """Return the recorded index of a PyTorch file, whose own takes several reads one after the other."""
 
     def confirms(self, index: WeightIndex, files: Mapping[str, bytes]) -> bool:
-        """Whether this is the checkpoint of which it was recorded."""
+        """Return whether this is the checkpoint that the record is of."""
 
 
 def open_checkpoint(url: str, known: Known | None = None) -> Checkpoint:
@@ -98,7 +103,7 @@ def open_checkpoint(url: str, known: Known | None = None) -> Checkpoint:
 
 
 def split(url: str) -> tuple[str, str | None]:
-    """The folder, and the file's name where ``url`` is one file of weights."""
+    """Return the folder, and the file's name where ``url`` is one file of weights."""
     suffixes = (".safetensors", *SUFFIXES)
     if not scheme_of(url):
         if not url.endswith(suffixes) or os.path.isdir(url):
@@ -150,7 +155,7 @@ class _Reader:
     def _index(
         self, single: Future[tuple[Shard, _Entries]], sharded: Future[bytes | None] | None
     ) -> tuple[WeightIndex, dict[str, bytes]]:
-        """From the single file if there is one, as transformers does it, else from the shards; what names these."""
+        """Index the single file if there is one, as transformers does, else the shards; and return what names these."""
         try:
             shard, entries = single.result()
         except (ObjectNotFoundError, ForbiddenError) as error:
@@ -163,7 +168,7 @@ class _Reader:
         return WeightIndex.from_headers([shard], [entries]), {}
 
     def _otherwise(self, missing: Exception) -> tuple[WeightIndex, dict[str, bytes]]:
-        """From the files that torch.save and diffusers write, whole or in shards."""
+        """Index what torch.save or diffusers has written, one file or shards."""
         for single, read, several in ((ARCHIVE, self._archive, ARCHIVES), (DIFFUSION, self._header, DIFFUSIONS)):
             try:
                 shard, entries = read(single)
@@ -193,11 +198,11 @@ class _Reader:
             entry = index.tensors.get(tensor)
             if entry is None or index.shards[entry.shard].name != name:
                 found = "in none" if entry is None else f"in {index.shards[entry.shard].name}"
-                raise CorruptError(f"{what} says that tensor {tensor!r} is in {name}, found it {found}")
+                raise CorruptError(f"{what} says that tensor {shown(tensor)} is in {name}, found it {found}")
         return index
 
     def _of_modules(self, text: bytes | None) -> dict[str, bytes]:
-        """What modules.json names; only checkpoints of sentence-transformers have one."""
+        """Read the files that modules.json names; only checkpoints of sentence-transformers have one."""
         if text is None:
             return {}
         names = [SENTENCES, *modules_configs(text)]
@@ -218,7 +223,7 @@ class _Reader:
 
     def _archive(self, name: str) -> tuple[Shard, _Entries]:
         known = self._known.archive(name) if self._known else None
-        if known is not None:
+        if known is not None and known.size_bytes - known.start <= _MOST_DIRECTORY_BYTES:
             end, info = self._store.read(name, known.start, known.size_bytes)
             if info.size == known.size_bytes and _digest(end) == known.digest:
                 path = self._store.local_path(name)
@@ -233,7 +238,7 @@ class _Reader:
         return Shard(name, info.size, 0, info.version, str(path) if path else None), tensors
 
     def _small(self, name: str) -> bytes | None:
-        """A small file, or None. Some stores forbid instead of saying that there is no such object."""
+        """Read a small file; None where there is none. Some stores answer 403 for an object that does not exist."""
         try:
             return read_whole(self._store.read, name)
         except (ObjectNotFoundError, ForbiddenError):
@@ -259,33 +264,35 @@ def read_whole(read: Callable[[str, int, int, str | None], tuple[bytes, ObjectIn
 
 
 def weight_map(what: str, text: bytes) -> dict[str, str]:
-    """Tensor → shard of ``what``, an index.json. CorruptError when a name leaves the folder."""
+    """Return the shard of each tensor in ``what``, an index.json. CorruptError when a name leaves the folder."""
     try:
         wanted = json.loads(text)["weight_map"]
         items = list(wanted.items())
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CorruptError(f"{what}: expected JSON with a weight_map, found {text[:80]!r}") from None
     suffix = ".bin" if what == ARCHIVES else ".safetensors"
     for tensor, name in items:
         if not isinstance(name, str) or not name.endswith(suffix):
-            raise CorruptError(f"{what}: tensor {tensor!r}: expected a {suffix} file, found {name!r}")
+            raise CorruptError(f"{what}: tensor {shown(tensor)}: expected a {suffix} file, found {shown(name)}")
         _check_inside(what, name)
     if not items:
         raise CorruptError(f"{what}: the weight_map is empty")
+    if (count := len({name for _, name in items})) > _MOST_SHARDS:
+        raise CorruptError(f"{what}: expected at most {_MOST_SHARDS} shards, found {count}")
     return dict(items)
 
 
 def modules_configs(text: bytes) -> list[str]:
-    """The files that a modules.json refers to."""
+    """Return the files that a modules.json refers to."""
     try:
         paths = [module["path"] for module in json.loads(text)]
-        return [module_config(path) for path in paths if path]
-    except (ValueError, KeyError, TypeError):
-        return []  # whoever makes sentences of it says what is wrong
+        return [module_config(path) for path in paths[:_MOST_MODULES] if path]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return []  # the encoder that needs them says what is wrong
 
 
 def module_config(path: str) -> str:
-    """The name of a module's file. CorruptError when it leaves the folder."""
+    """Return the name of a module's file. CorruptError when it leaves the folder."""
     _check_inside(MODULES, path)
     return f"{path}/config.json"
 
@@ -293,4 +300,8 @@ def module_config(path: str) -> str:
 def _check_inside(what: str, name: str) -> None:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or "://" in name:
-        raise CorruptError(f"{what}: {name!r} leads out of the checkpoint's folder; expected a name inside it")
+        raise CorruptError(f"{what}: {shown(name)} leads out of the checkpoint's folder; expected a name inside it")
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise CorruptError(f"{what}: {shown(name)} is not a name: it holds half of a character") from None

@@ -1,17 +1,15 @@
-"""The pickle inside a PyTorch checkpoint, read for what it says of tensors. Nothing in it can run.
+"""The descriptions of tensors in a PyTorch checkpoint's pickle. Nothing in the pickle can run.
 
-Source: the names that ``torch/_weights_only_unpickler.py`` lets through; here they are replaced by inert ones.
+Source: the names that ``torch/_weights_only_unpickler.py`` lets through; here they are replaced by inert ones, and
+``pickle_reader.py`` reads the pickle itself.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
-from collections import OrderedDict
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..errors import CorruptError
+from .pickle_reader import Name, PickleError, PickleReader, Table
 
 # torch's name of a dtype → (safetensors' name, bytes)
 _DTYPES = {
@@ -26,15 +24,13 @@ _STORAGES = {
     "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
     "ByteStorage": "uint8", "BoolStorage": "bool", "ComplexFloatStorage": "complex64", "UntypedStorage": "uint8",
 }  # fmt: skip
+_MOST_DIMENSIONS = 64  # torch's own limit
+_MOST_LEVELS = 4  # of mappings around the state dict
 _STATE_KEYS = ("state_dict", "model_state_dict", "model", "module", "weights")
 
 
-class Dtype(NamedTuple):
-    name: str
-
-
 class Storage(NamedTuple):
-    """One record."""
+    """One record of the archive, as the pickle names it."""
 
     key: str
     dtype: str
@@ -46,7 +42,7 @@ class Storage(NamedTuple):
 
 
 class Description(NamedTuple):
-    """What the pickle says of a tensor; ``offset`` and ``strides`` are in elements."""
+    """A tensor as the pickle describes it; ``offset`` and ``strides`` are in elements."""
 
     storage: Storage
     torch_dtype: str
@@ -64,7 +60,7 @@ class Description(NamedTuple):
 
     @property
     def extent(self) -> int:
-        """Elements from the first to the last one."""
+        """The elements from the first to the last one, in memory."""
         if 0 in self.shape:
             return 0
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
@@ -80,19 +76,41 @@ class Description(NamedTuple):
 
 
 class _ForbiddenError(Exception):
-    """Something else than tensors and what holds them."""
+    """The pickle names something else than tensors and what holds them."""
 
 
 class _UnknownError(Exception):
-    """A tensor of a kind that is not read here."""
+    """The pickle names a tensor of a kind that is not read here."""
 
 
-def _tensor(storage: Any, offset: int, size: Any, stride: Any, *_: Any) -> Description:
-    return Description(storage, storage.dtype, offset, tuple(size), tuple(stride))
+def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Description:
+    return _described(storage, storage.dtype if isinstance(storage, Storage) else "", offset, size, stride)
 
 
-def _tensor_v3(storage: Any, offset: int, size: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, *_: Any) -> Any:
-    return Description(storage, dtype.name, offset, tuple(size), tuple(stride))
+def _tensor_v3(
+    storage: Any, offset: Any, size: Any, stride: Any, _grad: Any, _hooks: Any, dtype: Any, *_: Any
+) -> Description:
+    return _described(storage, dtype.target if isinstance(dtype, Name) else "", offset, size, stride)
+
+
+def _described(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any) -> Description:
+    """Check what the pickle says of a tensor. Nothing of it is printed: it may be of any kind and size."""
+    if not isinstance(storage, Storage) or dtype not in _DTYPES:
+        raise PickleError("a tensor without a storage, or of an unknown type")
+    shape, strides = _sizes(size), _sizes(stride)
+    if len(shape) != len(strides) or not _is_size(offset):
+        raise PickleError("a tensor whose shape, strides and offset do not fit together")
+    return Description(storage, dtype, offset, shape, strides)
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, tuple | list) or len(value) > _MOST_DIMENSIONS or not all(map(_is_size, value)):
+        raise PickleError(f"a tensor whose sizes are not up to {_MOST_DIMENSIONS} numbers of 0 or more")
+    return tuple(value)
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 def _first(value: Any, *_: Any) -> Any:
@@ -103,46 +121,59 @@ def _ignored(*_: Any) -> None:
     return None
 
 
-_NAMES: dict[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): OrderedDict,
-    ("torch._utils", "_rebuild_tensor"): _tensor,
-    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-    ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
-    ("torch._utils", "_rebuild_parameter"): _first,
-    ("torch._utils", "_rebuild_parameter_with_state"): _first,
-    ("torch._tensor", "_rebuild_from_type_v2"): lambda rebuild, _kind, arguments, _state: rebuild(*arguments),
-    ("torch", "Size"): tuple,
-    ("torch", "device"): _ignored,
-    ("torch", "Tensor"): Dtype("Tensor"),
-    ("torch.nn.parameter", "Parameter"): Dtype("Parameter"),
-    **{("torch", name): Dtype(name) for name in _DTYPES},
-    **{("torch", name): Dtype(dtype) for name, dtype in _STORAGES.items()},
-    **{("torch.storage", name): Dtype(dtype) for name, dtype in _STORAGES.items()},
+def _from_type(rebuild: Any, _kind: Any, arguments: Any, _state: Any) -> Any:
+    """A tensor of a subclass: the plain tensor in it."""
+    function = rebuild.target if isinstance(rebuild, Name) else None
+    if function not in (_tensor, _tensor_v3, _first) or not isinstance(arguments, tuple):
+        raise PickleError("a tensor of a class whose own tensor is missing")
+    return function(*arguments)
+
+
+_NAMES: dict[tuple[str, str], Name] = {
+    key: Name(target)
+    for key, target in {
+        ("collections", "OrderedDict"): Table,
+        ("torch._utils", "_rebuild_tensor"): _tensor,
+        ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+        ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
+        ("torch._utils", "_rebuild_parameter"): _first,
+        ("torch._utils", "_rebuild_parameter_with_state"): _first,
+        ("torch._tensor", "_rebuild_from_type_v2"): _from_type,
+        ("torch", "Size"): _sizes,
+        ("torch", "device"): _ignored,
+        ("torch", "Tensor"): "Tensor",
+        ("torch.nn.parameter", "Parameter"): "Parameter",
+        **{("torch", name): name for name in _DTYPES},
+        **{("torch", name): dtype for name, dtype in _STORAGES.items()},
+        **{("torch.storage", name): dtype for name, dtype in _STORAGES.items()},
+    }.items()
 }
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        try:
-            return _NAMES[module, name]
-        except KeyError:
-            unknown = module.startswith("torch") and (name.endswith("Storage") or name.startswith("_rebuild_"))
-            raise (_UnknownError if unknown else _ForbiddenError)(f"{module}.{name}") from None
+def _find(module: str, name: str) -> Name:
+    try:
+        return _NAMES[module, name]
+    except KeyError:
+        unknown = module.startswith("torch") and (name.endswith("Storage") or name.startswith("_rebuild_"))
+        raise (_UnknownError if unknown else _ForbiddenError)(f"{module}.{name}"[:200]) from None
 
-    def persistent_load(self, pid: Any) -> Storage:
-        kind, dtype, key, _location, count = pid
-        if kind != "storage" or not isinstance(dtype, Dtype) or dtype.name not in _DTYPES or not isinstance(count, int):
-            raise pickle.UnpicklingError(f"unknown persistent id {str(pid)[:80]}")
-        return Storage(str(key), dtype.name, count)
+
+def _storage(identity: Any) -> Storage:
+    """The record that a tensor lies in, from the pickle's persistent id."""
+    if not isinstance(identity, tuple) or len(identity) != 5 or identity[0] != "storage":
+        raise PickleError("a reference to something else than a storage")
+    _, dtype, key, _, elements = identity
+    if not isinstance(dtype, Name) or dtype.target not in _DTYPES or not _is_size(elements):
+        raise PickleError("a storage of an unknown type or size")
+    if not isinstance(key, str):
+        raise PickleError("a storage whose key is not a text")
+    return Storage(key, dtype.target, elements)
 
 
 def read_pickle(name: str, text: bytes) -> dict[str, Description]:
     """The state dict's tensors by name. CorruptError for code in the pickle, and for a file without tensors."""
     try:
-        found = _Unpickler(io.BytesIO(text)).load()
-        tensors = _state_dict(found)
-        for tensor in tensors.values():
-            _check(tensor)
+        found = PickleReader(text, _find, _storage).read()
     except _ForbiddenError as error:
         raise CorruptError(
             f"{name}: holds {error}, which is code and is never run; "
@@ -152,28 +183,21 @@ def read_pickle(name: str, text: bytes) -> dict[str, Description]:
         raise CorruptError(
             f"{name}: holds a tensor of {error}; expected dense ones of {', '.join(_DTYPES)}, not quantized, not sparse"
         ) from None
-    except Exception as error:  # noqa: BLE001  a broken pickle may raise anything
-        what = f"{type(error).__name__}: {error}"
-        raise CorruptError(f"{name}: data.pkl cannot be read ({what}); save it again") from None
+    except PickleError as error:
+        raise CorruptError(f"{name}: data.pkl cannot be read ({error}); save it again") from None
+    tensors = _state_dict(found, _MOST_LEVELS)
     if not tensors:
-        keys = f" with {', '.join(map(str, list(found)[:5])) or 'nothing'}" if isinstance(found, Mapping) else ""
-        raise CorruptError(f"{name}: expected a state dict of tensors, found {type(found).__name__}{keys}")
+        keys = f" with {', '.join(key[:60] for key in list(found)[:5]) or 'nothing'}" if isinstance(found, dict) else ""
+        kind = {Table: "dict", Description: "one tensor"}.get(type(found), type(found).__name__)
+        raise CorruptError(f"{name}: expected a state dict of tensors, found {kind}{keys}")
     return tensors
 
 
-def _state_dict(found: Any) -> dict[str, Description]:
+def _state_dict(found: Any, levels: int) -> dict[str, Description]:
     """The mapping with tensors: the whole, or what training scripts put under ``state_dict``."""
-    if not isinstance(found, Mapping):
+    if not isinstance(found, dict) or not levels:
         return {}
-    tensors = {str(key): value for key, value in found.items() if isinstance(value, Description)}
+    tensors = {key: value for key, value in found.items() if isinstance(value, Description)}
     if tensors:
         return tensors
-    return next((inner for key in _STATE_KEYS if (inner := _state_dict(found.get(key)))), {})
-
-
-def _check(tensor: Description) -> None:
-    numbers = (tensor.offset, *tensor.shape, *tensor.strides)
-    if not isinstance(tensor.storage, Storage) or not all(type(number) is int and number >= 0 for number in numbers):
-        raise pickle.UnpicklingError(f"a tensor with sizes {str(numbers)[:80]}")
-    if len(tensor.shape) != len(tensor.strides) or tensor.torch_dtype not in _DTYPES:
-        raise pickle.UnpicklingError(f"a tensor of {tensor.torch_dtype} with shape {tensor.shape}")
+    return next((inner for key in _STATE_KEYS if (inner := _state_dict(found.get(key), levels - 1))), {})

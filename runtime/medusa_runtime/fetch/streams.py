@@ -1,4 +1,4 @@
-"""The connections of one fetch: as many as the store rewards, each taking ranges into the region."""
+"""The connections of one fetch. As many are opened as make it faster; each takes ranges into the region."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SCRATCH_BYTES = 256 << 10  # stays in a core's cache between the receiving and 
 
 
 class Mismatch(Exception):
-    """A chunk's checksum is wrong."""
+    """The checksum of a chunk is wrong."""
 
     def __init__(self, chunk: int) -> None:
         super().__init__(str(chunk))
@@ -46,7 +46,7 @@ class Mismatch(Exception):
 
 
 class Streams:
-    """Fetches all of a schedule. ``fixed`` is a number of connections; None measures and adapts.
+    """Fetches all ranges of a schedule. ``fixed`` is a number of connections; None measures and adapts.
 
     ``nice`` is added to the threads' niceness.
     """
@@ -84,11 +84,11 @@ class Streams:
 
     @property
     def connections(self) -> int:
-        """How many were opened."""
+        """How many connections were opened, without those of second requests."""
         return len(self._threads) - self.hedges
 
     def run(self) -> None:
-        """Until everything is published. Raises the first error of any connection."""
+        """Fetch until everything is published. Raises the first error of any connection."""
         self._grow(self._fixed or min(max(cpu_count(), _FEWEST), _FIRST))
         monitor = threading.Thread(target=self._watch, name="hedge", daemon=True)
         monitor.start()
@@ -109,7 +109,7 @@ class Streams:
             raise self._error
 
     def _watch(self) -> None:
-        """Ask a second time for ranges that are late and awaited, and suspend the others meanwhile (Algorithm 1)."""
+        """Request late ranges that are waited for once more, and suspend the others meanwhile (Cicada, Algorithm 1)."""
         while self._alive():
             for flight in self._schedule.late():
                 flight.hedged = True
@@ -124,7 +124,7 @@ class Streams:
             self._fetch(Span(missing[0], stop - missing[0]), late)
 
     def _hold(self, flight: InFlightRange) -> None:
-        """Suspend a range while another one, which is awaited, is late."""
+        """Suspend this range while another one, which a forward waits for, is late."""
         late = self._late
         if late is None or flight.is_hedge:
             return
@@ -153,9 +153,9 @@ class Streams:
         thread.start()
 
     def _adapt(self) -> None:
-        """More connections while each is slow, waits for the store, and those before have paid.
+        """Open more connections while the store, not this machine, limits each and the last ones made the fetch faster.
 
-        Those that only took CPU time from the others end. On a link that is shared they stay, and hide late answers.
+        Connections that only took CPU time from the others end. Those that share a link stay: they hide late answers.
         """
         before, fewer, window_s = 0.0, self._wanted, _WINDOW_S
         for count in (_SECOND, _MOST, None):
@@ -177,7 +177,7 @@ class Streams:
             self._grow(count)
 
     def _busy_s(self) -> float:
-        """Seconds that the connections' threads have run or waited for a CPU."""
+        """Sum the seconds for which the connections' threads have run or waited for a CPU."""
         total_ns = 0
         for thread in self._threads:
             try:
@@ -189,7 +189,7 @@ class Streams:
         return total_ns / 1e9
 
     def _measure(self, window_s: float) -> float | None:
-        """Bytes a second over all connections, once they have shown what they can; None when the fetch is over."""
+        """Measure bytes a second over all connections once each is up to speed; None when the fetch is over."""
         deadline = time.monotonic() + _HEARD_S
         while len(self._heard) < self._wanted and time.monotonic() < deadline:  # handshakes and slow start
             if not self._pause():
@@ -223,7 +223,7 @@ class Streams:
             self._changed.set()
 
     def _fetch(self, span: Span, late: InFlightRange | None = None) -> None:
-        """One range, unless another request for it is faster; ``late`` is the one before, for a second request."""
+        """Fetch one range, unless another request for it is faster. A second request names the first one, ``late``."""
         chunks = self._writer.chunks
         assert chunks is not None
         size_bytes = chunks.place(span.first + span.length - 1).stop - chunks.place(span.first).start
@@ -243,7 +243,7 @@ class Streams:
             flights.interrupt(self._there, self._store.interrupt)
 
     def _fetch_right(self, span: Span, flight: InFlightRange) -> None:
-        """One range; a chunk with a wrong checksum is fetched once more, the second time it is an error."""
+        """Fetch one range; a chunk with a wrong checksum is fetched once more, and the second time it is an error."""
         again: int | None = None
         while True:
             try:
@@ -313,7 +313,7 @@ class Streams:
                 self._store.read_into(shard.name, start, scratch[:size], shard.version, keep, size)
 
     def _scratch(self) -> memoryview:
-        """This thread's."""
+        """This thread's buffer for what is received and then written to the region."""
         if not hasattr(self._local, "scratch"):
             self._local.scratch = memoryview(bytearray(_SCRATCH_BYTES))
         scratch: memoryview = self._local.scratch
@@ -321,7 +321,7 @@ class Streams:
 
 
 def as_medusa(error: BaseException) -> MedusaError:
-    """The error itself, or one that carries it to other processes."""
+    """Return the error itself, or a StorageError that other processes can be given in its place."""
     if isinstance(error, MedusaError):
         return error
     return StorageError(f"the fetch failed: {type(error).__name__}: {error}")

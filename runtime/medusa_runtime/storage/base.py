@@ -1,4 +1,4 @@
-"""The protocol every object store speaks, and the registry that finds one by URL scheme."""
+"""The protocol that every object store implements, and the registry that finds one by its URL's scheme."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from ..errors import ConfigError
 
 
 class ObjectInfo(NamedTuple):
-    """Size in bytes, and what identifies this version of the object (an ETag or the like), if the store tells."""
+    """An object's size in bytes, and what identifies this version of it (an ETag or the like), if the store says."""
 
     size: int
     version: str | None
 
 
-# ProbeResponse how many bytes of the buffer are there, counted from its start, while a range arrives.
+# Called while a range arrives, with the bytes of the buffer that are there, counted from its start.
 Advance = Callable[[int], None]
 
 
 class Store(Protocol):
-    """One checkpoint's folder in an object store. Keys are paths relative to it. All calls are thread-safe."""
+    """The folder of a checkpoint in an object store. Keys are paths relative to it. All calls are thread-safe."""
 
     url: str
     refills: bool  # whether read_into can fill a buffer again and again
 
     def stat(self, key: str) -> ObjectInfo:
-        """Raises ObjectNotFoundError, ForbiddenError, UnreachableError."""
+        """Look an object up. Raises ObjectNotFoundError, ForbiddenError, UnreachableError."""
 
     def read(self, key: str, start: int, stop: int, version: str | None = None) -> tuple[bytes, ObjectInfo]:
-        """At most the bytes [start, stop); fewer only at the object's end. ObjectChangedError if not that version."""
+        """Read the bytes [start, stop), fewer only at the object's end. ObjectChangedError if not of that version."""
 
     def read_into(
         self,
@@ -46,17 +46,17 @@ class Store(Protocol):
         """Fill the whole buffer from ``start``, without intermediate copies; retries and resumes inside.
 
         With a ``length`` above the buffer's, where the store ``refills``, the buffer is filled from its start again
-        each time it is full; ``advance`` must be done with the bytes it is told of, and is always told in time.
+        each time it is full. ``advance`` is called before that, and must not need the bytes when it returns.
         """
 
     def interrupt(self, thread: int) -> None:
-        """End the ``read_into`` that another thread (by its ``get_ident``) is in: it raises StorageError.
+        """End the ``read_into`` of another thread (its ``get_ident``), which then raises StorageError.
 
-        For a range that somebody else has brought meanwhile. A store that cannot do it does nothing.
+        Used when another request has brought the range meanwhile. A store that cannot do it does nothing.
         """
 
     def local_path(self, key: str) -> Path | None:
-        """The object as a file on this machine that can be mapped, or None."""
+        """Return the object's path where it is a file on this machine that can be mapped, or None."""
 
     def close(self) -> None: ...
 
@@ -76,7 +76,10 @@ FSSPEC_EXTRAS = {
 
 
 def open_store(url: str) -> Store:
-    """The store of a checkpoint's folder. ConfigError lists the known schemes; MissingPackageError installs one."""
+    """Open the store of a checkpoint's folder.
+
+    ConfigError lists the known schemes; the message of MissingPackageError says how to install one.
+    """
     if not url:
         raise ConfigError("expected a checkpoint's folder or URL, found an empty text")
     scheme = scheme_of(url)
@@ -92,7 +95,7 @@ def open_store(url: str) -> Store:
 
 
 def scheme_of(url: str) -> str:
-    """The URL's scheme in lower case; empty for a path."""
+    """Return the URL's scheme in lower case; empty for a path."""
     scheme, separator, _ = url.partition("://")
     return scheme.lower() if separator else ""
 
@@ -108,7 +111,7 @@ def _known_to_fsspec(scheme: str) -> bool:
 
 
 def redacted(url: str) -> str:
-    """The URL for messages: without user, password and query, which may be credentials."""
+    """Return the URL for messages: without user, password and query, which may be credentials."""
     if not scheme_of(url):
         return url
     scheme, _, rest = url.partition("://")  # urlsplit would find none in a scheme with a bad character

@@ -1,4 +1,4 @@
-"""Any URL that fsspec knows: gs://, az://, hf://, memory:// and the rest."""
+"""The store for all URLs that fsspec knows: gs://, az://, hf://, memory:// and the rest."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class FsspecStore:
         return ObjectInfo(int(info["size"]), version or f"size={info['size']}")
 
     def _check(self, key: str, version: str | None) -> ObjectInfo:
-        # fsspec has no conditional reads: looking before and after is the next best.
+        # fsspec has no conditional reads; comparing versions before and after is the next best.
         self._system.invalidate_cache()
         info = self.stat(key)
         if version is not None and info.version != version:
@@ -133,7 +133,7 @@ class FsspecStore:
         advance: Advance | None = None,
         length: int | None = None,
     ) -> None:
-        """One copy more than the other stores: fsspec gives bytes of its own. Pieces of 4 MiB bound that memory."""
+        """Fill the buffer in pieces of 4 MiB: fsspec returns memory of its own, which costs a copy."""
         piece = 4 << 20
         for at in range(0, len(buffer), piece):
             end = min(at + piece, len(buffer))

@@ -1,12 +1,15 @@
-"""Any web server that answers ranges: http:// and https://."""
+"""The store for http:// and https://: any web server that honours ranges."""
 
 from __future__ import annotations
 
+import os
+import re
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import quote, unquote, urljoin, urlsplit
+from urllib.parse import quote, urljoin, urlsplit
 
 from ..errors import (
     ConfigError,
@@ -17,33 +20,54 @@ from ..errors import (
     UnreachableError,
 )
 from .base import Advance, ObjectInfo, redacted
+from .fields import (
+    FieldError,
+    basic_authorization,
+    content_range,
+    entity_tag,
+    http_date,
+    is_encoded,
+    retry_after_s,
+    unsatisfied_size,
+)
+from .proxy import Proxies
 from .retry import Patience, RetryPolicy, Transient
 from .wire import Connection, Endpoint, Response, WireError
 
 _REDIRECTS = (301, 302, 303, 307, 308)
 _TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 _MOST_REDIRECTS = 5
-# How often progress is told. TLS arrives in pieces of 16 KB, and telling of each took a third of the CPU time.
+# How often progress is reported. TLS arrives in pieces of 16 KB, and reporting each took a third of the CPU time.
 _STEP_BYTES = 1 << 20
 _ERROR_BODY_BYTES = 64 << 10
+_MOST_SKIPPED_BYTES = 1 << 20  # in front of what is read from a server without ranges, which sends the whole object
 _CONTROL = frozenset(chr(code) for code in (*range(33), 127))
+_HOST = re.compile(r"[A-Za-z0-9._~-]+|[0-9A-Fa-f:.]+(?:%[A-Za-z0-9._-]+)?")
+# What a URL may hold as it is (RFC 3986); the rest is percent-encoded.
+_PATH_SAFE, _QUERY_SAFE = "/%:@!$&'()*+,;=~-._", "/?%:@!$&'()*+,;=~-._"
 
 
 class Target(NamedTuple):
-    """One object's address on the wire."""
+    """The address of an object on the wire."""
 
     endpoint: Endpoint
     path: str
 
 
 class HttpStore:
-    """A folder on a web server. User and password in the URL become basic authentication; a query goes to each key."""
+    """A folder on a web server. User and password in the URL become basic authentication; a query goes to each key.
+
+    The server is not trusted: what it sends is bounded and parsed strictly (``wire.py``, ``fields.py``), credentials
+    go to the URL's own host only, and ranges are put together only where a validator (ETag or Last-Modified) shows
+    that they are of one version (RFC 9110 §15.3.7.3). Proxy variables are honoured (``proxy.py``).
+    """
 
     refills = True
 
-    def __init__(self, url: str, retries: RetryPolicy | None = None) -> None:
+    def __init__(self, url: str, retries: RetryPolicy | None = None, environ: Mapping[str, str] | None = None) -> None:
         self.url = url
         self.retries = retries or RetryPolicy()
+        self._proxies = Proxies(os.environ if environ is None else environ)
         self._idle: dict[Endpoint, list[Connection]] = {}
         self._busy: dict[int, Connection] = {}  # by thread
         self._moved: dict[str, Target] = {}  # where redirects led, so that a range costs one round trip
@@ -52,7 +76,7 @@ class HttpStore:
         self._home, self._query, self._authorization = _home(url)
 
     def name(self, key: str) -> str:
-        """An object's address for messages: nothing secret in it."""
+        """Return an object's address for messages, without secrets."""
         return f"{redacted(self.url).rstrip('/')}/{key}"
 
     def target(self, key: str) -> Target:
@@ -60,13 +84,13 @@ class HttpStore:
         return Target(self._home.endpoint, f"{path}?{self._query}" if self._query else path)
 
     def authorize(self, target: Target, headers: Mapping[str, str]) -> dict[str, str]:
-        """The headers that let us in, added to those of the request. Stores that sign override this."""
+        """Add what authorizes a request to its headers. Stores that sign override this."""
         if self._authorization and target.endpoint == self._home.endpoint:
             return {**headers, "Authorization": self._authorization}
         return dict(headers)
 
     def relocate(self, key: str, response: Response) -> bool:
-        """Learn from an answer that the object is elsewhere; whether to ask again. For stores with regions."""
+        """Learn from an answer that the store is elsewhere, and return whether to ask again: stores with regions."""
         return False
 
     def stat(self, key: str) -> ObjectInfo:
@@ -84,15 +108,19 @@ class HttpStore:
         connection, response = self._ask(key, start, stop, version)
         try:
             if response.status == 416:
-                connection.body(_ERROR_BODY_BYTES)
-                text = response.headers.get("content-range", "").rpartition("/")[2]
-                size = int(text) if text.isdigit() else 0
-                return b"", ObjectInfo(size, _version(response, size))
+                return b"", self._beyond(key, start, response, connection)
             if response.status == 206:
                 info, _, end = self._ranged(key, start, stop, version, response)
                 return self._exactly(connection.body(end - start), end - start), info
             # Servers without ranges are good enough for small objects, which come whole.
-            data = connection.body(stop)
+            if start > _MOST_SKIPPED_BYTES:
+                raise self._without_ranges(key, response)
+            data = connection.body(stop + 1)
+            if response.length is None and len(data) > stop:
+                raise StorageError(
+                    f"{self.name(key)}: the server sends more than {stop} bytes and does not say how many; "
+                    "expected Content-Length or ranges; serve the checkpoint from nginx or an object store"
+                )
             size = len(data) if response.length is None else response.length
             info = ObjectInfo(size, _version(response, size))
             self._same(key, version, info)
@@ -102,6 +130,27 @@ class HttpStore:
             raise Transient(StorageError(f"{self.name(key)}: {error}")) from None
         finally:
             self._give_back(connection)
+
+    def _beyond(self, key: str, start: int, response: Response, connection: Connection) -> ObjectInfo:
+        """Return what a 416 says about an object that ends at ``start`` or before."""
+        connection.body(_ERROR_BODY_BYTES)
+        text = response.headers.get("content-range")
+        try:
+            size = 0 if text is None and not start else unsatisfied_size(text or "")
+        except FieldError as error:
+            raise StorageError(f"{self.name(key)}: {error} (416)") from None
+        if size > start:
+            raise StorageError(
+                f"{self.name(key)}: the server has no bytes from {start} on, but says that there are {size} (416)"
+            )
+        return ObjectInfo(size, _version(response, size))
+
+    def _without_ranges(self, key: str, response: Response) -> StorageError:
+        return StorageError(
+            f"{self.name(key)}: expected 206 and a range, found {response.status}; "
+            "this server ignores Range (as python -m http.server does); serve the checkpoint from one that honours "
+            "it: nginx, an object store"
+        )
 
     @staticmethod
     def _exactly(data: bytes, length: int) -> bytes:
@@ -123,10 +172,11 @@ class HttpStore:
         filled = 0
         while start + filled < stop:
             connection: Connection | None = None
-            begun = filled
+            counted = filled
             try:
                 connection, response = self._ask(key, start + filled, stop, version)
-                sent = begun + self._length(key, start + filled, stop, version, response)
+                count, version = self._length(key, start + filled, stop, version, response)
+                sent = filled + count
                 while filled < sent:
                     at = filled % len(buffer)  # the buffer is filled again from its start when the range is longer
                     step = min(filled + min(_STEP_BYTES, len(buffer) - at), sent)
@@ -134,13 +184,17 @@ class HttpStore:
                         count = connection.receive(buffer[at : at + step - filled])
                         filled += count
                         at += count
-                    patience.progressed()
+                    patience.progressed(filled - counted)
+                    counted = filled
+                    if start + filled < stop and patience.is_over:
+                        raise self._too_slow(key)
                     if advance:
+                        began = time.monotonic()
                         advance(filled)
+                        patience.paused(time.monotonic() - began)
             except WireError as error:
                 self._check_interrupted(key, connection)
-                if filled > begun:
-                    patience.progressed()
+                patience.progressed(filled - counted)
                 patience.again(Transient(StorageError(f"{self.name(key)}: {error}")))
             except Transient as cause:
                 patience.again(cause)
@@ -148,54 +202,68 @@ class HttpStore:
                 if connection:
                     self._give_back(connection)
 
-    def _length(self, key: str, start: int, stop: int, version: str | None, response: Response) -> int:
-        """Bytes of a 206 of the right version that begins at ``start``; it may be shorter than what was asked for."""
+    def _too_slow(self, key: str) -> StorageError:
+        policy = self.retries
+        return StorageError(
+            f"{self.name(key)}: too slow: expected at least {policy.least_bytes_per_s:g} bytes a second, "
+            f"found less for {policy.patience_s:g} s"
+        )
+
+    def _length(
+        self, key: str, start: int, stop: int, version: str | None, response: Response
+    ) -> tuple[int, str | None]:
+        """Return the length of a 206 that begins at ``start``, and the version that the ranges after it must have."""
         if response.status != 206:
-            raise StorageError(
-                f"{self.name(key)}: expected 206 and a range, found {response.status}; "
-                "this server ignores Range (as python -m http.server does); serve the checkpoint from one that honours "
-                "it: nginx, an object store"
-            )
-        _, first, end = self._ranged(key, start, stop, version, response)
-        if response.length != end - first:
-            raise Transient(
-                StorageError(f"{self.name(key)}: expected {end - first} bytes, the server announces {response.length}")
-            )
-        return end - first
+            raise self._without_ranges(key, response)
+        info, first, end = self._ranged(key, start, stop, version, response)
+        if response.length is None:
+            raise StorageError(f"{self.name(key)}: expected Content-Length in an answer with a range, found none")
+        return end - first, info.version
 
     def _ranged(
         self, key: str, start: int, stop: int, version: str | None, response: Response
     ) -> tuple[ObjectInfo, int, int]:
-        """What a 206 says about the object, and the range [first, end) that it holds."""
-        text = response.headers.get("content-range", "")
-        unit, _, rest = text.partition(" ")
-        bounds, _, size = rest.partition("/")
-        first, _, last = bounds.partition("-")
-        if unit != "bytes" or not (first.isdigit() and last.isdigit() and size.isdigit()):
-            raise StorageError(f"{self.name(key)}: expected Content-Range: bytes {start}-{stop - 1}/…, found {text!r}")
-        info = ObjectInfo(int(size), _version(response, int(size)))
+        """Return what a 206 says about the object, and the range [first, end) that it holds."""
+        try:
+            first, end, size = content_range(response.headers.get("content-range", ""))
+        except FieldError as error:
+            raise StorageError(f"{self.name(key)}: {error}") from None
+        info = ObjectInfo(size, _version(response, size))
         self._same(key, version, info)
-        if int(first) != start or not start < int(last) + 1 <= stop:
+        if first != start or not start < end <= stop:
             raise Transient(
-                StorageError(f"{self.name(key)}: asked for bytes {start}-{stop - 1}, the server sends {bounds}")
+                StorageError(
+                    f"{self.name(key)}: asked for bytes {start}-{stop - 1}, the server sends {first}-{end - 1}"
+                )
             )
-        return info, int(first), int(last) + 1
+        if response.length not in (None, end - first):
+            raise Transient(
+                StorageError(f"{self.name(key)}: expected {end - first} bytes, the server announces {response.length}")
+            )
+        return info, first, end
 
     def _same(self, key: str, version: str | None, info: ObjectInfo) -> None:
         if version is not None and info.version != version:
             raise ObjectChangedError(
-                f"{self.name(key)} changed while it was read: expected version {version}, "
-                f"found {info.version}; start again"
+                f"{self.name(key)} changed while it was read: expected version {version!a}, "
+                f"found {info.version!a}; start again"
             )
 
     def _ask(self, key: str, start: int, stop: int, version: str | None) -> tuple[Connection, Response]:
-        """A connection whose next bytes are the body of a 200, 206 or 416. Other answers raise."""
+        """Return a connection whose next bytes are the body of a 200, 206 or 416. Other answers raise."""
+        if version is not None and version.startswith(_UNNAMED):
+            raise StorageError(
+                f"{self.name(key)}: the server sends neither ETag nor Last-Modified, so nothing shows whether two "
+                "ranges are of the same version; serve the checkpoint from a server that sends one of them (nginx, an "
+                "object store), or copy it to a folder first"
+            )
         wanted = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity", "User-Agent": "medusa-runtime"}
         wanted |= _conditions(version)
         target = self._moved.get(key) or self.target(key)
         for _ in range(_MOST_REDIRECTS):
             connection, response = self._exchange(key, target, self.authorize(target, wanted))
             if response.status in (200, 206, 416):
+                self._check_plain(key, connection, response)
                 return connection, response
             try:
                 body = connection.body(_ERROR_BODY_BYTES)
@@ -204,7 +272,7 @@ class HttpStore:
                 connection.close()
             finally:
                 self._give_back(connection)
-            if self.relocate(key, response):
+            if target.endpoint == self._home.endpoint and self.relocate(key, response):
                 target = self.target(key)
             elif response.status in _REDIRECTS and "location" in response.headers:
                 target = self._follow(key, target, response.headers["location"])
@@ -214,6 +282,16 @@ class HttpStore:
             else:
                 raise self._refusal(key, response, body)
         raise StorageError(f"{self.name(key)}: more than {_MOST_REDIRECTS} redirects; expected the object")
+
+    def _check_plain(self, key: str, connection: Connection, response: Response) -> None:
+        encoding = response.headers.get("content-encoding", "")
+        if is_encoded(encoding):
+            connection.close()
+            self._give_back(connection)
+            raise StorageError(
+                f"{self.name(key)}: the server sends it encoded ({encoding[:60]!r}), expected the bytes as they are; "
+                "turn compression off, or upload it without Content-Encoding"
+            )
 
     def _exchange(self, key: str, target: Target, headers: Mapping[str, str]) -> tuple[Connection, Response]:
         while True:
@@ -235,7 +313,12 @@ class HttpStore:
                 self._busy[threading.get_ident()] = idle[-1]
                 return idle.pop(), True
         try:
-            connection = Connection(endpoint, self.retries.stall_s)
+            connection = Connection(
+                endpoint,
+                self.retries.stall_s,
+                least_bytes_per_s=self.retries.least_bytes_per_s,
+                proxy=self._proxies.choose(endpoint),
+            )
         except WireError as error:
             raise Transient(
                 UnreachableError(f"{self.name(key)}: cannot reach {endpoint.host} port {endpoint.port}: {error}")
@@ -257,7 +340,12 @@ class HttpStore:
     def _follow(self, key: str, target: Target, location: str) -> Target:
         endpoint = target.endpoint
         base = f"{'https' if endpoint.tls else 'http'}://{endpoint.authority}{target.path}"
-        moved = _target(urljoin(base, location))
+        try:
+            moved = _target(urljoin(base, location))
+        except (ValueError, ConfigError):
+            raise StorageError(
+                f"{self.name(key)}: redirected to {location.partition('?')[0][:100]!a}; expected http(s)://host/path"
+            ) from None
         if endpoint.tls and not moved.endpoint.tls:
             raise StorageError(f"{self.name(key)}: redirected from https to http; expected to stay encrypted")
         return moved
@@ -268,18 +356,26 @@ class HttpStore:
             return ObjectChangedError(f"{name} changed while it was read (412); start again")
         if status in (404, 410):
             return ObjectNotFoundError(f"{name}: no such {self.missing(body)} ({status}); check the address")
-        if status in (401, 403, 407):
+        if status == 407:
+            return ForbiddenError(
+                f"{name}: the proxy wants to be authorized (407); expected HTTP_PROXY=http://user:password@host:port"
+            )
+        if status in (401, 403):
             return ForbiddenError(f"{name}: access denied ({status}){self.hint()}")
         if status in _TRANSIENT:
-            return Transient(StorageError(f"{name}: the server answers {status}"), _retry_after(response))
+            return Transient(StorageError(f"{name}: the server answers {status}"), self._retry_after_s(response))
         return StorageError(f"{name}: expected 206, found {status} {_first_words(body)}".rstrip())
 
+    @staticmethod
+    def _retry_after_s(response: Response) -> float | None:
+        return retry_after_s(response.headers.get("retry-after", ""), time.time())
+
     def missing(self, body: bytes) -> str:
-        """What an answer of 404 or 410 says is not there."""
+        """Return what is not there according to a 404 or 410."""
         return "object"
 
     def hint(self) -> str:
-        """What to do about a refusal."""
+        """Return what to do about a refusal."""
         return "; expected an address that may be read, or https://user:password@host/…"
 
     def interrupt(self, thread: int) -> None:
@@ -289,7 +385,7 @@ class HttpStore:
 
     def _check_interrupted(self, key: str, connection: Connection | None) -> None:
         if connection and connection.interrupted:
-            raise StorageError(f"{self.name(key)}: interrupted, somebody else has brought this range")
+            raise StorageError(f"{self.name(key)}: interrupted, because another request has brought this range")
 
     def local_path(self, key: str) -> Path | None:
         return None
@@ -304,61 +400,48 @@ class HttpStore:
 
 
 def _home(url: str) -> tuple[Target, str, str | None]:
-    """Where the folder is, the query for each key, and the Authorization header that the URL asks for."""
-    parts = urlsplit(url)
+    """Return where the folder is, the query for each key, and the Authorization that the URL asks for."""
     target = _target(url)
-    authorization = None
-    if parts.username is not None:
-        import base64
-
-        pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
-        authorization = "Basic " + base64.b64encode(pair.encode()).decode()
-    return target._replace(path=target.path.partition("?")[0]), parts.query, authorization
+    path, _, query = target.path.partition("?")
+    return target._replace(path=path), query, basic_authorization(urlsplit(url))
 
 
 def _target(url: str) -> Target:
+    """Parse a URL. ConfigError for one that is not http(s) or has no host."""
+    wrong = ConfigError(f"{redacted(url)}: expected http(s)://host[:port]/path")
     try:
         parts = urlsplit(url)
-        port = parts.port
+        host, port = parts.hostname or "", parts.port
+        host = host if host.isascii() else host.encode("idna").decode()
     except ValueError:  # its text may quote a part of a password
-        raise ConfigError(f"{redacted(url)}: expected http(s)://host[:port]/path") from None
-    if parts.scheme not in ("http", "https") or not parts.hostname or _CONTROL & set(parts.path + parts.query):
-        raise ConfigError(f"{redacted(url)}: expected http(s)://host[:port]/path")
+        raise wrong from None
+    if parts.scheme not in ("http", "https") or not _HOST.fullmatch(host) or _CONTROL & set(parts.path + parts.query):
+        raise wrong
     tls = parts.scheme == "https"
-    path = quote(parts.path, safe="/%:@!$&'()*+,;=~-._") or "/"
-    return Target(
-        Endpoint(tls, parts.hostname, port or (443 if tls else 80)), f"{path}?{parts.query}" if parts.query else path
-    )
+    try:
+        path, query = quote(parts.path, safe=_PATH_SAFE) or "/", quote(parts.query, safe=_QUERY_SAFE)
+    except UnicodeEncodeError:  # half of a character
+        raise wrong from None
+    return Target(Endpoint(tls, host, port or (443 if tls else 80)), f"{path}?{query}" if query else path)
+
+
+_UNNAMED = "size="
 
 
 def _version(response: Response, size: int) -> str:
-    """The ETag; without one the date of change; without that at least the size."""
-    headers = response.headers
-    return headers.get("etag") or headers.get("last-modified") or f"size={size}"
+    """Return the ETag, else the date of change, else the size, by which not every replacement can be seen."""
+    etag = entity_tag(response.headers.get("etag", ""))
+    return etag or http_date(response.headers.get("last-modified", "")) or f"{_UNNAMED}{size}"
 
 
 def _conditions(version: str | None) -> dict[str, str]:
-    if version is None or version.startswith(("W/", "size=")):
+    if version is None or version.startswith("W/"):
         return {}  # weak ETags never satisfy If-Match; each answer's version is compared anyway
     return {"If-Match": version} if version.startswith('"') else {"If-Unmodified-Since": version}
 
 
-def _retry_after(response: Response) -> float | None:
-    text = response.headers.get("retry-after", "")
-    if text.isdigit():
-        return float(text)
-    if not text:
-        return None
-    import time
-    from email.utils import mktime_tz, parsedate_tz  # 20 ms, and dates are rare here
-
-    parsed = parsedate_tz(text)
-    return max(mktime_tz(parsed) - time.time(), 0.0) if parsed else None
-
-
 def _first_words(body: bytes) -> str:
-    """The start of an error's text, for a message; tags and line ends dropped."""
-    import re
-
+    """Return the start of an error's text for a message, without tags, line ends and control characters."""
     text = re.sub(r"<[^>]*>|\s+", " ", body[:2000].decode("utf-8", "replace"))
+    text = "".join(each if each.isprintable() else " " for each in text)
     return f"({' '.join(text.split())[:160]})" if text.strip() else ""

@@ -1,4 +1,4 @@
-"""Files on this machine: mapped in place, never copied."""
+"""The store for files on this machine, which are mapped in place and never copied."""
 
 from __future__ import annotations
 
@@ -99,5 +99,5 @@ def _info(fd: int) -> ObjectInfo:
 
 
 def file_version(status: os.stat_result) -> str:
-    """What identifies this version of a local file: its inode, size and time of change."""
+    """Return what identifies this version of a local file: its inode, size and time of change."""
     return f"{status.st_ino}-{status.st_size}-{status.st_mtime_ns}"

@@ -11,7 +11,11 @@ from ..errors import StorageError, UnreachableError
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Patience is counted from the last byte that arrived, so a long transfer may fail often, and a dead one soon."""
+    """How often and how long to try.
+
+    Patience is counted from the last progress, so a long transfer may fail often, and a dead one only for a short time.
+    Progress is what arrives at ``least_bytes_per_s`` or faster: a server that trickles bytes cannot hold a fetch.
+    """
 
     attempts: int = 8
     patience_s: float = 20.0
@@ -19,10 +23,14 @@ class RetryPolicy:
     stall_s: float = 10.0
     first_pause_s: float = 0.1
     longest_pause_s: float = 4.0
+    least_bytes_per_s: float = 1024.0
 
 
 class Transient(Exception):
-    """Worth another try. ``error`` is what the user sees when there is none; ``retry_after_s`` is the server's wish."""
+    """A failure that is worth another try.
+
+    ``error`` is what the user sees when that fails, too; ``retry_after_s`` is how long the server asks to wait.
+    """
 
     def __init__(self, error: StorageError, retry_after_s: float | None = None) -> None:
         super().__init__(str(error))
@@ -31,7 +39,7 @@ class Transient(Exception):
 
 
 class Patience:
-    """One operation's tries: call ``again`` after each that failed; it sleeps, or raises the error for good."""
+    """The tries of one operation: ``again`` after each that failed sleeps, or raises the error for good."""
 
     def __init__(self, policy: RetryPolicy, sleep: Callable[[float], None] = time.sleep) -> None:
         self._policy = policy
@@ -40,17 +48,26 @@ class Patience:
 
     def _reset(self) -> None:
         self._failed = 0
-        self._deadline = time.monotonic() + self._policy.patience_s
+        self._bytes = 0
+        self._since = time.monotonic()
 
-    def progressed(self) -> None:
-        """Bytes have arrived: the next failure is the first again."""
-        if self._failed:
+    def progressed(self, count: int) -> None:
+        """Count bytes that have arrived; once they came fast enough, the next failure is the first again."""
+        self._bytes += count
+        if self._bytes >= self._policy.least_bytes_per_s * (time.monotonic() - self._since):
             self._reset()
-        else:
-            self._deadline = time.monotonic() + self._policy.patience_s
+
+    @property
+    def is_over(self) -> bool:
+        """Whether bytes arrive, but for too long too slowly."""
+        return time.monotonic() > self._since + self._policy.patience_s
+
+    def paused(self, seconds: float) -> None:
+        """Leave out time in which the reader itself has held up the transfer."""
+        self._since += seconds
 
     def again(self, cause: Transient) -> None:
-        """Full jitter (a random part of a doubling pause), so that many readers do not come back at once."""
+        """Sleep for a random part of a doubling pause (full jitter), so that many readers do not come back at once."""
         import random  # 10 ms, and most fetches never fail
 
         self._failed += 1
@@ -60,6 +77,6 @@ class Patience:
         pause = longest * (0.5 + random.random() / 2)
         if cause.retry_after_s is not None:
             pause = max(pause, cause.retry_after_s)
-        if self._failed >= most or time.monotonic() + pause > self._deadline:
+        if self._failed >= most or time.monotonic() + pause > self._since + self._policy.patience_s:
             raise type(cause.error)(f"{cause.error} (tried {self._failed} times)") from None
         self._sleep(pause)

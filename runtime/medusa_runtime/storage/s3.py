@@ -1,8 +1,12 @@
-"""s3://bucket/prefix: S3 and what speaks its protocol. botocore finds credentials; the bytes never pass through it."""
+"""The store for s3://bucket/prefix: S3 and compatible stores.
+
+botocore finds credentials where the environment does not hold them; the bytes never pass through it.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,13 +20,14 @@ from .retry import RetryPolicy
 from .sigv4 import Credentials, signed
 from .wire import Response
 
-_ELSEWHERE = (  # variables that say that credentials come from something only botocore can ask
+_ELSEWHERE = (  # variables for sources of credentials that only botocore can ask
     "AWS_PROFILE",
     "AWS_DEFAULT_PROFILE",
     "AWS_WEB_IDENTITY_TOKEN_FILE",
     "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
 )
+_REGION = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+)*")
 _TRUE = ("1", "true", "yes", "on")
 
 
@@ -44,7 +49,7 @@ class S3Store(HttpStore):
         self._region = self._environ.get("AWS_REGION") or self._environ.get("AWS_DEFAULT_REGION")
         self._credentials: Callable[[], Credentials | None] | None = None
         self._finding = threading.Lock()
-        super().__init__(self._address(), retries)
+        super().__init__(self._address(), retries, self._environ)
         self.url = url
 
     def _address(self) -> str:
@@ -72,7 +77,7 @@ class S3Store(HttpStore):
         )
 
     def _find(self) -> Callable[[], Credentials | None]:
-        """Where credentials come from: nowhere, the environment, or whatever botocore finds and keeps fresh."""
+        """Choose where credentials come from: nowhere, the environment, or botocore, which keeps them fresh."""
         env = self._environ
         if env.get("AWS_NO_SIGN_REQUEST", "").lower() in _TRUE:
             return lambda: None
@@ -121,8 +126,10 @@ class S3Store(HttpStore):
         self._home = _target(self._address())
 
     def relocate(self, key: str, response: Response) -> bool:
-        region = response.headers.get("x-amz-bucket-region")
-        if response.status not in (301, 307, 400, 403) or not region or region == (self._region or "us-east-1"):
+        region = response.headers.get("x-amz-bucket-region", "")
+        if response.status not in (301, 307, 400, 403) or region == (self._region or "us-east-1"):
+            return False
+        if not _REGION.fullmatch(region):  # it becomes a part of a host's name
             return False
         self._adopt(region)
         return True

@@ -30,7 +30,7 @@ def signed(
     headers: Mapping[str, str],
     now: float | None = None,
 ) -> dict[str, str]:
-    """``headers`` and those that authorize a GET of ``path`` (already percent-encoded, no query) at ``host``."""
+    """Add to ``headers`` what authorizes a GET of ``path`` (percent-encoded, no query) at ``host``."""
     moment = time.gmtime(time.time() if now is None else now)
     stamp, day = time.strftime("%Y%m%dT%H%M%SZ", moment), time.strftime("%Y%m%d", moment)
     ours = {"x-amz-content-sha256": _EMPTY_SHA256, "x-amz-date": stamp}

@@ -1,22 +1,34 @@
 """HTTP/1.1 as a reader of ranges needs it: one persistent connection, bodies received straight into given memory.
 
 The standard library's client can do this too, but its import costs 40 ms of CPU (it brings the email package) at the
-very moment when another process on the same cores imports torch.
+very moment when another process on the same cores imports torch. What a head may say is decided in ``fields.py``.
+
+The server is not trusted: heads, lines and bodies have a largest size, and an answer that arrives more slowly than
+``least_bytes_per_s`` is ended, however it is spread over time.
 """
 
 from __future__ import annotations
 
 import socket
 import struct
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
+from .fields import FieldError, Head, chunk_size, framing, keeps_open, parse_head
+
 if TYPE_CHECKING:
     import ssl
 
+    from .proxy import Proxy
+
 _HEAD_BYTES = 64 << 10
+_LINE_BYTES = 256  # of the line in front of a chunk
+_MOST_INTERIM = 8  # answers 1xx in front of the one that was asked for
 _LINE_END = b"\r\n"
+_CUT = "the connection was closed before the answer's end"
+_HALF_RECORD_BYTES = 8 << 10  # of TLS; a server that sends whole records is not slow
 
 
 class Endpoint(NamedTuple):
@@ -34,7 +46,7 @@ class Endpoint(NamedTuple):
 
 
 class WireError(Exception):
-    """The connection broke or what came is no HTTP; ``refused`` when nobody could be reached at all."""
+    """The connection broke or what came is not HTTP; ``refused`` when no connection could be made at all."""
 
     def __init__(self, message: str, *, refused: bool = False) -> None:
         super().__init__(message)
@@ -49,14 +61,42 @@ class Response(NamedTuple):
     length: int | None
 
 
-class Connection:
-    """One connection. After a WireError, or a body that was not read to its end, close it."""
+class _Pace:
+    """Ends an answer that is too slow: over each ``window_s`` of waiting it must keep ``least_bytes_per_s``."""
 
-    def __init__(self, endpoint: Endpoint, timeout_s: float) -> None:
+    def __init__(self, window_s: float, least_bytes_per_s: float) -> None:
+        self._window_s = window_s
+        self._least = least_bytes_per_s
+        self._waited_s = 0.0
+        self._bytes = 0
+
+    def add(self, count: int, waited_s: float) -> None:
+        """Count bytes and the time that was spent waiting for them. WireError when they are too few."""
+        self._bytes += count
+        self._waited_s += waited_s
+        if self._waited_s >= self._window_s:
+            if self._bytes < self._least * self._waited_s:
+                raise WireError(f"only {self._bytes} bytes came in {self._waited_s:.0f} s")
+            self._waited_s, self._bytes = 0.0, 0
+
+
+class Connection:
+    """One connection to an origin, perhaps through a proxy. After a WireError, or a body not read to its end, close it.
+
+    ``timeout_s`` is how long nothing may come, a head may take, and over how long ``least_bytes_per_s`` is measured.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, timeout_s: float, *, least_bytes_per_s: float = 0.0, proxy: Proxy | None = None
+    ) -> None:
         self.endpoint = endpoint
+        self._timeout_s = timeout_s
+        self._least_bytes_per_s = least_bytes_per_s
+        self._proxy = None if endpoint.tls else proxy  # a tunnel is not seen from inside
         self._left = memoryview(b"")  # received behind the head, belongs to the body
-        self._socket = _connect(endpoint, timeout_s)
+        self._socket = _connect(endpoint, timeout_s, proxy)
         self._fill: Callable[[memoryview], int] = self._decrypt if endpoint.tls else self._receive_all
+        self._pace = _Pace(timeout_s, least_bytes_per_s)
         self._to_read: int | None = 0
         self._chunked = False
         self._keep = True
@@ -64,55 +104,40 @@ class Connection:
 
     @property
     def reusable(self) -> bool:
-        return self._keep and self._to_read == 0 and not self._chunked
+        return self._keep and self._to_read == 0 and not self._chunked and not self._left
 
-    def request(self, target: str, headers: Mapping[str, str], method: str = "GET") -> Response:
-        lines = [f"{method} {target} HTTP/1.1", f"Host: {self.endpoint.authority}"]
+    def request(self, target: str, headers: Mapping[str, str]) -> Response:
+        """Send a GET and receive the head of its answer; what the server says in advance (1xx) is skipped."""
+        if self._proxy:
+            target = f"http://{self.endpoint.authority}{target}"
+            if self._proxy.authorization:
+                headers = {**headers, "Proxy-Authorization": self._proxy.authorization}
+        lines = [f"GET {target} HTTP/1.1", f"Host: {self.endpoint.authority}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
+        self._pace = _Pace(self._timeout_s, self._least_bytes_per_s)
         try:
             self._socket.sendall("\r\n".join([*lines, "", ""]).encode("latin-1"))
-            head = self._receive_head()
+            for _ in range(_MOST_INTERIM):
+                head, rest = _receive_head(self._socket, bytes(self._left), self._timeout_s)
+                self._left = memoryview(rest)
+                if head.status >= 200:
+                    return self._begin(head)
+                if head.status == 101:
+                    raise WireError("the server changes to another protocol, which was not asked for")
         except OSError as error:
             raise WireError(_reason(error)) from None
-        return self._parse(head, method)
+        except FieldError as error:
+            raise WireError(str(error)) from None
+        raise WireError(f"expected an answer, found {_MOST_INTERIM} that announce one (1xx)")
 
-    def _receive_head(self) -> bytes:
-        head = bytearray()
-        while (end := head.find(b"\r\n\r\n")) < 0:
-            if len(head) > _HEAD_BYTES:
-                raise WireError(f"a response head of more than {_HEAD_BYTES} bytes")
-            data = self._socket.recv(_HEAD_BYTES)
-            if not data:
-                raise WireError("the connection was closed before an answer came")
-            head += data
-        self._left = memoryview(bytes(head[end + 4 :]))
-        return bytes(head[:end])
-
-    def _parse(self, head: bytes, method: str) -> Response:
-        status_line, *lines = head.decode("latin-1").split("\r\n")
-        words = status_line.split(None, 2)
-        if len(words) < 2 or not words[0].startswith("HTTP/1.") or not words[1].isdigit():
-            raise WireError(f"expected an HTTP/1.1 answer, found {status_line[:60]!r}")
-        headers: dict[str, str] = {}
-        for line in lines:
-            name, _, value = line.partition(":")
-            headers[name.strip().lower()] = value.strip()
-        status = int(words[1])
-        if 100 <= status < 200:
-            raise WireError(f"an unexpected answer {status}")
-        self._keep = words[0] != "HTTP/1.0" and headers.get("connection", "").lower() != "close"
-        self._chunked = "chunked" in headers.get("transfer-encoding", "").lower()
-        text = headers.get("content-length", "")
-        length = int(text) if text.isdigit() and not self._chunked else None
-        if method == "HEAD" or status in (204, 304):
-            self._chunked, length = False, length or 0
-            self._to_read = 0
-        else:
-            self._to_read = length
-        return Response(status, headers, length)
+    def _begin(self, head: Head) -> Response:
+        length, self._chunked = framing(head)
+        self._keep = keeps_open(head)
+        self._to_read = length
+        return Response(head.status, head.fields, length)
 
     def receive(self, buffer: memoryview) -> int:
-        """Some bytes of a body of known length, straight into ``buffer``; 0 only at its end."""
+        """Receive some bytes of a body of known length, straight into ``buffer``; 0 only at its end."""
         assert self._to_read is not None
         wanted = min(len(buffer), self._to_read)
         if not wanted:
@@ -122,87 +147,115 @@ class Connection:
             buffer[:count] = self._left[:count]
             self._left = self._left[count:]
         else:
+            began = time.monotonic()
             try:
                 count = self._fill(buffer[:wanted])
             except OSError as error:
                 raise WireError(_reason(error)) from None
             if not count:
                 raise WireError(f"the connection was closed {self._to_read} bytes before the answer's end")
+            self._pace.add(count, time.monotonic() - began)
         self._to_read -= count
         return count
 
     def _receive_all(self, buffer: memoryview) -> int:
-        """One call takes all that is wanted, however it arrives: each return to the interpreter costs its lock."""
+        """Receive all that is wanted in one call, however it arrives: each return to the interpreter costs its lock.
+
+        The kernel's timeout covers the whole call, so it ends with what has come until then.
+        """
         return self._socket.recv_into(buffer, 0, socket.MSG_WAITALL)
 
     def _decrypt(self, buffer: memoryview) -> int:
-        """TLS gives a record of 16 KB at a time, so what is done for each is as little as can be."""
+        """Receive what is wanted; TLS gives a record of 16 KB at a time, so little is done for each."""
         receive, filled, wanted = self._socket.recv_into, 0, len(buffer)
+        until = time.monotonic() + self._timeout_s
         while filled < wanted and (count := receive(buffer[filled:])):
             filled += count
+            if count < _HALF_RECORD_BYTES and time.monotonic() > until:
+                break
         return filled
 
     def body(self, most: int) -> bytes:
-        """A small body of any form, at most ``most`` bytes of it; beyond that the connection is not reusable."""
-        if self._to_read is not None and not self._chunked:
+        """Receive a small body of any form, at most ``most`` bytes; beyond that the connection is not reusable."""
+        if self._to_read is not None:
             buffer = bytearray(min(self._to_read, most))
             filled = 0
             while filled < len(buffer):
                 filled += self.receive(memoryview(buffer)[filled:])
             return bytes(buffer)
-        data = self._chunks(most) if self._chunked else self._until_closed(most)
-        self._chunked = False
-        if len(data) >= most:
-            self._keep = False
-        self._to_read = 0
-        return bytes(data[:most])
-
-    def _until_closed(self, most: int) -> bytearray:
-        self._keep = False
         data = bytearray()
-        while len(data) < most and (more := self._some()):
-            data += more
-        return data
+        if self._chunked:
+            try:
+                ended = self._chunks(data, most)
+            except FieldError as error:
+                raise WireError(str(error)) from None
+            self._chunked = False
+        else:
+            ended = False
+            while len(data) < most and (more := self._some(most - len(data))):
+                data += more
+        self._keep = self._keep and ended
+        self._to_read = 0
+        return bytes(data)
 
-    def _chunks(self, most: int) -> bytearray:
-        raw, data = bytearray(), bytearray()
-        while len(data) < most:
-            size = int(self._line(raw).partition(b";")[0] or b"0", 16)
-            while len(raw) < size + 2:
-                raw += self._more()
-            data += raw[:size]
-            del raw[: size + 2]
-            if not size:
-                return data  # trailers are not sent by any store we know; what follows would be one
-        return data
+    def _chunks(self, data: bytearray, most: int) -> bool:
+        """Append chunks until there are ``most`` bytes; return whether the body has ended with that."""
+        while size := chunk_size(self._line()):
+            wanted = min(size, most - len(data))
+            end = len(data) + wanted
+            while len(data) < end:
+                data += self._more(end - len(data))
+            if wanted < size:
+                return False
+            if self._line():
+                raise WireError("expected a line's end behind a chunk")
+        trailers = 0
+        while line := self._line():
+            trailers += len(line)
+            if trailers > _HEAD_BYTES:
+                raise WireError(f"expected at most {_HEAD_BYTES} bytes of trailers")
+        return True
 
-    def _line(self, raw: bytearray) -> bytes:
-        while (end := raw.find(_LINE_END)) < 0:
-            raw += self._more()
-        line = bytes(raw[:end])
-        del raw[: end + 2]
-        return line
+    def _line(self) -> bytes:
+        while True:
+            line = bytes(self._left[:_LINE_BYTES])
+            if (end := line.find(_LINE_END)) >= 0:
+                self._left = self._left[end + 2 :]
+                return line[:end]
+            if len(line) == _LINE_BYTES:
+                raise WireError(f"expected lines of less than {_LINE_BYTES} bytes in a chunked body")
+            received = self._received()
+            if not received:
+                raise WireError(_CUT)
+            self._left = memoryview(line + received)
 
-    def _more(self) -> bytes:
-        data = self._some()
+    def _more(self, most: int) -> bytes:
+        data = self._some(most)
         if not data:
-            raise WireError("the connection was closed before the answer's end")
+            raise WireError(_CUT)
         return data
 
-    def _some(self) -> bytes:
-        if self._left:
-            data, self._left = bytes(self._left), memoryview(b"")
-            return data
+    def _some(self, most: int) -> bytes:
+        """Receive some bytes, at most ``most``; none at the connection's end."""
+        if not self._left:
+            self._left = memoryview(self._received())
+        data, self._left = bytes(self._left[:most]), self._left[most:]
+        return data
+
+    def _received(self) -> bytes:
+        began = time.monotonic()
         try:
-            return self._socket.recv(_HEAD_BYTES)
+            data = self._socket.recv(_HEAD_BYTES)
         except OSError as error:
             raise WireError(_reason(error)) from None
+        self._pace.add(len(data), time.monotonic() - began)
+        return data
 
     def interrupt(self) -> None:
-        """End it from another thread: whoever reads from it gets a WireError at once."""
+        """End it from another thread: its reader gets a WireError at once."""
         self.interrupted, self._keep = True, False
         with suppress(OSError):
-            # Of the plain socket: TLS would take its state from under the one who reads.
+            # Of the plain socket: TLS would lose its state while its reader uses it.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -210,13 +263,34 @@ class Connection:
         self._socket.close()
 
 
-def _connect(endpoint: Endpoint, timeout_s: float) -> socket.socket:
+def _receive_head(connection: socket.socket, received: bytes, timeout_s: float) -> tuple[Head, bytes]:
+    """Receive a head, and return it with the bytes that came behind it."""
+    head, searched = bytearray(received), 0
+    until = time.monotonic() + timeout_s
+    while (end := head.find(b"\r\n\r\n", max(searched - 3, 0))) < 0:
+        if len(head) > _HEAD_BYTES:
+            raise WireError(f"a response head of more than {_HEAD_BYTES} bytes")
+        if b"\n\n" in head[max(searched - 1, 0) :]:
+            raise WireError("expected lines that end in CR LF, found line feeds alone")
+        if time.monotonic() > until:
+            raise WireError(f"the answer's head did not come within {timeout_s:g} s")
+        searched = len(head)
+        data = connection.recv(_HEAD_BYTES)
+        if not data:
+            raise WireError("the connection was closed before an answer came")
+        head += data
+    return parse_head(bytes(head[:end])), bytes(head[end + 4 :])
+
+
+def _connect(endpoint: Endpoint, timeout_s: float, proxy: Proxy | None) -> socket.socket:
+    reached = proxy.endpoint if proxy else endpoint
     try:
         # As bytes where they can be: for a str Python imports its IDNA tables (5 ms).
-        host: str | bytes = endpoint.host.encode() if endpoint.host.isascii() else endpoint.host
-        connection = socket.create_connection((host, endpoint.port), timeout_s)  # type: ignore[arg-type]
+        host: str | bytes = reached.host.encode() if reached.host.isascii() else reached.host
+        connection = socket.create_connection((host, reached.port), timeout_s)  # type: ignore[arg-type]
     except OSError as error:
-        raise WireError(_reason(error), refused=True) from None
+        through = f"the proxy of {proxy.variable}, {reached.authority}: " if proxy else ""
+        raise WireError(f"{through}{_reason(error)}", refused=True) from None
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if not endpoint.tls:
         # The kernel keeps the time from here on; Python's own timeouts cost a poll before each call.
@@ -228,20 +302,46 @@ def _connect(endpoint: Endpoint, timeout_s: float) -> socket.socket:
     import ssl  # 10 ms, only for https
 
     try:
+        if proxy:
+            _tunnel(connection, endpoint, proxy, timeout_s)
         return tls_context().wrap_socket(connection, server_hostname=endpoint.host)
+    except WireError:
+        connection.close()
+        raise
     except ssl.SSLCertVerificationError as error:
         connection.close()
         raise WireError(f"its certificate cannot be trusted: {error.verify_message}", refused=True) from None
-    except (ssl.SSLError, OSError) as error:
+    except (ssl.SSLError, OSError, ValueError) as error:  # ValueError: a host that no certificate can name
         connection.close()
-        raise WireError(f"no TLS connection: {_reason(error)}", refused=True) from None
+        reason = _reason(error) if isinstance(error, OSError) else "its name cannot be in a certificate"
+        raise WireError(f"no TLS connection: {reason}", refused=True) from None
+
+
+def _tunnel(connection: socket.socket, endpoint: Endpoint, proxy: Proxy, timeout_s: float) -> None:
+    """Ask the proxy to pass on what follows (RFC 9110 §9.3.6)."""
+    host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
+    lines = [f"CONNECT {host}:{endpoint.port} HTTP/1.1", f"Host: {host}:{endpoint.port}"]
+    if proxy.authorization:
+        lines.append(f"Proxy-Authorization: {proxy.authorization}")
+    where = f"the proxy of {proxy.variable}, {proxy.endpoint.authority}"
+    connection.sendall("\r\n".join([*lines, "", ""]).encode("latin-1"))
+    try:
+        head, rest = _receive_head(connection, b"", timeout_s)
+    except (FieldError, WireError) as error:
+        raise WireError(f"{where}: {error}", refused=True) from None
+    if not 200 <= head.status < 300 or rest:
+        hint = f"; expected user and password in {proxy.variable}" if head.status == 407 else ""
+        raise WireError(f"{where}: expected a tunnel, found {head.status}{hint}", refused=True)
 
 
 _contexts: list[ssl.SSLContext] = []
 
 
 def tls_context() -> ssl.SSLContext:
-    """One for all connections: reading the certificates takes 20 ms. SSL_CERT_FILE and SSL_CERT_DIR are honoured."""
+    """Return the one for all connections: reading the certificates takes 20 ms.
+
+    SSL_CERT_FILE and SSL_CERT_DIR are honoured.
+    """
     if not _contexts:
         import ssl
 

@@ -183,3 +183,37 @@ def test_a_folder_of_diffusers(tmp_path: Path, safetensors_file: Make) -> None:
     named = {"weight_map": {"a": "one.safetensors"}}
     (tmp_path / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(named))
     assert [shard.name for shard in open_checkpoint(str(tmp_path)).index.shards] == ["one.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"weight_map": ' + "[" * 100_000, "expected JSON with a weight_map"),
+        ('{"weight_map": {"a": "\\ud800.safetensors"}}', "half of a character"),
+        (json.dumps({"weight_map": {str(n): f"{n}.safetensors" for n in range(10_001)}}), "at most 10000 shards"),
+    ],
+)
+def test_an_index_json_that_attacks(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CorruptError, match=message):
+        open_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("shards", "entry"),
+    [
+        ([["m", 100, 8]], [1, 0, 8, "F32", [2]]),
+        ([["m", 100, 8]], [0, 90, 98, "F32", [2]]),
+        ([["m", 100, 8]], [0, 8, 0, "F32", [2]]),
+        ([["m", 100, 8]], [0, 0, 8, "F32", [3]]),
+        ([["m", 100, 8]], [0, 0, 8, "F32", [2], [9]]),
+        ([["m", 100, 8]], [0, 0, 8, "F32", [True, 2]]),
+        ([["m", 100, 8]], [0, -8, 0, "F32", [2]]),
+        ([["m", 8, 100]], [0, 0, 0, "F32", [0]]),
+        ([[3, 100, 8]], [0, 0, 8, "F32", [2]]),
+    ],
+)
+def test_an_index_that_names_bytes_out_of_bounds(shards: Any, entry: Any) -> None:
+    text = json.dumps({"format": 1, "shards": shards, "tensors": {"a": entry}})
+    with pytest.raises(CorruptError, match="bytes that its shards do not have"):
+        WeightIndex.from_json(text)

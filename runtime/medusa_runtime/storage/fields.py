@@ -1,0 +1,186 @@
+"""The head of an HTTP/1.1 response and its fields, read strictly: what the RFCs do not allow is an error.
+
+Sources: RFC 9110 (fields, ranges, validators) and RFC 9112 (the message on the wire). What an origin sends is used in
+later requests (an ETag comes back in If-Match) and decides where an answer ends, so nothing is guessed. Every number is
+ASCII digits and has a largest value; every function here takes time linear in its input.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from urllib.parse import SplitResult
+
+# No control characters but the tab (RFC 9110 §5.5), and line ends only as CR LF (RFC 9112 §2.2).
+_FORBIDDEN = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]|\r(?!\n)|(?<!\r)\n")
+_STATUS_LINE = re.compile(rb"HTTP/1\.([0-9]) ([1-5][0-9]{2}) .*", re.DOTALL)
+_TOKEN = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
+_NUMBER = re.compile(r"[0-9]{1,18}")  # stays below 2^63
+_CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;.*)?", re.DOTALL)
+_CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})", re.IGNORECASE)
+_UNSATISFIED = re.compile(r"bytes \*/([0-9]{1,18})", re.IGNORECASE)
+_ENTITY_TAG = re.compile(r'(?:W/)?"[\x21\x23-\x7e\x80-\xff]*"')
+_MONTHS = "Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec"
+_TIME = "([0-9]{2}):([0-9]{2}):([0-9]{2})"
+_DATE = re.compile(rf"(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun), ([0-9]{{2}}) ({_MONTHS}) ([0-9]{{4}}) {_TIME} GMT")
+# Those that come once (RFC 9110 §5.5 calls them singletons) and that a reader of ranges acts upon.
+_ONCE = frozenset(
+    ("content-length", "content-range", "etag", "last-modified", "location", "retry-after", "x-amz-bucket-region")
+)
+
+
+class FieldError(Exception):
+    """What came is not HTTP/1.1 as the RFCs define it."""
+
+
+class Head(NamedTuple):
+    """The status line and the fields, whose names are in lower case. ``minor`` is 1 for HTTP/1.1."""
+
+    minor: int
+    status: int
+    fields: dict[str, str]
+
+
+class ContentRange(NamedTuple):
+    """The bytes [start, stop) of an object of ``size`` bytes that a 206 holds."""
+
+    start: int
+    stop: int
+    size: int
+
+
+def parse_head(head: bytes) -> Head:
+    """Parse a response's head, without the empty line that ends it. FieldError says what is not allowed."""
+    if wrong := _FORBIDDEN.search(head):
+        raise FieldError(f"expected lines that end in CR LF and no control characters, found {_near(head, wrong)}")
+    status_line, *lines = head.split(b"\r\n")
+    status = _STATUS_LINE.fullmatch(status_line)
+    if not status:
+        raise FieldError(f"expected an HTTP/1.1 answer, found {status_line[:60]!r}")
+    fields: dict[str, str] = {}
+    name = ""
+    for line in lines:
+        if line[:1] in (b" ", b"\t") and name:  # a folded line (RFC 9112 §5.2)
+            fields[name] = f"{fields[name]} {_value(line)}".strip()
+            continue
+        raw, colon, rest = line.partition(b":")
+        if not colon or not _TOKEN.fullmatch(raw):
+            raise FieldError(f"expected a field (name: value), found {line[:60]!r}")
+        name, value = raw.decode("ascii").lower(), _value(rest)
+        if name not in fields:
+            fields[name] = value
+        elif name not in _ONCE:
+            fields[name] = f"{fields[name]}, {value}".strip()
+        elif fields[name] != value:
+            raise FieldError(f"expected {name} once, found {fields[name][:60]!r} and {value[:60]!r}")
+    return Head(int(status[1]), int(status[2]), fields)
+
+
+def _value(raw: bytes) -> str:
+    return raw.strip(b" \t").decode("latin-1")
+
+
+def _near(head: bytes, found: re.Match[bytes]) -> str:
+    return repr(head[max(found.start() - 30, 0) : found.end() + 30])
+
+
+def framing(head: Head) -> tuple[int | None, bool]:
+    """Return the body's length and whether it is chunked; (None, False) when only the connection's end ends it.
+
+    Source: RFC 9112 §6.3. An answer with both a length and a transfer coding is refused: two readers could disagree
+    about where it ends.
+    """
+    length, coding = head.fields.get("content-length"), head.fields.get("transfer-encoding")
+    if coding is not None:
+        if length is not None or head.minor == 0 or coding.lower() != "chunked":
+            raise FieldError(
+                f"expected Content-Length or Transfer-Encoding: chunked, found {length} and {coding[:60]!r}"
+            )
+        chunked = True
+    else:
+        chunked = False
+    if head.status < 200 or head.status in (204, 304):
+        return 0, False
+    return (None, chunked) if length is None else (number("Content-Length", length), False)
+
+
+def keeps_open(head: Head) -> bool:
+    """Whether the server lets the connection be used again."""
+    options = head.fields.get("connection", "").lower().split(",")
+    return head.minor > 0 and "close" not in (option.strip() for option in options)
+
+
+def number(name: str, text: str) -> int:
+    """Parse a number of ASCII digits."""
+    if not _NUMBER.fullmatch(text):
+        raise FieldError(f"expected {name} to be a number, found {text[:60]!r}")
+    return int(text)
+
+
+def chunk_size(line: bytes) -> int:
+    """Parse the line in front of a chunk; extensions are ignored (RFC 9112 §7.1)."""
+    found = _CHUNK_SIZE.fullmatch(line)
+    if not found or _FORBIDDEN.search(line):
+        raise FieldError(f"expected the size of a chunk, found {line[:60]!r}")
+    return int(found[1], 16)
+
+
+def content_range(text: str) -> ContentRange:
+    """Parse the Content-Range of a 206, which must lie within the object (RFC 9110 §14.4)."""
+    found = _CONTENT_RANGE.fullmatch(text)
+    if not found or not int(found[1]) <= int(found[2]) < int(found[3]):
+        raise FieldError(f"expected Content-Range: bytes first-last/size, found {text[:60]!r}")
+    return ContentRange(int(found[1]), int(found[2]) + 1, int(found[3]))
+
+
+def unsatisfied_size(text: str) -> int:
+    """Parse the Content-Range of a 416, which holds the object's size."""
+    found = _UNSATISFIED.fullmatch(text)
+    if not found:
+        raise FieldError(f"expected Content-Range: bytes */size, found {text[:60]!r}")
+    return int(found[1])
+
+
+def entity_tag(text: str) -> str | None:
+    """Return the ETag as it is, or None for one that may not be sent back: Azure's old API leaves out the quotes."""
+    return text if _ENTITY_TAG.fullmatch(text) else None
+
+
+def http_date(text: str) -> str | None:
+    """Return the date as it is, or None for what is no date as servers must write it (RFC 9110 §5.6.7)."""
+    return text if _DATE.fullmatch(text) else None
+
+
+def retry_after_s(text: str, now: float) -> float | None:
+    """Return the seconds of a Retry-After, a number or a date; None when it is neither."""
+    if _NUMBER.fullmatch(text):
+        return float(text)
+    found = _DATE.fullmatch(text)
+    if not found:
+        return None
+    import calendar  # 5 ms, and dates are rare here
+
+    day, month, year, *clock = found.groups()
+    moment = (int(year), _MONTHS.split("|").index(month) + 1, int(day), *map(int, clock))
+    try:
+        return max(calendar.timegm(moment) - now, 0.0)
+    except ValueError:  # the thirty-first of February
+        return None
+
+
+def is_encoded(text: str) -> bool:
+    """Whether a Content-Encoding changes the bytes; some stores leave the name of an upload's framing there."""
+    return any(coding.strip().lower() not in ("", "identity", "aws-chunked") for coding in text.split(","))
+
+
+def basic_authorization(parts: SplitResult) -> str | None:
+    """Return the Authorization value for the user and password in a URL, or None without a user (RFC 7617)."""
+    if parts.username is None:
+        return None
+    import base64
+    from urllib.parse import unquote
+
+    pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+    return "Basic " + base64.b64encode(pair.encode()).decode()
