@@ -3,7 +3,7 @@
 # One file for all variants (images/variants.toml): slim (torch engine), cpu (with vLLM), cuda (with vLLM).
 # Layers, from what is read last in a cold start and changes least to what changes most:
 #   base · standard library, compiled · packages that a start does not read · packages that it reads · the runtime
-ARG BASE_IMAGE=docker.io/library/python:3.11-slim-bookworm
+ARG BASE_IMAGE=docker.io/library/python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
 
 FROM ${BASE_IMAGE} AS base
 ARG VARIANT=slim
@@ -15,7 +15,8 @@ RUN --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
 
 FROM base AS packages
 ARG VARIANT=slim
-COPY images/variants.toml images/install.py pyproject.toml /build/
+COPY images/variants.toml images/install.py /build/
+COPY images/locks /build/locks
 RUN --mount=type=secret,id=ca,target=/etc/ssl/certs/ca-certificates.crt \
     --mount=type=secret,id=pip,target=/etc/pip.conf \
     python3 /build/install.py packages "${VARIANT}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import host
 import podman
 
 ROOT = Path(__file__).resolve().parent.parent
-PUBLIC_BASE = "docker.io/library/python:3.11-slim-bookworm"
+PUBLIC_BASE = re.findall(r"(?m)^ARG BASE_IMAGE=(.*)$", (ROOT / "Dockerfile").read_text())[0]
 OWN_BASE = "localhost/medusa-debian:bookworm"
 NAME = "localhost/medusa-runtime"
 STAGES = ("packages", "runtime")

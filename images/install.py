@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -24,18 +25,13 @@ def main() -> None:
     name, variants = sys.argv[2], tomllib.loads((BUILD / "variants.toml").read_text())
     if name not in variants or name == "common":
         sys.exit(f"VARIANT={name!r}: expected {', '.join(sorted(set(variants) - {'common'}))}")
-    install_packages(variants[name], variants["common"])
+    install_packages(name, variants[name], variants["common"])
 
 
-def install_packages(variant: dict[str, Any], common: dict[str, Any]) -> None:
-    project = tomllib.loads((BUILD / "pyproject.toml").read_text())["project"]
-    wanted = [each for each in project["dependencies"] if not each.startswith("torch")]
-    for extra in common["extras"]:
-        wanted += project["optional-dependencies"][extra]
+def install_packages(name: str, variant: dict[str, Any], common: dict[str, Any]) -> None:
     subprocess.run([sys.executable, "-m", "venv", HOME], check=True)
-    install("--upgrade", "pip")  # the one that comes with Python has known vulnerabilities
-    install_torch(variant["torch"], variant.get("torch_index"))
-    install(variant["torch"], *wanted, *variant.get("packages", []))
+    # Versions and hashes of everything, pip itself too: the one that comes with Python has known vulnerabilities.
+    install_locked(BUILD / "locks" / f"{name}.txt", variant.get("torch_index"))
     for distribution in variant.get("remove", []):
         run(*PIP, "uninstall", "--yes", distribution)
     freeze = subprocess.run([*PIP, "freeze", "--all"], check=True, capture_output=True, text=True).stdout
@@ -45,14 +41,18 @@ def install_packages(variant: dict[str, Any], common: dict[str, Any]) -> None:
     compile_all(site_packages())
 
 
-def install_torch(torch: str, index: str | None) -> None:
-    """From the registry that the building machine is set up for; where that has none, from PyTorch's own."""
+def install_locked(lock: Path, index: str | None, *flags: str) -> None:
+    """From the registry that the building machine is set up for; where that lacks torch's build, from PyTorch's, too.
+
+    Whatever registry that is, what has another hash than the lock's is not installed.
+    """
+    locked = ("--require-hashes", "--no-deps", "--only-binary", ":all:", "--requirement", str(lock), *flags)
     try:
-        install(torch)
+        install(*locked)
     except subprocess.CalledProcessError:
         if index is None:
             raise
-        install("--extra-index-url", index, torch)
+        install("--extra-index-url", index, *locked)
 
 
 def install(*what: str) -> None:
@@ -60,7 +60,12 @@ def install(*what: str) -> None:
 
 
 def install_runtime() -> None:
-    install("--no-deps", "/source")
+    # pip would fetch what builds a wheel by itself, whatever version there is.
+    with tempfile.TemporaryDirectory() as tools:
+        install_locked(BUILD / "locks/build.txt", None, "--target", tools)
+        os.environ["PYTHONPATH"] = tools
+        install("--no-deps", "--no-build-isolation", "/source")
+        del os.environ["PYTHONPATH"]
     compile_all(*site_packages().glob("medusa_*"))
     if not list(site_packages().glob("medusa_runtime/kernels/*.so")):
         sys.exit("the CPU kernels were not compiled; expected gcc in this stage")

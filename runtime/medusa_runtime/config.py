@@ -34,6 +34,8 @@ class Settings:
     engine: str = "torch"
     platform: str = "auto"
     state: str | None = None
+    trust_state: str | None = None
+    trust_key: str | None = None
     served_model_name: str | None = None
     host: str = "0.0.0.0"
     port: int = 8080
@@ -140,6 +142,62 @@ def _token(value: str) -> str:
     return value
 
 
+def trust_prefixes(value: str) -> str:
+    """URL prefixes with commas between them, as ``--trust-state`` takes them."""
+    parts = [part.strip() for part in value.split(",") if part.strip()]
+    if not parts or not all(map(_is_prefix, parts)):
+        raise ValueError(
+            "absolute folders and URL prefixes with a host or bucket, such as /models/ or s3://bucket/team/, "
+            "with commas between them"
+        )
+    return ",".join(parts)
+
+
+def _is_prefix(text: str) -> bool:
+    scheme, separator, rest = text.partition("://")
+    if ".." in text.split("/") or any(mark in text for mark in "?#*\\"):
+        return False
+    if not separator:
+        return text.startswith("/")
+    host = rest.partition("/")[0]
+    return bool(scheme and host) and "::" not in scheme and not (scheme.startswith("http") and "@" in host)
+
+
+def trust_keys(value: str) -> str:
+    """Public keys with commas between them, each ``ed25519:<base64>``; a file of one (PEM) is read here."""
+    parts = [part.strip() for part in value.split(",") if part.strip()]
+    if not parts:
+        raise ValueError(_KEY_FORM)
+    return ",".join(map(_public_key, parts))
+
+
+_KEY_FORM = "ed25519:<base64 of 32 bytes>, as materialize --sign prints it, or a PEM file of such a public key"
+_KEY_BYTES = 32
+# What RFC 8410 puts in front of the key: SubjectPublicKeyInfo { id-Ed25519 } BIT STRING.
+_DER_PREFIX = bytes.fromhex("302a300506032b6570032100")
+
+
+def _public_key(text: str) -> str:
+    # Without the cryptography package: a start that meets no signed bundle must not pay for its import.
+    import base64
+
+    try:
+        if text.startswith("ed25519:"):
+            raw = base64.b64decode(text.removeprefix("ed25519:"), validate=True)
+        else:
+            with open(text, encoding="ascii") as file:
+                lines = file.read(4096).split("-----")  # BEGIN, the key in lines of base64, END
+            der = base64.b64decode("".join(lines[2].split()), validate=True) if "BEGIN PUBLIC KEY" in lines else b""
+            raw = der.removeprefix(_DER_PREFIX) if der.startswith(_DER_PREFIX) else b""
+    except OSError as error:
+        raise ValueError(f"{_KEY_FORM}; {text}: {error.strerror}") from None
+    except ValueError:
+        raise ValueError(_KEY_FORM) from None
+    if len(raw) != _KEY_BYTES:
+        raise ValueError(_KEY_FORM)
+    return "ed25519:" + base64.b64encode(raw).decode()
+
+
 class OneOf:
     """Reads one of a few words: those given, or those that a function returns when it is asked."""
 
@@ -170,6 +228,18 @@ OPTIONS = (
     ),
     Option(
         "state", ("MEDUSA_STATE",), _text, "where the state bundle lies (default: beside the weights); none: use none"
+    ),
+    Option(
+        "trust_state",
+        ("MEDUSA_TRUST_STATE",),
+        trust_prefixes,
+        "PREFIX[,PREFIX]: folders and URLs whose state bundles may bring code that is run; default: your own files",
+    ),
+    Option(
+        "trust_key",
+        ("MEDUSA_TRUST_KEY",),
+        trust_keys,
+        "KEY[,KEY]: ed25519 public keys (or PEM files); code in bundles signed with one of them is run, too",
     ),
     Option("served_model_name", ("MEDUSA_SERVED_MODEL_NAME",), _text, "the model's name in the OpenAI routes"),
     Option("host", ("MEDUSA_HOST",), _text, "address to bind"),

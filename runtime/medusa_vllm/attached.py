@@ -16,19 +16,22 @@ from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
 _REGION, _TIMELINE, _KERNELS = "medusa_region", "medusa_timeline", "medusa_kernels"
+_SHARED = "medusa_shared"
 
 
 def settings_for(region: Region, timeline: Timeline, settings: Settings) -> dict[str, str]:
     """``model_loader_extra_config`` for processes that load from this region."""
     own = f"/proc/{os.getpid()}/fd"
-    return {_REGION: f"{own}/{region.fd}", _TIMELINE: f"{own}/{timeline.fd}", _KERNELS: settings.kernels}
+    paths = {_REGION: f"{own}/{region.fd}", _TIMELINE: f"{own}/{timeline.fd}", _KERNELS: settings.kernels}
+    return paths | ({_SHARED: "1"} if region.shared else {})
 
 
 class Attached:
     """A region and a timeline, opened by a process that was given their paths; ``kernels`` as in the settings."""
 
-    def __init__(self, region: str, timeline: str, kernels: str) -> None:
+    def __init__(self, region: str, timeline: str, kernels: str, shared: bool) -> None:
         self._paths = region, timeline
+        self._shared = shared
         self.kernels = kernels
 
     @classmethod
@@ -40,12 +43,12 @@ class Attached:
                 "--load-format medusa: expected to be started by `medusa serve --engine vllm`, found no region to "
                 "load from"
             )
-        return _attach(extra[_REGION], extra[_TIMELINE], extra[_KERNELS])
+        return _attach(extra[_REGION], extra[_TIMELINE], extra[_KERNELS], _SHARED in extra)
 
     @cached_property
     def region(self) -> Region:
         """Mapped private and writable: what vLLM changes in place is this process's copy of a page."""
-        return Region(os.open(self._paths[0], os.O_RDONLY | os.O_CLOEXEC), private=True)
+        return Region(os.open(self._paths[0], os.O_RDONLY | os.O_CLOEXEC), private=True, shared=self._shared)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -53,8 +56,8 @@ class Attached:
 
 
 @lru_cache(maxsize=1)
-def _attach(region: str, timeline: str, kernels: str) -> Attached:
-    return Attached(region, timeline, kernels)
+def _attach(region: str, timeline: str, kernels: str, shared: bool) -> Attached:
+    return Attached(region, timeline, kernels, shared)
 
 
 __all__ = ["Attached", "settings_for"]

@@ -159,7 +159,7 @@ def test_needed_flags_are_printed_and_are_the_ones_that_the_crd_names() -> None:
 def test_node_agent_is_one_that_kubernetes_knows() -> None:
     _, documents = rendered("qwen", "--image=qwen:1", "--node-agent", "--toleration=gpu", "--node-selector=pool=gpu")
     kinds = [document["kind"] for document in documents]
-    assert kinds == ["Namespace", "ServiceAccount", "Role", "RoleBinding", "DaemonSet", "Service"]
+    assert kinds == ["Namespace", "ServiceAccount", "Role", "RoleBinding", "NetworkPolicy", "DaemonSet", "Service"]
     for document in documents[:-1]:
         kubernetes_validate.validate(document, "1.30", strict=True)
     daemon, service = documents[-2]["spec"]["template"]["spec"], documents[-1]["spec"]["template"]["spec"]
@@ -171,6 +171,29 @@ def test_node_agent_is_one_that_kubernetes_knows() -> None:
     assert "privileged" not in daemon["containers"][0]["securityContext"]
     assert not {"hostIPC", "hostPID", "hostNetwork"} & set(daemon)
     assert documents[0]["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "privileged"
+    # An agent that is up but answers nobody is replaced; nobody connects to its pod, whose socket is in the folder.
+    probe = daemon["containers"][0]["livenessProbe"]
+    assert probe["exec"]["command"] == ["medusa", "node", "ping"]
+    policy = documents[-3]["spec"]
+    assert policy == {
+        "podSelector": {"matchLabels": {"app.kubernetes.io/name": "medusa-node"}},
+        "policyTypes": ["Ingress"],
+        "ingress": [],
+    }
+    labels = documents[-2]["spec"]["template"]["metadata"]["labels"]
+    assert policy["podSelector"]["matchLabels"].items() <= labels.items()
+
+
+def test_a_function_is_reached_through_knative_and_from_its_namespace() -> None:
+    _, (policy, service) = rendered("qwen", "--image=qwen:1", "--namespace=team", "--network-policy")
+    kubernetes_validate.validate(policy, "1.30", strict=True)
+    assert policy["metadata"]["namespace"] == service["metadata"]["namespace"] == "team"
+    assert policy["spec"]["podSelector"] == {"matchLabels": {"serving.knative.dev/service": "qwen"}}
+    (rule,) = policy["spec"]["ingress"]
+    knative, own = rule["from"]
+    assert own == {"podSelector": {}}
+    (namespaces,) = knative["namespaceSelector"]["matchExpressions"]
+    assert "knative-serving" in namespaces["values"]
 
 
 def test_the_node_agents_pod_is_told_what_to_keep_warm() -> None:

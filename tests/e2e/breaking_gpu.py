@@ -30,7 +30,7 @@ class Context:
 class Bundle:
     """A region's files, among them graphs."""
 
-    def file(self, name: str) -> bytes:
+    def code(self, name: str) -> bytes:
         return b"graphs"
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -156,3 +157,35 @@ def test_what_torch_saved_is_converted_and_materialized(tmp_path: Path) -> None:
     known = medusa(*arguments[:4], tmp_path / "net.safetensors", "--convert", tmp_path / "two" / "n.safetensors")
     assert "is safetensors already" in known.stderr
     assert not any((tmp_path / "two").iterdir())
+
+
+def test_a_bundle_is_signed_and_what_others_put_there_is_not(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns(".medusa"))
+    key, public = tmp_path / "key.pem", tmp_path / "key.pub"
+    subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", key], check=True)
+    subprocess.run(["openssl", "pkey", "-in", key, "-pubout", "-out", public], check=True)
+    command = ("materialize", "--model", folder, "--starts", "0")
+    assert medusa(*command).returncode == 0
+    manifest = folder / ".medusa" / "manifest.json"
+    document = json.loads(manifest.read_bytes())
+    shape = document["artifacts"][0]["key"]["shape"]
+    document["artifacts"].append({"kind": "cuda-graphs", "key": {"shape": shape}, "sha256": "0" * 64, "size": 5})
+    manifest.write_text(json.dumps(document))
+
+    signed = medusa(*command, "--sign", key)
+    assert signed.returncode == 0, signed.stderr
+    assert "cuda-graphs    left out: it was there already, and not signed with this key" in signed.stdout
+    named = signed.stdout.splitlines()[-1].rpartition("--trust-key ")[2]
+    assert named.startswith("ed25519:")
+    shown = json.loads(medusa("inspect", folder, "--json", "--trust-key", public).stdout)["state"]
+    assert shown["signed"] == named
+    assert {artifact["kind"] for artifact in shown["artifacts"]} == {"kv-plan", "weight-index"}
+    assert f"signed with {named}" in medusa("inspect", folder).stdout
+
+    again = medusa(*command)
+    assert "signature      left out: the bundle was signed and no longer is; expected --sign" in again.stdout
+    bad = medusa(*command, "--sign", public)
+    assert bad.returncode == 2
+    assert bad.stderr.count("\n") == 1
+    assert "expected a PEM file with an ed25519 private key" in bad.stderr

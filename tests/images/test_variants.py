@@ -59,3 +59,44 @@ def test_every_stage_that_is_copied_from_exists() -> None:
     for source in re.findall(r"(?m)^COPY (?!--from)(.+) \S+$", dockerfile):
         for path in source.split():
             assert path == "." or (ROOT / path).exists(), path
+
+
+def locked(name: str) -> dict[str, tuple[Requirement, list[str]]]:
+    """Of each package the version, and the hashes that its files may have."""
+    text = (ROOT / "images" / "locks" / f"{name}.txt").read_text()
+    found = {}
+    for entry in re.split(r"(?m)^(?=[a-z0-9])", re.sub(r"(?m)^#.*\n", "", text))[1:]:
+        requirement = Requirement(entry.partition(" \\")[0])
+        found[requirement.name.lower()] = (requirement, re.findall(r"--hash=sha256:([0-9a-f]{64})\b", entry))
+    return found
+
+
+@pytest.mark.parametrize("name", [*sorted(set(VARIANTS) - {"common"}), "build"])
+def test_a_lock_has_a_version_and_hashes_of_everything_and_no_place(name: str) -> None:
+    text = (ROOT / "images" / "locks" / f"{name}.txt").read_text()
+    assert "://" not in text
+    for requirement, hashes in locked(name).values():
+        (pin,) = requirement.specifier
+        assert pin.operator in ("==", "===")
+        assert hashes
+
+
+@pytest.mark.parametrize("name", sorted(set(VARIANTS) - {"common"}))
+def test_a_lock_holds_what_the_project_asks_for(name: str) -> None:
+    """Otherwise: python images/lock.py"""
+    lock = locked(name)
+    wanted = ["pip", VARIANTS[name]["torch"], *PROJECT["dependencies"], *VARIANTS[name].get("packages", [])]
+    for extra in VARIANTS["common"]["extras"]:
+        wanted += PROJECT["optional-dependencies"][extra]
+    for text in wanted:
+        asked = Requirement(text)
+        (pin,) = lock[re.sub(r"[-_.]+", "-", asked.name).lower()][0].specifier
+        assert asked.specifier.contains(pin.version), text
+    (built,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    (pin,) = locked("build")["hatchling"][0].specifier
+    assert Requirement(built).specifier.contains(pin.version)
+
+
+def test_the_base_is_named_by_its_digest() -> None:
+    (named,) = re.findall(r"(?m)^ARG BASE_IMAGE=(.*)$", (ROOT / "Dockerfile").read_text())
+    assert re.fullmatch(r"docker\.io/library/python:3\.11-slim-bookworm@sha256:[0-9a-f]{64}", named)

@@ -10,6 +10,7 @@ from typing import Any
 
 from medusa_runtime.errors import MedusaError
 from medusa_runtime.node.client import NodeClient
+from medusa_runtime.node.regions.model_key import absolute
 
 from .process import Process
 
@@ -28,8 +29,11 @@ class Node:
         self._process: Process | None = None
         self.socket = str(Path(self._folder.name) / "node.sock")
 
-    def wait_warm(self) -> None:
-        """Until an engine process waits for a function. Raises MedusaError with what the agent said when none comes."""
+    def wait_warm(self, model: str) -> None:
+        """Until an engine process waits for a function. Raises MedusaError with what the agent said when none comes.
+
+        It may run the code in the bundle of the ``model`` that is named first.
+        """
         if self._process is None:
             command = [
                 *self._medusa,
@@ -39,7 +43,7 @@ class Node:
                 "--prewarm",
                 f"{self._engine}=1",
                 "--trust-state",
-                "yes",
+                absolute(model),
             ]
             self._process = Process([*command, "--log-level", "warning"], self._env)
         deadline = time.monotonic() + _WARM_TIMEOUT_S

@@ -34,14 +34,14 @@ def measure_node(result: Result, ours: Medusa, question: Question, *, runs: int,
             node = stack.enter_context(closing(Node(ours.command, ours.engine, question.env)))
             started: list[list[int]] = []
             for _ in range(functions):
-                node.wait_warm()
+                node.wait_warm(question.model)
                 process, answer, engine = _serving(stack, ours, question, "--node-socket", node.socket)
                 if engine is None:
                     raise process.failure("started an engine of its own, expected it to take the node's")
                 if answer != text:
                     raise MedusaError(f"a function of the node says {answer[:80]!r}, one without it {text[:80]!r}")
                 started.append([*process.tree(), engine])
-            node.wait_warm()
+            node.wait_warm(question.model)
             fall.append(available - _available_mb())
             engines = {pid for pids in started for pid in pids}
             own = [pss_bytes(pids) / 1e6 for pids in started]

@@ -25,7 +25,7 @@ class Prewarmed(Medusa):
 
     def sample(self, question: Question) -> Sample:
         question = self.prepared(question)
-        self._node.wait_warm()
+        self._node.wait_warm(question.model)
         port = openai_client.free_port()
         flags = ("--node-socket", self._node.socket, "--engine-start", "request")
         with self.start(question, port, *flags) as process:
@@ -47,7 +47,7 @@ class Prewarmed(Medusa):
                 stages=tuple(stage for stage in stages if stage.end_ns >= asked_ns),
                 began_ns=asked_ns,
             )
-        self._node.wait_warm()  # the next one warms up now, and not while others are measured
+        self._node.wait_warm(question.model)  # the next one warms up now, and not while others are measured
         return sample
 
     def await_weights(self, connection: openai_client.Connection) -> None:

@@ -16,8 +16,9 @@ from medusa_runtime.state.key import Facts, Subject
 from medusa_runtime.state.kinds import CUDA_GRAPHS, KINDS, KV_PLAN, STAGE_TIMES, WEIGHT_INDEX
 from medusa_runtime.state.kv_plan import KvPlan
 from medusa_runtime.state.locate import FOLDER
-from medusa_runtime.state.manifest import Artifact
+from medusa_runtime.state.manifest import Artifact, Manifest
 from medusa_runtime.state.stage_times import StageTimes
+from medusa_runtime.state.trust import Trust
 from medusa_runtime.state.weight_index import RecordedIndex
 from medusa_runtime.storage.base import open_store, redacted
 
@@ -32,18 +33,23 @@ def summarize(checkpoint: Checkpoint, settings: Settings, *, verify: bool) -> di
     store = checkpoint.store if settings.state is None else open_store(settings.state)
     try:
         bundle = Bundle(store, f"{FOLDER}/" if settings.state is None else "")
-        manifest = bundle.manifest()
-        if manifest is None:
+        text = bundle.text()
+        if text is None:
             return None
+        manifest = Manifest.parse(text)
         facts = Facts(Subject(checkpoint.index, checkpoint.files, settings))
         artifacts = [_artifact(artifact, bundle, facts, verify) for artifact in manifest.artifacts]
         quarantine = Quarantine(replace(settings, model=checkpoint.store.url), os.environ)
         for artifact, found in zip(manifest.artifacts, artifacts, strict=True):
+            if artifact.kind in KINDS and KINDS[artifact.kind].code and found["problem"] is None:
+                found["problem"] = bundle.objection(Trust.of(settings), text, manifest)
             if artifact.kind == CUDA_GRAPHS.name and (reason := quarantine.reason(artifact.sha256)) is not None:
                 found["problem"] = f"its graphs broke the device's context here: {reason}; materialize again"
         artifacts += [{"kind": kind, "problem": reason} for kind, reason in manifest.rejected]
         url = redacted(store.url)
-        return {"url": url if settings.state else f"{url.rstrip('/')}/{FOLDER}", "artifacts": artifacts}
+        signed = None if manifest.signature is None else manifest.signature.key
+        place = url if settings.state else f"{url.rstrip('/')}/{FOLDER}"
+        return {"url": place, "signed": signed, "artifacts": artifacts}
     finally:
         if store is not checkpoint.store:
             store.close()
@@ -87,7 +93,8 @@ def as_text(found: dict[str, Any] | None) -> str:
     if found is None:
         return "  state    none; make it with medusa materialize"
     count = len(found["artifacts"])
-    lines = [f"  state    {count} artifact{'s' * (count != 1)} in {found['url']}"]
+    signed = f", signed with {found['signed'][:60]}" if found.get("signed") else ""
+    lines = [f"  state    {count} artifact{'s' * (count != 1)} in {found['url']}{signed}"]
     for artifact in found["artifacts"]:
         told = artifact.get("content") or ""
         if artifact["problem"]:

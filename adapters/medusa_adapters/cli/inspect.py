@@ -28,7 +28,17 @@ _SHAPE_FIELDS = {
 
 
 # What decides which artifacts are valid; as a start would be told.
-_STATE_FLAGS = ("model", "state", "engine", "device", "dtype", "max_model_len", "max_batched_tokens")
+_STATE_FLAGS = (
+    "model",
+    "state",
+    "trust_state",
+    "trust_key",
+    "engine",
+    "device",
+    "dtype",
+    "max_model_len",
+    "max_batched_tokens",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

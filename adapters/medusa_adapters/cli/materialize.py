@@ -41,6 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --engine none: a request whose answer shows in which order the handler's module uses its tensors, "
         "for starts to fetch them so; @FILE is a file's content",
     )  # fmt: skip
+    parser.add_argument(
+        "--sign", type=Path, metavar="KEY",
+        help="sign the bundle with this ed25519 private key (PEM); starts that name the public one (--trust-key) run "
+        "the code in it",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="DIR", help="write the bundle there; default: .medusa in the model")
     parser.add_argument(
         "--convert", type=Path, metavar="FILE",
@@ -58,10 +63,15 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("expected --model: the checkpoint to materialize")
     if arguments.starts < 0:
         raise ConfigError(f"--starts={arguments.starts} cannot be used: expected a whole number, 0 or more")
+    signer = None
+    if arguments.sign is not None:
+        from medusa_runtime.state.signing import Signer
+
+        signer = Signer.read(arguments.sign)
     if arguments.convert is not None:
         settings = replace(settings, model=convert(settings, arguments.convert))
     began = time.monotonic()
-    with Materialization(settings, arguments.out, _tell, _ordered(settings, arguments.request)) as making:
+    with Materialization(settings, arguments.out, _tell, _ordered(settings, arguments.request), signer) as making:
         making.prepare()
         manifest = making.commit()
         if arguments.starts and settings.engine != "none" and making.continues_text:
@@ -77,6 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
     took_s = time.monotonic() - began
     count = len(manifest.artifacts)
     print(f"{making.folder}: {count} artifact{'s' * (count != 1)}, {size(total)}, in {took_s:.1f} s")
+    if signer is not None:
+        print(f"signed; to run the code in it, starts say --trust-key {signer.public}")
     return 0
 
 

@@ -40,6 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--secret", action="append", default=[], help="a Secret whose entries become variables, e.g. AWS keys"
     )
+    parser.add_argument(
+        "--network-policy",
+        action="store_true",
+        help="render a NetworkPolicy, too: connections from Knative, its gateways and this namespace alone",
+    )
     parser.add_argument("--node-agent", action="store_true", help="share weights with the node agent; renders it, too")
     parser.add_argument("--node-agent-image", help="default: the function's image")
     parser.add_argument("--node-agent-memory", help="for regions and warm processes (16Gi)")
@@ -100,6 +105,8 @@ def render(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], list[st
             tolerations=placement.tolerations,
         )
     rendered = knative.service(described, placement)
+    if arguments.network_policy:
+        documents.append(knative.network_policy_of(rendered))
     return [*documents, rendered], _comments(rendered, placement, described.measured)
 
 

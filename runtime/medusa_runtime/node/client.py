@@ -90,7 +90,7 @@ class NodeClient:
         if answer.kind != "region" or len(answer.descriptors) != 2:
             answer.close()
             raise NodeError(f"the node agent answered {answer.kind!r}; expected a region")
-        return Region(answer.descriptors[0], demand_fd=answer.descriptors[1])
+        return Region(answer.descriptors[0], demand_fd=answer.descriptors[1], shared=True)
 
     def engine(self, kind: str, settings: dict[str, Any], descriptors: Sequence[int]) -> int:
         """Give an idle engine process this function; its pid on the agent's side. Raises NodeError without one."""

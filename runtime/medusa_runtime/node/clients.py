@@ -128,10 +128,11 @@ class Client:
         if len(message.descriptors) != len(GIVEN) - 2:
             raise NodeError(f"expected {len(GIVEN) - 2} descriptors, found {len(message.descriptors)}")
         mine = held.descriptors()
-        bundle_of = held.key if self._agent.settings.trust_state else None
+        trust = (self._agent.settings.trust_state, self._agent.settings.trust_key)
+        bundle_of = held.key if any(trust) else None
         try:
             pid = self._agent.engines.take(
-                text(message.body, "kind"), settings, [*mine, *message.descriptors], bundle_of=bundle_of
+                text(message.body, "kind"), settings, [*mine, *message.descriptors], bundle_of=bundle_of, trust=trust
             )
         finally:
             close_all(mine)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from ..config import LOG_LEVELS, NODE_SOCKET, OneOf, Option, parse_option, positive, seconds
+from ..config import LOG_LEVELS, NODE_SOCKET, OneOf, Option, parse_option, positive, seconds, trust_keys, trust_prefixes
 from ..errors import ConfigError
 from ..limits import memory_available_bytes, memory_limit_bytes
 from ..registry import engine_names
@@ -37,7 +37,8 @@ class NodeSettings:
     pin: tuple[str, ...] = ()
     look_every_s: float = 60.0  # at objects in a store, whether they were replaced; 0: never
     gpu_context: bool = False
-    trust_state: bool = False  # compiled code in the bundles beside models runs in the agent's engine processes
+    trust_state: str | None = None  # as of config.Settings: from where idle engines run code in bundles
+    trust_key: str | None = None
     connections: int | None = None
     log_level: str = "info"
 
@@ -138,9 +139,15 @@ NODE_OPTIONS = (
     ),
     Option(
         "trust_state",
-        ("MEDUSA_NODE_TRUST_STATE",),
-        _yes_or_no,
-        "yes: idle engines use the state bundles beside models, which hold compiled code",
+        ("MEDUSA_TRUST_STATE",),
+        trust_prefixes,
+        "PREFIX[,PREFIX]: folders and URLs whose state bundles may bring code that idle engines run; default: none",
+    ),
+    Option(
+        "trust_key",
+        ("MEDUSA_TRUST_KEY",),
+        trust_keys,
+        "KEY[,KEY]: ed25519 public keys (or PEM files); code in bundles signed with one of them is run, too",
     ),
     Option("connections", ("MEDUSA_CONNECTIONS",), positive, "connections to the store of one fetch"),
     Option("log_level", ("MEDUSA_LOG_LEVEL",), OneOf(*LOG_LEVELS), "how much to log"),

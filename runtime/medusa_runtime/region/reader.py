@@ -44,12 +44,14 @@ class Region:
     """A reader's view of a region. Each reader maps it read-only; nothing it does can change the weights.
 
     ``private``: mapped writable for this reader alone; pages it writes to are copied (for modules of unknown code).
+    ``shared``: it came from the node's agent, which anybody may ask to keep one, so it holds no code for us to run.
     """
 
-    def __init__(self, fd: int, *, private: bool = False, demand_fd: int = -1) -> None:
+    def __init__(self, fd: int, *, private: bool = False, demand_fd: int = -1, shared: bool = False) -> None:
         """Take over ``fd``, a region's memfd, and ``demand_fd``: where to ask, if the region itself is read-only."""
         self.fd = fd
         self.demand_fd = demand_fd
+        self.shared = shared
         self._flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
         self._protection = mmap.PROT_READ | (mmap.PROT_WRITE if private else 0)
         self._release: Release | None = None
@@ -147,10 +149,16 @@ class Region:
                 return None
         return bytes(self._memory[place[0] : place[0] + place[1]])
 
-    def has_file(self, name: str) -> bool:
-        """Whether there is a file of this name, or one may still come; does not wait for it."""
+    def code(self, name: str, timeout_s: float | None = None) -> bytes | None:
+        """As ``file``, for what is going to be run: only what this reader was lent or its own prefetcher brought."""
+        if name in self._lent or not self.shared:
+            return self.file(name, timeout_s)
+        return None
+
+    def has_code(self, name: str) -> bool:
+        """Whether ``code`` has a file of this name, or one may still come; does not wait for it."""
         self.wait_index()
-        return name in self._files
+        return name in self._lent or (not self.shared and name in self._files)
 
     def attach_file(self, name: str, data: bytes) -> None:
         """A file that this reader alone finds in the region."""

@@ -1,33 +1,38 @@
-"""What a bundle knows of a checkpoint, for an engine whose region was filled for all functions of a node.
+"""What a bundle holds for an engine whose region was filled for all functions of a node.
 
-The agent's prefetcher does not know the settings that a function will have, nor whom it may give code. The engine
-process that a function takes looks for itself, beside the weights that the agent fetched, and nowhere a function names;
-so does a function's own engine that reads the agent's region.
+The agent's prefetcher does not know which settings a function will have, and puts no code into a region that functions
+share. So the engine process that a function takes reads the bundle beside the weights itself, and never one that the
+function names. A function's own engine that reads the agent's region does the same.
 """
 
 from __future__ import annotations
 
-import logging
 import time
+from collections.abc import Callable
+from functools import partial
 
 from ..checkpoint.reader import SMALL_FILES
 from ..config import Settings
-from ..errors import MedusaError
 from ..region.reader import Region
 from ..storage.base import open_store
 from ..timeline import Timeline
 from .bundle import Bundle
 from .key import Facts, Subject, choose
 from .kinds import KINDS, WEIGHT_INDEX, Kind, file_name
+from .left_out import leave_out
 from .locate import FOLDER
 from .manifest import Manifest
+from .trust import Trust
 
-logger = logging.getLogger(__name__)
 
+def attach_artifacts(
+    region: Region, model: str, settings: Settings, timeline: Timeline, trust: Trust | None = None
+) -> None:
+    """Lend the region the artifacts beside ``model`` that are valid for these settings.
 
-def attach_artifacts(region: Region, model: str, settings: Settings, timeline: Timeline) -> None:
-    """Lend the region the artifacts beside ``model`` that are valid for these settings. Never raises for a bundle: what
-    cannot be used is left out and said once."""
+    Never raises for a bundle: what cannot be used is left out, and logged once. ``trust``: from whom code is taken, by
+    default as the settings say.
+    """
     index = region.wait_index()
     files = {name: data for name in SMALL_FILES if (data := region.file(name)) is not None}
     facts = Facts(Subject(index, files, settings))
@@ -36,32 +41,39 @@ def attach_artifacts(region: Region, model: str, settings: Settings, timeline: T
         store = open_store(model)
         try:
             bundle = Bundle(store, f"{FOLDER}/")
-            manifest = bundle.manifest()
+            text = bundle.text()
+            if text is None:
+                return
+            manifest = Manifest.parse(text)
             for kind in KINDS.values():
-                if manifest is not None and kind is not WEIGHT_INDEX:
-                    _attach_one(region, bundle, manifest, kind, facts, timeline)
+                if kind is not WEIGHT_INDEX:
+                    check = partial(bundle.check_trusted, trust or Trust.of(settings), text, manifest)
+                    _attach_one(region, bundle, manifest, kind, facts, timeline, check)
         finally:
             store.close()
-    except MedusaError as error:
-        _leave_out("the state bundle", error, timeline, began_ns)
+    except Exception as error:  # noqa: BLE001  whatever it is, the start goes on without
+        leave_out("the state bundle", error, timeline, began_ns)
 
 
 def _attach_one(
-    region: Region, bundle: Bundle, manifest: Manifest, kind: Kind, facts: Facts, timeline: Timeline
+    region: Region,
+    bundle: Bundle,
+    manifest: Manifest,
+    kind: Kind,
+    facts: Facts,
+    timeline: Timeline,
+    check_trusted: Callable[[], None],
 ) -> None:
     began_ns = time.monotonic_ns()
     try:
         artifact = choose(manifest, kind, [facts])
         if artifact is not None:
+            if kind.code:
+                check_trusted()
             region.attach_file(file_name(kind.name), bundle.read(artifact))
             timeline.record("restore", began_ns, time.monotonic_ns(), artifact=kind.name, bytes=artifact.size)
-    except MedusaError as error:
-        _leave_out(kind.name, error, timeline, began_ns)
-
-
-def _leave_out(what: str, error: Exception, timeline: Timeline, began_ns: int) -> None:
-    logger.warning("%s is not used: %s", what, error)
-    timeline.record("restore", began_ns, time.monotonic_ns(), artifact=what, left_out=str(error)[:300])
+    except Exception as error:  # noqa: BLE001
+        leave_out(kind.name, error, timeline, began_ns)
 
 
 __all__ = ["attach_artifacts"]

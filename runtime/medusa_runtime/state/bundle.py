@@ -8,15 +8,21 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from ..errors import StateError, StorageError
+from ..limits import memory_available_bytes
 from ..storage.base import Store
 from .locate import BLOBS, read_manifest
 from .manifest import Artifact, Manifest
 
+if TYPE_CHECKING:
+    from .trust import Trust
+
 _PIECE_BYTES = 8 << 20
 _THREADS = 4
 _LARGEST_BYTES = 64 << 30
+_MEMORY_SHARE = 0.25
 
 
 class Bundle:
@@ -26,16 +32,30 @@ class Bundle:
         self._store = store
         self._prefix = prefix
 
+    def text(self) -> bytes | None:
+        """The manifest's text; None when there is no bundle. Raises StateError and StorageError."""
+        return read_manifest(self._store, self._prefix)
+
     def manifest(self) -> Manifest | None:
         """None when there is no bundle. Raises StateError and StorageError."""
-        text = read_manifest(self._store, self._prefix)
+        text = self.text()
         return None if text is None else Manifest.parse(text)
 
+    def objection(self, trust: Trust, text: bytes, manifest: Manifest) -> str | None:
+        """Why code from here may not be run; None when it may. ``text``: what ``manifest`` was parsed from."""
+        return trust.objection(self._store, self._prefix, text, manifest)
+
+    def check_trusted(self, trust: Trust, text: bytes, manifest: Manifest) -> None:
+        """Raises StateError where there is an objection."""
+        if (objection := self.objection(trust, text, manifest)) is not None:
+            raise StateError(objection)
+
     def read(self, artifact: Artifact) -> bytes:
-        """A blob, from the manifest or the store. Raises StateError when it is not there, or not what was written."""
+        """A blob, from the manifest or the store. Raises StateError when it is not there, not what was written, or
+        larger than a quarter of the memory that is free."""
         if artifact.inline is not None:
             return bytes(verified(artifact, artifact.inline))
-        buffer = bytearray(checked_size(artifact))
+        buffer = bytearray(checked_size(artifact, room_bytes))
         self.read_into(artifact, memoryview(buffer))
         return bytes(buffer)
 
@@ -63,7 +83,12 @@ class Bundle:
         verified(artifact, buffer)
 
 
-def checked_size(artifact: Artifact, room_bytes: Callable[[], int] = lambda: _LARGEST_BYTES) -> int:
+def room_bytes() -> int:
+    """What one artifact may take of the memory that is free."""
+    return min(int(memory_available_bytes() * _MEMORY_SHARE), _LARGEST_BYTES)
+
+
+def checked_size(artifact: Artifact, room_bytes: Callable[[], int]) -> int:
     """The blob's size. StateError when there is no room for it."""
     if artifact.size > (room := room_bytes()):
         raise StateError(f"its blob is said to have {artifact.size:,} bytes, expected at most {room:,}")
@@ -79,4 +104,4 @@ def verified(artifact: Artifact, data: bytes | memoryview) -> bytes | memoryview
     return data
 
 
-__all__ = ["Bundle", "checked_size", "verified"]
+__all__ = ["Bundle", "checked_size", "room_bytes", "verified"]

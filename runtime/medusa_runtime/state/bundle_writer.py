@@ -10,11 +10,14 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from ..errors import ConfigError, StateError
 from .locate import BLOBS, MANIFEST
 from .manifest import Artifact, Manifest
+
+if TYPE_CHECKING:
+    from .signing import Signer
 
 # Together they stay a fraction of what a store sends in a round trip's time.
 _MOST_INLINE_BYTES = 96 << 10
@@ -79,13 +82,15 @@ class BundleWriter:
         part.replace(self._folder / BLOBS / digest.hexdigest())
         return Artifact(kind, key, digest.hexdigest(), size, inline)
 
-    def commit(self, manifest: Manifest) -> None:
+    def commit(self, manifest: Manifest, signer: Signer | None = None) -> None:
         """Make this the bundle's content, in one step; what it no longer names is removed afterwards."""
         _sync(self._folder / BLOBS)
         part = self._folder / f"{MANIFEST}{_PART}"
         with open(part, "wb") as target:
-            target.write(manifest.to_json())
+            target.write(manifest.to_json(signer))
             target.flush()
+            # A start runs code only from a manifest that its own user alone can write, whatever the umask here is.
+            os.fchmod(target.fileno(), os.fstat(target.fileno()).st_mode & ~0o022)
             os.fsync(target.fileno())
         part.replace(self._folder / MANIFEST)
         _sync(self._folder)

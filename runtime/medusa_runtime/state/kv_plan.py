@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 _MARGIN_BYTES = 256 << 20  # for the allocator's slack and the other processes of the instance
 _FORMAT = 1
+_MOST = 1 << 62  # of any number in a plan
 _ALIVE = 3  # of the widest intermediate results, how many a layer holds at the same time (gate, up, their product)
 _HIDDEN_ALIVE = 6  # of those as wide as the hidden state (residual, normed, q, k, v, attention's output)
 
@@ -68,14 +69,15 @@ class KvPlan:
             found = document.pop("format")
             document["layout"] = tuple((str(name), int(length)) for name, length in document["layout"])
             plan = cls(**document)
-            counts = (plan.block_tokens, plan.block_bytes, plan.blocks, plan.max_model_len)
-            sizes = (plan.activation_bytes, plan.margin_bytes)
-            whole = all(type(number) is int for number in (*counts, *sizes)) and min(counts) > 0 and min(sizes) >= 0
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ArithmeticError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise StateError(f"expected a KV plan, found something else ({error}); materialize it again") from None
-        if found != _FORMAT or not whole:
-            raise StateError(f"expected a KV plan of format {_FORMAT} with sizes above 0, found {document}")
-        return plan
+        counts = (plan.block_tokens, plan.block_bytes, plan.blocks, plan.max_model_len)
+        sizes = (plan.activation_bytes, plan.margin_bytes)
+        whole = all(type(number) is int and number < _MOST for number in (*counts, *sizes))
+        if found != _FORMAT or not whole or min(counts) <= 0 or min(sizes) < 0 or type(plan.dtype) is not str:
+            raise StateError(f"expected a KV plan of format {_FORMAT} with sizes above 0; materialize it again")
+        # What stays free is this version's to say, and not a bundle's.
+        return replace(plan, margin_bytes=max(plan.margin_bytes, _MARGIN_BYTES))
 
 
 @dataclass(frozen=True, slots=True)

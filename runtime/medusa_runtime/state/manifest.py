@@ -1,8 +1,9 @@
 """The manifest of a state bundle: which artifacts there are, for what, and how to know that they are whole.
 
-``manifest.json``: ``{"schema": 1, "files": […], "artifacts": [{"kind", "key", "sha256", "size", "inline"?}, …]}``.
-A blob lies in ``blobs/<sha256>``; a small one stands in the manifest as well (``inline``, base64), which saves its
-round trip. Unknown fields and kinds are ignored, so a schema changes only when old readers would misread it.
+``manifest.json``: ``{"schema": 1, "files": […], "artifacts": [{"kind", "key", "sha256", "size", "inline"?}, …],
+"signature"?: {"key", "value"}}``. A blob lies in ``blobs/<sha256>``; a small one stands in the manifest as well
+(``inline``, base64), which saves its round trip. A signature is for all the rest of the manifest. Unknown fields and
+kinds are ignored, so a schema changes only when old readers would misread it.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ import binascii
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import StateError
+
+if TYPE_CHECKING:
+    from .signing import Signer
 
 SCHEMA = 1
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -31,12 +35,24 @@ class Artifact(NamedTuple):
     inline: bytes | None = None
 
 
+class Signature(NamedTuple):
+    """Who is said to have signed a manifest (``ed25519:<base64>``), the signature, and the message it is for."""
+
+    key: str
+    value: bytes
+    message: bytes
+
+
 class Manifest(NamedTuple):
-    """``files``: the small files that the checkpoint had, if known. ``rejected``: malformed entries, and why."""
+    """``files``: the small files that the checkpoint had, if known. ``rejected``: malformed entries, and why.
+
+    ``signature``: not checked; see ``trust``.
+    """
 
     artifacts: tuple[Artifact, ...]
     files: tuple[str, ...] | None = None
     rejected: tuple[tuple[str, str], ...] = ()
+    signature: Signature | None = None
 
     @classmethod
     def parse(cls, text: bytes) -> Manifest:
@@ -46,7 +62,8 @@ class Manifest(NamedTuple):
             schema = document["schema"]
         except (ValueError, KeyError, TypeError, RecursionError):
             raise StateError(
-                f"manifest.json: expected a JSON object with a schema, found {text[:60]!r}; materialize again"
+                f"manifest.json: expected a JSON object with a schema, found {len(text)} bytes of something else; "
+                "materialize again"
             ) from None
         if type(schema) is not int or schema != SCHEMA:
             raise StateError(
@@ -66,17 +83,38 @@ class Manifest(NamedTuple):
         names = None
         if isinstance(files, list) and all(isinstance(name, str) for name in files):
             names = tuple(files)
-        return cls(tuple(artifacts), names, tuple(rejected))
+        return cls(tuple(artifacts), names, tuple(rejected), _signature(document))
 
-    def to_json(self) -> bytes:
+    def to_json(self, signer: Signer | None = None) -> bytes:
+        """The file's text, signed where there is somebody to sign it."""
         document: dict[str, Any] = {"schema": SCHEMA}
         if self.files is not None:
             document["files"] = self.files
         document["artifacts"] = [_document(artifact) for artifact in self.artifacts]
+        if signer is not None:
+            value = base64.b64encode(signer.sign(_message(document))).decode()
+            document["signature"] = {"key": signer.public, "value": value}
         return json.dumps(document, indent=1).encode()
 
     def of_kind(self, kind: str) -> Sequence[Artifact]:
         return [artifact for artifact in self.artifacts if artifact.kind == kind]
+
+
+def _message(document: dict[str, Any]) -> bytes:
+    """What is signed: the manifest without its signature, in one spelling."""
+    rest = {name: value for name, value in document.items() if name != "signature"}
+    return b"medusa state bundle\n" + json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _signature(document: dict[str, Any]) -> Signature | None:
+    """None where there is none, or none that could be right."""
+    raw = document.get("signature")
+    if not isinstance(raw, dict) or not isinstance(raw.get("key"), str) or not isinstance(raw.get("value"), str):
+        return None
+    try:
+        return Signature(raw["key"], base64.b64decode(raw["value"], validate=True), _message(document))
+    except (ValueError, RecursionError):
+        return None
 
 
 def _artifact(raw: Any) -> Artifact:
@@ -89,8 +127,8 @@ def _artifact(raw: Any) -> Artifact:
         raise ValueError(f"expected 64 hexadecimal digits as sha256, found {str(digest)[:80]!r}")
     if type(size) is not int or size < 0:
         raise ValueError(f"expected a size in bytes, found {size!r}")
-    if not isinstance(key, dict) or not all(isinstance(value, str) for value in key.values()):
-        raise ValueError("expected a key of names and values")
+    if not isinstance(key, dict) or not all(isinstance(value, str) and value.isprintable() for value in key.values()):
+        raise ValueError("expected a key of names and printable values")
     inline = raw.get("inline")
     if inline is not None:
         try:
@@ -108,4 +146,4 @@ def _document(artifact: Artifact) -> dict[str, Any]:
     return document
 
 
-__all__ = ["SCHEMA", "Artifact", "Manifest"]
+__all__ = ["SCHEMA", "Artifact", "Manifest", "Signature"]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from ..checkpoint.reader import SMALL_FILES, split
 from ..config import Settings
@@ -25,7 +25,11 @@ from .key import Facts, Subject
 from .kinds import KINDS, KV_PLAN, WEIGHT_INDEX, Kind
 from .locate import FOLDER
 from .manifest import Artifact, Manifest
+from .trust import Trust
 from .weight_index import record
+
+if TYPE_CHECKING:
+    from .signing import Signer
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +47,7 @@ class Made(NamedTuple):
 
 class Materialization:
     """One bundle being made, into ``out`` or beside a checkpoint that is a folder. ``told`` hears of each artifact.
-    ``ordered`` says in which order tensors of a region are used, where no engine runs the model.
+    ``ordered`` says in which order tensors of a region are used, where no engine runs the model. ``signer`` signs it.
 
     ``prepare``, then what there is to add, then ``commit``; until then the bundle is as it was. Raises ConfigError for
     a place that cannot be written, and what is wrong with the checkpoint.
@@ -55,6 +59,7 @@ class Materialization:
         out: Path | None,
         told: Callable[[Made], None] = lambda _: None,
         ordered: Callable[[Region], Sequence[str]] | None = None,
+        signer: Signer | None = None,
     ) -> None:
         assert settings.model is not None
         self.folder = out or _beside(settings.model)
@@ -62,6 +67,7 @@ class Materialization:
         self._settings = replace(settings, state="none")
         self._told = told
         self._ordered = ordered
+        self._signer = signer
         self._writer = BundleWriter(self.folder)
         self._region = Region.create()
         self._made: list[Artifact] = []
@@ -137,10 +143,26 @@ class Materialization:
         (another engine, GPU or length)."""
         assert self._facts is not None
         names = tuple(name for name in SMALL_FILES if name in self._facts.subject.files)
-        kept = [artifact for artifact in self._writer.existing().artifacts if self._still_good(artifact)]
+        existing = self._writer.existing()
+        kept = [artifact for artifact in existing.artifacts if self._still_good(artifact)]
+        if self._signer is not None:
+            kept = self._vouched(existing, kept)
+        elif existing.signature is not None:
+            self._told(Made("signature", left_out="the bundle was signed and no longer is; expected --sign"))
         manifest = Manifest((*self._made, *kept), names)
-        self._writer.commit(manifest)
+        self._writer.commit(manifest, self._signer)
         return manifest
+
+    def _vouched(self, existing: Manifest, kept: list[Artifact]) -> list[Artifact]:
+        """What may stand under our signature: code that others put into the folder may not."""
+        assert self._signer is not None
+        if Trust(keys=(self._signer.public,)).signature_objection(existing) is None:
+            return kept
+        for artifact in kept:
+            if (kind := KINDS.get(artifact.kind)) is None or kind.code:
+                reason = "it was there already, and not signed with this key; materialize it with --sign"
+                self._told(Made(artifact.kind, left_out=reason))
+        return [artifact for artifact in kept if artifact.kind in KINDS and not KINDS[artifact.kind].code]
 
     def _still_good(self, artifact: Artifact) -> bool:
         assert self._facts is not None

@@ -7,19 +7,18 @@ said once: a bundle never makes a start fail.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..errors import MedusaError, StateError
+from ..errors import StateError
 from ..fetch.prefetcher import Restored
-from ..limits import memory_available_bytes
 from ..region.layout import Late
 from ..storage.base import Store, open_store, redacted, scheme_of
 from .kinds import KINDS, WEIGHT_INDEX, file_name
+from .left_out import leave_out
 from .locate import FOLDER, read_manifest
 
 # Where there is a bundle, what reads it is imported: 10 ms, of which hashlib takes half.
@@ -33,10 +32,7 @@ if TYPE_CHECKING:
     from .key import Facts
     from .manifest import Artifact, Manifest
 
-logger = logging.getLogger(__name__)
-
 _PATIENCE_S = 2.0  # for the manifest; a store that is slower with it than with the headers is not worth waiting for
-_MEMORY_SHARE = 0.25  # of what is free, for one artifact
 
 
 class Restoration:
@@ -54,6 +50,7 @@ class Restoration:
         self._store: Store | None = None  # the bundle's own, where it is not the checkpoint's
         self._bundle: Bundle | None = None
         self._manifest: Manifest | None = None
+        self._text = b""  # the manifest's
         self._error: Exception | None = None
         self._remote = False
         self._facts: list[Facts] = []  # one for each engine
@@ -82,12 +79,12 @@ class Restoration:
                     place = redacted(self._settings.state)
                     self._error = StateError(f"expected a manifest.json in {place}, found none; materialize it")
                 return
-            from . import key, weight_index  # noqa: F401  restore needs them soon, and headers are on their way still
+            from . import key, trust, weight_index  # noqa: F401  restore needs them soon, and headers are on their way still
             from .bundle import Bundle
             from .manifest import Manifest
 
             self._bundle = Bundle(self._store or store, prefix)
-            self._manifest = Manifest.parse(text)
+            self._text, self._manifest = text, Manifest.parse(text)
             key.find_machine()
         except Exception as error:  # noqa: BLE001  whatever it is, the start goes on without
             self._error = error
@@ -98,12 +95,14 @@ class Restoration:
             self._reading.join(_PATIENCE_S if self._far() else None)
             if self._reading.is_alive():
                 self._given_up = True
-                self._leave_out("the state bundle", f"its manifest did not come within {_PATIENCE_S:g} s", began_ns)
+                leave_out(
+                    "the state bundle", f"its manifest did not come within {_PATIENCE_S:g} s", self._timeline, began_ns
+                )
             elif self._error is not None:
-                self._leave_out("the state bundle", str(self._error), began_ns)
+                leave_out("the state bundle", self._error, self._timeline, began_ns)
             elif self._manifest is not None:
                 for kind, reason in self._manifest.rejected:
-                    self._leave_out(kind, reason, began_ns)
+                    leave_out(kind, reason, self._timeline, began_ns)
             self._reading = None
         return None if self._given_up else self._manifest
 
@@ -125,7 +124,7 @@ class Restoration:
             assert self._bundle is not None
             try:
                 known = RecordedIndex.from_bytes(self._bundle.read(artifact)).archive(name)
-            except MedusaError:
+            except Exception:  # noqa: BLE001
                 continue  # restore says so
             if known is not None:
                 return known
@@ -146,8 +145,9 @@ class Restoration:
         index, checksums = checkpoint.index, None
         if manifest is None:
             return Restored(index, None, {}, {})
-        from .bundle import checked_size
+        from .bundle import checked_size, room_bytes
         from .key import Facts, Subject, choose
+        from .trust import Trust
         from .weight_index import RecordedIndex
 
         for engine in self._engines:
@@ -162,21 +162,22 @@ class Restoration:
                 artifact = choose(manifest, kind, self._facts)
                 if artifact is None:
                     continue
+                assert self._bundle is not None
+                if kind.code:
+                    self._bundle.check_trusted(Trust.of(self._settings), self._text, manifest)
                 if kind is WEIGHT_INDEX:
-                    assert self._bundle is not None
                     recorded = RecordedIndex.from_bytes(self._bundle.read(artifact))
                     index = index.reordered(recorded.index.order) if recorded.index.recorded else index
                     checksums = recorded.verifier(index) if index.region_bytes else None
                 elif artifact.inline is not None:
-                    assert self._bundle is not None
                     files[file_name(kind.name)] = self._bundle.read(artifact)
                 else:
-                    checked_size(artifact, lambda: int(memory_available_bytes() * _MEMORY_SHARE))
+                    checked_size(artifact, room_bytes)
                     self._late[file_name(kind.name)] = artifact
                     continue
                 self._used(kind.name, artifact, began_ns)
-            except MedusaError as error:
-                self._leave_out(kind.name, str(error), began_ns)
+            except Exception as error:  # noqa: BLE001  anybody may have written it, and the start goes on without
+                leave_out(kind.name, error, self._timeline, began_ns)
         return Restored(index, checksums, files, {name: artifact.size for name, artifact in self._late.items()})
 
     def start(self, writer: RegionWriter) -> None:
@@ -200,7 +201,7 @@ class Restoration:
                 self._used(kind, artifact, began_ns)
             except Exception as error:  # noqa: BLE001  whatever it is, the start goes on without
                 writer.settle(name, Late.WITHHELD)
-                self._leave_out(kind, str(error), began_ns)
+                leave_out(kind, error, self._timeline, began_ns)
 
     def finish(self) -> None:
         """Until everything has come or is known not to come."""
@@ -213,10 +214,6 @@ class Restoration:
 
     def _used(self, kind: str, artifact: Artifact, began_ns: int) -> None:
         self._timeline.record("restore", began_ns, time.monotonic_ns(), artifact=kind, bytes=artifact.size)
-
-    def _leave_out(self, kind: str, reason: str, began_ns: int) -> None:
-        logger.warning("%s is not used: %s", kind, reason)
-        self._timeline.record("restore", began_ns, time.monotonic_ns(), artifact=kind, left_out=reason[:300])
 
 
 __all__ = ["Restoration"]

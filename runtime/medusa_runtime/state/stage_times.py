@@ -81,11 +81,26 @@ class StageTimes:
             if document["load_bytes_per_s"] is None:
                 document["load_bytes_per_s"] = math.inf
             times = cls(**document)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise StateError(f"expected stage times, found something else ({error}); materialize again") from None
         if found != _FORMAT:
-            raise StateError(f"expected stage times of format {_FORMAT}, found {found}; materialize again")
+            raise StateError(f"expected stage times of format {_FORMAT}, found another; materialize again")
+        times._check()
         return times
+
+    def _check(self) -> None:
+        """Raises StateError unless everything is a number that can be measured."""
+        numbers = [value for name, value in asdict(self).items() if name != "stages"]
+        if isinstance(self.stages, dict):
+            numbers += self.stages.values()
+        whole = all(type(number) is int for number in (self.weights_bytes, self.starts))
+        if not whole or not isinstance(self.stages, dict) or not all(map(_is_measure, numbers)):
+            raise StateError("expected stage times of 0 s or more, found something else; materialize again")
+
+
+def _is_measure(number: object) -> bool:
+    """``inf`` is the speed of what is not copied."""
+    return (type(number) in (int, float) and 0 <= number < 1e18) or number == math.inf  # type: ignore[operator]
 
 
 def summarize(starts: Sequence[Sequence[Stage]], decode_s: Sequence[float]) -> StageTimes:

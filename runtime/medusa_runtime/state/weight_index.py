@@ -14,14 +14,22 @@ import zlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
+from typing import Any
 
 from ..checkpoint.archive import SUFFIXES, directory_start
 from ..checkpoint.checksums import ALGORITHMS, Checksums, checksum_function
+from ..checkpoint.header import DTYPE_BITS
 from ..checkpoint.index import Shard, WeightIndex
 from ..checkpoint.reader import KnownArchive
 from ..errors import CorruptError, StateError
 from ..region.chunks import Chunks, chunk_bytes_for
 from ..region.reader import Region
+
+_MOST_BYTES = 64 << 20  # of the JSON: half a million tensors
+_MOST_DIRECTORY_BYTES = 64 << 20
+_MOST_DIMENSIONS = 64  # PyTorch's
+_MOST = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,21 +77,69 @@ class RecordedIndex:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RecordedIndex:
-        """Raises StateError when it is none."""
+        """Raises StateError when it is none, or describes tensors that cannot be where it says."""
         try:
-            document = json.loads(zlib.decompress(data))
+            document = json.loads(_decompressed(data))
             checksums = {}
             for name, text in document["checksums"].items():
                 checksums[name] = array("Q", base64.b64decode(text))
                 if sys.byteorder == "big":
                     checksums[name].byteswap()
             index = WeightIndex.from_json(json.dumps(document["index"]))
-            names = {shard.name for shard in index.shards}
+            _check(index)
+            sizes = {shard.name: shard.size_bytes for shard in index.shards}
             found = document.get("directories", {}).items()
-            directories = {name: (int(start), str(digest)) for name, (start, digest) in found if name in names}
-            return cls(index, int(document["chunk_bytes"]), checksums, directories)
-        except (ValueError, KeyError, TypeError, AttributeError, zlib.error, CorruptError) as error:
+            directories = {name: _place(place, sizes[name]) for name, place in found if name in sizes}
+            return cls(index, _count(document["chunk_bytes"]), checksums, directories)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError, zlib.error, CorruptError) as error:
             raise StateError(f"expected a weight index, found something else ({error}); materialize again") from None
+
+
+def _decompressed(data: bytes) -> bytes:
+    engine = zlib.decompressobj()
+    text = engine.decompress(data, _MOST_BYTES)
+    if engine.unconsumed_tail or not engine.eof:
+        raise ValueError(f"cut short, or more than {_MOST_BYTES:,} bytes")
+    return text
+
+
+def _place(place: Any, size_bytes: int) -> tuple[int, str]:
+    """Where a file's directory begins, and its digest."""
+    start, digest = place
+    if not size_bytes - _MOST_DIRECTORY_BYTES <= _count(start) <= size_bytes or not isinstance(digest, str):
+        raise ValueError("a directory that is not at the end of its file")
+    return start, digest
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _MOST:
+        raise ValueError(f"expected a number of 0 or more, found {str(value)[:40]!r}")
+    return value
+
+
+def _check(index: WeightIndex) -> None:
+    """ValueError or TypeError unless each tensor lies in its shard, in as many bytes as it takes.
+
+    The bundle may be anybody's: a tensor that reaches beyond its file would be read from another's memory.
+    """
+    for shard in index.shards:
+        if not isinstance(shard.name, str) or not isinstance(shard.version, str | None) or shard.path is not None:
+            raise ValueError("a shard without a name, or with a path")
+        if _count(shard.data_start) > _count(shard.size_bytes):
+            raise ValueError(f"{shard.name[:80]}: its data begins behind its end")
+        _count(shard.offset)
+    for name, entry in index.tensors.items():
+        bits = DTYPE_BITS[entry.dtype]
+        if not 0 <= _count(entry.start) <= _count(entry.stop) <= index.shards[_count(entry.shard)].data_bytes:
+            raise ValueError(f"{name[:80]}: its bytes are not in its shard")
+        if len(entry.shape) > _MOST_DIMENSIONS or (entry.strides and len(entry.strides) != len(entry.shape)):
+            raise ValueError(f"{name[:80]}: its shape cannot be")
+        elements = prod(map(_count, entry.shape))
+        if entry.strides is not None and elements:
+            steps = zip(entry.shape, map(_count, entry.strides), strict=True)
+            elements = 1 + sum((length - 1) * stride for length, stride in steps)
+        if elements * bits != (entry.stop - entry.start) * 8:
+            raise ValueError(f"{name[:80]}: its shape takes other bytes than it has")
 
 
 def record(region: Region, order: Sequence[str] | None) -> RecordedIndex:

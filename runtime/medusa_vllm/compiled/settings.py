@@ -40,7 +40,7 @@ class CompiledStart:
         self._blob: bytes | None = None
         if settings.compile != "never" and capture is None:
             with timeline.stage("compiled_restore"):  # waits for it: the configuration depends on it
-                self._blob = region.file(file_name(COMPILE_CACHE.name))
+                self._blob = region.code(file_name(COMPILE_CACHE.name))
 
     @property
     def wanted(self) -> bool:

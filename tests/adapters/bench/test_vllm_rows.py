@@ -154,7 +154,7 @@ def test_a_bundle_that_cannot_be_made_and_a_node_without_its_engine_are_quoted(t
     bundled.close()
     node = Node([sys.executable, "-c", "import sys; sys.exit('no sockets here')"], "vllm")
     with pytest.raises(MedusaError, match="no sockets here"):
-        node.wait_warm()
+        node.wait_warm(str(tmp_path))
     node.close()
 
 

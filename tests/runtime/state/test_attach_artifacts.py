@@ -20,6 +20,7 @@ from medusa_runtime.state.key import Facts, Subject
 from medusa_runtime.state.kinds import CUDA_GRAPHS, KV_PLAN, file_name
 from medusa_runtime.state.locate import FOLDER
 from medusa_runtime.state.manifest import Manifest
+from medusa_runtime.state.trust import Trust
 from medusa_runtime.timeline import Timeline
 from medusa_vllm import COMPILE_CACHE
 
@@ -58,7 +59,7 @@ def test_a_reader_is_lent_what_fits_it_and_others_are_not(model: Path) -> None:
 
 
 def test_the_agents_prefetcher_gives_no_code_to_engines(model: Path, start_node: Callable[..., Any]) -> None:
-    """Their process is the agent's; what runs there is lent by ``lend``, where ``--trust-state yes`` allows it."""
+    """Their process is the agent's; what runs there is lent by ``lend``, as the agent's ``--trust-state`` allows."""
     region, settings = filled(model)
     facts = Facts(Subject(region.wait_index(), {"config.json": region.file("config.json") or b""}, settings))
     with BundleWriter(model / FOLDER) as writer:
@@ -70,6 +71,24 @@ def test_the_agents_prefetcher_gives_no_code_to_engines(model: Path, start_node:
     region.close()
     with closing(start_node().client().region(str(model))) as shared:
         assert [shared.file(file_name(kind.name)) for kind in kinds] == [b"code", None, None]
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_code_is_lent_as_the_reader_trusts_and_data_always(model: Path, trusted: bool) -> None:
+    """The agent says from where, whoever the file belongs to."""
+    region, settings = filled(model)
+    facts = Facts(Subject(region.wait_index(), {"config.json": region.file("config.json") or b""}, settings))
+    with BundleWriter(model / FOLDER) as writer:
+        kinds = [KV_PLAN, CUDA_GRAPHS]
+        writer.commit(Manifest(tuple(writer.add(kind.name, facts.key(kind.facts), b"made") for kind in kinds)))
+    trust = Trust.named(str(model.parent if trusted else model / "else"), None)
+    timeline = Timeline.create("engine")
+    attach_artifacts(region, str(model), settings, timeline, trust)
+    assert region.file(NAME) == b"made"
+    assert region.code(file_name(CUDA_GRAPHS.name)) == (b"made" if trusted else None)
+    said = [stage.detail["left_out"] for stage in timeline.stages() if "left_out" in stage.detail]
+    assert ["--trust-state=" in text for text in said] == [True] * (not trusted)
+    region.close()
 
 
 def test_nothing_is_lent_where_there_is_no_bundle(model: Path) -> None:

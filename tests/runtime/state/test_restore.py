@@ -106,8 +106,10 @@ def region() -> Iterator[Region]:
     region.close()
 
 
-def fill(region: Region, url: str, *, state: str | None = None) -> list[Stage]:
-    settings, timeline = Settings(engine="vllm", state=state, connections=2), Timeline.create("prefetcher")
+def fill(region: Region, url: str, *, state: str | None = None, **settings_: str | None) -> list[Stage]:
+    settings_ = {"trust_state": url, **settings_}
+    settings = Settings(engine="vllm", state=state, connections=2, **settings_)  # type: ignore[arg-type]
+    timeline = Timeline.create("prefetcher")
     prefetch(region, url, settings=settings, timeline=timeline, restoring=Restoration(settings, timeline))
     return [stage for stage in timeline.stages() if stage.name == "restore"]
 
@@ -248,7 +250,8 @@ from medusa_runtime.timeline import Timeline
 from medusa_runtime.fetch.prefetcher import prefetch
 from medusa_runtime.region.reader import Region
 import medusa_vllm
-settings, timeline = Settings(engine="vllm", connections=2), Timeline.create("prefetcher")
+settings = Settings(engine="vllm", connections=2, trust_state=sys.argv[2])
+timeline = Timeline.create("prefetcher")
 region = Region(int(sys.argv[1]))
 prefetch(region, sys.argv[2], settings=settings, timeline=timeline, restoring=Restoration(settings, timeline))
 """
@@ -423,7 +426,7 @@ def test_artifacts_that_do_not_fit_beside_the_weights_are_left_out(
     published.publish((WEIGHT_INDEX, published.recorded()), (COMPILE_CACHE, LARGE))
     room = sum(SIZES.values()) + len(LARGE) // 2 + (64 << 20)  # what the prefetcher itself needs
     monkeypatch.setattr("medusa_runtime.limits.memory_available_bytes", lambda: room)
-    monkeypatch.setattr("medusa_runtime.state.restore.memory_available_bytes", lambda: room)
+    monkeypatch.setattr("medusa_runtime.state.bundle.memory_available_bytes", lambda: room)
     fill(region, published.url)
     check(region)
     assert region.file(file_name("compile-cache")) is None

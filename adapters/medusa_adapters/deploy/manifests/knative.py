@@ -8,7 +8,7 @@ from typing import Any
 
 from medusa_runtime.errors import ConfigError
 
-from . import features, node_agent, scaling, values
+from . import features, network_policy, node_agent, scaling, values
 from .function import Function
 
 PORT = 8080
@@ -60,6 +60,11 @@ def service(function: Function, placement: Placement) -> dict[str, Any]:
     }
     features.check(rendered)
     return rendered
+
+
+def network_policy_of(service: dict[str, Any]) -> dict[str, Any]:
+    """For the Service's pods, which Knative labels with its name."""
+    return network_policy.of_knative(service["metadata"], {"serving.knative.dev/service": service["metadata"]["name"]})
 
 
 def _pod(function: Function, placement: Placement) -> dict[str, Any]:

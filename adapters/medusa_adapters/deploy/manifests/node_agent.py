@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from . import network_policy
+
 FOLDER = "/run/medusa"
 SOCKET = f"{FOLDER}/node.sock"
 NAMESPACE = "medusa-system"
@@ -36,7 +38,7 @@ def manifests(
     node_selector: Mapping[str, str] | None = None,
     tolerations: Sequence[Mapping[str, str]] = (),
 ) -> list[dict[str, Any]]:
-    """Namespace, ServiceAccount, Role, RoleBinding, DaemonSet.
+    """Namespace, ServiceAccount, Role, RoleBinding, NetworkPolicy, DaemonSet.
 
     ``memory`` and ``cpu`` are for regions and engine processes: those that were taken run on in the agent's container.
     ``prewarm`` is `medusa node`'s; the entries of ``secrets`` (in the agent's namespace) are what it fetches with.
@@ -60,6 +62,8 @@ def manifests(
             "roleRef": {"apiGroup": rbac, "kind": "Role", "name": NAME},
             "subjects": [{"kind": "ServiceAccount", "name": NAME, "namespace": NAMESPACE}],
         },
+        # The agent's one socket is in a folder. What it fetches from may be anywhere, so going out is not restricted.
+        network_policy.closed(where, {"app.kubernetes.io/name": NAME}),
         {
             "apiVersion": "apps/v1",
             "kind": "DaemonSet",
@@ -91,6 +95,15 @@ def _container(
             "exec": {"command": ["medusa", "node", "--status"]},
             "periodSeconds": 30,
             "timeoutSeconds": 10,
+        },
+        # The command gives up by itself before the kubelet does. An agent that answers nobody for a minute is replaced;
+        # functions go on with what they have.
+        "livenessProbe": {
+            "exec": {"command": ["medusa", "node", "ping"]},
+            "initialDelaySeconds": 10,
+            "periodSeconds": 20,
+            "timeoutSeconds": 10,
+            "failureThreshold": 3,
         },
         "securityContext": {
             # The kubelet makes the folder for root; without capabilities, root is its owner and nothing more.

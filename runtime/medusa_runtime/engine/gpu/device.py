@@ -35,7 +35,7 @@ def open_gpu(settings: Settings, timeline: Timeline) -> Gpu | None:
 
 def graphs_of(region: Region, settings: Settings) -> BundledGraphs | None:
     """The state bundle's graphs, where this start has any."""
-    return BundledGraphs(region, settings) if region.has_file(file_name(CUDA_GRAPHS.name)) else None
+    return BundledGraphs(region, settings) if region.has_code(file_name(CUDA_GRAPHS.name)) else None
 
 
 class BundledGraphs:
@@ -52,7 +52,7 @@ class BundledGraphs:
         """The blob, once it has come; None where it does not. StateError when it broke a context before."""
         import hashlib
 
-        data = self._region.file(file_name(CUDA_GRAPHS.name))
+        data = self._region.code(file_name(CUDA_GRAPHS.name))
         if data is None:
             return None
         self._digest = hashlib.sha256(data).hexdigest()

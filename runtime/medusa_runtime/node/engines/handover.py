@@ -8,8 +8,8 @@ from typing import Any
 from ...config import Settings
 from ...errors import NodeError
 
-# What the function's settings say to others than its engine, and secrets.
-_PRIVATE = {"token", "handler", "host", "port", "platform", "node_socket"}
+# What the function's settings say to others than its engine, secrets, and from whom code is run: the agent decides.
+_PRIVATE = {"token", "handler", "host", "port", "platform", "node_socket", "trust_state", "trust_key"}
 
 # The descriptors of a "take" message, in this order.
 GIVEN = ("region", "demand", "listener", "timeline", "reports", "lease")

@@ -87,11 +87,18 @@ class EnginePool:
                     self._lost_zygote(kind)
 
     def take(
-        self, name: str, settings: Mapping[str, Any], descriptors: Sequence[int], *, bundle_of: str | None = None
+        self,
+        name: str,
+        settings: Mapping[str, Any],
+        descriptors: Sequence[int],
+        *,
+        bundle_of: str | None = None,
+        trust: Sequence[str | None] = (None, None),
     ) -> int:
         """Give an idle process a function; its pid. Raises NodeError when there is none.
 
-        ``bundle_of``: the model whose state bundle the process may use.
+        ``bundle_of``: the model whose state bundle the process may use; ``trust``: from which prefixes, and signed with
+        which keys, it may run code.
         """
         kind = self._kinds.get(name)
         if kind is None:
@@ -100,7 +107,7 @@ class EnginePool:
         for idle in [idle for idle in kind.idle if idle.warm]:
             self._forget(kind, idle)
             try:
-                send(idle.channel, "take", {"settings": settings, "bundle_of": bundle_of}, descriptors)
+                send(idle.channel, "take", {"settings": settings, "bundle_of": bundle_of, "trust": trust}, descriptors)
             except OSError:
                 continue  # it has just died
             finally:

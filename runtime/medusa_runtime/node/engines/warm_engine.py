@@ -94,9 +94,10 @@ def _serve(engine_class: EngineClass, message: Message) -> int:
     settings = replace(settings, device=choose(settings.device, os.environ))
     timeline = Timeline(given["timeline"], "engine")
     timeline.mark("specialise", pid=os.getpid())
-    region = Region(given["region"], demand_fd=given["demand"])
+    region = Region(given["region"], demand_fd=given["demand"], shared=True)
     if (bundle_of := message.body.get("bundle_of")) and settings.state is None:
-        importlib.import_module(_ATTACH_ARTIFACTS).attach_artifacts(region, bundle_of, settings, timeline)
+        lending = importlib.import_module(_ATTACH_ARTIFACTS)
+        lending.lend(region, bundle_of, settings, timeline, lending.Trust.named(*message.body["trust"]))
     listener = socket.socket(fileno=given["listener"])
     listener.setblocking(True)
     reports = ReportPipe.of(given["reports"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from itertools import chain
 from typing import Any
 
 from ...errors import StateError
@@ -173,6 +174,11 @@ class _Reader:
 
 def check(blueprints: Blueprints) -> None:
     """Every reference is to something that is there. ValueError otherwise: a wrong one would become a wrong address."""
+    for _, _, address, size in blueprints.regions:
+        _whole(address, size)
+    for kernel in blueprints.kernels:
+        _whole(*chain(*kernel.parameters))
+        _whole(*(number for number, _ in kernel.attributes))
     regions, kernels, sets = len(blueprints.regions), len(blueprints.kernels), len(blueprints.attribute_sets)
     allocations = sum(1 for event in blueprints.events if event.size)
     _check_pieces(blueprints, blueprints.contents)
@@ -196,6 +202,11 @@ def check(blueprints: Blueprints) -> None:
         if any(region not in range(regions) for region in graph.pinned):
             raise ValueError(f"a region of {graph.key}")
         _check_pieces(blueprints, (*graph.inputs, *graph.outputs))
+
+
+def _whole(*numbers: Any) -> None:
+    if not all(type(number) is int and 0 <= number < 1 << 64 for number in numbers):
+        raise ValueError("sizes and addresses")
 
 
 def _check_pieces(blueprints: Blueprints, pieces: tuple[Piece, ...]) -> None:

@@ -1,0 +1,34 @@
+"""Who may connect to pods (networking.k8s.io/v1). A cluster whose network plugin has no policies ignores them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+SYSTEM = "knative-serving"
+GATEWAYS = ("kourier-system", "istio-system", "contour-external", "contour-internal")
+_NAMESPACE = "kubernetes.io/metadata.name"  # a label that every namespace has
+
+
+def closed(metadata: Mapping[str, Any], pods: Mapping[str, str]) -> dict[str, Any]:
+    """Nobody connects to these pods. The kubelet's probes are no pods' connections, and come through."""
+    return _policy(metadata, pods, [])
+
+
+def of_knative(metadata: Mapping[str, Any], pods: Mapping[str, str]) -> dict[str, Any]:
+    """Knative itself (its activator and autoscaler), its gateways, and pods of the function's own namespace."""
+    systems = {"key": _NAMESPACE, "operator": "In", "values": [SYSTEM, *GATEWAYS]}
+    peers = [{"namespaceSelector": {"matchExpressions": [systems]}}, {"podSelector": {}}]
+    return _policy(metadata, pods, [{"from": peers}])
+
+
+def _policy(metadata: Mapping[str, Any], pods: Mapping[str, str], ingress: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": dict(metadata),
+        "spec": {"podSelector": {"matchLabels": dict(pods)}, "policyTypes": ["Ingress"], "ingress": ingress},
+    }
+
+
+__all__ = ["closed", "of_knative"]

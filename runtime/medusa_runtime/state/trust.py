@@ -1,0 +1,137 @@
+"""From whom a start takes code: a bundle's compile cache and CUDA graphs are machine code that the engine runs.
+
+Everything else in a bundle is data, which any bundle may bring and which is checked as data. Code is run only from a
+place below a prefix that the operator named (``--trust-state``), from a manifest signed with a key that the operator
+named (``--trust-key``), or from a local folder whose manifest only this process's own user can write.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from ..config import Settings
+from ..errors import MissingPackageError
+from ..storage.base import Store, redacted, scheme_of
+from .locate import MANIFEST
+from .manifest import Manifest
+
+_PORTS = {"http": 80, "https": 443}
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """``prefixes``: folders and URLs. ``keys``: public ones, ``ed25519:<base64>``.
+
+    ``own_files``: whether the user that this process runs as is trusted to have written code for it. Not in the node's
+    agent: there others say which folder is read, and root of any container has the agent's user id.
+    """
+
+    prefixes: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+    own_files: bool = True
+
+    @classmethod
+    def of(cls, settings: Settings) -> Trust:
+        """A function's own, from ``--trust-state`` and ``--trust-key``."""
+        return cls.named(settings.trust_state, settings.trust_key, own_files=True)
+
+    @classmethod
+    def named(cls, prefixes: str | None, keys: str | None, *, own_files: bool = False) -> Trust:
+        """From the texts of the two settings."""
+        return cls(tuple(prefixes.split(",") if prefixes else ()), tuple(keys.split(",") if keys else ()), own_files)
+
+    def objection(self, store: Store, prefix: str, text: bytes, manifest: Manifest) -> str | None:
+        """Why no code is run from the bundle at ``prefix`` of ``store``, whose manifest has this text; None: it is.
+
+        A change of a blob is no way around this: the manifest holds its sha256.
+        """
+        place = _place(store.url, prefix)
+        if place is not None and any(_below(place, named) for named in self.prefixes):
+            return None
+        local = store.local_path(f"{prefix}{MANIFEST}")
+        found = _owner_objection(local, text) if self.own_files and local is not None else None
+        if self.own_files and local is not None and found is None:
+            return None
+        doubt = self.signature_objection(manifest)
+        if doubt is None:
+            return None
+        where = redacted(place or store.url)
+        reasons = "; ".join(reason for reason in (found, doubt) if reason)
+        return (
+            f"it is code, and nothing says that code from {where} may run here ({reasons}); to allow it, set "
+            f"--trust-state={where.removesuffix('/.medusa')}, or sign the bundle and name the key with --trust-key"
+        )
+
+    def signature_objection(self, manifest: Manifest) -> str | None:
+        """Why its signature is none of these keys'; None when it is."""
+        signature = manifest.signature
+        if signature is None:
+            return "it is not signed"
+        if signature.key not in self.keys:
+            return f"it is signed with {signature.key[:60]}, which is not in --trust-key"
+        from .signing import verify
+
+        try:
+            good = verify(signature.key, signature.value, signature.message)
+        except MissingPackageError as error:
+            return str(error)
+        return None if good else "its signature is wrong: it was changed after it was signed"
+
+
+def _owner_objection(path: Path, text: bytes) -> str | None:
+    """Why a local manifest is not this user's own. What was read must be what is in the file whose owner is looked at:
+    somebody who may write to the folder could have exchanged it in between."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open(fd, "rb") as file:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                return f"{MANIFEST} is no file"
+            if status.st_uid != os.geteuid():
+                return f"{MANIFEST} belongs to user {status.st_uid}, this process to user {os.geteuid()}"
+            if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                return f"others than its owner may write to {MANIFEST}: chmod go-w"
+            if file.read(len(text) + 1) != text:
+                return f"{MANIFEST} changed while it was read"
+    except OSError as error:
+        return f"{MANIFEST} cannot be looked at: {error.strerror}"
+    return None
+
+
+def _place(url: str, prefix: str = "") -> str | None:
+    """One spelling of a place, for comparing: a local path without links, or scheme, host and path of a URL.
+
+    None for a URL that may lead elsewhere than its text says.
+    """
+    scheme = scheme_of(url)
+    if scheme in ("", "file"):
+        path = unquote(urlsplit(url).path) if scheme else url
+        return os.path.realpath(os.path.join(os.path.expanduser(path), prefix))
+    try:
+        parts = urlsplit(url)
+        host = parts.netloc  # a bucket or container; what stands before an @ may be part of its name
+        if scheme in _PORTS:
+            port = parts.port or _PORTS[scheme]
+            host = (parts.hostname or "") + (f":{port}" if port != _PORTS[scheme] else "")
+    except ValueError:
+        return None
+    path = parts.path.rstrip("/") + ("/" + prefix.rstrip("/") if prefix else "")
+    if not host or "::" in url or "\\" in url or ".." in unquote(path).split("/"):
+        return None
+    return f"{scheme}://{host}{path}"
+
+
+def _below(place: str, prefix: str) -> bool:
+    """Whether a place is a prefix or lies below it; ``s3://b/team`` does not hold ``s3://b/team-b/m``."""
+    named = _place(prefix)
+    if named is None:
+        return False
+    stem = named.rstrip("/")
+    return place == stem or place.startswith(stem + "/")
+
+
+__all__ = ["Trust"]

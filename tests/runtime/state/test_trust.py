@@ -1,0 +1,295 @@
+"""Whose code a start runs: what the operator named, what was signed, and its own user's files. Nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from medusa_runtime.config import Settings, from_env
+from medusa_runtime.errors import ConfigError
+from medusa_runtime.state.bundle_writer import BundleWriter
+from medusa_runtime.state.kinds import COMPILE_CACHE, KV_PLAN
+from medusa_runtime.state.locate import FOLDER
+from medusa_runtime.state.manifest import Artifact, Manifest
+from medusa_runtime.state.signing import Signer
+from medusa_runtime.state.trust import Trust
+from medusa_runtime.storage.local import LocalStore
+
+ARTIFACTS = (Artifact(COMPILE_CACHE.name, {"isa": "x"}, "0" * 64, 4, b"code"), Artifact(KV_PLAN.name, {}, "1" * 64, 2))
+
+
+class Remote:
+    """As much of a store as is looked at."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def local_path(self, key: str) -> None:
+        return None
+
+
+def objection(trust: Trust, url: str, manifest: Manifest = Manifest(ARTIFACTS)) -> str | None:  # noqa: B008
+    store: Any = Remote(url)
+    text = manifest.to_json()
+    return trust.objection(store, f"{FOLDER}/", text, Manifest.parse(text))
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A private key and its public one, by the command that the error message names."""
+    folder = tmp_path_factory.mktemp("keys")
+    private, public = folder / "key.pem", folder / "key.pub"
+    subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", private], check=True)
+    subprocess.run(["openssl", "pkey", "-in", private, "-pubout", "-out", public], check=True)
+    return private, public
+
+
+@pytest.mark.parametrize(
+    ("prefix", "url", "trusted"),
+    [
+        ("s3://bucket/team", "s3://bucket/team/m", True),
+        ("s3://bucket/team/", "s3://bucket/team/m/", True),
+        ("s3://bucket/team/m", "s3://bucket/team/m", True),
+        ("s3://bucket", "s3://bucket/m", True),
+        ("s3://bucket/team", "s3://bucket/team-b/m", False),
+        ("s3://bucket/team", "s3://bucket/m", False),
+        ("s3://bucket/team", "s3://bucket/team/../m", False),
+        ("s3://bucket/team", "s3://bucket/team/%2e%2e/m", False),
+        ("s3://bucket", "s3://bucket-b/m", False),
+        ("s3://bucket", "https://bucket/m", False),
+        ("https://host/m", "https://HOST:443/m?signature=1", True),
+        ("https://host/m", "https://user:password@host/m", True),
+        ("https://host/m", "https://host:8443/m", False),
+        ("https://host/m", "http://host/m", False),
+        ("https://host/m", "https://host@elsewhere/m", False),
+        ("https://host/m", "https://host\\@elsewhere/m", False),
+        ("https://host/m", "https://elsewhere/https://host/m", False),
+        ("https://host/m", "https://[host/m", False),
+        ("abfs://models@account", "abfs://models@account/m", True),
+        ("abfs://models@account", "abfs://theirs@account/m", False),
+        ("s3://bucket/team", "simplecache::s3://bucket/team/m", False),
+        ("/models", "s3:///models/m", False),
+    ],
+)
+def test_a_prefix_is_a_folder_of_one_host(prefix: str, url: str, trusted: bool) -> None:
+    assert from_env({}, trust_state=prefix).trust_state == prefix
+    assert (objection(Trust.named(prefix, None), url) is None) == trusted
+
+
+def test_an_objection_says_why_and_how_to_allow() -> None:
+    said = objection(Trust(), "https://user:secret@host/m?token=secret")
+    assert said is not None
+    assert "it is not signed" in said
+    assert "--trust-state=https://host/m," in said
+    assert "secret" not in said
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["yes", "*", "models/", "s3://", "://host", "s3://b/../c", "https://user@host/m", "a::s3://b/c", ",", "/a?b"],
+)
+def test_a_prefix_that_names_no_place_fails_at_start(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"MEDUSA_TRUST_STATE=.*expected absolute folders and URL prefixes"):
+        from_env({"MEDUSA_TRUST_STATE": text})
+
+
+def test_a_key_is_a_file_or_its_text(keys: tuple[Path, Path]) -> None:
+    public = Signer.read(keys[0]).public
+    assert from_env({"MEDUSA_TRUST_KEY": str(keys[1])}).trust_key == public
+    assert from_env({}, trust_key=f"{public}, {keys[1]}").trust_key == f"{public},{public}"
+
+
+@pytest.mark.parametrize("text", ["ed25519:AAAA", "ed25519:?", "/no/such/file", "{private}", "/bin/true", "/", ","])
+def test_what_is_no_public_key_fails_at_start(text: str, keys: tuple[Path, Path]) -> None:
+    with pytest.raises(ConfigError, match=r"--trust-key=.*expected ed25519:<base64 of 32 bytes>"):
+        from_env({}, trust_key=text.format(private=keys[0]))
+
+
+def test_a_signature_is_good_for_its_manifest_and_its_key(keys: tuple[Path, Path], tmp_path: Path) -> None:
+    signer = Signer.read(keys[0])
+    other = tmp_path / "other.pem"
+    subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", other], check=True)
+    text = Manifest(ARTIFACTS, ("config.json",)).to_json(signer)
+    manifest = Manifest.parse(text)
+    store: Any = Remote("https://anywhere/m")
+
+    def said(trust: Trust, text: bytes = text) -> str | None:
+        return trust.objection(store, f"{FOLDER}/", text, Manifest.parse(text))
+
+    assert manifest.artifacts == ARTIFACTS
+    assert said(Trust(keys=(signer.public,))) is None
+    assert "not in --trust-key" in str(said(Trust(keys=(Signer.read(other).public,))))
+    assert "not in --trust-key" in str(said(Trust()))
+    again = json.dumps(json.loads(text), indent=7, sort_keys=True).encode()
+    assert said(Trust(keys=(signer.public,)), again) is None  # another spelling of the same
+
+
+def _changes() -> dict[str, Callable[[dict[str, Any]], Any]]:
+    return {
+        "digest": lambda document: document["artifacts"][0].update(sha256="f" * 64),
+        "key": lambda document: document["artifacts"][0]["key"].update(isa="y"),
+        "kind": lambda document: document["artifacts"][1].update(kind="compile-cache"),
+        "added": lambda document: document["artifacts"].append(document["artifacts"][0]),
+        "removed": lambda document: document["artifacts"].pop(),
+        "swapped": lambda document: document["artifacts"].reverse(),
+        "files": lambda document: document.update(files=[]),
+        "field": lambda document: document.update(more=1),
+        "signature": lambda document: document["signature"].update(value="AAAA"),
+    }
+
+
+@pytest.mark.parametrize("change", _changes())
+def test_a_change_of_a_signed_manifest_is_noticed(change: str, keys: tuple[Path, Path]) -> None:
+    signer = Signer.read(keys[0])
+    document = json.loads(Manifest(ARTIFACTS, ("config.json",)).to_json(signer))
+    _changes()[change](document)
+    text = json.dumps(document).encode()
+    store: Any = Remote("https://anywhere/m")
+    found = Trust(keys=(signer.public,)).objection(store, f"{FOLDER}/", text, Manifest.parse(text))
+    assert "its signature is wrong" in str(found)
+
+
+def test_another_message_of_the_same_key_is_no_signature(keys: tuple[Path, Path]) -> None:
+    """A key that signs other things, too, must not be made to sign a bundle unawares."""
+    signer = Signer.read(keys[0])
+    document = json.loads(Manifest(ARTIFACTS).to_json())
+    import base64
+
+    bare = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+    document["signature"] = {"key": signer.public, "value": base64.b64encode(signer.sign(bare)).decode()}
+    text = json.dumps(document).encode()
+    assert Trust(keys=(signer.public,)).signature_objection(Manifest.parse(text)) is not None
+
+
+def test_starts_without_a_signature_do_not_import_cryptography(tmp_path: Path) -> None:
+    with BundleWriter(tmp_path / FOLDER) as writer:
+        writer.commit(Manifest(ARTIFACTS))
+    script = """
+import sys
+from medusa_runtime.state.trust import Trust
+from medusa_runtime.state.locate import read_manifest
+from medusa_runtime.state.manifest import Manifest
+from medusa_runtime.storage.base import open_store
+store = open_store(sys.argv[1])
+text = read_manifest(store, ".medusa/")
+assert Trust().objection(store, ".medusa/", text, Manifest.parse(text)) is None
+assert "not signed" in Trust(own_files=False).objection(store, ".medusa/", text, Manifest.parse(text))
+assert not any(name.startswith("cryptography") for name in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)
+
+
+def local(folder: Path, trust: Trust = Trust()) -> str | None:  # noqa: B008
+    store = LocalStore(str(folder))
+    text = (folder / FOLDER / "manifest.json").read_bytes()
+    return trust.objection(store, f"{FOLDER}/", text, Manifest.parse(text))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    umask = os.umask(0o002)  # as distributions set it for users that have a group of their own
+    try:
+        with BundleWriter(tmp_path / FOLDER) as writer:
+            writer.commit(Manifest(ARTIFACTS))
+    finally:
+        os.umask(umask)
+    return tmp_path
+
+
+def test_the_own_users_files_are_trusted_and_nobody_elses(folder: Path) -> None:
+    manifest = folder / FOLDER / "manifest.json"
+    assert local(folder) is None
+    manifest.chmod(0o664)
+    assert "others than its owner may write" in str(local(folder))
+    manifest.chmod(0o644)
+    assert local(folder) is None
+    assert "not signed" in str(local(folder, Trust(own_files=False)))  # the node agent's
+    assert local(folder, Trust((str(folder),), own_files=False)) is None
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="another user's file: only root can make one")
+@pytest.mark.parametrize(("owner", "reader"), [(1000, 0), (1000, 1001), (0, 1000)])
+def test_another_users_file_is_not_trusted_whoever_reads_it(folder: Path, owner: int, reader: int) -> None:
+    os.chown(folder / FOLDER / "manifest.json", owner, owner)
+    for path in (folder, *list(folder.parents)[:-1]):
+        if path.stat().st_uid == 0 and "pytest" in str(path):
+            path.chmod(0o755)
+    euid = os.geteuid()
+    os.seteuid(reader)
+    try:
+        said = local(folder)
+    finally:
+        os.seteuid(euid)
+    assert f"belongs to user {owner}, this process to user {reader}" in str(said)
+
+
+def test_what_was_exchanged_between_reading_and_looking_is_not_trusted(folder: Path) -> None:
+    store = LocalStore(str(folder))
+    forged = Manifest((ARTIFACTS[0]._replace(sha256="f" * 64),)).to_json()
+    found = Trust().objection(store, f"{FOLDER}/", forged, Manifest.parse(forged))
+    assert "changed while it was read" in str(found)
+
+
+def test_links_lead_where_they_lead(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    trusted = tmp_path_factory.mktemp("trusted")
+    (trusted / "model").symlink_to(folder)
+    assert local(trusted / "model", Trust((str(trusted),), own_files=False)) is not None
+    assert local(trusted / "model", Trust((str(folder),), own_files=False)) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"not PEM", None])
+def test_a_file_that_is_no_private_key_is_refused_before_any_work(content: bytes | None, tmp_path: Path) -> None:
+    key = tmp_path / "key.pem"
+    if content is not None:
+        key.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"--sign=.*openssl genpkey -algorithm ed25519 -out key\.pem"):
+        Signer.read(key)
+
+
+def test_keys_of_other_kinds_are_refused(tmp_path: Path) -> None:
+    key = tmp_path / "key.pem"
+    command = ["openssl", "genpkey", "-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:P-256", "-out", str(key)]
+    subprocess.run(command, check=True)
+    with pytest.raises(ConfigError, match="found another kind of key"):
+        Signer.read(key)
+
+
+def test_the_settings_of_a_function_do_not_reach_an_agents_engine() -> None:
+    from medusa_runtime.errors import NodeError
+    from medusa_runtime.node.engines.handover import settings_from_body, settings_to_body
+
+    body = settings_to_body(Settings(model="m", trust_state="/", trust_key="ed25519:x"))
+    assert not any("trust" in name for name in body)
+    with pytest.raises(NodeError, match="trust_state"):
+        settings_from_body({**body, "trust_state": "/"})
+
+
+def test_code_of_a_shared_region_is_nobodys() -> None:
+    """Whoever shares the machine may have brought the agent that region (`keep`)."""
+    from medusa_runtime.checkpoint.index import WeightIndex
+    from medusa_runtime.region.reader import Region
+    from medusa_runtime.state.kinds import file_name
+    from medusa_runtime.timeline import Timeline
+    from medusa_vllm.compiled.settings import CompiledStart
+
+    region = Region.create()
+    writer = region.writer()
+    writer.lay_out(WeightIndex([], {}), {file_name(COMPILE_CACHE.name): b"forged", "config.json": b"{}"})
+    writer.finish()
+    writer.close()
+    for shared, wanted in ((False, True), (True, False)):
+        reader = Region(os.dup(region.fd), shared=shared)
+        assert reader.file("config.json") == b"{}"
+        assert reader.has_code(file_name(COMPILE_CACHE.name)) is wanted
+        assert (reader.code(file_name(COMPILE_CACHE.name)) is not None) is wanted
+        assert CompiledStart(reader, Settings(engine="vllm"), Timeline.create("engine")).wanted is wanted
+        reader.lend(file_name(COMPILE_CACHE.name), b"lent")
+        assert reader.code(file_name(COMPILE_CACHE.name)) == b"lent"
+        reader.close()
+    region.close()
