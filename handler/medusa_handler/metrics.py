@@ -56,9 +56,19 @@ class Metrics:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._requests: dict[tuple[str, int], int] = {}
-        self.ttft = Histogram("medusa_time_to_first_token_seconds", "From request to first token.", _SECONDS)
-        self.tpot = Histogram("medusa_time_per_output_token_seconds", "Between tokens, per request.", _TOKEN_SECONDS)
-        self.e2e = Histogram("medusa_request_seconds", "From request to the end of its answer.", _SECONDS)
+        self.ttft = Histogram(
+            "medusa_time_to_first_token_seconds",
+            "Seconds from a request's arrival to its first generated token.",
+            _SECONDS,
+        )
+        self.tpot = Histogram(
+            "medusa_time_per_output_token_seconds",
+            "Mean seconds between a request's generated tokens after the first.",
+            _TOKEN_SECONDS,
+        )
+        self.e2e = Histogram(
+            "medusa_request_seconds", "Seconds from a request's arrival to the end of its answer.", _SECONDS
+        )
 
     def count_request(self, route: str, status: int) -> None:
         with self._lock:
@@ -71,7 +81,9 @@ class Metrics:
             self.tpot.observe((total_s - first_s) / (tokens - 1))
 
     def lines(self) -> Iterable[str]:
-        yield from _head("medusa_requests_total", "counter", "Requests by route and status.")
+        yield from _head(
+            "medusa_requests_total", "counter", "Requests answered, by route and HTTP status; 499: the client left."
+        )
         with self._lock:
             requests = sorted(self._requests.items())
         for (route, status), count in requests:
@@ -90,11 +102,11 @@ def gauge(name: str, text: str, *samples: tuple[Labels, float]) -> Iterable[str]
 def sample(name: str, value: float, labels: Labels = ()) -> str:
     if not labels:
         return f"{name} {value}"
-    pairs = ",".join(f'{key}="{_escape(text)}"' for key, text in labels)
+    pairs = ",".join(f'{key}="{escape(text)}"' for key, text in labels)
     return f"{name}{{{pairs}}} {value}"
 
 
-def _escape(text: str) -> str:
+def escape(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 

@@ -12,7 +12,7 @@ from .faults import ClientGoneError, not_ready, stopping
 from .http import sse
 from .metrics import Metrics
 from .openai.chat_template import ChatTemplate
-from .probes import Probes, served_name
+from .probes import Probes, served_name, small_files
 
 if TYPE_CHECKING:
     from medusa_runtime.config import Settings
@@ -48,7 +48,7 @@ class Service:
 
     @property
     def model_name(self) -> str:
-        return served_name(self.settings)
+        return served_name(self.settings, small_files(self.region))
 
     @property
     def ready(self) -> bool:

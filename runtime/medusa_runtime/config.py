@@ -22,6 +22,7 @@ NODE_SOCKET = "/run/medusa/node.sock"
 KERNELS = ("auto", "library")
 LOAD_PRIORITIES = ("interactive", "background")
 TORCH_IMPORTS = ("auto", "lean", "plain")
+SERVER_TIMINGS = ("total", "stages")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -65,6 +66,7 @@ class Settings:
     read_timeout_s: float = 60.0
     write_timeout_s: float = 60.0
     max_body_mb: int = 32
+    server_timing: str = "total"
     token: str | None = field(default=None, repr=False)
     log_level: str = "info"
 
@@ -215,7 +217,12 @@ class OneOf:
 
 
 OPTIONS = (
-    Option("model", ("MEDUSA_MODEL",), _text, "checkpoint: a folder, file, http(s)://, s3:// or any fsspec URL"),
+    Option(
+        "model",
+        ("MEDUSA_MODEL",),
+        _text,
+        "checkpoint: a folder, file, http(s)://, s3://, hf://org/name or any fsspec URL",
+    ),
     Option("handler", ("MEDUSA_HANDLER",), _text, "user code as file.py:name or module:name"),
     Option(
         "engine",
@@ -297,6 +304,12 @@ OPTIONS = (
     Option("read_timeout_s", ("MEDUSA_READ_TIMEOUT",), _duration, "how long a client may take to send its request"),
     Option("write_timeout_s", ("MEDUSA_WRITE_TIMEOUT",), _duration, "how long a client may take nothing of its answer"),
     Option("max_body_mb", ("MEDUSA_MAX_BODY_MB",), positive, "largest request body"),
+    Option(
+        "server_timing",
+        ("MEDUSA_SERVER_TIMING",),
+        OneOf(*SERVER_TIMINGS),
+        "what the first answer's Server-Timing header shows of the start: its length, or all stages",
+    ),
     Option("token", ("MEDUSA_TOKEN",), _token, "secret that requests must bear; better as variable than as flag"),
     Option("log_level", ("MEDUSA_LOG_LEVEL",), OneOf(*LOG_LEVELS), "how much to log"),
 )
@@ -329,6 +342,12 @@ def from_env(environ: Mapping[str, str], **flags: Any) -> Settings:
                 settings = replace(settings, **{option.field: parse_option(option, environ[variable], variable)})
                 break
     return settings
+
+
+def require_handler(settings: Settings) -> None:
+    """ConfigError for ``--engine none`` without a handler."""
+    if settings.engine == "none" and settings.handler is None:
+        raise ConfigError("with --engine none nothing runs the model: expected --handler, whose code builds it")
 
 
 def misspelt(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:

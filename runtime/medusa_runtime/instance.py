@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
-from .config import NODE_SOCKET, Settings
+from .config import NODE_SOCKET, Settings, require_handler
 from .engine.client import EngineClient
 from .errors import ConfigError, EngineError, MedusaError, from_code
 from .process import ReportPipe, fork, share_cores
@@ -95,8 +95,7 @@ def bind(settings: Settings) -> socket.socket:
 
 def serve(settings: Settings, function: Function, observer: Observer | None = None) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status. Raises the MedusaError that ended the instance."""
-    if settings.engine == "none" and settings.handler is None:
-        raise ConfigError("with --engine none nothing runs the model: expected --handler, whose code builds it")
+    require_handler(settings)
     make_room_for_files()
     timeline = Timeline.create("supervisor")
     timeline.record("exec", process_start_ns(), time.monotonic_ns())

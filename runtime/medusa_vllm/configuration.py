@@ -26,9 +26,7 @@ def configure(
     folder: CheckpointFolder, region: Region, settings: Settings, timeline: Timeline, compiled: CompiledStart
 ) -> tuple[Any, KvPlan]:
     """A VllmConfig with the KV cache's size. Raises ModelError and ConfigError for what vLLM cannot serve."""
-    architectures = folder.config.get("architectures")
-    if not isinstance(architectures, list) or not architectures:
-        raise ModelError(f"config.json: expected architectures to name the model's class, found {architectures!r}")
+    architectures = folder.config["architectures"]  # models/backend.py has looked at it
     with timeline.stage("config"):
         for architecture in architectures:
             import_model(str(architecture))

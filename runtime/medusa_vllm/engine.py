@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.base import EngineInfo, GenerateRequest
-from medusa_runtime.engine.checkpoint_files import read_json
 from medusa_runtime.engine.serving.completion import advance
 from medusa_runtime.engine.serving.inbox import Inbox
 from medusa_runtime.engine.serving.requests import Requests, Sink
@@ -27,7 +26,7 @@ from medusa_runtime.engine.serving.validation import check_token_ids
 from medusa_runtime.engine.torch.sampler import Sampled
 from medusa_runtime.errors import EngineError, MedusaError, ModelError, RequestError
 from medusa_runtime.limits import cpu_count
-from medusa_runtime.models.registry import is_encoder
+from medusa_runtime.models.backend import backend
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
@@ -51,10 +50,7 @@ class VllmEngine:
         """``capture``: the folder to write what is compiled into (offline)."""
         _set_num_threads(settings.threads or cpu_count())
         region.wait_index()
-        if is_encoder(read_json(region, "config.json") or {}):
-            raise ModelError(
-                "--engine vllm continues text, and this model is an encoder; expected --engine torch for it"
-            )
+        backend(region.file, settings)
         self._timeline = timeline
         self._tokenizer = Tokenizer(region.file("tokenizer.json"), timeline)
         self._compiled = CompiledStart(region, settings, timeline, capture)

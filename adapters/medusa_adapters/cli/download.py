@@ -15,6 +15,8 @@ from medusa_runtime.checkpoint.reader import Checkpoint
 from medusa_runtime.errors import ConfigError, StorageError
 from medusa_runtime.region.reader import Progress
 
+from .fetch import PART
+
 _PIECE_BYTES = 8 << 20
 
 
@@ -97,7 +99,7 @@ class Download:
             self._fetched += len(buffer)
 
     def _part(self, name: str) -> Path:
-        return self._folder / f"{name}.part"
+        return self._folder / f"{name}{PART}"
 
     def _check_room(self) -> None:
         room = os.statvfs(self._folder)

@@ -13,14 +13,17 @@ from pathlib import Path
 from medusa_runtime.config import NODE_SOCKET, Settings, from_env
 from medusa_runtime.errors import ConfigError, NodeError, StorageError, from_code
 
+from .flags import add_model, given_model
+from .leftovers import Leftovers
 from .progress import ProgressLine, size
 
 _LOOK_EVERY_S = 0.1
 _CONNECTIONS = 8
+PART = ".part"  # how the name of a file ends while it is being written
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="URL", help="a folder, file, http(s)://, s3:// or any fsspec URL")
+    add_model(parser)
     parser.add_argument("--to", type=Path, metavar="DIR", help="write its files there; without it, only into memory")
     parser.add_argument("--node", action="store_true", help="into the node agent's memory, for all functions here")
     parser.add_argument("--pin", action="store_true", help="with --node: never evict it")
@@ -33,16 +36,18 @@ def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     settings = from_env(
         os.environ,
-        model=arguments.checkpoint,
+        model=given_model(arguments),
         connections=arguments.connections,
         node_socket=arguments.node_socket,
     )
+    if settings.model is None:
+        raise ConfigError("expected a checkpoint: medusa fetch URL, or --model URL")
     began = time.monotonic()
     if arguments.node:
         fetched = _into_node(settings, pin=arguments.pin, fresh=arguments.fresh)
         place = "into the node agent's memory"
     elif arguments.to is not None:
-        fetched = _into_folder(arguments.checkpoint, arguments.to, settings.connections or _CONNECTIONS)
+        fetched = _into_folder(settings.model, arguments.to, settings.connections or _CONNECTIONS)
         place = f"into {arguments.to}"
     else:
         fetched = _into_memory(settings)
@@ -50,6 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
     took_s = time.monotonic() - began
     print(f"fetched {size(fetched)} in {took_s:.2f} s, {fetched / 1e6 / max(took_s, 1e-6):,.0f} MB/s, {place}")
     return 0
+
+
+def leftovers(arguments: argparse.Namespace) -> list[Leftovers]:
+    return [] if arguments.to is None else [Leftovers(arguments.to, f"*{PART}")]
 
 
 def _check(arguments: argparse.Namespace) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 
 from medusa_runtime.checkpoint.reader import Checkpoint, open_checkpoint
 from medusa_runtime.config import OPTIONS, Settings, from_env
-from medusa_runtime.errors import ConfigError, CorruptError, StateError
+from medusa_runtime.errors import ConfigError, CorruptError, MedusaError, StateError
+from medusa_runtime.models.backend import backend
 from medusa_runtime.storage.base import redacted
 
 from . import bundle_summary
+from .flags import add_model, given_model
 from .progress import size
 
 _SHAPE_FIELDS = {
@@ -42,25 +44,24 @@ _STATE_FLAGS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "checkpoint", nargs="?", metavar="URL", help="a folder, a safetensors file, or any URL that serve takes"
-    )
+    add_model(parser, "a folder, a safetensors file, or any URL that serve takes")
     parser.add_argument("--tensors", action="store_true", help="list the tensors in the order they are fetched")
     for option in OPTIONS:
-        if option.field in _STATE_FLAGS:
+        if option.field in _STATE_FLAGS and option.field != "model":
             parser.add_argument(option.flag, metavar=option.form, help=option.help)
     parser.add_argument("--verify", action="store_true", help="read all of the state bundle, also its large blobs")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    settings = from_env(os.environ, **{name: getattr(arguments, name) for name in _STATE_FLAGS})
-    url = settings.model if arguments.checkpoint is None else arguments.checkpoint
-    if url is None or (arguments.checkpoint is not None and arguments.model is not None):
-        raise ConfigError("expected one checkpoint: medusa inspect URL, or --model URL")
-    checkpoint = open_checkpoint(url)
+    flags = {name: getattr(arguments, name) for name in _STATE_FLAGS} | {"model": given_model(arguments)}
+    settings = from_env(os.environ, **flags)
+    if settings.model is None:
+        raise ConfigError("expected a checkpoint: medusa inspect URL, or --model URL")
+    checkpoint = open_checkpoint(settings.model)
     try:
         found = summarize(checkpoint)
+        found["backend"] = _backend(checkpoint, settings)
         found["state"] = _state(checkpoint, settings, arguments.verify)
     finally:
         checkpoint.store.close()
@@ -87,6 +88,15 @@ def _state(checkpoint: Checkpoint, settings: Settings, verify: bool) -> dict[str
             "url": redacted(settings.state or checkpoint.store.url),
             "artifacts": [{"kind": "manifest.json", "problem": str(error)}],
         }
+
+
+def _backend(checkpoint: Checkpoint, settings: Settings) -> dict[str, str]:
+    """What would run it; that nothing would is an answer, too."""
+    try:
+        found = backend(checkpoint.files.get, settings)
+    except MedusaError as error:
+        return {"problem": f"{error} [{error.code}]"}
+    return {"kind": found.kind, "architecture": found.architecture, "text": str(found)}
 
 
 def summarize(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -126,6 +136,7 @@ def as_text(found: dict[str, Any]) -> str:
         "weights": f"{size(found['bytes'])} in {count} shard{'s' * (count > 1)}, {len(found['tensors'])} tensors",
         "types": f"{dtypes} parameters",
         "files": ", ".join(found["files"]),
+        "runs": found["backend"].get("text") or f"not so: {found['backend']['problem']}",
     }
     lines = [f"  {name:8} {text}" for name, text in rows.items() if text]
     return "\n".join([found["url"], *lines, bundle_summary.as_text(found["state"])])

@@ -7,19 +7,23 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from medusa_runtime.config import OPTIONS, Settings, from_env
 from medusa_runtime.errors import ConfigError, MedusaError
+from medusa_runtime.state.bundle_writer import BundleWriter
 from medusa_runtime.state.kinds import STAGE_TIMES
-from medusa_runtime.state.materialize import Made, Materialization
+from medusa_runtime.state.materialize import Made, Materialization, beside
 from medusa_runtime.state.stage_times import StageTimes, summarize
 from medusa_runtime.storage.base import redacted
 
 from ..bench import openai_client
-from ..bench.contestants import Medusa, Question, ask, ask_stages, connect, wait_ready
+from ..bench.contestants import Medusa, Question, ask, ask_stages, connect, stages_from_json, wait_ready
+from .flags import add_model, given_model
+from .leftovers import Leftovers
 from .progress import note, size
 
 if TYPE_CHECKING:
@@ -33,8 +37,9 @@ _PROMPT, _TOKENS = "The quick brown fox jumps over the lazy dog", 9
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model(parser)
     for option in OPTIONS:
-        if option.field in _FLAGS:
+        if option.field in _FLAGS and option.field != "model":
             parser.add_argument(option.flag, metavar=option.form, help=option.help)
     parser.add_argument(
         "--request", metavar="BODY",
@@ -58,9 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    settings = from_env(os.environ, **{name: getattr(arguments, name) for name in _FLAGS})
+    flags = {name: getattr(arguments, name) for name in _FLAGS} | {"model": given_model(arguments)}
+    settings = from_env(os.environ, **flags)
     if settings.model is None:
-        raise ConfigError("expected --model: the checkpoint to materialize")
+        raise ConfigError("expected a checkpoint: medusa materialize URL, or --model URL")
     if arguments.starts < 0:
         raise ConfigError(f"--starts={arguments.starts} cannot be used: expected a whole number, 0 or more")
     signer = None
@@ -90,6 +96,31 @@ def run(arguments: argparse.Namespace) -> int:
     if signer is not None:
         print(f"signed; to run the code in it, starts say --trust-key {signer.public}")
     return 0
+
+
+def leftovers(arguments: argparse.Namespace) -> list[Leftovers | _Uncommitted]:
+    found: list[Leftovers | _Uncommitted] = []
+    if (file := arguments.convert) is not None:
+        found.append(Leftovers(file.parent, f".{file.name}.*"))
+    model = from_env(os.environ, model=given_model(arguments)).model
+    with suppress(MedusaError):  # the command itself says what is wrong
+        if model is not None:
+            found.append(_Uncommitted(arguments.out or beside(model)))
+    return found
+
+
+class _Uncommitted:
+    """What an interrupted command wrote into a bundle's folder and no manifest names."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._rest = Leftovers(folder, "*.part")
+
+    def remove(self) -> None:
+        if self._folder.is_dir():
+            with suppress(MedusaError), BundleWriter(self._folder) as writer:
+                writer.discard()
+        self._rest.remove()
 
 
 def _ordered(settings: Settings, request: str | None) -> Callable[[Region], Sequence[str]] | None:

@@ -14,6 +14,7 @@ from medusa_runtime.config import OPTIONS, Settings, from_env, misspelt
 from medusa_runtime.errors import ConfigError
 
 from ..platforms.base import load, resolve
+from .flags import add_model, given_model
 from .progress import ProgressLine
 
 if TYPE_CHECKING:
@@ -25,14 +26,17 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = Settings()
     parser.description = "Serve a model or a function. Every flag has an environment variable; the flag wins."
+    add_model(parser)
     for option in OPTIONS:
+        if option.field == "model":
+            continue
         default = getattr(defaults, option.field)
         shown = (
             ""
             if default is None
-            else f"; default {default:g}"
+            else f"; default: {default:g}"
             if isinstance(default, float)
-            else f"; default {default}"
+            else f"; default: {default}"
         )
         parser.add_argument(
             option.flag,
@@ -45,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     for variable, meant in misspelt(os.environ):
         print(f"WARNING: {variable} is no setting and has no effect; did you mean {meant}?", file=sys.stderr)
-    settings = settle(os.environ, {option.field: getattr(arguments, option.field) for option in OPTIONS})
+    flags = {option.field: getattr(arguments, option.field) for option in OPTIONS}
+    settings = settle(os.environ, flags | {"model": given_model(arguments)})
     configure_logging(settings.log_level)
     from medusa_runtime.instance import serve
 

@@ -31,7 +31,7 @@ class Calls:
         with self._lock:
             if key not in self._seconds:
                 labels = (("code", key[0]), ("method", key[1]))
-                text = "Until the head of the answer."
+                text = "Seconds from a request's arrival to the head of its answer."
                 self._seconds[key] = Histogram("http_request_duration_seconds", text, _SECONDS, labels)
         self._seconds[key].observe(seconds)
 

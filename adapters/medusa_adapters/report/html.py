@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from medusa_runtime.timeline import Stage
 
 from ..bench.result import Result, Row
+from .charts import bars, timeline
 from .gantt import MS, gaps, moment, tracks, window
-from .svg import bars, gantt
 
 if TYPE_CHECKING:
     from ..bench.contestants import Sample
@@ -32,15 +32,45 @@ _METRICS = {
     "size_mb": ("Size of the weights", ""),
 }
 _CHARTED = ("ttft_s", "tokens_per_s_b1", "tokens_per_s_b8")
+# Rows that answer no request: they say how much of the time is not ours to save.
+_YARDSTICKS = ("torch-import", "vllm-import", "floor")
+_LABELS = {
+    "torch": "medusa-runtime",
+    "torch-prewarmed": "medusa-runtime, pre-warmed",
+    "vllm-cold": "medusa-runtime with vLLM",
+    "vllm-prewarmed": "medusa-runtime with vLLM, pre-warmed",
+    "vllm-compiled": "medusa-runtime with vLLM, compiled",
+    "transformers": "transformers",
+    "torch-import": "import torch",
+    "vllm-import": "import vllm",
+    "floor": "plain floor",
+}
+_MEANINGS = {
+    "torch": "`medusa serve`, from a process that does not exist yet to the first token over HTTP.",
+    "torch-prewarmed": "The same with a node agent, which holds the weights and an idle engine process.",
+    "vllm-cold": "`medusa serve --engine vllm`, without compiled code.",
+    "vllm-prewarmed": "The same with a node agent, which holds the weights and an idle engine process.",
+    "vllm-compiled": "`medusa serve --engine vllm` with compiled code from a state bundle.",
+    "transformers": "A bare Python script with Hugging Face transformers, without a server.",
+    "torch-import": "Python, and the ordinary `import torch`; nothing is read or computed.",
+    "vllm-import": "Python, and the ordinary `import vllm`; nothing is read or computed.",
+    "floor": (
+        "A script with the ordinary `import torch`, the tokenizer, one look at all weights and one small product: "
+        "about the least that a program which imports torch as usual can do. medusa-runtime can be below it: it "
+        "imports only the parts of torch that inference uses, and reads the weights at the same time."
+    ),
+}
 
 
-def html(result: Result, samples: Mapping[str, Sequence[Sample]], ours: str) -> str:
-    """The page. The timeline shown is that of our run with the median TTFT."""
-    sections = [_headline(result, ours), *_charts(result, ours)]
+def html(
+    result: Result, samples: Mapping[str, Sequence[Sample]], ours: str, subject: Mapping[str, str] | None = None
+) -> str:
+    """The page. The timeline shown is that of our run with the median TTFT; ``subject`` says what was measured."""
+    sections = [_headline(result, ours, subject or {}), *_charts(result, ours), _yardsticks(result)]
     ordered = sorted(samples.get(ours, ()), key=lambda sample: sample.ttft_s)
     if ordered and (stages := ordered[(len(ordered) - 1) // 2].stages):
         sections.append(_timeline(stages))
-    sections += [_rows(result), _machine(result)]
+    sections += [_rows(result), _facts("What was measured", subject or {}), _facts("Machine", result.machine)]
     body = "\n".join(section for section in sections if section)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -51,34 +81,66 @@ def html(result: Result, samples: Mapping[str, Sequence[Sample]], ours: str) -> 
 """
 
 
-def _headline(result: Result, ours: str) -> str:
+def label(name: str) -> str:
+    """What a reader who knows no row names would call it."""
+    return _LABELS.get(name, name)
+
+
+def _headline(result: Result, ours: str, subject: Mapping[str, str]) -> str:
     median = result.median(ours, "ttft_s")
     if median is None:
         return "<h1>medusa-runtime</h1>"
     ratios = [
-        f"<strong>{max(ratio, 1 / ratio):.1f}×</strong> {'faster' if ratio >= 1 else 'slower'} than {escape(row.name)}"
+        f"<strong>{max(ratio, 1 / ratio):.1f}×</strong> {'faster' if ratio >= 1 else 'slower'} than "
+        f"{escape(label(row.name))}"
         for row in result.rows
         if row.metric == "ttft_s"
-        and row.name not in (ours, "torch-import", "floor")
+        and row.name not in (ours, *_YARDSTICKS)
         and (ratio := result.ratio("ttft_s", row.name, ours))
     ]
     versus = f'<p class="versus">{", ".join(ratios)}</p>' if ratios else ""
+    about = " · ".join(["cold start", *(escape(subject[key]) for key in ("model", "date") if key in subject)])
     return (
-        f"<header><p class='kicker'>medusa-runtime · cold start</p>"
-        f"<h1>{median:.2f} s <span>from exec to the first token</span></h1>{versus}</header>"
+        f"<header><p class='kicker'>medusa-runtime · {about}</p>"
+        f"<h1>{median:.2f} s <span>from nothing running to the first token</span></h1>{versus}"
+        "<p class='lead'>A model that is used now and then should cost nothing while it is idle. Then its process is "
+        "gone, and the next request must start it: Python, libraries, weights. That is a cold start, and this page "
+        "shows how long one takes, on one machine, for the same model and prompt.</p></header>"
     )
 
 
 def _charts(result: Result, ours: str) -> list[str]:
     sections = []
     for metric in _CHARTED:
-        rows = [row for row in result.rows if row.metric == metric]
+        rows = [row for row in result.rows if row.metric == metric and row.name not in _YARDSTICKS]
         if rows:
             title, text = _METRICS[metric]
             runs = f"Medians of {rows[0].runs} runs, taken in turn; the thin lines go from the least to the most"
             text = text[0].upper() + text[1:]
-            sections.append(f"<section><h2>{title}</h2><p>{text}. {runs}.</p>{bars(rows, ours)}</section>")
+            sections.append(
+                f"<section><h2>{title}</h2><p>{text}. {runs}.</p>{bars(rows, _LABELS, ours)}{_meanings(rows)}</section>"
+            )
     return sections
+
+
+def _yardsticks(result: Result) -> str:
+    rows = [row for row in result.rows if row.metric == "ttft_s" and row.name in _YARDSTICKS]
+    if not rows:
+        return ""
+    return (
+        "<section><h2>For comparison: work without an answer</h2><p>These scripts produce no token. They show how long "
+        f"parts of a start take by themselves on this machine.</p>{bars(rows, _LABELS, '')}{_meanings(rows)}</section>"
+    )
+
+
+def _meanings(rows: Sequence[Row]) -> str:
+    known = [row.name for row in rows if row.name in _MEANINGS]
+    return "".join(f"<p class='note'><b>{escape(label(name))}</b>: {_prose(_MEANINGS[name])}</p>" for name in known)
+
+
+def _prose(text: str) -> str:
+    pieces = escape(text).split("`")
+    return "".join(f"<code>{piece}</code>" if number % 2 else piece for number, piece in enumerate(pieces))
 
 
 def _timeline(stages: Sequence[Stage]) -> str:
@@ -94,41 +156,58 @@ def _timeline(stages: Sequence[Stage]) -> str:
         for row in tracks(stages)
     )
     return (
-        f"<section><h2>Where the time went</h2><p>The run with the median time. {reached}"
-        f"{total:.0f} ms lie in no stage (shaded), {longest:.0f} ms at most in one piece.</p>{gantt(stages)}"
+        f"<section><h2>Where the time went</h2><p>The run of medusa-runtime with the median time, {_width(stages)} ms "
+        f"from left to right. Each line is a stage of the start, in the process that did it; stages above each other "
+        f"ran at the same time. {reached}"
+        f"{total:.0f} ms lie in no stage (shaded), {longest:.0f} ms at most in one piece.</p>{timeline(stages)}"
         "<details><summary>Stages as a table</summary><table class='stages'><thead><tr><th>process</th><th>stage</th>"
         f"<th>start, ms</th><th>end, ms</th><th>busy, ms</th></tr></thead><tbody>{lines}</tbody></table></details>"
         "</section>"
     )
 
 
+def _width(stages: Sequence[Stage]) -> str:
+    start, end = window(stages)
+    return f"{(end - start) / MS:.0f}"
+
+
 def _rows(result: Result) -> str:
     lines = "".join(
-        f"<tr><td>{escape(row.name)}</td><td>{_metric(row)}</td>{_numbers(row)}</tr>" for row in result.rows
+        f"<tr><td>{_named(row.name)}</td><td>{_metric(row)}</td>"
+        f"<td>{_number(row.median)} {escape(row.unit)}<small>{_number(row.min)} to {_number(row.max)}, "
+        f"{row.runs} run{'s' * (row.runs != 1)}</small></td></tr>"
+        for row in result.rows
     )
     return (
-        "<section><h2>All numbers</h2><table><thead><tr><th>name</th><th>metric</th><th>median</th><th>min</th>"
-        f"<th>max</th><th>unit</th><th>runs</th></tr></thead><tbody>{lines}</tbody></table></section>"
+        "<section><h2>All numbers</h2><table><thead><tr><th>what</th><th>number</th><th>median</th></tr></thead>"
+        f"<tbody>{lines}</tbody></table></section>"
     )
+
+
+def _named(name: str) -> str:
+    """A row's label, with the name that the command and its JSON have for it."""
+    shown = escape(label(name))
+    return shown if label(name) == name else f"{shown}<small><code>{escape(name)}</code></small>"
 
 
 def _metric(row: Row) -> str:
+    if row.name in _YARDSTICKS and row.metric == "ttft_s":
+        return "Time until done<small>it produces no token</small>"
     title, text = _METRICS.get(row.metric, (row.metric, ""))
-    return f'<span title="{escape(text)}">{escape(title)}</span> <code>{escape(row.metric)}</code>'
-
-
-def _numbers(row: Row) -> str:
-    cells = "".join(f"<td>{_number(value)}</td>" for value in (row.median, row.min, row.max))
-    return f"{cells}<td class='unit'>{escape(row.unit)}</td><td>{row.runs}</td>"
+    return f"{escape(title)}<small>{escape(text)}</small>"
 
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2f}"
 
 
-def _machine(result: Result) -> str:
-    facts = "".join(f"<dt>{escape(key)}</dt><dd>{escape(str(value))}</dd>" for key, value in result.machine.items())
-    return f"<section><h2>Machine</h2><dl>{facts}</dl></section>"
+def _facts(title: str, facts: Mapping[str, object]) -> str:
+    if not facts:
+        return ""
+    lines = "".join(
+        f"<dt>{escape(key.replace('_', ' '))}</dt><dd>{escape(str(value))}</dd>" for key, value in facts.items()
+    )
+    return f"<section><h2>{title}</h2><dl>{lines}</dl></section>"
 
 
 _STYLE = """
@@ -145,19 +224,29 @@ h1 span{font-size:20px;font-weight:400;color:var(--soft)}
 .versus{margin:.4em 0 0;font-size:17px}.versus strong{color:var(--ours)}
 h2{margin:0;font-size:19px;font-weight:600}
 section{margin-top:40px}section>p{margin:4px 0 14px;color:var(--soft)}
-svg{display:block;width:100%;height:auto;font-size:12px;overflow:visible}
-svg text{fill:var(--text)}svg .end{text-anchor:end}svg .tick{text-anchor:middle}
-svg .tick,svg .value{fill:var(--soft);font-variant-numeric:tabular-nums}svg .strong{font-weight:600}
-.ours,.stage{fill:var(--ours)}.other{fill:var(--other)}.mark{fill:var(--text)}
-.range{stroke:var(--text);stroke-width:1.2;fill:none;opacity:.75}.grid,.rule{stroke:var(--line);fill:none}
-.gap{fill:var(--gap);opacity:.22}.token{stroke:var(--token);stroke-width:1.5;fill:none}
+.lead{margin:14px 0 0;max-width:46em}.note{margin:8px 0 0;font-size:13px;color:var(--soft)}.note b{color:var(--text)}
+.row{display:grid;grid-template-columns:minmax(90px,22%) 1fr 76px;gap:10px;align-items:center;
+margin:5px 0;font-size:13px}
+.label{text-align:right;overflow-wrap:anywhere;line-height:1.2}.ours .label{font-weight:600}
+.value{color:var(--soft);font-variant-numeric:tabular-nums;white-space:nowrap}
+.lane{position:relative;display:block;height:18px}.lane i{position:absolute;top:0;bottom:0;display:block}
+.bar{left:0;background:var(--other);border-radius:2px;min-width:1px}.ours .bar{background:var(--ours)}
+.range{margin:auto 0;height:1px;background:var(--text);opacity:.75}
+.timeline .row{margin:0}.timeline .lane{height:20px}.process{margin:8px 0 2px;font-weight:600;font-size:13px;
+border-top:1px solid var(--line);padding-top:6px}
+.lane .stage{background:var(--ours);top:3px;bottom:3px;border-radius:2px;min-width:1.5px}
+.lane .gap{background:var(--gap);opacity:.22}.lane .token{width:1.5px;background:var(--token)}
+.lane .mark{width:8px;height:8px;margin:6px 0 0 -4px;background:var(--text);transform:rotate(45deg);bottom:auto}
 table{width:100%;border-collapse:collapse;font-variant-numeric:tabular-nums}
-th,td{padding:6px 10px 6px 0;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
-th{font-weight:500;color:var(--soft)}
-th:nth-child(-n+2),td:nth-child(-n+2),.unit{text-align:left}th:nth-child(6):nth-last-child(2){text-align:left}
-td:nth-child(2){white-space:normal}
+th,td{padding:6px 10px 6px 0;border-bottom:1px solid var(--line);text-align:left;
+vertical-align:top;overflow-wrap:anywhere}
+th{font-weight:500;color:var(--soft)}td:nth-child(n+3),th:nth-child(n+3){text-align:right}
+small{display:block;color:var(--soft);font-size:12px}
 code{font-size:12px;color:var(--soft)}
 details{margin-top:14px}summary{cursor:pointer;color:var(--soft)}
-dl{display:grid;grid-template-columns:max-content 1fr;gap:2px 20px;margin:8px 0 0}dt{color:var(--soft)}dd{margin:0}
-@media(max-width:640px){section{overflow-x:auto}svg{min-width:640px}h1{font-size:34px}}
+dl{display:grid;grid-template-columns:minmax(80px,max-content) 1fr;gap:2px 20px;margin:8px 0 0}
+dt{color:var(--soft)}dd{margin:0;overflow-wrap:anywhere}
+@media(max-width:640px){main{padding:24px 14px 48px}h1{font-size:34px}h1 span{display:block;font-size:17px}
+.row{grid-template-columns:84px 1fr 62px;gap:6px;font-size:12px}
+td,th{padding-right:6px;font-size:13px}.stages td,.stages th{font-size:12px}}
 """

@@ -1,4 +1,4 @@
-"""The charts of a report, as inline SVG that takes its colours from the page's style sheet."""
+"""The timeline of a start as SVG, for figures; it takes its colours from the style sheet around it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from html import escape
 
 from medusa_runtime.timeline import Stage
 
-from ..bench.result import Row
 from .gantt import MS, Track, gaps, moment, tracks, window
 
 _WIDTH = 920
@@ -15,29 +14,6 @@ _LABELS = 170
 _VALUES = 90
 _ROW = 22
 _BAR = 14
-
-
-def bars(rows: Sequence[Row], ours: str) -> str:
-    """Horizontal bars of medians, all from zero, with a thin line from least to most."""
-    top = max(row.max for row in rows) or 1.0
-    room = _WIDTH - _LABELS - _VALUES
-    height = len(rows) * (_ROW + 8) + 8
-    parts = [_open(height, "Medians as bars, the range of the runs as lines")]
-    for number, row in enumerate(rows):
-        y = number * (_ROW + 8) + 8
-        middle = y + _BAR / 2 + 2
-        kind = "ours" if row.name == ours else "other"
-        width, low, high = (value / top * room for value in (row.median, row.min, row.max))
-        parts.append(_text(_LABELS - 12, middle + 4, row.name, "label end" + (" strong" if kind == "ours" else "")))
-        parts.append(
-            f'<rect class="{kind}" x="{_LABELS}" y="{y}" width="{max(width, 1):.1f}" height="{_BAR + 4}" rx="2"/>'
-        )
-        parts.append(
-            f'<path class="range" d="M{_LABELS + low:.1f} {middle}H{_LABELS + high:.1f}'
-            f'M{_LABELS + low:.1f} {middle - 4}v8M{_LABELS + high:.1f} {middle - 4}v8"/>'
-        )
-        parts.append(_text(_LABELS + high + 8, middle + 4, f"{_value(row.median)} {row.unit}", "value"))
-    return "".join([*parts, "</svg>"])
 
 
 def gantt(stages: Sequence[Stage]) -> str:
@@ -118,7 +94,3 @@ def _open(height: float, title: str) -> str:
 
 def _text(x: float, y: float, text: str, kind: str) -> str:
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
-
-
-def _value(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

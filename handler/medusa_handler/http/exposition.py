@@ -7,36 +7,85 @@ from typing import TYPE_CHECKING
 
 from medusa_runtime.errors import MedusaError
 
-from ..metrics import gauge
+from ..metrics import escape, gauge
 
 if TYPE_CHECKING:
     from ..service import Service
 
+_ENGINE_TEXTS = {
+    "running": "Requests that the engine computes tokens for.",
+    "waiting": "Requests that wait in the engine for room in a batch or in the KV cache.",
+    "kv_tokens": "Tokens that the KV cache has room for.",
+    "kv_tokens_used": "Tokens that the KV cache holds.",
+    "prompt_tokens_total": "Tokens of prompts processed since the engine started.",
+    "generated_tokens_total": "Tokens generated since the engine started.",
+    "embeddings_total": "Texts turned into vectors since the engine started.",
+    "preemptions_total": "Requests put back to wait because the KV cache was full.",
+    "steps_total": "Forward passes since the engine started.",
+    "cancelled_total": "Requests cancelled because their client had left.",
+    "compilations_total": "Graphs compiled since the engine started; 0 when all came from the state bundle.",
+}
+
 
 def exposition(service: Service) -> str:
     """The whole page, in Prometheus' text format."""
-    return "\n".join(_lines(service)) + "\n"
+    lines = _lines(service)
+    if service.settings.model is not None:
+        lines = (_with_model(line, escape(service.model_name)) for line in lines)
+    return "\n".join(lines) + "\n"
+
+
+def _with_model(line: str, name: str) -> str:
+    """The line of a sample with the label ``model``, so that dashboards can tell functions apart."""
+    if line.startswith("#"):
+        return line
+    sample, _, value = line.rpartition(" ")
+    if sample.endswith("}"):
+        return f'{sample[:-1]},model="{name}"}} {value}'
+    return f'{sample}{{model="{name}"}} {value}'
 
 
 def _lines(service: Service) -> Iterator[str]:
     yield from service.metrics.lines()
     admission = service.admission
-    yield from gauge("medusa_ready", "1 when requests can be answered.", ((), int(service.ready)))
-    yield from gauge("medusa_requests_in_flight", "Requests let in and not yet answered.", ((), admission.in_flight))
+    yield from gauge(
+        "medusa_ready",
+        "1 when requests are answered at once, 0 while the function starts or drains.",
+        ((), int(service.ready)),
+    )
+    yield from gauge(
+        "medusa_requests_in_flight",
+        "Requests accepted and not yet answered, those that wait included.",
+        ((), admission.in_flight),
+    )
     held = 0 if service.ready else admission.in_flight
-    yield from gauge("medusa_requests_held", "Requests waiting for the function to be ready.", ((), held))
-    yield from gauge("medusa_requests_refused_total", "Requests answered with 429.", ((), admission.refused))
+    yield from gauge(
+        "medusa_requests_held", "Requests accepted before the function was ready, which wait for it.", ((), held)
+    )
+    yield from gauge(
+        "medusa_requests_refused_total",
+        "Requests refused because too many were in flight (429, or 503 during the start).",
+        ((), admission.refused),
+    )
     if service.region is not None:
         progress = service.region.progress()
-        yield from gauge("medusa_fetched_bytes", "Bytes of weights in the region.", ((), progress.fetched_bytes))
-        yield from gauge("medusa_weights_bytes", "Bytes of weights in all.", ((), progress.total_bytes))
+        yield from gauge(
+            "medusa_fetched_bytes",
+            "Bytes of the weights that have been fetched into this machine's memory.",
+            ((), progress.fetched_bytes),
+        )
+        yield from gauge("medusa_weights_bytes", "Size of the model's weights in bytes.", ((), progress.total_bytes))
     yield from _engine(service)
     seconds: dict[tuple[str, str], float] = {}
     for stage in service.timeline.stages():
         key = (stage.name, stage.process)
         seconds[key] = seconds.get(key, 0.0) + (stage.end_ns - stage.start_ns) / 1e9
     samples = [((("stage", name), ("process", process)), value) for (name, process), value in seconds.items()]
-    yield from gauge("medusa_cold_start_stage_seconds", "Duration of each stage of this start.", *samples)
+    yield from gauge(
+        "medusa_cold_start_stage_seconds",
+        "Seconds that each stage of this cold start took, by stage and process.",
+        *samples,
+    )
 
 
 def _engine(service: Service) -> Iterator[str]:
@@ -48,4 +97,5 @@ def _engine(service: Service) -> Iterator[str]:
         return
     for name, value in stats.items():
         if isinstance(value, int | float):
-            yield from gauge(f"medusa_engine_{name}", "From the engine.", ((), value * 1))  # a bool as 0 or 1
+            text = _ENGINE_TEXTS.get(name, f"The engine's {name.replace('_', ' ')}.")
+            yield from gauge(f"medusa_engine_{name}", text, ((), value * 1))  # a bool as 0 or 1

@@ -11,15 +11,24 @@ from medusa_runtime.timeline import Stage
 _MOST_STAGES = 40  # keeps the header under the 8 KiB that proxies allow
 
 
-def server_timing(stages: Sequence[Stage]) -> str:
-    """The Server-Timing header (W3C Server Timing): duration of each stage, repeated stages summed up."""
+def server_timing(stages: Sequence[Stage], *, internals: bool) -> str:
+    """The Server-Timing header (W3C Server Timing): how long the start took, from its first stage to its last.
+
+    With ``internals`` the duration of each stage as well, repeated stages summed up.
+    """
+    start_ms = (
+        (max(stage.end_ns for stage in stages) - min(stage.start_ns for stage in stages)) / 1e6 if stages else 0.0
+    )
+    whole = f"cold_start;dur={start_ms:.1f}"
+    if not internals:
+        return whole
     total_ms: dict[tuple[str, str], float] = {}
     for stage in stages:
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", stage.name)
         key = (name, re.sub(r"[^A-Za-z0-9_. -]", "_", stage.process))
         total_ms[key] = total_ms.get(key, 0.0) + (stage.end_ns - stage.start_ns) / 1e6
     entries = list(total_ms.items())[:_MOST_STAGES]
-    return ", ".join(f'{name};desc="{process}";dur={ms:.1f}' for (name, process), ms in entries)
+    return ", ".join([whole, *(f'{name};desc="{process}";dur={ms:.1f}' for (name, process), ms in entries)])
 
 
 def as_json(stages: Sequence[Stage]) -> dict[str, Any]:

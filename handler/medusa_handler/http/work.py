@@ -50,7 +50,9 @@ class Work:
             raise
         service.metrics.count_request(route, response.status_code)
         if response.status_code < 400 and service.first_answer():
-            response.headers["Server-Timing"] = server_timing(service.timeline.stages())
+            response.headers["Server-Timing"] = server_timing(
+                service.timeline.stages(), internals=service.settings.server_timing == "stages"
+            )
 
         def close() -> None:
             service.metrics.e2e.observe(time.monotonic() - began)

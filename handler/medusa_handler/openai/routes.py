@@ -12,6 +12,7 @@ from medusa_runtime.engine.base import GenerateRequest, SamplingParams
 
 from ..faults import ApiError
 from ..http.body import json_object
+from ..probes import served_name
 from . import chat, completion, embeddings, parameters
 from .answer import Envelope
 from .parameters import Body
@@ -115,7 +116,8 @@ def embed_texts(service: Service, body: Body, gone: Callable[[], bool]) -> Respo
 def check_model(service: Service, body: Body) -> str:
     """The served model's name. Raises ApiError 404 when the body names another one."""
     asked = body.get("model")
-    if asked in (None, "", service.model_name, service.settings.model):
+    # The name that the location has is known before config.json is there, and goes on being one.
+    if asked in (None, "", service.model_name, service.settings.model, served_name(service.settings)):
         return service.model_name
     raise ApiError(
         404,

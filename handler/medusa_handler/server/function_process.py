@@ -96,6 +96,9 @@ def _boot(
         """After SIGTERM: not ready any more, but answering until the last request has been served."""
         service.draining.set()
         service.publish()
+        if waiting := service.admission.in_flight:
+            again = "; Ctrl-C again ends" if sys.stderr.isatty() else f", for at most {settings.drain_s:g} s"
+            logger.info("waiting for %d request%s%s", waiting, "s" * (waiting != 1), again)
         if platform.stop is not None:
             platform.stop()
         deadline = time.monotonic() + settings.drain_s

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from typing import Any
 
 from ..checkpoint.index import WeightIndex
-from ..errors import CorruptError, MismatchError
+from ..errors import CorruptError
 from ..models import ModelConfig
+from ..models.backend import no_config, read_object
 from ..region.reader import Region
 
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensors' name → config.json's
@@ -29,10 +29,7 @@ def read_config_json(region: Region) -> dict[str, Any]:
     """config.json as it is. Raises MismatchError without one, CorruptError."""
     raw = read_json(region, "config.json")
     if raw is None:
-        raise MismatchError(
-            "expected a config.json beside the weights, found none; for a handler that builds its module itself say "
-            "--engine none"
-        )
+        raise no_config()
     return raw
 
 
@@ -56,13 +53,4 @@ def read_eos_token_ids(region: Region, config: ModelConfig) -> tuple[int, ...]:
 
 def read_json(region: Region, name: str) -> dict[str, Any] | None:
     """A small file that is a JSON object; None when there is none. Raises CorruptError for another one."""
-    data = region.file(name)
-    if data is None:
-        return None
-    try:
-        parsed = json.loads(data)
-    except ValueError as error:
-        raise CorruptError(f"{name}: expected JSON, found: {error}") from None
-    if not isinstance(parsed, dict):
-        raise CorruptError(f"{name}: expected a JSON object, found {type(parsed).__name__}")
-    return parsed
+    return read_object(region.file, name)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor, nn
 
+from medusa_runtime.models.backend import refuse_quantized
 from medusa_runtime.models.fields import Fields
 from medusa_runtime.models.registry import architecture_of, family
 
@@ -71,12 +72,7 @@ class ModelConfig:
         kv_heads = kv_heads or fields.count("num_key_value_heads", default=heads)
         if heads % kv_heads:
             raise fields.error("num_key_value_heads", f"a divisor of the {heads} attention heads", kv_heads)
-        if fields.get("quantization_config") is not None:
-            raise fields.error(
-                "quantization_config",
-                "absent (the torch engine runs no quantized weights, --engine vllm does)",
-                fields.raw["quantization_config"],
-            )
+        refuse_quantized(fields)
         layers = fields.count("num_hidden_layers", "n_layer")
         dtype = "dtype" if fields.get("dtype") is not None else "torch_dtype"
         return {

@@ -37,13 +37,17 @@ def is_encoder(raw: Mapping[str, Any]) -> bool:
 def family(architecture: str) -> type[DecoderModel]:
     """The model class of an architecture. Raises ModelError, which lists those there are."""
     if architecture not in ARCHITECTURES:
-        raise ModelError(
-            f"the torch engine does not know the architecture {architecture}; it knows {', '.join(ARCHITECTURES)}. "
-            "For others use --engine vllm."
-        )
+        raise unsupported(architecture)
     module, _, name = ARCHITECTURES[architecture].partition(":")
     found: type[DecoderModel] = getattr(import_module(f"medusa_runtime.models.{module}"), name)
     return found
+
+
+def unsupported(architecture: str) -> ModelError:
+    return ModelError(
+        f"the torch engine does not know the architecture {architecture}; it knows {', '.join(ARCHITECTURES)}. "
+        "For others use --engine vllm."
+    )
 
 
 def import_families() -> None:

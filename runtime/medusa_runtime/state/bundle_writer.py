@@ -33,9 +33,11 @@ class BundleWriter:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock = -1
+        self._made_folder = False
 
     def __enter__(self) -> Self:
         """Raises ConfigError when the folder cannot be written, StateError when somebody else writes it."""
+        self._made_folder = not self._folder.exists()
         try:
             (self._folder / BLOBS).mkdir(parents=True, exist_ok=True)
             probe = self._folder / BLOBS / f"probe{_PART}"
@@ -57,7 +59,18 @@ class BundleWriter:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is not None:
+            self.discard()
         os.close(self._lock)  # gives the lock back
+
+    def discard(self) -> None:
+        """Remove what no committed manifest names, also of a writer that was killed; and the folder if it was made."""
+        self._keep_only(self.existing())
+        (self._folder / f"{MANIFEST}{_PART}").unlink(missing_ok=True)
+        if self._made_folder:
+            with suppress(OSError):  # something is in it
+                (self._folder / BLOBS).rmdir()
+                self._folder.rmdir()
 
     def existing(self) -> Manifest:
         """What is there already; an empty manifest when there is none, or none that can be read."""
@@ -94,6 +107,9 @@ class BundleWriter:
             os.fsync(target.fileno())
         part.replace(self._folder / MANIFEST)
         _sync(self._folder)
+        self._keep_only(manifest)
+
+    def _keep_only(self, manifest: Manifest) -> None:
         named = {artifact.sha256 for artifact in manifest.artifacts}
         for blob in (self._folder / BLOBS).iterdir():
             if blob.name not in named:

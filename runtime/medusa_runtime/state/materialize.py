@@ -15,6 +15,7 @@ from ..checkpoint.reader import SMALL_FILES, split
 from ..config import Settings
 from ..errors import ConfigError, MedusaError
 from ..fetch.prefetcher import prefetch
+from ..models.backend import verify
 from ..region.reader import Region
 from ..registry import NO_ENGINE, engine_kind, imported
 from ..storage.base import redacted, scheme_of
@@ -62,7 +63,7 @@ class Materialization:
         signer: Signer | None = None,
     ) -> None:
         assert settings.model is not None
-        self.folder = out or _beside(settings.model)
+        self.folder = out or beside(settings.model)
         self._model = settings.model
         self._settings = replace(settings, state="none")
         self._told = told
@@ -89,10 +90,15 @@ class Materialization:
         self._writer.__exit__(kind, value, trace)
 
     def prepare(self) -> None:
-        """Read the checkpoint, run it once where its engine can, and make everything that needs no start."""
+        """Read the checkpoint, run it once where its engine can, and make everything that needs no start.
+
+        Raises what a start would raise where no engine chosen so runs this model.
+        """
         settings = self._settings if self._settings.engine != "none" else replace(self._settings, engine="torch")
         prefetch(self._region, self._model, settings=settings, timeline=Timeline.create("materialize"))
         index = self._region.wait_index()
+        if self._settings.engine != "none":
+            verify(self._region.file, self._settings)
         files = {name: data for name in SMALL_FILES if (data := self._region.file(name)) is not None}
         self._facts = Facts(Subject(index, files, self._settings))
         began = time.monotonic()
@@ -173,7 +179,7 @@ class Materialization:
         return all(artifact.key.get(fact, self._facts[fact]) == self._facts[fact] for fact in ("layout", "shape"))
 
 
-def _beside(model: str) -> Path:
+def beside(model: str) -> Path:
     """Where a checkpoint's bundle lies. ConfigError when that is no folder of this machine."""
     if scheme_of(model) not in ("", "file"):
         raise ConfigError(
@@ -185,4 +191,4 @@ def _beside(model: str) -> Path:
     return place
 
 
-__all__ = ["Made", "Materialization"]
+__all__ = ["Made", "Materialization", "beside"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ _VERSION_KEYS = (
     "mtime",
     "created",
 )
+_PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+# Names, since the HTTP client depends on the file system (httpx, requests, aiohttp) and need not be installed.
+_UNREACHABLE = {"TransportError", "ConnectError", "ClientConnectionError", "ProxyError", "ConnectTimeout", "Timeout"}
 
 
 class FsspecStore:
@@ -63,15 +67,35 @@ class FsspecStore:
     def _translated(self, key: str, error: Exception) -> MedusaError | Transient:
         name = self.name(key)
         if isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError)):
-            return ObjectNotFoundError(f"{name}: no such object; check the address")
+            return ObjectNotFoundError(f"{name}: no such object; check the address{self._token_hint()}")
         status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
         if isinstance(error, PermissionError) or status in (401, 403):
             return ForbiddenError(
                 f"{name}: access denied ({type(error).__name__}); expected credentials that may read it"
+                f"{self._token_hint()}"
             )
-        if isinstance(error, ConnectionError):
-            return Transient(UnreachableError(f"{name}: cannot be reached ({type(error).__name__})"))
+        if _is_unreachable(error):
+            return Transient(
+                UnreachableError(f"{name}: cannot be reached ({type(error).__name__}); {self._network_hint()}")
+            )
         return Transient(StorageError(f"{name}: {type(error).__name__} while reading"))
+
+    def _token_hint(self) -> str:
+        """What a model hub asks for beside the address."""
+        if scheme_of(self.url) != "hf":
+            return ""
+        token = "set" if os.environ.get("HF_TOKEN") else "not set"
+        return f"; a private or gated model needs a token: HF_TOKEN is {token}"
+
+    def _network_hint(self) -> str:
+        proxy = next((name for name in _PROXIES if os.environ.get(name)), None)
+        through = f"through the proxy in {proxy}" if proxy else "HTTPS_PROXY is not set"
+        if scheme_of(self.url) != "hf":
+            return f"expected a network that reaches it ({through})"
+        if os.environ.get("HF_HUB_OFFLINE", "0").lower() not in ("", "0", "no", "false", "off"):
+            return "HF_HUB_OFFLINE is set, which forbids every request; unset it, or name a folder"
+        host = redacted(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+        return f"expected a network that reaches {host} ({through}; HF_ENDPOINT names another host){self._token_hint()}"
 
     def stat(self, key: str) -> ObjectInfo:
         patience = Patience(self.retries)
@@ -148,3 +172,8 @@ class FsspecStore:
         return None
 
     def close(self) -> None: ...
+
+
+def _is_unreachable(error: Exception) -> bool:
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return isinstance(error, (ConnectionError, TimeoutError)) or bool(names & _UNREACHABLE)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from ..errors import ForbiddenError, ObjectChangedError, ObjectNotFoundError, StorageError
 from .base import Advance, ObjectInfo, scheme_of
+
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # of a model on huggingface.co: organisation/name
 
 
 class LocalStore:
@@ -21,7 +24,8 @@ class LocalStore:
         self._folder = Path(path).expanduser().absolute()
         if not self._folder.is_dir():
             found = "a file" if self._folder.exists() else "nothing"
-            raise ObjectNotFoundError(f"{self._folder}: expected a folder with a checkpoint, found {found}")
+            meant = f"; did you mean hf://{url}?" if found == "nothing" and _HUB_NAME.fullmatch(url) else ""
+            raise ObjectNotFoundError(f"{self._folder}: expected a folder with a checkpoint, found {found}{meant}")
 
     def _open(self, key: str) -> int:
         path = self._folder / key

@@ -12,14 +12,14 @@ from ...load.loader import Loader
 from ...load.plan import Rename
 from ...load.trace import record_execution_order
 from ...models import DecoderModel, build_model
+from ...models.backend import backend
 from ...models.base import ModelConfig
 from ...models.causal import CausalAttention
-from ...models.registry import is_encoder
 from ...region.reader import Region
 from ...state.kv_plan import KvPlan, plan
 from ...timeline import Timeline
 from ..base import GenerateRequest, SamplingParams
-from ..checkpoint_files import read_config, read_json
+from ..checkpoint_files import read_config
 from ..encoder.text_encoder import Encoder
 from ..forward_memory import MOST_TOKENS, measure
 from ..serving.sequence import Sequence, Span
@@ -41,7 +41,7 @@ class Profile(NamedTuple):
 
 def profile(region: Region, settings: Settings) -> Profile:
     """Of a model in a region, on this machine's CPU. Raises what an engine would raise for it."""
-    if is_encoder(read_json(region, "config.json") or {}):
+    if backend(region.file, settings).kind == "encoder":
         return Profile(_encoder_order(region), None)
     config = read_config(region)
     dtype = config.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)

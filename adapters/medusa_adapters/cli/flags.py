@@ -1,0 +1,95 @@
+"""What all commands' flags have in common: names, the checkpoint's place, the log level, and how defaults are shown."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Mapping, Sequence
+
+from medusa_runtime.config import OPTIONS, parse_option
+from medusa_runtime.errors import ConfigError
+
+# Earlier names of flags, which go on working with a line that says so.
+RENAMED = {"--timeout": "--timeout-s", "--concurrency": "--max-concurrency"}
+_LOG_LEVEL = next(option for option in OPTIONS if option.field == "log_level")
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Shows every default as ``[default: …]``, and a variable before it as ``[VARIABLE; default: …]``."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        text = re.sub(r"\(([^()]+); default: (%\(default\)s|[^()]*)\)", r"(\1) [default: \2]", text)
+        text = re.sub(r"\(default: ([^()]*(?:\([^()]*\)[^()]*)?)\)", r"[default: \1]", text)
+        text = re.sub(r"(\w+): ([^;]*) \(default\)", r"\1: \2 [default: \1]", text)
+        text = re.sub(r"^default: (.*)$", r"[default: \1]", text)
+        text = re.sub(r"; default:? ([^;\[\]]*)$", r" [default: \1]", text)
+        text = re.sub(r"\]; default:? ", "; default: ", text)
+        shown = action.default not in (None, False, [], "", 0, argparse.SUPPRESS) and "default" not in text
+        return f"{text} [default: %(default)s]" if shown and action.option_strings else text
+
+
+def add_model(parser: argparse.ArgumentParser, text: str | None = None) -> None:
+    """The checkpoint, as ``URL`` or ``--model URL``; see ``given_model``."""
+    option = next(option for option in OPTIONS if option.field == "model")
+    parser.add_argument("checkpoint", nargs="?", metavar="URL", help=text or option.help)
+    parser.add_argument("--model", metavar=option.form, help="the same [MEDUSA_MODEL]")
+
+
+def given_model(arguments: argparse.Namespace) -> str | None:
+    """Raises ConfigError when two were given."""
+    if arguments.checkpoint is not None and arguments.model is not None:
+        raise ConfigError(
+            f"expected one checkpoint, found {arguments.checkpoint!r} and --model {arguments.model!r}; leave one out"
+        )
+    if (arguments.checkpoint or "").endswith(".py"):
+        raise ConfigError(f"expected a checkpoint, found {arguments.checkpoint!r}; code is given as --handler FILE")
+    found: str | None = arguments.checkpoint if arguments.model is None else arguments.model
+    return found
+
+
+def unify(parser: argparse.ArgumentParser) -> None:
+    """Give a command's parser, and those of its subcommands, what all have."""
+    parser.formatter_class = HelpFormatter
+    known = parser._option_string_actions
+    for old, new in RENAMED.items():
+        if old in known and new not in known:
+            action = known[old]
+            action.option_strings = [new]
+            known[new] = action
+    subcommands = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    for action in subcommands:
+        for subparser in {id(value): value for value in action.choices.values()}.values():
+            unify(subparser)
+    if not subcommands and _LOG_LEVEL.flag not in known:
+        parser.add_argument(_LOG_LEVEL.flag, metavar=_LOG_LEVEL.form, help=f"{_LOG_LEVEL.help} [MEDUSA_LOG_LEVEL]")
+
+
+def announce_renamed(argv: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """A line for each flag that was given by its earlier name."""
+    for word in argv:
+        old = word.partition("=")[0]
+        if old in RENAMED and old not in _own_names(parser, argv):
+            print(f"medusa: {old} is called {RENAMED[old]} now; the old name goes on working", file=sys.stderr)
+
+
+def _own_names(parser: argparse.ArgumentParser, argv: Sequence[str]) -> set[str]:
+    """The names that the chosen command and its subcommand show in their help."""
+    names = {name for action in parser._actions for name in action.option_strings}
+    for action in parser._actions:
+        for word in argv if isinstance(action, argparse._SubParsersAction) else ():
+            if action.choices and word in action.choices:
+                names |= _own_names(dict(action.choices)[word], argv)
+    return names
+
+
+def log_level(argv: Sequence[str], environ: Mapping[str, str]) -> str:
+    """The level that ``--log-level`` or MEDUSA_LOG_LEVEL sets, also where the rest of the command cannot be parsed."""
+    for number, word in enumerate(argv):
+        flag, sign, value = word.partition("=")
+        if flag == _LOG_LEVEL.flag:
+            value = value if sign else "".join(argv[number + 1 : number + 2])
+            return str(parse_option(_LOG_LEVEL, value, _LOG_LEVEL.flag))
+    given = environ.get("MEDUSA_LOG_LEVEL")
+    return str(parse_option(_LOG_LEVEL, given, "MEDUSA_LOG_LEVEL")) if given else ""

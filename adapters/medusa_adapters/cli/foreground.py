@@ -1,0 +1,131 @@
+"""Runs a command in a child process, so that Ctrl-C always ends it.
+
+Python turns Ctrl-C into an exception in whatever code runs at that moment. Inside a C++ extension that is being
+imported (torch) it may be swallowed, or abort the process. The parent runs no such code: it waits, passes signals on,
+and ends what is still there half a second after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+from medusa_runtime.process import die_with_parent
+
+INTERRUPTED = 130
+_GRACE_S = 0.5  # for the command to clean up by itself
+_PR_SET_CHILD_SUBREAPER = 36
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_WAITED_FOR = (*_PASSED_ON, signal.SIGCHLD)
+
+
+class Removable(Protocol):
+    def remove(self) -> None: ...
+
+
+def run_in_child(command: Callable[[], int], leftovers: Iterable[Removable], *, scratch: bool) -> int:
+    """Run ``command`` in a forked child and return its exit status; 130 after Ctrl-C, within a second.
+
+    In the child this returns what ``command`` returns. With ``scratch`` its temporary files lie in a folder that is
+    removed when it has ended; the ``leftovers`` of an interrupted command are removed. The caller must have a single
+    thread.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
+    # What the command started and left behind becomes a child of ours, to be ended.
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    folder = _scratch() if scratch else None
+    parent, child = os.getpid(), os.fork()
+    if not child:
+        die_with_parent(parent)
+        if folder is not None:
+            tempfile.tempdir = str(folder)
+        signal.signal(signal.SIGINT, _interrupt)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return command()
+    try:
+        status, interrupted = _wait(child)
+        if interrupted:
+            _end_orphans()
+            for leftover in leftovers:
+                leftover.remove()
+            return INTERRUPTED
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+    if status < 0:
+        _die_of(-status)
+    return status
+
+
+def _interrupt(_number: int, _frame: object) -> None:
+    """Raise KeyboardInterrupt once: a second one would interrupt the cleaning up."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # What C++ prints when the exception passes through it is no news to the user.
+    nothing = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    with suppress(OSError, ValueError):
+        sys.stderr.flush()
+    os.dup2(nothing, 2)
+    os.close(nothing)
+    raise KeyboardInterrupt
+
+
+def _scratch() -> Path | None:
+    """A folder for the command's temporary files; None where none can be made, for which the command has the words."""
+    try:
+        return Path(tempfile.mkdtemp(prefix="medusa-"))
+    except OSError:
+        return None
+
+
+def _wait(child: int) -> tuple[int, bool]:
+    """The child's exit status (negative: the signal that ended it), and whether Ctrl-C was pressed."""
+    deadline: float | None = None
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status), deadline is not None
+        left_s = 3600.0 if deadline is None else max(deadline - time.monotonic(), 0)
+        received = signal.sigtimedwait(_WAITED_FOR, left_s)
+        if received is None and deadline is not None:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return -signal.SIGKILL, True
+        if received is not None and received.si_signo in _PASSED_ON:
+            # From a terminal the child has it already; its handler counts one.
+            os.kill(child, received.si_signo)
+            if received.si_signo == signal.SIGINT and deadline is None:
+                deadline = time.monotonic() + _GRACE_S
+
+
+def _end_orphans() -> None:
+    """Kill the processes that an interrupted command left to us, and theirs."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    deadline = time.monotonic() + _GRACE_S / 2
+    while time.monotonic() < deadline:
+        try:
+            orphans = [int(pid) for pid in children.read_text().split()]
+        except OSError:  # a kernel without this file
+            return
+        for pid in orphans:
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        if not orphans:
+            return
+
+
+def _die_of(number: int) -> NoReturn:
+    """End as the child did, so that a shell says so ("Killed")."""
+    signal.signal(number, signal.SIG_DFL) if number not in (signal.SIGKILL, signal.SIGSTOP) else None
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+    os.kill(os.getpid(), number)
+    os._exit(128 + number)

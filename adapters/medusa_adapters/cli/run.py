@@ -1,0 +1,100 @@
+"""`medusa run`: call a handler once, in this process, without a server or a model."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from medusa_runtime.config import from_env
+from medusa_runtime.errors import ConfigError, HandlerError, MedusaError
+
+_NO_MODEL = "'NoneType' object has no attribute"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("handler", nargs="?", metavar="HANDLER", help="file.py, file.py:name or module:name")
+    parser.add_argument("--handler", dest="handler_flag", metavar="HANDLER", help="the same, as serve takes it")
+    parser.add_argument(
+        "--request", default="", metavar="BODY", help="the request's body; @FILE is a file's content; default: empty"
+    )
+    parser.add_argument(
+        "--content-type", default="application/json", metavar="TYPE", help="the body's type; default: application/json"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Status 1 when the handler fails, or answers with 400 or more."""
+    if arguments.handler is not None and arguments.handler_flag is not None:
+        raise ConfigError("expected one handler: medusa run HANDLER, or --handler HANDLER")
+    settings = from_env(os.environ, handler=arguments.handler or arguments.handler_flag)
+    if settings.handler is None:
+        raise ConfigError("expected a handler: medusa run handler.py, or handler.py:name")
+    body = _body(arguments.request)
+    from medusa_handler.user_code.code import UserCode
+    from medusa_handler.user_code.contract import Context, Headers, HttpError, Request
+    from medusa_handler.user_code.loop import EventLoop
+    from medusa_handler.user_code.user_traceback import log_cause, user_traceback
+
+    code = UserCode(EventLoop())
+    request = Request("POST", "/", Headers([("Content-Type", arguments.content_type)]), {}, body, "run")
+    try:
+        code.load(settings.handler, Context(None, settings))
+        status = _show(code.call(request))
+        code.close()
+    except HttpError as error:
+        print(f"status {error.status}: {error.message}", file=sys.stderr)
+        return 1
+    except MedusaError as error:
+        log_cause(error, code.folder)
+        raise _hinted(error, str(error)) from error
+    except Exception as error:
+        sys.stderr.write(user_traceback(error, code.folder) + "\n")
+        raise _hinted(error, f"{settings.handler}: answering raised {type(error).__name__}: {error}") from error
+    return int(status >= 400)
+
+
+def _body(text: str) -> bytes:
+    if not text.startswith("@"):
+        return text.encode()
+    try:
+        return Path(text[1:]).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--request={text}: expected a file that can be read: {error.strerror}") from None
+
+
+def _hinted(error: Exception, message: str) -> MedusaError:
+    if _NO_MODEL in str(error):
+        message += "; `medusa run` gives a handler no model: for one that uses it, medusa serve --model URL --handler …"
+    return type(error)(message) if isinstance(error, MedusaError) else HandlerError(message)
+
+
+def _show(result: Any) -> int:
+    """Print what was returned, items of a stream one a line, and return its status."""
+    from medusa_handler.user_code.contract import Response
+
+    status = 200
+    if isinstance(result, Response):
+        result, status = result.body, result.status
+    elif isinstance(result, tuple) and 2 <= len(result) <= 3 and isinstance(result[1], int):
+        result, status = result[0], result[1]
+    if status != 200:
+        print(f"status {status}", file=sys.stderr)
+    for item in result if isinstance(result, Iterator) else [result]:
+        _print(item)
+    return status
+
+
+def _print(item: Any) -> None:
+    if isinstance(item, bytes | bytearray | memoryview):
+        sys.stdout.flush()
+        sys.stdout.buffer.write(item)
+    elif isinstance(item, str):
+        print(item, flush=True)
+    elif item is not None:
+        from medusa_handler.http.answering import to_json  # imports Flask
+
+        print(to_json(item), flush=True)

@@ -1,0 +1,106 @@
+"""What will run a checkpoint: the one decision that `serve`, `doctor`, `materialize` and `inspect` share.
+
+Deciding reads small files only and imports no torch; ``verify`` also builds the model's configuration, which does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from ..config import Settings, require_handler
+from ..errors import CorruptError, MismatchError, ModelError
+from .fields import Fields
+from .registry import ARCHITECTURES, architecture_of, is_encoder, unsupported
+
+ReadFile = Callable[[str], bytes | None]
+
+
+class Backend(NamedTuple):
+    """``kind``: decoder and encoder of the torch engine, vllm, or handler, whose code runs the model itself."""
+
+    kind: str
+    architecture: str = ""
+
+    def __str__(self) -> str:
+        if self.kind == "handler":
+            return "the handler's own module (--engine none)"
+        if self.kind == "vllm":
+            return f"the vllm engine, if it knows {self.architecture}"
+        return f"the torch engine, as {'an encoder' if self.kind == 'encoder' else self.architecture}"
+
+
+def backend(read: ReadFile, settings: Settings) -> Backend:
+    """What runs the checkpoint whose small files ``read`` returns (None for one that it has not).
+
+    Raises MismatchError without a config.json, CorruptError for one that is none, ModelError for a model that no engine
+    chosen so runs, and ConfigError when there is nothing to run it.
+    """
+    if settings.engine == "none":
+        require_handler(settings)
+        return Backend("handler")
+    config = read_object(read, "config.json")
+    if config is None:
+        raise no_config()
+    if is_encoder(config):
+        if settings.engine == "vllm":
+            raise ModelError(
+                "--engine vllm continues text, and this model is an encoder; expected --engine torch for it"
+            )
+        return Backend("encoder", str(config.get("model_type")))
+    architecture = architecture_of(config)
+    if settings.engine == "vllm":
+        return Backend("vllm", architecture)
+    if architecture not in ARCHITECTURES:
+        raise unsupported(architecture)
+    refuse_quantized(Fields(config))
+    return Backend("decoder", architecture)
+
+
+def verify(read: ReadFile, settings: Settings) -> Backend:
+    """Like ``backend``; also raises what the engine would say of the keys in config.json. Imports torch."""
+    found = backend(read, settings)
+    config = read_object(read, "config.json") or {}
+    if found.kind == "decoder":
+        from .base import ModelConfig
+
+        ModelConfig.from_hf(config)
+    elif found.kind == "encoder":
+        from .bert import BertConfig
+
+        BertConfig.from_hf(config)
+    return found
+
+
+def refuse_quantized(fields: Fields) -> None:
+    if fields.get("quantization_config") is not None:
+        raise fields.error(
+            "quantization_config",
+            "absent (the torch engine runs no quantized weights, --engine vllm does)",
+            fields.raw["quantization_config"],
+        )
+
+
+def no_config() -> MismatchError:
+    return MismatchError(
+        "expected a config.json beside the weights, found none; for a handler that builds its module itself say "
+        "--engine none"
+    )
+
+
+def read_object(read: ReadFile, name: str) -> dict[str, Any] | None:
+    """A small file that is a JSON object; None when there is none. Raises CorruptError for another one."""
+    data = read(name)
+    if data is None:
+        return None
+    try:
+        parsed = json.loads(data)
+    except ValueError as error:
+        raise CorruptError(f"{name}: expected JSON, found: {error}") from None
+    if not isinstance(parsed, Mapping):
+        raise CorruptError(f"{name}: expected a JSON object, found {type(parsed).__name__}")
+    return dict(parsed)
+
+
+__all__ = ["Backend", "backend", "no_config", "read_object", "refuse_quantized", "verify"]

@@ -1,0 +1,59 @@
+"""Flags as a user finds them: one name for one thing, earlier names accepted, one way to show a default."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples/pydoc-lm"
+DEPLOY = ("deploy", "knative", "hello", "--image", "registry/hello:1")
+
+
+def medusa(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environ = {key: text for key, text in os.environ.items() if not key.startswith("MEDUSA_")} | variables
+    command = [sys.executable, "-m", "medusa_adapters.cli.main", *arguments]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_an_earlier_name_does_the_same_and_says_so() -> None:
+    new, old = medusa(*DEPLOY, "--timeout-s", "90"), medusa(*DEPLOY, "--timeout", "90")
+    assert (new.returncode, new.stderr) == (0, "")
+    assert old.stdout == new.stdout
+    assert old.stderr == "medusa: --timeout is called --timeout-s now; the old name goes on working\n"
+    assert "--timeout-s" in medusa("deploy", "knative", "--help").stdout
+
+
+def test_a_checkpoint_is_given_either_way() -> None:
+    example = EXAMPLE
+    for command in ("inspect", "fetch"):
+        done = [medusa(command, *given) for given in ((example,), ("--model", example))]
+        done.append(medusa(command, MEDUSA_MODEL=str(example)))
+        assert [one.returncode for one in done] == [0, 0, 0]
+        both = medusa(command, example, "--model", example)
+        assert (both.returncode, "expected one checkpoint" in both.stderr) == (2, True)
+        none = medusa(command)
+        assert (none.returncode, "expected a checkpoint" in none.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("command", [("serve",), ("doctor",), ("deploy", "knative"), ("bench", "coldstart"), ("node",)])
+def test_defaults_are_shown_in_one_way(command: tuple[str, ...]) -> None:
+    text = " ".join(medusa(*command, "--help").stdout.split())
+    assert "(default" not in text
+    assert "default %" not in text
+    for shown in text.split("default:")[:-1]:
+        assert shown.rstrip().endswith(("[", ";")), shown[-60:]
+
+
+def test_the_log_level_has_two_forms_of_one_thing() -> None:
+    flag, variable = medusa("fetch", "nope", "--log-level", "debug"), medusa("fetch", "nope", MEDUSA_LOG_LEVEL="debug")
+    for done in (flag, variable):
+        assert done.returncode == 1
+        assert "Traceback" in done.stderr
+        assert done.stderr.rstrip().endswith("[Storage.NotFound]")
+    assert "Traceback" not in medusa("fetch", "nope").stderr
+    wrong = medusa("fetch", "nope", "--log-level", "loud")
+    assert (wrong.returncode, "expected one of debug" in wrong.stderr) == (2, True)

@@ -1,0 +1,105 @@
+"""`medusa run`: a handler called once, also where Linux' own calls are not there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HANDLER = """
+class Handler:
+    def load(self, context):
+        self.greeting = "hello"
+
+    def predict(self, request):
+        return {self.greeting: request.json["name"]}
+
+def stream(request):
+    yield "a"
+    yield {"b": 1}
+
+async def later(request):
+    return ("no", 404)
+
+def model(request, context):
+    return context.model.generate("x")
+
+def broken(request):
+    raise ValueError("ouch")
+"""
+
+# A machine that is no Linux: its name, and without what only Linux has.
+MACOS = """
+import ctypes, os, pathlib, signal, socket, sys
+sys.platform = "darwin"
+LINUX = {
+    os: ("memfd_create", "sched_getaffinity", "sched_setaffinity", "pipe2", "eventfd", "posix_fadvise"),
+    signal: ("sigtimedwait", "sigwaitinfo"),
+    socket: ("SOCK_CLOEXEC",),
+}
+for module, names in LINUX.items():
+    for name in names:
+        if hasattr(module, name):
+            delattr(module, name)
+for name in [name for name in dir(os) if name.startswith("MFD_")]:
+    delattr(os, name)
+def none(*_):
+    raise OSError("no prctl here")
+ctypes.CDLL = none
+opened = open
+def no_proc(path, *rest, **more):
+    if str(path).startswith(("/proc", "/sys")):
+        raise FileNotFoundError(path)
+    return opened(path, *rest, **more)
+import builtins, io
+builtins.open = io.open = no_proc
+from medusa_adapters.cli.main import main
+sys.argv = ["medusa", *sys.argv[1:]]
+sys.exit(main())
+"""
+
+
+@pytest.fixture
+def handler(tmp_path: Path) -> Path:
+    (tmp_path / "handler.py").write_text(HANDLER)
+    return tmp_path
+
+
+def medusa(folder: Path, *arguments: str, macos: bool = False) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", MACOS] if macos else [sys.executable, "-m", "medusa_adapters.cli.main"]
+    return subprocess.run([*command, *arguments], cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("macos", [False, True])
+def test_a_handler_is_called_once(handler: Path, macos: bool) -> None:
+    done = medusa(handler, "run", "handler.py", "--request", '{"name": "Ada"}', macos=macos)
+    assert (done.returncode, done.stdout) == (0, '{"hello": "Ada"}\n'), done.stderr
+    done = medusa(handler, "run", "handler:stream", macos=macos)
+    assert (done.returncode, done.stdout) == (0, 'a\n{"b": 1}\n'), done.stderr
+    done = medusa(handler, "run", "--handler", "handler:later", macos=macos)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "no\n", "status 404\n")
+
+
+def test_what_a_handler_gets_wrong(handler: Path) -> None:
+    done = medusa(handler, "run", "handler.py", "--request", "no json")
+    assert (done.returncode, done.stderr.startswith("status 400: expected a JSON body")) == (1, True)
+    done = medusa(handler, "run", "handler:broken")
+    assert done.returncode == 1
+    assert 'raise ValueError("ouch")' in done.stderr
+    assert "medusa_handler" not in done.stderr
+    assert "handler:broken: answering raised ValueError: ouch [Handler.Failed]" in done.stderr
+    assert "medusa serve --model" in medusa(handler, "run", "handler:model").stderr
+    done = medusa(handler, "run", "handler.py", "--request", "@nothing")
+    assert (done.returncode, "expected a file that can be read" in done.stderr) == (2, True)
+    assert medusa(handler, "run").returncode == 2
+
+
+@pytest.mark.parametrize("command", ["serve", "doctor", "materialize", "bench", "node", "fetch"])
+def test_elsewhere_than_on_linux_one_line_says_what_works(tmp_path: Path, command: str) -> None:
+    done = medusa(tmp_path, command, macos=True)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert f"medusa {command} needs Linux, found macOS" in line
+    assert "medusa run handler.py" in line

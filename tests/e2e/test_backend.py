@@ -1,0 +1,68 @@
+"""What will run a checkpoint: serve, doctor, materialize and inspect say the same, for they ask one place."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from .command import medusa
+
+OURS = "def handle(request):\n    return 'ok'\n"
+
+
+def checkpoint(folder: Path, example: Path, **changes: object) -> Path:
+    shutil.copytree(example, folder, ignore=shutil.ignore_patterns(".medusa"))
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+REFUSED = {
+    "architecture": ({"architectures": ["GPT2LMHeadModel"]}, "does not know the architecture GPT2LMHeadModel"),
+    "quantized": ({"quantization_config": {"bits": 4}}, "runs no quantized weights"),
+    "no-list": ({"architectures": "Llama"}, "expected architectures to be a list"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_all_commands_refuse_what_serve_refuses(name: str, tmp_path: Path, example: Path) -> None:
+    changes, words = REFUSED[name]
+    model = checkpoint(tmp_path / "model", example, **changes)
+    serve = medusa("serve", "--model", model, "--host", "127.0.0.1", "--port", "0")
+    assert serve.returncode in (1, 2)
+    assert words in serve.stderr
+    materialize = medusa("materialize", "--model", model)
+    assert (materialize.returncode, words in materialize.stderr) == (serve.returncode, True)
+    assert not (model / ".medusa").exists()
+    doctor = medusa("doctor", "--model", model, "--port", "0")
+    assert doctor.returncode == 1
+    assert words in next(line for line in doctor.stdout.splitlines() if line.startswith("fail  runs"))
+    inspect = medusa("inspect", model)
+    assert inspect.returncode == 0  # it shows what is there
+    assert words in next(line for line in inspect.stdout.splitlines() if line.startswith("  runs"))
+
+
+def test_a_module_of_the_handlers_own_needs_no_config(tmp_path: Path, example: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    shutil.copy(example / "model.safetensors", model)
+    (tmp_path / "handler.py").write_text(OURS)
+    own = ("--model", model, "--engine", "none", "--handler", f"{tmp_path}/handler.py:handle")
+    doctor = medusa("doctor", *own, "--port", "0")
+    assert (doctor.returncode, "the handler's own module" in doctor.stdout) == (0, True), doctor.stdout
+    assert medusa("materialize", *own).returncode == 0
+    without = medusa("doctor", "--model", model, "--engine", "none", "--port", "0")
+    assert (without.returncode, "expected --handler" in without.stdout) == (1, True)
+    torch = medusa("doctor", "--model", model, "--port", "0")
+    assert (torch.returncode, "say --engine none" in torch.stdout) == (1, True)
+
+
+def test_deciding_imports_no_torch() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, medusa_runtime.models.backend; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

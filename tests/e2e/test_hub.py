@@ -1,0 +1,31 @@
+"""hf:// as a new user meets it: a name without the scheme, and a machine that cannot reach the hub."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from .command import medusa
+
+
+def test_a_hub_name_without_its_scheme(tmp_path: Path) -> None:
+    for command in ("inspect", "fetch"):
+        done = medusa(command, "org/name", cwd=tmp_path)
+        assert (done.returncode, "did you mean hf://org/name?" in done.stderr) == (1, True)
+    assert "did you mean" not in medusa("inspect", "./org/name", cwd=tmp_path).stderr
+
+
+def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("huggingface_hub")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        closed = server.getsockname()[1]
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{closed}")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    began = time.monotonic()
+    done = medusa("inspect", "hf://org/name")
+    assert time.monotonic() - began < 15  # the import of the client, and three tries
+    for words in (f"127.0.0.1:{closed}", "HTTPS_PROXY", "HF_TOKEN is not set", "[Storage.Unreachable]"):
+        assert words in done.stderr
