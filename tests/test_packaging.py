@@ -1,13 +1,22 @@
-"""The wheel: built with and without a C compiler, read, installed into an empty folder and imported."""
+"""The wheel: built with and without a C compiler, read, installed into an empty environment, and served from."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
+import socket
 import subprocess
 import sys
+import tarfile
+import time
+import urllib.error
+import urllib.request
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -137,3 +146,109 @@ def test_installed_command_is_named(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     (entry_points,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
     assert b"medusa = medusa_adapters.cli.main:main" in archive.read(entry_points)
+
+
+def test_the_command_is_a_module_too(installed: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(installed)}
+    command = [sys.executable, "-m", "medusa_adapters", "--version"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, cwd=installed)
+    assert (
+        ran.stdout
+        == "medusa-runtime "
+        + run_installed(installed, "import medusa_runtime; print(medusa_runtime.__version__)")
+        + "\n"
+    )
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None or shutil.which("cc") is None, reason="no C compiler")
+def test_kernels_need_no_newer_glibc_than_torch(wheel: Path, tmp_path: Path) -> None:
+    """torch's wheels are for glibc 2.28 and newer."""
+    library = zipfile.ZipFile(wheel).extract(LIBRARY, tmp_path)
+    symbols = subprocess.run(["objdump", "-T", library], capture_output=True, text=True, check=True).stdout
+    needed = {tuple(map(int, found.split("."))) for found in re.findall(r"GLIBC_([\d.]+)", symbols)}
+    assert needed
+    assert max(needed) <= (2, 28)
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `make wheels` builds."""
+    source = tmp_path_factory.mktemp("wheels") / "source"
+    source.mkdir()
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, files.split("\0")):
+        if (ROOT / name).is_file():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, source / name)
+    command = ["make", "wheels", f"BIN={Path(sys.executable).parent}", "-o", "setup-dev"]
+    built = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return source / "dist"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cc") is None or shutil.which("git") is None, reason="no C compiler, or no git")
+def test_make_wheels_builds_one_for_every_machine(wheels: Path, tmp_path: Path) -> None:
+    """pip takes the compiled one on x86-64 and the pure one on aarch64, for every Python."""
+    with tarfile.open(next(wheels.glob("*.tar.gz"))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"LICENSE", "hatch_build.py", "runtime/medusa_runtime/kernels/linear.c", "tests/test_packaging.py"} <= names
+    for platform, tag in (
+        ("manylinux_2_27_x86_64", "-py3-none-manylinux_2_27_x86_64."),
+        ("manylinux_2_28_aarch64", "-py3-none-any."),
+    ):
+        for python in ("3.11", "3.13"):
+            target = tmp_path / f"{platform}-{python}"
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-index", "--find-links"]
+            command += [str(wheels), "--only-binary=:all:", "--platform", platform, "--python-version", python]
+            subprocess.run([*command, "--dest", str(target), "medusa-runtime"], check=True, capture_output=True)
+            (found,) = target.iterdir()
+            assert tag in found.name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["manylinux", "any"])
+def test_a_function_is_served_from_an_empty_environment(wheels: Path, tmp_path: Path, kind: str) -> None:
+    (wheel,) = wheels.glob(f"*{kind}*.whl")
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "empty")], check=True)
+    constraint = tmp_path / "constraint"  # the same build of torch, not gigabytes of another
+    constraint.write_text(f"torch=={version('torch')}\n")
+    command = [str(tmp_path / "empty/bin/python"), "-m", "pip", "install", "--quiet", "--constraint", str(constraint)]
+    done = subprocess.run([*command, str(wheel)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    medusa = str(tmp_path / "empty/bin/medusa")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MEDUSA_", "PYTHON"))}
+    with open(tmp_path / "log", "wb") as log:
+        served = subprocess.Popen(
+            [medusa, "serve", "--model", str(ROOT / "examples/pydoc-lm"), "--host", "127.0.0.1", "--port", str(port)],
+            env=environment,
+            stdout=log,
+            stderr=log,
+            cwd=tmp_path,
+        )
+    try:
+        answer = complete(port)
+    finally:
+        served.terminate()
+        status = served.wait(60)
+    assert answer["choices"][0]["text"], (tmp_path / "log").read_text()
+    assert status == 0
+
+
+def complete(port: int) -> dict[str, Any]:
+    body = json.dumps({"prompt": "Return the", "max_tokens": 4}).encode()
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"}
+    )
+    for _ in range(300):
+        try:
+            with urllib.request.urlopen(request, timeout=120) as response:
+                found: dict[str, Any] = json.load(response)
+                return found
+        except urllib.error.URLError:
+            time.sleep(0.2)
+    pytest.fail("nothing listens")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from . import registry
 
+__version__ = "0.1.0"
+
 # The engine of this package. Others register theirs above it: see ``registry``.
 registry.register(
     registry.EngineKind(

@@ -285,7 +285,7 @@ OPTIONS = (
         "torch_import",
         ("MEDUSA_TORCH_IMPORT",),
         OneOf(*TORCH_IMPORTS),
-        "a handler's torch: lean puts off what eager inference never uses until it is touched; auto: lean on CPUs",
+        "torch, the engine's and a handler's: lean puts off what eager inference never uses; auto: lean on CPUs",
     ),
     Option(
         "host_weights",

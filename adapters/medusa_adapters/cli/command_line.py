@@ -47,9 +47,9 @@ class _Parser(argparse.ArgumentParser):
 
 class _Version(argparse.Action):
     def __call__(self, *_: object, **__: object) -> None:
-        from importlib.metadata import version  # 30 ms
+        from medusa_runtime import __version__
 
-        print(f"medusa-runtime {version('medusa-runtime')}")
+        print(f"medusa-runtime {__version__}")
         raise SystemExit(0)
 
 

@@ -48,6 +48,7 @@ def serve(
     probes.tell(ready=False, draining=False, engine=engine, function=function)
     door = ProbeAcceptor(listener, probes)
     door.open()
+    door.stand_still_over_forks()
     with instance.timeline.stage("server"):
         # gunicorn costs about 110 ms to import; the supervisor does not need it.
         from .gunicorn_worker import FunctionServer
@@ -153,6 +154,7 @@ def options(door: ProbeAcceptor, settings: Settings) -> dict[str, Any]:
         "loglevel": "warning",
         "accesslog": None,
         "proc_name": "function",
+        "on_starting": partial(_listen_at, door),
         "post_fork": partial(_in_worker, door),
     }
 
@@ -169,6 +171,10 @@ def _keep_sigterm_over_forks() -> None:
         after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM}),
         after_in_child=default,
     )
+
+
+def _listen_at(door: ProbeAcceptor, arbiter: Any) -> None:
+    arbiter.LISTENERS = [door.entrance]  # gunicorn makes its own only where there are none
 
 
 def _in_worker(door: ProbeAcceptor, arbiter: Any, _worker: Any) -> None:

@@ -1,4 +1,8 @@
-"""gunicorn, set up as a library. Importing this imports gunicorn (about 110 ms)."""
+"""gunicorn, set up as a library. Importing this imports gunicorn (about 110 ms).
+
+gunicorn has no hooks for what ``Worker`` changes, so it overrides methods, whose signatures have changed between
+versions. ``OLDEST`` and ``BELOW`` bound the versions that the tests run with; pyproject.toml declares the same range.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +21,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from gunicorn import __version__, version_info
 from gunicorn.app.base import BaseApplication
-from gunicorn.arbiter import Arbiter
 from gunicorn.http import errors
 from gunicorn.workers.gthread import ThreadWorker
+from medusa_runtime.errors import ConfigError
 from medusa_runtime.resource_limits import as_limit_error
 
 from ..faults import ApiError, compact
@@ -36,6 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+OLDEST, BELOW = (27, 0), (27, 1)  # 26.2 and older keep a pipelined request that was read ahead waiting for more bytes
 _SHORTAGE_S = 0.05  # until the next look for a free descriptor
 _STATUSES = (
     (errors.LimitRequestLine, 414),
@@ -49,6 +55,16 @@ _STATUSES = (
 
 def _closed(graceful: bool = False) -> None:
     """In the place of a connection's close() once that has been done."""
+
+
+def check_version(found: tuple[int, ...] = version_info) -> None:
+    """ConfigError for a gunicorn whose methods differ from those overridden here; a newer one is only warned of."""
+    tested = f"gunicorn>={'.'.join(map(str, OLDEST))},<{'.'.join(map(str, BELOW))}"
+    name = __version__ if found == version_info else ".".join(map(str, found))
+    if found < OLDEST:
+        raise ConfigError(f"expected {tested}, found {name}: pip install '{tested}'")
+    if found >= BELOW:
+        logger.warning("gunicorn %s is newer than the tested ones (%s)", name, tested)
 
 
 def _timeval(seconds: float) -> bytes:
@@ -79,7 +95,7 @@ class FunctionServer(BaseApplication):  # type: ignore[misc]
         settings: Settings,
         boot: Callable[[], tuple[WsgiGateway, Callable[[], bool]]],
     ) -> None:
-        self._door = door
+        check_version()
         self._options = options(door, settings)
         self._boot = boot
         self.drain: Callable[[], bool] | None = None
@@ -103,20 +119,6 @@ class FunctionServer(BaseApplication):  # type: ignore[misc]
             return front(environ, start_response)
 
         return handle
-
-    def run(self) -> None:
-        _Arbiter(self, self._door).run()
-
-
-class _Arbiter(Arbiter):  # type: ignore[misc]
-    def __init__(self, app: FunctionServer, door: ProbeAcceptor) -> None:
-        self.LISTENERS = [door.entrance]
-        self._door = door
-        super().__init__(app)
-
-    def spawn_worker(self) -> Any:
-        with self._door.still():
-            return super().spawn_worker()
 
 
 class _Pool(ThreadPoolExecutor):

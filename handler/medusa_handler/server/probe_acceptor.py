@@ -18,7 +18,6 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
 
 from medusa_runtime.resource_limits import as_limit_error
 
@@ -58,11 +57,10 @@ class ProbeAcceptor:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    @contextlib.contextmanager
-    def still(self) -> Iterator[None]:
-        """While a worker is forked: it would keep open a connection that is just being accepted."""
-        with self._busy:
-            yield
+    def stand_still_over_forks(self) -> None:
+        """Accept nothing while a worker is forked: it would keep open a connection that is just being accepted."""
+        release = self._busy.release
+        os.register_at_fork(before=self._busy.acquire, after_in_parent=release, after_in_child=release)
 
     def close_in_worker(self) -> None:
         self._selector.close()

@@ -3,7 +3,7 @@
 About three quarters of the Python that ``import torch`` executes serves ``torch.compile``, ``torch.export``,
 TorchScript and training. Here those modules are imported but not executed (``deferred.py``) until something asks them
 for a name; ``complete`` executes all the rest at once. The list below was found by experiment and belongs to the
-versions in ``TESTED``; any other torch is imported plainly.
+torch versions in ``TESTED``, on the Pythons in ``TESTED_PYTHONS``; anywhere else torch is imported plainly.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from .lazy_modules import DeferredModule, LazyFinder, StandIn, names_of
 logger = logging.getLogger(__name__)
 
 TESTED = ("2.13.",)
-# Each asks for something of the import itself that the lean one puts off.
+TESTED_PYTHONS = ((3, 11), (3, 12), (3, 13))
+# A variable here asks for something that torch does while it is imported, and that the lean import puts off.
 _PLAIN_IF_SET = ("TORCH_LOGS", "TORCH_LOGS_OUT", "TORCH_TRACE", "TORCH_CUDA_SANITIZER", "TORCH_COMPILE_DEBUG")
-# Replace themselves in sys.modules, or are imported by their package for what they register.
+# Modules that replace themselves in sys.modules, or that their package imports for what they register.
 _EAGER = frozenset(
     {"torch", "torch._C", "torch._VF", "torch._logging._registrations"}
     | {f"torch.{name}.config" for name in ("_functorch", "_export", "distributed", "_dynamo", "_inductor", "compiler")}
@@ -41,7 +42,7 @@ _EAGER = frozenset(
     | {"torch._native.triton_utils", "torch.distributed._functional_collectives"}
     | {"torch.fx.experimental.symbolic_shapes"}
 )
-# Asked by eager inference, or by those who look for a device; free of import cycles.
+# Modules that eager inference uses, or code that looks for a device; they are in no import cycle.
 _ALONE = (
     *(f"torch.{device}" for device in ("accelerator", "cpu", "cuda", "mps", "mtia", "xpu")),
     *(
@@ -61,7 +62,7 @@ _BEFORE: dict[str, tuple[str, ...]] = {
     "torch._library": ("torch.utils._pytree",),
     "torch.jit.annotations": ("torch.jit", "torch.distributed.rpc"),
 }
-# Bound by an executed module at import, used by nobody until a feature of theirs is called.
+# Names that an executed module binds at import and uses only when one of its own features is called.
 _LATE = {
     "torch._functorch.autograd_function": ("custom_function_call",),
     "torch._higher_order_ops": ("cond", "while_loop"),
@@ -85,6 +86,7 @@ def import_torch(*, numpy: bool = True) -> ModuleType:
     none: its first look, at the first tensor made of a buffer or a list, would import numpy, a tenth of a second.
     """
     if "torch" in sys.modules:
+        logger.info("torch is used as it is: it was imported before the engine's import of it")
         return sys.modules["torch"]
     await_import(_why_plain)
     torch = importlib.import_module("torch")
@@ -94,13 +96,16 @@ def import_torch(*, numpy: bool = True) -> ModuleType:
 
 
 def await_import(why_plain: Callable[[Path], str | None]) -> None:
-    """Have the first import of torch be a lean one, whoever's it is, unless ``why_plain`` then gives a reason."""
+    """Make the first import of torch a lean one, wherever it happens, unless ``why_plain`` then gives a reason."""
     if "torch" not in sys.modules:
         _LeanImport(why_plain).install()
 
 
 def await_users_import(how: str) -> None:
-    """For code that is not ours. ``how``: auto, or lean, which means of a torch that is built for GPUs, too."""
+    """Make the first import of torch in user code a lean one.
+
+    ``how`` is auto, or lean, which includes a torch that is built for GPUs.
+    """
     if "torch" not in sys.modules:
         _LeanImport(
             lambda file: _why_plain(file) or _extended() or (_built_for_gpu(file) if how == "auto" else None),
@@ -109,13 +114,17 @@ def await_users_import(how: str) -> None:
 
 
 def complete() -> None:
-    """Execute all that was put off. Idempotent; nothing to do after a plain import."""
+    """Execute every module that was deferred. Idempotent; does nothing after a plain import."""
     if _active is not None:
         _active.complete()
 
 
 def _why_plain(file: Path) -> str | None:
-    """The reason for which the lean import is not tried; ``file`` is torch's __init__.py."""
+    """The reason why the lean import is not tried, or None; ``file`` is torch's __init__.py."""
+    python = sys.version_info[:2]
+    if sys.implementation.name != "cpython" or python not in TESTED_PYTHONS:
+        tested = ", ".join(f"{major}.{minor}" for major, minor in TESTED_PYTHONS)
+        return f"{sys.implementation.name} {python[0]}.{python[1]}, the lean import was tested with CPython {tested}"
     version = _version(file.with_name("version.py"))
     if not version.startswith(TESTED):
         return f"version {version or 'unknown'}, the lean import was tested with {', '.join(TESTED)}*"
@@ -126,6 +135,7 @@ def _why_plain(file: Path) -> str | None:
 
 
 def _extended() -> str | None:
+    """The reason why a torch that an installed package extends is imported plainly, or None."""
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0":
         from importlib.metadata import entry_points  # reads every installed package's; as torch does
 
@@ -150,7 +160,7 @@ def _version(path: Path) -> str:
 
 
 class _LeanImport:
-    """One lean import of torch and what it has put off."""
+    """One lean import of torch, and the work that it deferred."""
 
     def __init__(self, why_plain: Callable[[Path], str | None], then: Callable[[Any], None] = lambda _: None) -> None:
         self._then = then
@@ -208,7 +218,7 @@ class _LeanImport:
         return names
 
     def _lasting(self) -> dict[str, dict[str, Any]]:
-        """What eager inference, and what it imports late, ask for."""
+        """Names that eager inference, and the modules it imports late, ask for."""
         return {
             "torch.fx.operator_schemas": {"_SCHEMA_TO_SIGNATURE_CACHE": {}},
             "torch.jit": {"_builtins": _Builtins(self._builtins)},
@@ -230,7 +240,7 @@ class _LeanImport:
 
     @staticmethod
     def _plainly() -> contextlib.AbstractContextManager[object]:
-        """Whatever mode the caller is in (a default device, inference), torch's own modules execute outside of it."""
+        """Leave the caller's modes (a default device, inference) while torch's own modules are executed."""
         torch = sys.modules["torch"]
         stack = contextlib.ExitStack()
         stack.enter_context(torch._C.DisableTorchFunction())
@@ -242,7 +252,7 @@ class _LeanImport:
         self._finder.complete()
 
     def _catch_up(self) -> None:
-        """What a plain import does beyond executing modules."""
+        """Do what a plain import does beyond executing modules."""
         self._replace_stand_ins()
         if device := sys.modules.get("torch.utils._device"):
             device._device_constructors.cache_clear()  # it holds some of them
@@ -262,7 +272,7 @@ class _LeanImport:
 
 
 def _share_with_processes(torch: Any) -> None:
-    """Have what is sent to another process be shared with it, as after a plain import of torch.multiprocessing."""
+    """Share tensors that are sent to another process with it, as after a plain import of torch.multiprocessing."""
     reducers = importlib.import_module("multiprocessing.reduction").ForkingPickler
 
     def share(value: Any) -> Any:
@@ -284,11 +294,11 @@ class _DynamicIntType(type):
 
 
 class _DynamicInt(metaclass=_DynamicIntType):
-    """In place of sym_node's: torch._C asks for the class once, at the first size it parses, and keeps it."""
+    """A stand-in for sym_node's class, which torch._C looks up once, at the first size it parses, and keeps."""
 
 
 def _asker(name: str) -> Callable[[], bool]:
-    """torch.compiler's question of that name. Nothing is compiled, until torch.compiler itself knows better."""
+    """Stand in for the function of that name in torch.compiler: nothing is compiled until the real one says so."""
 
     def ask() -> bool:
         import torch
@@ -302,7 +312,7 @@ def _asker(name: str) -> Callable[[], bool]:
 
 
 class _Builtins:
-    """In place of torch.jit._builtins: TorchScript's names for operators, kept until TorchScript is there."""
+    """A stand-in for torch.jit._builtins that keeps operators' TorchScript names until TorchScript is imported."""
 
     def __init__(self, kept: list[tuple[Any, str]]) -> None:
         self._kept = kept
@@ -312,7 +322,7 @@ class _Builtins:
 
 
 def _hide_numpy(torch: Any) -> None:
-    """Have torch._C look for numpy, which it does once, at a moment when there is none."""
+    """Make torch._C look for numpy, which it does only once, while an import of numpy fails."""
     module = sys.modules.get("numpy")
     if module is not None and type(module) is not DeferredModule:
         return  # executed already

@@ -1,4 +1,4 @@
-"""A lock for what imports modules, which may be taken inside and outside of Python's own import locks."""
+"""A lock for code that imports modules, which may be taken inside and outside of Python's own import locks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _bootstrap: Any = importlib._bootstrap
 
 
 class ImportLock:
-    """Re-entrant, across threads too: one for which the holder waits runs as a part of what the holder does.
+    """A re-entrant lock that is also granted to a thread for whose import its holder waits.
 
-    A thread that imports a module and then asks for this lock may have its holder waiting for that very module. Then
-    the holder stands still until the import is over, and would have run it itself had it come first. A fork waits
-    for the lock, so that a child never inherits it from a thread that it does not have.
+    A thread that imports a module and then asks for this lock may have its holder waiting for that very module: without
+    that rule neither would go on. The holder stands still until the import is over, so the two never run at once. A
+    fork waits for the lock, so that a child never inherits it from a thread that the child does not have.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class ImportLock:
         self._lock.release()
 
     def _is_waited_for(self, me: int) -> bool:
-        """Whether the holder, or whom it waits for, waits for a module that this thread imports."""
+        """Whether the holder waits, directly or through other threads, for a module that this thread imports."""
         seen: set[int | None] = {None}
         threads = [self._holder]
         while threads:
@@ -69,7 +69,8 @@ class ImportLock:
                 return True
             if thread not in seen:
                 seen.add(thread)
-                waited = _bootstrap._blocking_on.get(thread)  # a lock; since Python 3.12 a list of locks
+                # A lock; since Python 3.12 a list of locks. The Pythons where this holds are lean_torch.TESTED_PYTHONS.
+                waited = _bootstrap._blocking_on.get(thread)
                 threads += [
                     lock.owner for lock in (waited if isinstance(waited, list) else [waited]) if lock is not None
                 ]

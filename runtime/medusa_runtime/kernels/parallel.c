@@ -17,6 +17,13 @@ enum {
     CLOSED = 1 << 30,   /* in the gate: nobody may enter */
 };
 
+/* The same functions have newer versions in glibc 2.32 and 2.34, with which the library would not load on older systems. */
+#if defined(__GLIBC__) && defined(__x86_64__)
+__asm__(".symver pthread_create, pthread_create@GLIBC_2.2.5");
+__asm__(".symver pthread_detach, pthread_detach@GLIBC_2.2.5");
+__asm__(".symver pthread_sigmask, pthread_sigmask@GLIBC_2.2.5");
+#endif
+
 int medusa_instruction_set;
 
 static struct {

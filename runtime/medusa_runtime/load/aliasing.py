@@ -7,16 +7,26 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+_count = getattr(torch._C, "_storage_Use_Count", None)  # a private name
 
-def use_count(tensor: Tensor) -> int:
-    """How many look into its memory; the tensor itself counts more than once."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+def use_count(tensor: Tensor) -> int | None:
+    """The number of references to a tensor's memory, its own among them; None where this torch cannot count them."""
+    return None if _count is None else int(_count(tensor.untyped_storage()._cdata))
 
 
 def aliased(tensors: Iterable[Tensor]) -> set[int]:
-    """The ids of those whose memory something else than these looks into: a view that a module has kept."""
+    """The ids of tensors whose memory is also used by something else, such as a view that a module has kept.
+
+    Where that cannot be counted these are all tensors with memory: they are written in place, which is always right.
+    """
     together: dict[int, list[Tensor]] = {}
     for tensor in {id(tensor): tensor for tensor in tensors if not tensor.is_meta}.values():
         together.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
-    most = use_count(torch.empty(0)) - 1
-    return {id(one) for group in together.values() if use_count(group[0]) > most + len(group) for one in group}
+    alone = use_count(torch.empty(0))
+    return {
+        id(one)
+        for group in together.values()
+        if alone is None or (use_count(group[0]) or 0) > alone - 1 + len(group)
+        for one in group
+    }

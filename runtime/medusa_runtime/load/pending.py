@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ _HARMLESS = frozenset(
 _DTYPE, _DEVICE = Tensor.dtype.__get__, Tensor.device.__get__  # type: ignore[attr-defined]
 _IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _KEY = "_medusa_coming"
+_swap: Callable[[Tensor, Tensor], None] | None = getattr(torch._C, "_swap_tensor_impl", None)  # a private name
+_tracing_state: Callable[[], object] | None = getattr(torch._C, "_get_tracing_state", None)  # another
 
 
 @dataclass(eq=False, slots=True)
@@ -101,8 +104,13 @@ def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def refuse_tracing() -> None:
     """WeightsError in ``torch.jit.trace``: it has noted which tensors are parameters, and would find others."""
-    if torch._C._get_tracing_state() is not None:  # torch.jit.is_tracing would execute what a lean import has not
+    if _is_tracing():
         raise too_early("torch.jit.trace")
+
+
+def _is_tracing() -> bool:
+    # torch.jit.is_tracing would execute all that a lean import has deferred.
+    return torch.jit.is_tracing() if _tracing_state is None else _tracing_state() is not None
 
 
 def too_early(what: str) -> WeightsError:
@@ -152,17 +160,25 @@ def arrive(tensor: Tensor, value: Tensor) -> Tensor:
     """
     found = coming(tensor)
     assert found is not None
-    if value is not tensor:
-        try:
-            torch._C._swap_tensor_impl(tensor, value)
-        except RuntimeError:  # code that is not Python's refers to it: torch.jit, which was told to come later
-            value.__class__ = found.kind
-            vars(value).update({name: kept for name, kept in vars(tensor).items() if name != _KEY})
-            found.value = value
-            return value
+    if value is not tensor and not _swapped(tensor, value):
+        value.__class__ = found.kind
+        vars(value).update({name: kept for name, kept in vars(tensor).items() if name != _KEY})
+        found.value = value
+        return value
     tensor.__class__ = found.kind  # from here on others use it
     del vars(tensor)[_KEY]
     return tensor
+
+
+def _swapped(tensor: Tensor, value: Tensor) -> bool:
+    """Let ``tensor`` become ``value``; False where this torch cannot, or not with this tensor."""
+    if _swap is None:
+        return False
+    try:
+        _swap(tensor, value)
+    except RuntimeError:  # code outside of Python refers to it: torch.jit, which was told to come later
+        return False
+    return True
 
 
 def fill(tensor: Tensor, value: Tensor) -> bool:

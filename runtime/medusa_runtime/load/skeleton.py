@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import sysconfig
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,6 +23,12 @@ from medusa_runtime.load.aliasing import use_count
 
 _FACTORIES = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
 _RANDOM = frozenset({torch.rand, torch.randn})
+# CPython with its global lock, up to a version in which the counts of a loop's variables are known.
+_COUNTS_EXACTLY = (
+    sys.implementation.name == "cpython"
+    and sys.version_info < (3, 14)
+    and not sysconfig.get_config_var("Py_GIL_DISABLED")
+)
 _LARGEST_SEED = 1 << 32  # that people set; torch's own, different in each process, has 53 bits
 _DESCRIBING = frozenset({"size", "dtype", "layout", "memory_format"})  # what a factory's arguments say of the result
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # equal to, but not the same as what is called
@@ -124,13 +131,14 @@ class MetaFactoryMode(TorchFunctionMode):
         kept: list[Tensor] = []
         only_here: int | None = None  # how many references a phantom has that nobody else refers to
         for phantom, _ in self._made.values():
-            count = sys.getrefcount(phantom)
+            count = _reference_count(phantom)
             only_here = count if only_here is None else only_here
-            if count > only_here:
+            if count is None or only_here is None or count > only_here:
                 kept.append(phantom)
         alone = use_count(next(iter(self._made.values()))[0])
         for phantom in kept:
-            self._shared |= use_count(phantom) > alone  # a parameter was made of it
+            users = use_count(phantom)
+            self._shared |= users is None or alone is None or users > alone  # a parameter was made of it
             self._make_real(phantom)
         self._made.clear()
 
@@ -140,6 +148,11 @@ class MetaFactoryMode(TorchFunctionMode):
         if any(ref() is not None for ref in self._computed):
             gc.collect()  # a cycle
         return self._shared or any(ref() is not None for ref in self._computed)
+
+
+def _reference_count(phantom: Tensor) -> int | None:
+    """How many references there are to a phantom; None where Python does not count exactly, so that all are kept."""
+    return sys.getrefcount(phantom) if _COUNTS_EXACTLY else None
 
 
 def _asks_init() -> bool:

@@ -74,6 +74,7 @@ class Agent:
         self.engines = EnginePool(
             settings.prewarm,
             gpu_context=settings.gpu_context,
+            torch_import=settings.torch_import,
             timeline=self._timeline,
             reports=self._reports,
             watch=self.watch,

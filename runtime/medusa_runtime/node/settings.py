@@ -6,7 +6,18 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from ..config import LOG_LEVELS, NODE_SOCKET, OneOf, Option, parse_option, positive, seconds, trust_keys, trust_prefixes
+from ..config import (
+    LOG_LEVELS,
+    NODE_SOCKET,
+    TORCH_IMPORTS,
+    OneOf,
+    Option,
+    parse_option,
+    positive,
+    seconds,
+    trust_keys,
+    trust_prefixes,
+)
 from ..errors import ConfigError
 from ..limits import memory_available_bytes, memory_limit_bytes
 from ..registry import engine_names
@@ -37,6 +48,7 @@ class NodeSettings:
     pin: tuple[str, ...] = ()
     look_every_s: float = 60.0  # at objects in a store, whether they were replaced; 0: never
     gpu_context: bool = False
+    torch_import: str = "auto"
     trust_state: str | None = None  # as of config.Settings: from where idle engines run code in bundles
     trust_key: str | None = None
     connections: int | None = None
@@ -136,6 +148,12 @@ NODE_OPTIONS = (
         ("MEDUSA_NODE_GPU_CONTEXT",),
         _yes_or_no,
         "yes: idle engines hold a GPU's context, half a GB each",
+    ),
+    Option(
+        "torch_import",
+        ("MEDUSA_TORCH_IMPORT",),
+        OneOf(*TORCH_IMPORTS),
+        "idle engines' torch: plain, or lean where that was tested (auto and lean)",
     ),
     Option(
         "trust_state",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from medusa_runtime.imports.lazy_torch import TESTED
+from medusa_runtime.imports.lazy_torch import TESTED, TESTED_PYTHONS, _built_for_gpu
 
 LEAN = "from medusa_runtime.imports.lazy_torch import complete, import_torch\ntorch = import_torch()\n"
 PLAIN = "import torch\n"
@@ -312,14 +313,18 @@ assert torch.fx.Graph and torch.distributed.is_available()
     )
 
 
-FINDERS = "import sys; from medusa_runtime.imports.lazy_torch import await_users_import as wait\n"
+# A user's import of a torch that is built for GPUs is lean only when it is told to be.
+HOW = "lean" if _built_for_gpu(Path(str(importlib.util.find_spec("torch").origin))) else "auto"  # type: ignore[union-attr]
+FINDERS = (
+    "import sys; from medusa_runtime.imports.lazy_torch import await_users_import as wait; how = " + repr(HOW) + "\n"
+)
 
 
 def test_the_users_import_is_lean_when_it_comes() -> None:
     run(
         FINDERS
         + """
-wait("auto")
+wait(how)
 import importlib.util
 assert importlib.util.find_spec("torch").origin and "torch" not in sys.modules
 import numpy
@@ -337,7 +342,7 @@ def test_a_users_tensor_is_shared_with_its_processes() -> None:
     run(
         FINDERS
         + """
-wait("auto")
+wait(how)
 import multiprocessing, torch
 
 receiver, sender = multiprocessing.Pipe()
@@ -387,6 +392,53 @@ assert not any(type(finder) is LazyFinder for finder in torch.finders)
 complete()
 """
     )
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("lean_torch.TESTED_PYTHONS = ((3, 10),)", "the lean import was tested with CPython 3.10"),
+        ("sys.implementation.name = 'pypy'", "pypy {}.{}, the lean import was tested with CPython 3.11, 3.12, 3.13"),
+    ],
+)
+def test_another_python_imports_plainly_and_says_so_once(change: str, said: str) -> None:
+    script = "import logging, sys; logging.basicConfig(level='INFO', stream=sys.stdout)\n"
+    script += f"from medusa_runtime import lean_torch\n{change}\n"
+    output = run(script + "torch = lean_torch.import_torch(); assert vars(torch.fx)['Graph']; lean_torch.complete()")
+    (line,) = output.splitlines()
+    assert line.startswith("INFO:medusa_runtime.imports.lazy_modules:importing torch plainly: ")
+    assert line.endswith(said.format(*sys.version_info[:2]))
+
+
+def test_this_python_is_a_tested_one() -> None:
+    assert sys.version_info[:2] in TESTED_PYTHONS
+
+
+ENGINE_IMPORT = """
+import logging, sys
+logging.basicConfig(level="INFO", stream=sys.stdout)
+from medusa_runtime.config import Settings
+from medusa_runtime.zygote import load_engine_class
+load_engine_class(Settings(torch_import=sys.argv[1], device=sys.argv[2]))
+print(type(sys.modules["torch.fx"]).__name__)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "device", "found"),
+    [
+        ("auto", "cpu", "DeferredModule"),
+        ("lean", "cpu", "DeferredModule"),
+        ("plain", "cpu", "module"),
+        ("auto", "cuda", "module"),
+        ("lean", "cuda", "module"),
+    ],
+)
+def test_the_engines_torch_is_imported_as_it_was_asked_to(how: str, device: str, found: str) -> None:
+    *said, kind = run(ENGINE_IMPORT, how, device).splitlines()
+    assert kind == found
+    assert [line for line in said if "plainly: the engine uses a GPU" in line] == said
+    assert bool(said) == ((how, device) == ("lean", "cuda"))
 
 
 def test_a_setting_that_needs_the_whole_import() -> None:

@@ -60,6 +60,11 @@ class PlacedMemory:
 
 
 def tensor_at(address: int, size_bytes: int, device: torch.device) -> Tensor:
-    """uint8 [size_bytes] over memory that somebody else owns."""
-    storage = torch._C._construct_storage_from_data_pointer(address, device, size_bytes)
+    """uint8 [size_bytes] over memory that the caller owns. DeviceError where this torch cannot make one."""
+    construct = getattr(torch._C, "_construct_storage_from_data_pointer", None)  # a private name
+    if construct is None:
+        raise DeviceError(
+            f"expected a torch that makes tensors of device memory, found {torch.__version__}; install torch 2.13"
+        )
+    storage = construct(address, device, size_bytes)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (size_bytes,), (1,))

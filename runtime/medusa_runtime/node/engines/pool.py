@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from ...config import Settings
 from ...errors import MedusaError, NodeError
 from ...process import ReportPipe
 from ...timeline import Timeline
@@ -55,6 +56,7 @@ class EnginePool:
         wanted: Mapping[str, int],
         *,
         gpu_context: bool,
+        torch_import: str = "auto",
         timeline: Timeline,
         reports: ReportPipe,
         watch: Watch,
@@ -62,6 +64,7 @@ class EnginePool:
     ) -> None:
         self._kinds = {name: _Kind(name, count) for name, count in wanted.items() if count}
         self._gpu_context = gpu_context
+        self._torch_import = torch_import
         self._timeline = timeline
         self._reports = reports
         self._watch = watch
@@ -140,7 +143,8 @@ class EnginePool:
     def _start_zygote(self, kind: _Kind) -> None:
         kind.forking = 0
         try:
-            body = partial(run_zygote, kind.name, self._gpu_context, self._reports)
+            engine = Settings(engine=kind.name, torch_import=self._torch_import)
+            body = partial(run_zygote, engine, self._gpu_context, self._reports)
             kind.zygote = start_child(f"{kind.name}-zygote", body, timeline=self._timeline, reports=self._reports)
         except MedusaError as error:
             logger.warning("%s; trying again in %g s", error, _QUICK_S)

@@ -94,10 +94,12 @@ def _serve(engine_class: EngineClass, message: Message) -> int:
     settings = replace(settings, device=choose(settings.device, os.environ))
     timeline = Timeline(given["timeline"], "engine")
     timeline.mark("specialise", pid=os.getpid())
+    if settings.torch_import == "plain":
+        importlib.import_module("medusa_runtime.imports.lazy_torch").complete()  # the agent's import may have been lean
     region = Region(given["region"], demand_fd=given["demand"], shared=True)
     if (bundle_of := message.body.get("bundle_of")) and settings.state is None:
-        lending = importlib.import_module(_ATTACH_ARTIFACTS)
-        lending.lend(region, bundle_of, settings, timeline, lending.Trust.named(*message.body["trust"]))
+        state = importlib.import_module(_ATTACH_ARTIFACTS)
+        state.attach_artifacts(region, bundle_of, settings, timeline, state.Trust.named(*message.body["trust"]))
     listener = socket.socket(fileno=given["listener"])
     listener.setblocking(True)
     reports = ReportPipe.of(given["reports"])

@@ -20,11 +20,14 @@ from .inheritance import close_others
 from .warm_engine import run_idle
 
 
-def run_zygote(kind: str, gpu_context: bool, reports: ReportPipe, channel: socket.socket, timeline: Timeline) -> int:
-    """Until the agent closes the channel. What cannot be imported is told to it."""
+def run_zygote(
+    engine: Settings, gpu_context: bool, reports: ReportPipe, channel: socket.socket, timeline: Timeline
+) -> int:
+    """Fork idle processes of ``engine`` until the agent closes the channel; report to it what cannot be imported."""
+    kind = engine.engine
     close_others(channel.fileno(), reports.write_fd, timeline.fd)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
-    settings = replace(Settings(engine=kind), device=choose("auto", os.environ))
+    settings = replace(engine, device=choose("auto", os.environ))
     gc.disable()
     try:
         engine_class = load_engine_class(settings)
