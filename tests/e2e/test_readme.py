@@ -14,7 +14,9 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_function_of_the_readme_answers_as_shown(start: Callable[..., Any], tmp_path: Path) -> None:
     text = (ROOT / "README.md").read_text()
-    handler, session = re.findall(r"```(?:python)?\n(.*?)```", text, re.DOTALL)[:2]
+    blocks = re.findall(r"(?ms)^```(\w*)\n(.*?)^```", text)
+    handler = next(block for language, block in blocks if language == "python")
+    session = next(block for _, block in blocks if block.startswith("$ medusa serve"))
     (tmp_path / "handler.py").write_text(handler)
     serve, curl, answer = session.strip().splitlines()
     arguments = [
@@ -27,6 +29,8 @@ def test_the_function_of_the_readme_answers_as_shown(start: Callable[..., Any], 
     body = shlex.split(curl.removeprefix("$ "))[-1]
     status, result, _ = serving.request("POST", "/", json.loads(body))
     assert (status, result) == (200, json.loads(answer))
+    status, result, _ = serving.request("POST", "/", {"text": "This function returns"})
+    assert (status, result) == (400, {"error": 'expected {"prompt": "some text"}'})
     assert serving.stop() == 0
 
 
@@ -37,7 +41,7 @@ def test_the_targets_of_the_readme_exist() -> None:
 
 
 def test_links_between_documents_lead_somewhere() -> None:
-    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")):
         for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
             if "://" not in link:
                 assert (page.parent / link).exists(), f"{page.name}: {link}"

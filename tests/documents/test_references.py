@@ -1,0 +1,111 @@
+"""The pages that list something list all of it, and nothing else: metrics, error codes, checks, rows, architectures."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from medusa_adapters.bench.fetch import _names
+from medusa_adapters.bench.rows import ROWS
+from medusa_adapters.cli.doctor import examine
+from medusa_adapters.trial import Trial
+from medusa_runtime.config import Settings
+from medusa_runtime.errors import MedusaError
+from medusa_runtime.models.registry import ARCHITECTURES, ENCODERS
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+EXAMPLE = ROOT / "examples" / "pydoc-lm"
+
+
+def first_cells(page: str, heading: str = "") -> list[str]:
+    """The names in backticks of the first column of a page's tables, or of those under one heading."""
+    text = (DOCS / page).read_text()
+    if heading:
+        text = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+        assert text, f"{page} has no heading {heading}"
+    return [name for cell in re.findall(r"(?m)^\| (`[^|]*) \|", text) for name in re.findall(r"`([^`]+)`", cell)]
+
+
+def kinds(metrics: str) -> dict[str, str]:
+    """Name → counter, gauge or histogram, of a page in Prometheus' format."""
+    return dict(re.findall(r"(?m)^# TYPE (\S+) (\S+)$", metrics))
+
+
+def documented_kinds(*headings: str) -> dict[str, str]:
+    text = (DOCS / "metrics.md").read_text()
+    sections = dict(re.findall(r"(?ms)^## ([^\n]+)\n(.*?)(?=^## |\Z)", text))
+    return dict(re.findall(r"(?m)^\| `(\w+)` \| (\w+) \|", "".join(sections[heading] for heading in headings)))
+
+
+def engines_of(name: str) -> set[str]:
+    row = re.search(rf"(?m)^\| `{name}` \| \w+ \| ([^|]+) \|", (DOCS / "metrics.md").read_text())
+    assert row is not None
+    return {"torch", "vllm", "encoders"} if row[1] == "all" else set(row[1].split(", "))
+
+
+def test_metrics_are_those_of_a_running_function() -> None:
+    """Of the torch engine. What only other engines report is held against their code below."""
+    with Trial("--model", str(EXAMPLE)) as function:
+        function.post("/v1/completions", json.dumps({"prompt": "This", "max_tokens": 3}))
+        served = kinds(function.get("/metrics").text)
+    documented = documented_kinds("Requests", "The start", "The engine")
+    elsewhere = {name for name in documented_kinds("The engine") if "torch" not in engines_of(name)}
+    assert served == {name: kind for name, kind in documented.items() if name not in elsewhere}
+
+
+def test_metrics_of_other_engines_are_those_that_they_report() -> None:
+    files = {"vllm": "medusa_vllm.engine", "encoders": "medusa_runtime.engine.encoder.engine"}
+    for engine, module in files.items():
+        source = (ROOT / "runtime" / (module.replace(".", "/") + ".py")).read_text()
+        stats = source.partition("def stats(")[2].partition("\n    def ")[0]
+        reported = {f"medusa_engine_{name}" for name in re.findall(r'"(\w+)":', stats)}
+        assert reported == {name for name in documented_kinds("The engine") if engine in engines_of(name)}, engine
+
+
+def test_metrics_of_openfaas_are_those_on_its_port() -> None:
+    from medusa_adapters.platforms.metrics_server import Calls
+
+    calls = Calls()
+    calls.count("GET", 200, 0.1)
+    assert kinds(calls.page(0)) == documented_kinds("On OpenFaaS")
+
+
+def error_codes(kind: type[MedusaError] = MedusaError) -> set[str]:
+    return {kind.code}.union(*(error_codes(each) for each in kind.__subclasses__()))
+
+
+def test_every_error_code_is_explained() -> None:
+    assert sorted(first_cells("troubleshooting.md", "Reading an error")) == sorted(error_codes())
+
+
+def test_checks_of_doctor_that_can_fail_are_explained() -> None:
+    checked = {finding.name for finding in examine(Settings(model=str(EXAMPLE), port=0))} | {"fits"}
+    assert set(first_cells("troubleshooting.md", "Start here")) <= checked
+
+
+def test_rows_of_the_benchmarks_are_explained() -> None:
+    listed = set(first_cells("benchmarks.md"))
+    assert set(ROWS) | {"torch-import", "floor"} <= listed
+    import_alone = {f"{name}-{how}" for name in _names() if name == "import-torch" for how in ("alone", "beside")}
+    assert {name for name in _names() if name != "import-torch"} | import_alone <= listed
+
+
+def test_supported_architectures_are_those_of_the_registry() -> None:
+    listed = first_cells("models.md", "The torch engine")
+    assert sorted(set(listed)) == sorted({*ARCHITECTURES, *ENCODERS, "architectures", "model_type"})
+
+
+@pytest.mark.parametrize("scheme", ["s3", "hf", "gs", "az", "abfs", "https", "http", "file"])
+def test_every_scheme_that_is_listed_is_known(scheme: str) -> None:
+    from medusa_runtime.storage.base import FSSPEC_EXTRAS, STORES
+
+    assert f"`{scheme}://" in (DOCS / "storage.md").read_text()
+    assert scheme in STORES or f"`medusa-runtime[{FSSPEC_EXTRAS[scheme]}]`" in (DOCS / "storage.md").read_text()
+
+
+def test_words_of_the_glossary_stand_once() -> None:
+    words = re.findall(r"(?m)^- \*\*(.+?)\*\*:", (DOCS / "glossary.md").read_text())
+    assert len(words) == len(set(words)) > 30
