@@ -94,8 +94,8 @@ def test_an_agent_is_started_filled_used_and_asked(
     start_node: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The first session of docs/node.md, on a socket and with a model of its own."""
-    node, fetch, serve, status = (shlex.split(command) for command in list(fenced("docs/node.md"))[:4])
-    assert (node[1], fetch[1], serve[1], status[1]) == ("node", "fetch", "serve", "node")
+    node, fetch, serve, status, ping = (shlex.split(command) for command in list(fenced("docs/node.md"))[:5])
+    assert (node[1], fetch[1], serve[1], status[2], ping[2]) == ("node", "fetch", "serve", "status", "ping")
     agent = start_node(*node[2:])
     monkeypatch.setenv("MEDUSA_NODE_SOCKET", agent.socket)
     words = [sys.executable, "-m", "medusa_adapters.cli.main"]
@@ -104,6 +104,7 @@ def test_an_agent_is_started_filled_used_and_asked(
     with Trial(*(local.get(word, word) for word in serve[2:])):
         shown = subprocess.run([*words, *status[1:]], check=True, capture_output=True, text=True).stdout
     assert len([line for line in shown.splitlines() if str(EXAMPLE) in line]) == 1, shown
+    subprocess.run([*words, *ping[1:]], check=True, capture_output=True)
 
 
 def run(command: str, replaced: dict[str, str], folder: Path) -> None:

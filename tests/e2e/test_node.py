@@ -299,7 +299,6 @@ def test_the_fetch_dies_while_a_request_waits(
 def test_a_warm_process_dies_while_it_is_specialised(start: Start, start_node: Start, example: Path) -> None:
     node = ready_node(start_node, example)
     (engine,) = node.status()["engines"]["torch"]["pids"]
-    os.kill(engine, signal.SIGSTOP)  # so that it is still at the beginning when it is killed
     serving = start("--model", example, "--node-socket", node.socket)
     node.until(lambda: node.status()["engines"]["torch"]["taken"] == 1)
     os.kill(engine, signal.SIGKILL)

@@ -8,6 +8,7 @@ import os
 import sys
 from typing import Any
 
+from medusa_runtime.errors import ConfigError, MedusaError
 from medusa_runtime.node.settings import NODE_OPTIONS, REPEATED, NodeSettings, node_settings
 
 from .progress import size
@@ -26,17 +27,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar=option.form,
             help=f"{option.help} [{', '.join(option.variables)}]".replace("%", "%%"),
         )
+    parser.add_argument(
+        "action",
+        nargs="?",
+        choices=("status", "ping"),
+        help="status: as --status; ping: end with 0 if the running agent answers, else with 1 (for liveness probes)",
+    )
+    parser.add_argument("--timeout-s", type=_timeout, default=2.0, help="with ping: how long to wait; 2")
     asks = parser.add_mutually_exclusive_group()
     asks.add_argument("--status", action="store_true", help="show what the running agent holds, and end")
     asks.add_argument("--drop", metavar="URL", help="have the running agent unpin and evict a model, and end")
     parser.add_argument("--json", action="store_true", help="with --status: as JSON")
 
 
+def _timeout(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.05 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"expected seconds from 0.05 to 3600, found {text!r}")
+    return seconds
+
+
 def run(arguments: argparse.Namespace) -> int:
     given = {option.field: getattr(arguments, option.field) for option in NODE_OPTIONS}
-    flags = {name: ",".join(value) if isinstance(value, list) else value for name, value in given.items()}
+    flags = {name: REPEATED[name].join(value) if isinstance(value, list) else value for name, value in given.items()}
     settings = node_settings(os.environ, flags)
-    if arguments.status or arguments.drop:
+    if arguments.action is not None and (arguments.status or arguments.drop):
+        raise ConfigError(f"expected {arguments.action} without --status and --drop")
+    if arguments.action == "ping":
+        return _ping(settings, arguments.timeout_s)
+    if arguments.action == "status" or arguments.status or arguments.drop:
         return _ask(settings, arguments)
     return _serve(settings)
 
@@ -49,8 +71,9 @@ def _serve(settings: NodeSettings) -> int:
     configure_logging(settings.log_level)
     agent = Agent(settings)
     warm = ", ".join(f"{count} {kind}" for kind, count in settings.prewarm.items()) or "none"
+    sockets = ", ".join(listening.path for listening in settings.socket)
     print(
-        f"node agent on {settings.socket}: {size(agent.regions.budget_bytes)} for models, idle engines: {warm}",
+        f"node agent on {sockets}: {size(agent.regions.budget_bytes)} for models, idle engines: {warm}",
         flush=True,
     )
     return agent.run()
@@ -59,7 +82,7 @@ def _serve(settings: NodeSettings) -> int:
 def _ask(settings: NodeSettings, arguments: argparse.Namespace) -> int:
     from medusa_runtime.node.client import NodeClient
 
-    client = NodeClient(settings.socket)
+    client = NodeClient(settings.path)
     try:
         if arguments.drop:
             client.drop(arguments.drop)
@@ -72,6 +95,17 @@ def _ask(settings: NodeSettings, arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _ping(settings: NodeSettings, timeout_s: float) -> int:
+    from medusa_runtime.node.client import NodeClient
+
+    try:
+        NodeClient(settings.path, waits=max(round(timeout_s * 100), 1)).close()
+    except MedusaError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
 def _table(status: dict[str, Any]) -> str:
     lines = [
         f"node agent {status['pid']} on {status['socket']}, up {status['uptime_s']:.0f} s",
@@ -80,6 +114,8 @@ def _table(status: dict[str, Any]) -> str:
     for kind, engine in status["engines"].items():
         line = f"{kind} engines: {engine['warm']} of {engine['wanted']} warm, {engine['taken']} taken"
         lines.append(f"{line}; given up: {engine['failure']}" if engine["failure"] else line)
+    if status["refused"]:
+        lines.append("refused: " + ", ".join(f"{count} {code}" for code, count in sorted(status["refused"].items())))
     for held in status["regions"]:
         pinned = ", pinned" if held["pinned"] else ""
         lines.append(

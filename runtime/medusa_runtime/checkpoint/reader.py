@@ -84,14 +84,15 @@ class Known(Protocol):
         """Return whether this is the checkpoint that the record is of."""
 
 
-def open_checkpoint(url: str, known: Known | None = None) -> Checkpoint:
+def open_checkpoint(url: str, known: Known | None = None, store: Store | None = None) -> Checkpoint:
     """Index the checkpoint in a folder, or the one safetensors or PyTorch file, that ``url`` names.
 
     Everything is asked for at the same time, the weights' header first; small files that the checkpoint is ``known``
-    not to have are left out. Raises the store's errors, and CorruptError.
+    not to have are left out. ``store``: the folder's, where it is open already; it is closed when this fails.
+    Raises the store's errors, and CorruptError.
     """
     folder, name = split(url)
-    store = open_store(folder)
+    store = store or open_store(folder)
     try:
         if known is not None:
             known.begin(store)

@@ -8,20 +8,20 @@ import os
 
 from ..checkpoint.checksums import Checksums
 from ..checkpoint.index import Shard, WeightIndex
-from ..errors import CorruptError, ObjectChangedError
+from ..errors import CorruptError, ObjectChangedError, StorageError
 from ..region.pages import MADV_POPULATE_READ
 from ..region.writer import RegionWriter
-from ..storage.local import file_version
+from ..storage.local import LocalStore, file_version
 from .schedule import Schedule
 
 
 class _File:
     """An open shard and its mapping, which the kernel is asked to fill."""
 
-    def __init__(self, shard: Shard) -> None:
-        assert shard.path is not None
+    def __init__(self, shard: Shard, store: LocalStore) -> None:
         self._shard = shard
-        self._fd = os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC)
+        self._store = store
+        self._fd = store.descriptor(shard.name)
         try:
             self.check()
             self._map = mmap.mmap(self._fd, shard.size_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
@@ -30,11 +30,11 @@ class _File:
             raise
 
     def check(self) -> None:
-        """ObjectChangedError when the path names another file, or this one was written to."""
-        assert self._shard.path is not None
+        """ObjectChangedError when the name means another file to the store, or this one was written to."""
         try:
-            same = file_version(os.stat(self._shard.path)) == self._shard.version == file_version(os.fstat(self._fd))
-        except OSError:
+            found = self._store.stat(self._shard.name).version
+            same = found == self._shard.version == file_version(os.fstat(self._fd))
+        except (OSError, StorageError):
             same = False
         if not same:
             raise ObjectChangedError(f"{self._shard.path} was replaced or written to while it was read; start again")
@@ -60,7 +60,7 @@ class _File:
         os.close(self._fd)
 
 
-def warm(writer: RegionWriter, index: WeightIndex, checksums: Checksums | None) -> None:
+def warm(writer: RegionWriter, index: WeightIndex, checksums: Checksums | None, store: LocalStore) -> None:
     """Publish every chunk as soon as it is in the page cache."""
     chunks = writer.chunks
     assert chunks is not None
@@ -68,7 +68,7 @@ def warm(writer: RegionWriter, index: WeightIndex, checksums: Checksums | None) 
     try:
         for number, shard in enumerate(index.shards):
             if shard.data_bytes:
-                files[number] = _File(shard)
+                files[number] = _File(shard, store)
         schedule = Schedule(writer)
         while (span := schedule.take(1)) is not None:
             for chunk in span.chunks:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..config import Settings
     from ..region.reader import Region
     from ..region.writer import RegionWriter
+    from ..storage.base import Store
     from ..timeline import Timeline
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ def prefetch(
     nice: int = 0,
     keeper: Keeper | None = None,
     restoring: Restoring | None = None,
+    store: Store | None = None,
 ) -> None:
     """Fetch the checkpoint at ``url`` into ``region`` and seal it. Returns when everything is there.
 
@@ -87,6 +89,7 @@ def prefetch(
     ``nice`` is BESIDE_IMPORTS where this machine does something else that the first token waits for.
     ``keeper`` is asked for the memory, and told when the region can be read.
     ``restoring`` brings what a state bundle knows of the checkpoint.
+    ``store`` is the checkpoint's, when the caller has opened it; it is closed here.
     """
     writer = writer or region.writer()
     try:
@@ -94,7 +97,7 @@ def prefetch(
             writer.seal()
             return
         with timeline.stage("index") as detail:
-            checkpoint = open_checkpoint(url, restoring)
+            checkpoint = open_checkpoint(url, restoring, store)
             if order is not None:
                 checkpoint = replace(checkpoint, index=checkpoint.index.reordered(order))
             detail |= {"tensors": len(checkpoint.index.tensors), "shards": len(checkpoint.index.shards)}
@@ -127,14 +130,16 @@ class FetchOptions:
     load: Load
 
 
-def _admitted(writer: RegionWriter, restored: Restored, options: FetchOptions) -> Mapping[str, int]:
+def _admitted(
+    writer: RegionWriter, restored: Restored, files: Mapping[str, bytes], options: FetchOptions
+) -> Mapping[str, int]:
     """The late files for which there is room beside the weights: all or none. TooLargeError when not even for those."""
     index = restored.index
     for late in (restored.late, {}):
         region_bytes = index.region_bytes + sum(late.values())
         try:
             if options.keeper is not None:
-                options.keeper.admit(region_bytes)
+                options.keeper.admit(writer.layout_bytes(index, files, late))
             if writer.state == State.EMPTY:
                 more_bytes = max(region_bytes - writer.reserved_bytes, 0)
                 check_memory(index.total_bytes, more_bytes, options.settings.memory_limit_mb)
@@ -149,9 +154,10 @@ def _admitted(writer: RegionWriter, restored: Restored, options: FetchOptions) -
 def _fill(writer: RegionWriter, checkpoint: Checkpoint, restored: Restored, options: FetchOptions) -> None:
     index, checksums = restored.index, restored.checksums
     settings, restoring = options.settings, options.restoring
-    late = _admitted(writer, restored, options)
+    files = {**checkpoint.files, **restored.files}
+    late = _admitted(writer, restored, files, options)
     with options.timeline.stage("fetch", bytes=index.total_bytes) as detail:
-        index = writer.lay_out(index, {**checkpoint.files, **restored.files}, late)
+        index = writer.lay_out(index, files, late)
         if options.keeper is not None:
             options.keeper.laid_out(writer)
         if restoring is not None:
@@ -173,9 +179,11 @@ def _fill(writer: RegionWriter, checkpoint: Checkpoint, restored: Restored, opti
             streams.run()
             detail |= {"connections": streams.connections, "hedges": streams.hedges}
         else:
+            from ..storage.local import LocalStore
             from .local_files import warm
 
-            warm(writer, index, checksums)
+            assert isinstance(checkpoint.store, LocalStore)
+            warm(writer, index, checksums, checkpoint.store)
         if restoring is not None:
             restoring.finish()
         # A function that builds its module itself is the only reader, and may give memory back.

@@ -16,31 +16,36 @@ import selectors
 import signal
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
 from ..config import Settings
 from ..device.choice import obstacle
-from ..errors import ConfigError, MedusaError, NodeError, StorageError, from_code
+from ..errors import ConfigError, MedusaError, NodeError, NodeRefusedError, StorageError, from_code
 from ..process import ReportPipe, share_cores
 from ..region.reader import Region
 from ..resource_limits import make_room_for_files
-from ..storage.base import redacted
+from ..storage.base import redacted, scheme_of
 from ..timeline import Timeline
-from .child import end_child
+from .accounts import Accounts
+from .asker import Folder
+from .child import Stopped, end_child
 from .clients import Client, Clients
 from .engines.pool import EnginePool
-from .messages import receive, send
+from .messages import MOST_OF_OURS, receive, send
+from .peer import Caller
 from .policy import Policy
 from .regions.fetching import give_back, start_fetch
 from .regions.held_region import HeldRegion
-from .regions.model_key import absolute, model_key
+from .regions.model_key import absolute, model_key, open_folder
 from .regions.pool import RegionPool
 from .regions.records import Records
 from .regions.revalidation import Revalidation
 from .settings import NodeSettings
 from .socket_file import SocketFile
+from .watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +68,13 @@ class Agent:
         self._pins = {model_key(absolute(url)) for url in settings.pin}
         self.settings = settings
         self.policy = Policy(settings.allow, settings.quota)
-        self.socket_file = SocketFile(settings.socket)
-        self.regions = RegionPool(settings.budget_bytes(), self.policy, self._dropped)
-        self._records = Records(settings.socket + ".regions")
+        self._doors = _listen(settings)
+        budget_bytes = settings.budget_bytes()
+        self.accounts = Accounts(settings.per_caller, budget_bytes)
+        self.regions = RegionPool(budget_bytes, self.policy, self.accounts, self._dropped)
+        self.replaced: Counter[str] = Counter()  # processes that hung, by what they were
+        self._stopped = Stopped()
+        self._records = Records(settings.path + ".regions")
         self._timeline = Timeline.create("node")
         self._reports = ReportPipe()
         self._selector = selectors.DefaultSelector()
@@ -89,6 +98,7 @@ class Agent:
             unwatch=self.unwatch,
         )
         self._clients = Clients(self)
+        self._watchdog = Watchdog()
         self._pin_at = 0.0
         self._ending: list[int] = []  # children that give memory back, for as long as that takes
         self.started_at = time.monotonic()
@@ -99,10 +109,14 @@ class Agent:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_stop)
         try:
-            self.watch(self.socket_file.socket, self._clients.accept)
+            for door in self._doors:
+                self.watch(door.socket, partial(self._clients.accept, door))
             self._selector.register(self._stop[0], selectors.EVENT_READ, self._drain)
             self._selector.register(self._reports.read_fd, selectors.EVENT_READ, self._read_reports)
+            self._watchdog.start()
             while not self._stopping:
+                self._watchdog.beat()
+                self._end_stopped()
                 self.engines.tick()
                 self._clients.tick()
                 self._fetch_pinned()
@@ -121,57 +135,108 @@ class Agent:
     def unwatch(self, channel: socket.socket) -> None:
         self._selector.unregister(channel)
 
-    def want(self, key: str, *, fresh: bool = False) -> HeldRegion:
+    def want(
+        self, key: str, *, folder: Folder | None = None, fresh: bool = False, caller: Caller | None = None
+    ) -> HeldRegion:
         """The region of a checkpoint, which is fetched if it is not there, or (``fresh``, changed files) not any more.
 
-        Never waits: it may take a while before it is sealed. Functions that have the old one keep it.
+        Never waits: it may take a while before it is sealed. Functions that have the old one keep it. ``folder``: of a
+        local checkpoint, as its caller has opened it; it is taken over. ``caller``: who is charged; None: the agent.
         """
-        held = self.regions.get(key)
+        if folder is None and not scheme_of(key):
+            folder = _own_folder(key)
+        slot = key if folder is None else folder.slot(key)
+        held = self.regions.get(slot)
         pinned = False
-        if held is not None and (fresh or not held.is_current()):
-            logger.info("%s is fetched again: %s", redacted(key), "as asked" if fresh else "its files have changed")
-            pinned = held.pinned
-            self.regions.drop(held)
-            held = None
-        if held is None:
-            held = HeldRegion(key)
-            held.pinned = pinned or key in self._pins
-            settings = Settings(model=key, connections=self.settings.connections, load_priority="background")
-            try:
-                held.fetch = start_fetch(held, settings, timeline=self._timeline, reports=self._reports)
-            except BaseException:
-                held.close()
-                raise
-            self.regions.add(held)
-            self.watch(held.fetch.channel, partial(self._on_fetch, held))
-            logger.info("fetching %s", redacted(key))
+        try:
+            if caller is not None:
+                self._check_models(slot, caller)
+            if held is not None and (fresh or not held.is_current(folder)):
+                logger.info("%s is fetched again: %s", redacted(key), "as asked" if fresh else "its files have changed")
+                pinned = held.pinned
+                self.regions.drop(held)
+                held = None
+            if held is not None:
+                if folder is not None:
+                    os.close(folder.fd)
+                return held
+            self._charge_fetch(caller)
+        except BaseException:
+            if folder is not None:
+                os.close(folder.fd)
+            raise
+        held = HeldRegion(key, folder=folder)
+        held.fetch_for = caller
+        held.pinned = pinned or (slot in self._pins and slot == key)
+        settings = Settings(model=key, connections=self.settings.connections, load_priority="background")
+        try:
+            held.fetch = start_fetch(held, settings, timeline=self._timeline, reports=self._reports)
+        except BaseException:
+            self._uncharge_fetch(held)
+            held.close()
+            raise
+        self.regions.add(held)
+        self.watch(held.fetch.channel, partial(self._on_fetch, held))
+        logger.info("fetching %s", redacted(key))
         return held
 
-    def keep(self, key: str, descriptor: int) -> HeldRegion:
+    def _check_models(self, slot: str, caller: Caller) -> None:
+        if caller.trusted:
+            return
+        used = {
+            held.slot for held in self.regions for user in held.leases.values() if user.account == caller.account
+        } | {slot}
+        if len(used) > (most := self.settings.per_caller.models):
+            raise NodeRefusedError(
+                f"{caller.account} uses {len(used) - 1} models of the node agent's already; expected at most {most} "
+                f"(--per-caller models=…)"
+            )
+
+    def _charge_fetch(self, caller: Caller | None) -> None:
+        """Charge a caller for one more fetch; those that it has left alone are given up for that."""
+        if caller is None:
+            return
+        try:
+            self.accounts.take(caller, "fetches")
+        except NodeRefusedError:
+            left = [held for held in self.regions if held.fetch is not None and not held.in_use]
+            left = [held for held in left if held.fetch_for and held.fetch_for.account == caller.account]
+            if not left:
+                raise
+            self.regions.drop(min(left, key=lambda held: held.used_at))
+            self.accounts.take(caller, "fetches")
+
+    def _uncharge_fetch(self, held: HeldRegion) -> None:
+        caller, held.fetch_for = held.fetch_for, None
+        if caller is not None:
+            self.accounts.give(caller, "fetches")
+
+    def keep(self, key: str, descriptor: int, caller: Caller) -> HeldRegion:
         """Take back a region that an agent before this one made. NodeError for one that was not."""
+        self._records.check(key, descriptor)
         held = self.regions.get(key)
         if held is not None:
             return held
-        self._records.check(key, descriptor)
+        self._check_models(key, caller)
         held = HeldRegion(key, Region(os.dup(descriptor)))
-        if not held.complete or not held.is_current():
+        try:
+            held.sealed = held.complete
+            _check_whole(held)
+            held.leases[-1] = caller  # who pays, until it has its lease
+            self.regions.admit(held, os.fstat(descriptor).st_blocks * 512)
+        except BaseException:
             held.close()
-            raise NodeError(f"the region of {redacted(key)} is not complete, or its files have changed")
+            raise
+        del held.leases[-1]
         held.pinned = key in self._pins
         self.regions.add(held)
-        try:
-            self.regions.admit(held, held.region.wait_index().region_bytes)
-        except MedusaError:
-            self.regions.drop(held)
-            raise
-        held.sealed = True
         self._record()
         logger.info("took back %s", redacted(key))
         return held
 
     def _on_fetch(self, held: HeldRegion) -> None:
         assert held.fetch is not None
-        message = receive(held.fetch.channel)
+        message = receive(held.fetch.channel, MOST_OF_OURS)
         if message is None:
             self._ended(held)
         elif message.kind == "room":
@@ -181,10 +246,11 @@ class Agent:
             except MedusaError as error:
                 logger.warning("%s", error)
                 answer = "error", {"code": error.code, "message": str(error)}
-            with suppress(OSError):  # it has just died; its connection tells
+            with suppress(OSError):  # it has just died; the end of its connection comes next
                 send(held.fetch.channel, *answer)
         elif message.kind == "sealed":
             held.sealed = True
+            held.shard_fds = message.descriptors
             self._record()
             self._tell(held, None)
 
@@ -237,6 +303,7 @@ class Agent:
         end_child(held.fetch)
         self._ending.append(held.fetch.pid)
         held.fetch = None
+        self._uncharge_fetch(held)
 
     def _changed(self, held: HeldRegion) -> None:
         """Its objects were replaced; what is pinned is fetched again, and the rest when somebody asks."""
@@ -266,7 +333,17 @@ class Agent:
         self._pins.discard(held.key)
 
     def _record(self) -> None:
-        self._records.write({held.key: held.region.fd for held in self.regions if held.sealed})
+        # A region of files that were read as a caller is that caller's, and is made again as quickly as it is brought.
+        kept = [held for held in self.regions if held.sealed and held.slot == held.key]
+        self._records.write({held.key: held.region.fd for held in kept})
+
+    def _end_stopped(self) -> None:
+        """Kill prefetchers that have been stopped; what follows is as after any other end of theirs."""
+        fetching = {held.fetch.pid: held for held in self.regions if held.fetch is not None}
+        for pid in self._stopped.look(fetching):
+            logger.warning("the prefetcher of %s was stopped; it is ended", redacted(fetching[pid].key))
+            self.replaced["prefetcher"] += 1
+            os.kill(pid, signal.SIGKILL)
 
     def _read_reports(self) -> None:
         for report in self._reports.read():
@@ -283,8 +360,10 @@ class Agent:
 
     def close(self) -> None:
         """Functions that run go on; what is fetched or idle ends."""
+        self._watchdog.close()
         signal.set_wakeup_fd(-1)
-        self.socket_file.close()
+        for door in self._doors:
+            door.close()
         self._clients.close()
         self.engines.close()
         self._revalidation.close()
@@ -295,6 +374,34 @@ class Agent:
         self._ending.clear()
         self._selector.close()
         self._reports.close()
+
+
+def _listen(settings: NodeSettings) -> list[SocketFile]:
+    doors: list[SocketFile] = []
+    try:
+        for listening in settings.socket:
+            doors.append(SocketFile(listening.path, tuple(map(_prefix, listening.prefixes))))
+    except BaseException:
+        for door in doors:
+            door.close()
+        raise
+    return doors
+
+
+def _prefix(text: str) -> str:
+    return text if text == "*" else text.rstrip("/") or "/"
+
+
+def _check_whole(held: HeldRegion) -> None:
+    if not held.complete or not held.is_current():
+        raise NodeError(f"the region of {redacted(held.key)} is not complete, or its files have changed")
+
+
+def _own_folder(key: str) -> Folder:
+    fd = open_folder(key)
+    if fd is None:
+        raise NodeError(f"{key}: expected a folder, or a file in one, that user {os.geteuid()} may read")
+    return Folder(fd)
 
 
 __all__ = ["Agent", "Client"]

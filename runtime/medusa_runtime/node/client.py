@@ -14,7 +14,7 @@ from ..errors import NodeError, NodeRefusedError, from_code
 from ..region.reader import Region
 from .messages import VERSION, Message, close_all, receive, send
 from .peer import Peer
-from .regions.model_key import absolute, model_key, open_access_proof
+from .regions.model_key import absolute, model_key, open_folder
 
 # The agent never waits for anything itself. Waits are counted, and not time: where this process is woken late because
 # others have the cores, so is the agent.
@@ -69,7 +69,7 @@ class NodeClient:
         ``background``: nobody waits for it, so its fetch gives way to others.
         """
         key = model_key(absolute(url))
-        seen = open_access_proof(key)
+        seen = open_folder(key)
         try:
             wish = {"url": key, "pin": pin, "fresh": fresh, "background": background}
             answer = self._ask("region", wish, () if seen is None else (seen,))

@@ -3,12 +3,13 @@
 The sockets are SOCK_SEQPACKET: the kernel keeps a message and its descriptors together, and there is no half of one.
 
     client → agent    hello {version} · region {url, pin, fresh, background} +[folder] · keep {url} +[region] ·
-                      engine {kind, settings} +[5 descriptors] · drop {url} · status
+                      engine {kind, settings} +[4 descriptors] · drop {url} · status
     agent → client    hello {version, pid} · wait · region {fetched} +[region, demand] · engine {pid} · kept · dropped
                       status {…} · lost {message} · error {code, message}
-    agent → zygote    fork                       zygote → agent    forked {pid} +[channel] · failed {message}
-    agent → engine    take {settings} +[7]       engine → agent    warm
-    prefetcher → agent    room {bytes} · sealed                    agent → prefetcher    room · error {code, message}
+    agent → zygote    fork                       zygote → agent    forked {pid} +[channel, pidfd] · failed {message}
+    agent → engine    take {settings} +[6, and the files of local shards]       engine → agent    warm
+    prefetcher → agent    room {bytes} · sealed +[the files of local shards]
+    agent → prefetcher    room · error {code, message}
 """
 
 from __future__ import annotations
@@ -16,14 +17,19 @@ from __future__ import annotations
 import json
 import os
 import socket
+import stat
+import struct
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ..errors import NodeError
 
 VERSION = 1
 LARGEST_BYTES = 1 << 16
-MOST_DESCRIPTORS = 8
+MOST_DESCRIPTORS = 8  # from a client
+MOST_OF_OURS = 250  # between the agent and its children; the kernel takes 253 (unix(7))
+_NO_LINGER = struct.pack("ii", 0, 0)
 
 Body = dict[str, Any]
 
@@ -48,11 +54,15 @@ def send(connection: socket.socket, kind: str, body: Body | None = None, descrip
     socket.send_fds(connection, [data], list(descriptors))
 
 
-def receive(connection: socket.socket) -> Message | None:
-    """The next message, or None when the other side is gone. Raises NodeError for what is no message of ours."""
+def receive(connection: socket.socket, most: int = MOST_DESCRIPTORS) -> Message | None:
+    """The next message, with at most so many descriptors, or None when the other side is gone.
+
+    Raises NodeError for what is no message of ours.
+    """
     try:
+        # Room for more than may come: what the kernel closes for want of room, it closes as the sender likes.
         data, descriptors, flags, _ = socket.recv_fds(
-            connection, LARGEST_BYTES + 1, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            connection, LARGEST_BYTES + 1, MOST_OF_OURS + 3, socket.MSG_CMSG_CLOEXEC
         )
     except (ConnectionError, BrokenPipeError):
         return None
@@ -60,19 +70,23 @@ def receive(connection: socket.socket) -> Message | None:
         close_all(descriptors)
         return None
     try:
-        return _parse(data, descriptors, flags)
+        return _parse(data, descriptors, flags, most)
     except BaseException:
         close_all(descriptors)
         raise
 
 
-def _parse(data: bytes, descriptors: list[int], flags: int) -> Message:
+def _parse(data: bytes, descriptors: list[int], flags: int, most: int) -> Message:
+    if len(descriptors) > most:
+        raise NodeError(f"a message had too many descriptors; expected at most {most}, found {len(descriptors)}")
     if len(data) > LARGEST_BYTES or flags & socket.MSG_TRUNC:
         raise NodeError(f"a message was too long; expected at most {LARGEST_BYTES} bytes")
     if flags & socket.MSG_CTRUNC:
-        raise NodeError(f"a message had too many descriptors; expected at most {MOST_DESCRIPTORS}")
+        raise NodeError("a message's descriptors did not all arrive; expected room for more open files")
     try:
-        body = json.loads(data)
+        body = json.loads(data.decode())
+        if b"\\u" in data:
+            json.dumps(body, ensure_ascii=False).encode()  # half of a surrogate pair cannot be logged, opened or sent
     except (ValueError, RecursionError):
         raise NodeError(f"expected a JSON object, found {data[:40]!r}") from None
     if not isinstance(body, dict) or not isinstance(body.get("type"), str):
@@ -84,12 +98,24 @@ def text(body: Body, name: str) -> str:
     """A field that must be text. NodeError when it is not."""
     value = body.get(name)
     if not isinstance(value, str) or not value or "\0" in value:
-        raise NodeError(f"{name}: expected text, found {value!r}")
+        raise NodeError(f"{name}: expected text, found {repr(value)[:80]}")
+    return value
+
+
+def flag(body: Body, name: str) -> bool:
+    """A field that is true or false, or missing and so false. NodeError when it is something else."""
+    value = body.get(name, False)
+    if not isinstance(value, bool):
+        raise NodeError(f"{name}: expected true or false, found {repr(value)[:40]}")
     return value
 
 
 def close_all(descriptors: Iterable[int]) -> None:
+    """Close descriptors, strangers' too: without waiting until a socket has sent what is left (SO_LINGER)."""
     for descriptor in descriptors:
+        if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as stranger:
+                stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
         os.close(descriptor)
 
 

@@ -1,29 +1,106 @@
-"""Whoever is on the other end of a connection, as the kernel tells it."""
+"""The process on the other end of a connection: what the kernel says about it, and on which socket it came."""
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import struct
 from typing import NamedTuple
 
 _CREDENTIALS = struct.Struct("iII")
+_GROUPS = struct.Struct("I")
+_SO_PEERGROUPS, _SO_PEERPIDFD = 59, 77  # socket(7); the second since Linux 6.5
+_MOST_GROUPS_BYTES = 1024  # what Python's getsockopt returns at most
 
 
 class Peer(NamedTuple):
-    """Whoever is on the other end of a connection, as the kernel tells it (SO_PEERCRED)."""
+    """Credentials of the process that connected, as the kernel recorded them (SO_PEERCRED, SO_PEERGROUPS).
+
+    ``inside``: it lives in this process's own PID namespace, so it is no process of another container.
+    """
 
     pid: int
     uid: int
     gid: int
+    groups: tuple[int, ...] = ()
+    inside: bool = True
 
     @classmethod
     def of(cls, connection: socket.socket) -> Peer:
-        return cls(
-            *_CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-        )
+        """The peer of a connected Unix socket."""
+        packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        pid, uid, gid = _CREDENTIALS.unpack(packed)
+        return cls(pid, uid, gid, _groups(connection), uid in (0, os.geteuid()) and _inside(connection, pid))
 
     @property
     def trusted(self) -> bool:
-        """May change what others get: root, and the agent's own user."""
-        return self.uid in (0, os.getuid())
+        """Whether it may change what others get: the agent's own user and root, outside of other containers.
+
+        Root of another container has the number 0, too. It has no other right here than any user.
+        """
+        return self.inside and self.uid in (0, os.geteuid())
+
+
+class Caller(NamedTuple):
+    """A peer and the socket that it opened. ``prefixes``: the models of that socket's tenant; empty for no tenant."""
+
+    peer: Peer
+    socket: str = ""
+    prefixes: tuple[str, ...] = ()
+
+    @property
+    def trusted(self) -> bool:
+        """Whether it may pin, drop and refresh models. A tenant's socket gives nobody that right."""
+        return self.peer.trusted and not self.prefixes
+
+    @property
+    def account(self) -> str:
+        """What its memory, connections, fetches and engines are charged to: a tenant's socket, or the user."""
+        return self.socket if self.prefixes else f"user {self.peer.uid}"
+
+
+def sees_the_same_files(connection: socket.socket) -> bool:
+    """Whether the peer is in this process's mount namespace. False where the kernel does not tell."""
+    pid = Peer.of(connection).pid
+    try:
+        theirs, ours = os.stat(f"/proc/{pid}/ns/mnt"), os.stat("/proc/self/ns/mnt")
+    except OSError:
+        return False
+    return (theirs.st_dev, theirs.st_ino) == (ours.st_dev, ours.st_ino) and _lives(connection)
+
+
+def _groups(connection: socket.socket) -> tuple[int, ...]:
+    try:
+        packed = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _MOST_GROUPS_BYTES)
+    except OSError:
+        return ()  # too many, or an old kernel: it then reads files without the rights of its groups
+    return tuple(sorted(group for (group,) in _GROUPS.iter_unpack(packed)))
+
+
+def _inside(connection: socket.socket, pid: int) -> bool:
+    """A process of a nested PID namespace has several numbers; one of a namespace beside this one has none here."""
+    try:
+        with open(f"/proc/{pid}/status", "rb") as status:
+            numbers = next((line.split()[1:] for line in status if line.startswith(b"NSpid:")), [])
+    except OSError:
+        return False
+    return len(numbers) == 1 and _lives(connection)
+
+
+def _lives(connection: socket.socket) -> bool:
+    """Whether the process that connected still exists, so that its number has not become another process's."""
+    try:
+        packed = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4)
+    except OSError:
+        return True  # an older kernel: the number must do
+    pidfd = int.from_bytes(packed, "little")
+    try:
+        signal.pidfd_send_signal(pidfd, 0)
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(pidfd)
+    return True

@@ -1,12 +1,12 @@
-"""Who may have which model, and how much memory the models below a prefix may take."""
+"""Who may have which model, and how much memory the models below a prefix may take. Nothing else decides that."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
 from ..errors import NodeRefusedError
-from ..storage.base import redacted
-from .peer import Peer
+from ..storage.base import redacted, scheme_of
+from .peer import Caller
 from .settings import Allowed
 
 
@@ -17,24 +17,49 @@ def below(key: str, prefix: str) -> bool:
 
 
 class Policy:
-    """Without rules everything may be had. A model that several rules fit is allowed if one of them allows it."""
+    """The rules of ``--allow`` and of tenants' sockets. In doubt a model is refused.
+
+    A tenant's socket gives the models below its prefixes to everyone who can open it. On other sockets ``--allow``
+    decides; a model that several rules fit is allowed if one of them allows it. Without ``--allow`` a model in a
+    store is for the agent's own user alone, because it is fetched with the agent's credentials and from the agent's
+    place in the network. A local model needs no rule: its files are read as the caller.
+    """
 
     def __init__(self, allow: Iterable[Allowed], quota: Mapping[str, int]) -> None:
         self._allow = tuple(allow)
         self._quota = dict(quota)
 
-    def check(self, key: str, peer: Peer) -> None:
-        """Raises NodeRefusedError when this user may not have this model."""
-        if not self._allow:
-            return
-        fitting = [rule for rule in self._allow if below(key, rule.prefix)]
-        if any(rule.users is None or peer.uid in rule.users for rule in fitting):
-            return
-        wanted = "a model below " + " or ".join(rule.prefix for rule in self._allow) if not fitting else "another user"
-        raise NodeRefusedError(
-            f"{redacted(key)} may not be had by user {peer.uid} through the node agent; expected {wanted} (--allow)"
-        )
+    def check(self, key: str, caller: Caller) -> None:
+        """Raises NodeRefusedError when this caller may not have this model."""
+        user = caller.peer.uid
+        if caller.prefixes:
+            if not any(below(key, prefix) for prefix in caller.prefixes):
+                raise NodeRefusedError(
+                    f"{redacted(key)} is not served on {caller.socket}; expected {_below(caller.prefixes)} (--socket)"
+                )
+        elif not self._allow:
+            if scheme_of(key) and not caller.trusted:
+                raise NodeRefusedError(
+                    f"{redacted(key)} may not be had by user {user}{_container(caller)} through the node agent: "
+                    f"without --allow it fetches for its own user alone; to open it, start it with "
+                    f"--allow PREFIX={user}, or with a socket for this caller, --socket PATH=PREFIX"
+                )
+        else:
+            fitting = [rule for rule in self._allow if below(key, rule.prefix)]
+            if not any(rule.users is None or user in rule.users for rule in fitting):
+                wanted = "another user" if fitting else _below([rule.prefix for rule in self._allow])
+                raise NodeRefusedError(
+                    f"{redacted(key)} may not be had by user {user} through the node agent; expected {wanted} (--allow)"
+                )
 
     def quotas(self, key: str) -> list[tuple[str, int]]:
         """The prefixes that hold this model, with their bytes."""
         return [(prefix, size) for prefix, size in self._quota.items() if below(key, prefix)]
+
+
+def _below(prefixes: Iterable[str]) -> str:
+    return "a model below " + " or ".join(redacted(prefix) for prefix in prefixes)
+
+
+def _container(caller: Caller) -> str:
+    return "" if caller.peer.inside else " of another container"

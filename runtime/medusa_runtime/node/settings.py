@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,28 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B?")
 
 
 @dataclass(frozen=True, slots=True)
+class Listening:
+    """A socket to listen on. ``prefixes``: it is one tenant's, who may have the models below them and no others."""
+
+    path: str
+    prefixes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CallerLimits:
+    """What one caller may have at a time: a user, or all who use one tenant's socket. The agent's own user is free.
+
+    ``memory_bytes``: of models in use and of the engines' KV caches; 0: half of the memory budget.
+    """
+
+    connections: int = 1024
+    fetches: int = 16
+    models: int = 64
+    engines: int = 32
+    memory_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Allowed:
     """Who may have models below a prefix: these users, or everybody. The prefix ends at a slash or is the whole URL."""
 
@@ -40,10 +63,11 @@ class Allowed:
 class NodeSettings:
     """Everything ``medusa node`` can be told. ``memory_budget_bytes`` 0: a share of what this container may have."""
 
-    socket: str = NODE_SOCKET
+    socket: tuple[Listening, ...] = (Listening(NODE_SOCKET),)
     memory_budget_bytes: int = 0
     prewarm: Mapping[str, int] = field(default_factory=dict)  # engine kind → idle processes
-    allow: tuple[Allowed, ...] = ()  # empty: everything, to everybody who can open the socket
+    allow: tuple[Allowed, ...] = ()  # empty: models in stores are for the agent's own user alone
+    per_caller: CallerLimits = CallerLimits()
     quota: Mapping[str, int] = field(default_factory=dict)  # prefix → bytes
     pin: tuple[str, ...] = ()
     look_every_s: float = 60.0  # at objects in a store, whether they were replaced; 0: never
@@ -53,6 +77,11 @@ class NodeSettings:
     trust_key: str | None = None
     connections: int | None = None
     log_level: str = "info"
+
+    @property
+    def path(self) -> str:
+        """The path of the first socket, beside which the agent keeps its list of regions."""
+        return self.socket[0].path
 
     def budget_bytes(self) -> int:
         """The memory that regions may take together."""
@@ -113,10 +142,31 @@ def _pins(text: str) -> tuple[str, ...]:
     return tuple(_parts(text))
 
 
-def _path(text: str) -> str:
-    if not text.startswith("/"):
-        raise ValueError("an absolute path")
-    return text
+def _sockets(text: str) -> tuple[Listening, ...]:
+    found = []
+    for part in filter(None, (part.strip() for part in text.split(";"))):
+        path, sign, prefixes = part.partition("=")
+        listening = Listening(path, tuple(_parts(prefixes)))
+        if not path.startswith("/") or (sign and not listening.prefixes):
+            raise ValueError("an absolute path, or PATH=PREFIX[,PREFIX] for a tenant's own socket")
+        found.append(listening)
+    if not found or len({listening.path for listening in found}) < len(found):
+        raise ValueError("absolute paths, each of them once")
+    return tuple(found)
+
+
+def _per_caller(text: str) -> CallerLimits:
+    limits = CallerLimits()
+    form = "connections=N,fetches=N,models=N,engines=N,memory=SIZE, any of them"
+    for part in _parts(text):
+        name, _, value = part.partition("=")
+        if name == "memory":
+            limits = replace(limits, memory_bytes=size_bytes(value))
+        elif name in ("connections", "fetches", "models", "engines") and value.isascii() and value.isdigit():
+            limits = replace(limits, **{name: int(value)})
+        else:
+            raise ValueError(form)
+    return limits
 
 
 def _yes_or_no(text: str) -> bool:
@@ -126,7 +176,12 @@ def _yes_or_no(text: str) -> bool:
 
 
 NODE_OPTIONS = (
-    Option("socket", ("MEDUSA_NODE_SOCKET",), _path, f"where to listen; default {NODE_SOCKET}"),
+    Option(
+        "socket",
+        ("MEDUSA_NODE_SOCKET",),
+        _sockets,
+        f"PATH[=PREFIX,PREFIX]: where to listen, and for which models if it is a tenant's own; default {NODE_SOCKET}",
+    ),
     Option(
         "memory_budget_bytes",
         ("MEDUSA_NODE_MEMORY_BUDGET",),
@@ -135,6 +190,12 @@ NODE_OPTIONS = (
     ),
     Option("prewarm", ("MEDUSA_NODE_PREWARM",), _prewarm, "idle engine processes to keep, e.g. torch=2"),
     Option("allow", ("MEDUSA_NODE_ALLOW",), _allow, "PREFIX[=UID+UID]: models that may be had, and by whom"),
+    Option(
+        "per_caller",
+        ("MEDUSA_NODE_PER_CALLER",),
+        _per_caller,
+        "connections=N,fetches=N,models=N,engines=N,memory=SIZE: what one user, or tenant's socket, may have at a time",
+    ),
     Option("quota", ("MEDUSA_NODE_QUOTA",), _quota, "PREFIX=SIZE: the memory that models below it may take"),
     Option("pin", ("MEDUSA_NODE_PIN",), _pins, "a model to fetch at once and never to evict"),
     Option(
@@ -170,7 +231,8 @@ NODE_OPTIONS = (
     Option("connections", ("MEDUSA_CONNECTIONS",), positive, "connections to the store of one fetch"),
     Option("log_level", ("MEDUSA_LOG_LEVEL",), OneOf(*LOG_LEVELS), "how much to log"),
 )
-REPEATED = ("allow", "quota", "pin")  # flags that may be given several times
+# Flags that may be given several times, and what joins them into one text, as the variables have it.
+REPEATED = {"socket": ";", "allow": ",", "quota": ",", "pin": ","}
 
 
 def node_settings(environ: Mapping[str, str], flags: Mapping[str, str | None]) -> NodeSettings:
@@ -184,8 +246,9 @@ def node_settings(environ: Mapping[str, str], flags: Mapping[str, str | None]) -
                 break
         if given is not None:
             settings = replace(settings, **{option.field: parse_option(option, given, source)})
-    if len(settings.socket.encode()) > LONGEST_PATH_BYTES:
-        raise ConfigError(
-            f"--socket={settings.socket!r}: expected at most {LONGEST_PATH_BYTES} bytes, what a socket's path may have"
-        )
+    for listening in settings.socket:
+        if len(os.fsencode(listening.path)) > LONGEST_PATH_BYTES:
+            raise ConfigError(
+                f"--socket={listening.path!r}: expected at most {LONGEST_PATH_BYTES} bytes, as a socket's path may have"
+            )
     return settings

@@ -13,10 +13,14 @@ _BACKLOG = 256
 
 
 class SocketFile:
-    """Listens at ``path``, whose lock file tells whether an agent lives. Raises ConfigError when it cannot be had."""
+    """Listens at ``path``, beside a lock file that shows whether an agent lives.
 
-    def __init__(self, path: str) -> None:
+    ``prefixes``: the models of the tenant whose socket it is. Raises ConfigError when it cannot listen there.
+    """
+
+    def __init__(self, path: str, prefixes: tuple[str, ...] = ()) -> None:
         self.path = path
+        self.prefixes = prefixes
         self._lock_fd = -1
         try:
             os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
@@ -26,7 +30,7 @@ class SocketFile:
             self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
             self.socket.setblocking(False)
             self.socket.bind(path)
-            os.chmod(path, 0o666)  # who may have what is decided by credentials; see policy.py
+            os.chmod(path, 0o666)  # who may have what is decided by credentials and by this path; see policy.py
             self.socket.listen(_BACKLOG)
         except OSError as error:
             raise ConfigError(

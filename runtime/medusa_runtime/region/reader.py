@@ -47,9 +47,21 @@ class Region:
     ``shared``: it came from the node's agent, which anybody may ask to keep one, so it holds no code for us to run.
     """
 
-    def __init__(self, fd: int, *, private: bool = False, demand_fd: int = -1, shared: bool = False) -> None:
-        """Take over ``fd``, a region's memfd, and ``demand_fd``: where to ask, if the region itself is read-only."""
+    def __init__(
+        self,
+        fd: int,
+        *,
+        private: bool = False,
+        demand_fd: int = -1,
+        shared: bool = False,
+        shard_fds: Sequence[int] = (),
+    ) -> None:
+        """Take over ``fd``, a region's memfd, and ``demand_fd``: where to ask, if the region itself is read-only.
+
+        ``shard_fds``: the files of local shards, in order, where they are open already; else each is opened by path.
+        """
         self.fd = fd
+        self._shard_fds = tuple(shard_fds)
         self.demand_fd = demand_fd
         self.shared = shared
         self._flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
@@ -173,17 +185,18 @@ class Region:
         if number not in self._shards:
             shard = index.shards[number]
             if shard.path is not None:
-                self._shards[number] = self._map_file(shard)
+                self._shards[number] = self._map_file(number, shard)
             else:
                 assert self._memory is not None
                 start = self._words()[Word.DATA_OFFSET] + shard.offset
                 self._shards[number] = self._memory[start : start + shard.data_bytes]
         return self._shards[number]
 
-    def _map_file(self, shard: Shard) -> memoryview:
+    def _map_file(self, number: int, shard: Shard) -> memoryview:
         assert shard.path is not None
         try:
-            fd = os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC)
+            opened = self._shard_fds[number] if self._shard_fds else None
+            fd = os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC) if opened is None else os.dup(opened)
         except OSError as error:
             raise ObjectChangedError(f"{shard.path} was there when it was indexed, and now: {error.strerror}") from None
         try:
@@ -355,6 +368,9 @@ class Region:
         if self.demand_fd >= 0:
             os.close(self.demand_fd)
             self.demand_fd = -1
+        for descriptor in self._shard_fds:
+            os.close(descriptor)
+        self._shard_fds = ()
 
 
 __all__ = ["Progress", "Region", "State"]

@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from ..checkpoint.index import PAGE_BYTES, WeightIndex
 from ..errors import MedusaError, ObjectChangedError, StorageError
@@ -66,6 +67,11 @@ class RegionWriter:
         return self._sealed_early or self.reserved_bytes >= self._words[Word.REGION_BYTES] > 0
 
     @property
+    def index(self) -> WeightIndex:
+        """What was laid out."""
+        return self._index
+
+    @property
     def state(self) -> State:
         return State(self._words[Word.STATE])
 
@@ -112,21 +118,7 @@ class RegionWriter:
     def _begin(self, index: WeightIndex, files: Mapping[str, bytes], late: Mapping[str, int]) -> None:
         self.chunks = Chunks(index, chunk_bytes_for(index))
         text = index.to_json()
-        index_offset = _align(TABLE_OFFSET + self.chunks.count, PAGE_BYTES)
-        bodies = index_offset + len(text)
-        places: dict[str, tuple[int, ...]] = {}
-        for name, body in files.items():
-            places[name] = (bodies, len(body))
-            bodies += len(body)
-        for name, length in late.items():
-            places[name] = (bodies + 1, length, bodies)  # the byte in front of it is its state
-            bodies += 1 + length
-        directory = json.dumps(places).encode()
-        data_offset = bodies + len(directory)
-        size = _align(data_offset, PAGE_BYTES)
-        if index.region_bytes:
-            data_offset = _align(data_offset, DATA_ALIGN_BYTES)
-            size = _align(data_offset + index.region_bytes, PAGE_BYTES)
+        index_offset, bodies, places, directory, data_offset, size, _ = _plan(self.chunks, text, index, files, late)
         if len(self._map) < size:
             os.ftruncate(self._fd, size)
             self._remap(size)
@@ -142,6 +134,10 @@ class RegionWriter:
         words[Word.TOTAL_BYTES] = index.total_bytes
         words[Word.REGION_BYTES] = size  # last: it says that the layout above is complete
         self._index = index
+
+    def layout_bytes(self, index: WeightIndex, files: Mapping[str, bytes], late: Mapping[str, int]) -> int:
+        """How much memory a region of these takes when it is complete."""
+        return _plan(Chunks(index, chunk_bytes_for(index)), index.to_json(), index, files, late).memory_bytes
 
     def _continue(self, index: WeightIndex) -> None:
         self._remap(self._words[Word.REGION_BYTES])
@@ -319,6 +315,40 @@ class RegionWriter:
             pass  # a thread that is ending still holds a piece
         os.close(self._fd)
         self._fd = -1
+
+
+class _Plan(NamedTuple):
+    """Where the parts of a region lie; ``places`` of files and the byte behind them, where their directory begins."""
+
+    index_offset: int
+    bodies: int
+    places: dict[str, tuple[int, ...]]
+    directory: bytes
+    data_offset: int
+    size: int
+    memory_bytes: int  # less than the size: nothing lies between the directory and where the data is aligned to
+
+
+def _plan(
+    chunks: Chunks, text: bytes, index: WeightIndex, files: Mapping[str, bytes], late: Mapping[str, int]
+) -> _Plan:
+    index_offset = _align(TABLE_OFFSET + chunks.count, PAGE_BYTES)
+    bodies = index_offset + len(text)
+    places: dict[str, tuple[int, ...]] = {}
+    for name, body in files.items():
+        places[name] = (bodies, len(body))
+        bodies += len(body)
+    for name, length in late.items():
+        places[name] = (bodies + 1, length, bodies)  # the byte in front of it is its state
+        bodies += 1 + length
+    directory = json.dumps(places).encode()
+    data_offset = bodies + len(directory)
+    size = _align(data_offset, PAGE_BYTES)
+    memory_bytes = size + _align(index.region_bytes, PAGE_BYTES)
+    if index.region_bytes:
+        data_offset = _align(data_offset, DATA_ALIGN_BYTES)
+        size = _align(data_offset + index.region_bytes, PAGE_BYTES)
+    return _Plan(index_offset, bodies, places, directory, data_offset, size, memory_bytes)
 
 
 def _align(value: int, step: int) -> int:

@@ -18,11 +18,12 @@ class LocalStore:
 
     refills = False
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, check: bool = True) -> None:
+        """Raises ObjectNotFoundError when it is no folder, unless ``check`` is false."""
         self.url = url
         path = unquote(urlsplit(url).path) if scheme_of(url) else url
         self._folder = Path(path).expanduser().absolute()
-        if not self._folder.is_dir():
+        if check and not self._folder.is_dir():
             found = "a file" if self._folder.exists() else "nothing"
             meant = f"; did you mean hf://{url}?" if found == "nothing" and _HUB_NAME.fullmatch(url) else ""
             raise ObjectNotFoundError(f"{self._folder}: expected a folder with a checkpoint, found {found}{meant}")
@@ -30,13 +31,20 @@ class LocalStore:
     def _open(self, key: str) -> int:
         path = self._folder / key
         try:
-            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            return self._open_file(key)
         except (FileNotFoundError, NotADirectoryError):
             raise ObjectNotFoundError(f"{path}: no such file") from None
         except PermissionError:
             raise ForbiddenError(f"{path} may not be read by user {os.getuid()}; change its permissions") from None
         except OSError as error:
             raise StorageError(f"{path} cannot be opened: {error.strerror}") from None
+
+    def _open_file(self, key: str) -> int:
+        return os.open(self._folder / key, os.O_RDONLY | os.O_CLOEXEC)
+
+    def descriptor(self, key: str) -> int:
+        """The object as an open file, which the caller closes."""
+        return self._open(key)
 
     def stat(self, key: str) -> ObjectInfo:
         fd = self._open(key)

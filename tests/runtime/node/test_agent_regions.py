@@ -121,8 +121,8 @@ def may_confine() -> bool:
 @pytest.mark.root
 @pytest.mark.skipif(not may_confine(), reason="needs root, unshare and setpriv to make the confinement")
 def test_user_1000_reads_through_a_read_only_mount(start_node: Start, put_model: Put) -> None:
-    node = start_node()
     url = put_model("m")
+    node = start_node("--allow", f"{url}=1000")
     command = ["unshare", "--mount", "sh", "-c", CONFINED, "sh", sys.executable, "-c", ASK, node.socket, url]
     done = subprocess.run(
         command, env={**os.environ, "FOLDER": str(node.folder)}, capture_output=True, text=True, timeout=60, check=False
@@ -336,7 +336,7 @@ def test_local_files_are_mapped_from_where_both_see_them(start_node: Start, fold
     region = client.region(str(folder))
     assert read_all(region) == {"w": b"\1" * 64}
     assert region.file("config.json") == b'{"model_type": "m"}'
-    assert node.status()["used_bytes"] == 0, "the files' pages are the page cache's"
+    assert 0 < node.status()["used_bytes"] < 32768, "the index and the small files; the weights are the page cache's"
     # A new version of the file is not mistaken for the old one.
     path = folder / "model.safetensors"
     (folder / "new").write_bytes(path.read_bytes().replace(b"\1" * 64, b"\2" * 64))
@@ -346,14 +346,14 @@ def test_local_files_are_mapped_from_where_both_see_them(start_node: Start, fold
 
 
 def test_a_local_folder_must_be_seen_by_the_asker(start_node: Start, folder: Path) -> None:
-    """The agent reads what it may; a function gets only what it has opened itself."""
+    """The agent reads what it may; a function gets only what is in the folder that it has opened itself."""
     client = start_node().client()
-    other = os.open(folder.parent, os.O_RDONLY)
+    file = os.open(folder / "config.json", os.O_RDONLY)
     no_right_to_read = os.open(folder, os.O_PATH)
-    for descriptors in ((), (other,), (no_right_to_read,)):
-        with pytest.raises(NodeRefusedError, match="expected the same folder"):
+    for descriptors in ((), (file,), (no_right_to_read,)):
+        with pytest.raises(NodeRefusedError, match="expected the checkpoint's folder, opened for reading"):
             client._ask("region", {"url": str(folder)}, descriptors)
-    os.close(other)
+    os.close(file)
     os.close(no_right_to_read)
     client.close()
 

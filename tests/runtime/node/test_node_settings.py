@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from medusa_runtime.device.choice import obstacle
 from medusa_runtime.errors import ConfigError, NodeError, NodeRefusedError
-from medusa_runtime.node.peer import Peer
+from medusa_runtime.node.peer import Caller, Peer
 from medusa_runtime.node.policy import Policy, below
 from medusa_runtime.node.regions.model_key import model_key
-from medusa_runtime.node.settings import NODE_OPTIONS, Allowed, node_settings
+from medusa_runtime.node.settings import NODE_OPTIONS, Allowed, CallerLimits, Listening, node_settings
 
 PAGE = Path(__file__).parents[3] / "docs" / "node.md"
 
@@ -39,6 +39,10 @@ def test_flags_win_over_variables() -> None:
         ("quota", "s3://b/=lots", "a size above 0"),
         ("allow", "", "URL prefixes"),
         ("socket", "node.sock", "an absolute path"),
+        ("socket", "/a=", "PATH=PREFIX"),
+        ("socket", "/a;/a", "each of them once"),
+        ("per_caller", "fetches=many", "connections=N,fetches=N"),
+        ("per_caller", "memory=lots", "a size above 0"),
         ("connections", "0", "a whole number above 0"),
     ],
 )
@@ -85,12 +89,60 @@ def test_one_name_for_one_checkpoint() -> None:
 
 def test_a_rule_for_some_users() -> None:
     policy = Policy([Allowed("s3://b/", frozenset({7})), Allowed("s3://b/open")], {})
-    policy.check("s3://b/m", Peer(1, 7, 7))
-    policy.check("s3://b/open/m", Peer(1, 8, 8))
+    seven, eight = (Caller(Peer(1, user, user)) for user in (7, 8))
+    policy.check("s3://b/m", seven)
+    policy.check("s3://b/open/m", eight)
     with pytest.raises(NodeRefusedError, match="by user 8"):
-        policy.check("s3://b/m", Peer(1, 8, 8))
+        policy.check("s3://b/m", eight)
     with pytest.raises(NodeRefusedError):
-        policy.check("s3://other/m", Peer(1, 7, 7))
+        policy.check("s3://other/m", seven)
+
+
+def test_without_rules_a_store_is_for_the_agents_own_user() -> None:
+    policy = Policy([], {})
+    own = Caller(Peer(1, os.geteuid(), 7))
+    policy.check("s3://b/m", own)
+    for caller in (Caller(Peer(1, 7, 7)), Caller(own.peer._replace(inside=False))):
+        with pytest.raises(NodeRefusedError, match=r"to open it, start it with --allow PREFIX=\d+, or with a socket"):
+            policy.check("s3://b/m", caller)
+        policy.check("/models/m", caller)
+
+
+def test_a_tenants_socket_has_its_own_models_alone() -> None:
+    policy = Policy([], {})
+    tenant = Caller(Peer(1, 0, 0), "/run/medusa/a/node.sock", ("s3://b/a", "https://h/a"))
+    assert not tenant.trusted, "root has no other right there than any user"
+    policy.check("s3://b/a/m", tenant)
+    policy.check("https://h/a", tenant)
+    for key in ("s3://b/ab/m", "s3://b/m", "/models/m"):
+        with pytest.raises(NodeRefusedError, match=r"not served on /run/medusa/a/node\.sock; expected a model below"):
+            policy.check(key, tenant)
+
+
+def test_sockets_and_their_tenants() -> None:
+    settings = node_settings({"MEDUSA_NODE_SOCKET": "/a;/b=s3://b/x/,s3://b/y"}, {})
+    assert settings.socket == (Listening("/a"), Listening("/b", ("s3://b/x/", "s3://b/y")))
+    assert settings.path == "/a"
+    limits = node_settings({}, {"per_caller": "fetches=2,memory=1GB"}).per_caller
+    assert (limits.fetches, limits.memory_bytes, limits.engines) == (2, 10**9, CallerLimits().engines)
+
+
+def test_schemes_that_read_the_agents_own_files_are_not_fetched() -> None:
+    refused = ("local:///etc", "reference://m::file:///x.json", "zip://a::http://h/b", "simplecache::s3://b/m")
+    for url in (*refused, "dir://x", "memory://m", "github://o:r@m/x", "s3://b::local:///etc", "ftp://h/m"):
+        with pytest.raises(NodeError, match="expected an absolute path"):
+            model_key(url)
+
+
+def test_no_spelling_of_a_url_passes_by_a_rule() -> None:
+    for url in ("HTTP://Host:80/team/m", "http://host/te%61m/m", "http://host/team/m/"):
+        assert model_key(url) == "http://host/team/m"
+    for url in ("http://h//team/m", "http://h/./m", "http://h\\@evil/m", "http://h/%2E./m", "s3://b/x//y", "s3://"):
+        with pytest.raises(NodeError, match="expected"):
+            model_key(url)
+    for url in ("file://[x/y", "/\ud800", "http://[", "/a\nb", "file:///a%0ab", "http://h:x/m", "/" + "x" * 5000):
+        with pytest.raises(NodeError, match="expected"):
+            model_key(url)
 
 
 @pytest.mark.skipif(obstacle(os.environ) is None, reason="a GPU is here")

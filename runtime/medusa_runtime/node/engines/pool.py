@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,7 +17,7 @@ from ...config import Settings
 from ...errors import MedusaError, NodeError
 from ...process import ReportPipe
 from ...timeline import Timeline
-from ..child import Child, end_child, start_child
+from ..child import Child, Stopped, end_child, is_stopped, start_child
 from ..messages import close_all, receive, send
 from .warm_zygote import run_zygote
 
@@ -29,10 +31,22 @@ Watch = Callable[[socket.socket, Callable[[], None]], None]
 
 
 @dataclass(eq=False)
-class _Idle:
+class _Engine:
+    """An engine process: idle, and later a function's. The end of its channel is its own end."""
+
     pid: int
+    pidfd: int
     channel: socket.socket
     warm: bool = False
+    on_end: Callable[[], None] | None = None  # of a function's
+
+    def kill(self) -> None:
+        with suppress(OSError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    def close(self) -> None:
+        self.channel.close()
+        os.close(self.pidfd)
 
 
 @dataclass(eq=False)
@@ -40,7 +54,8 @@ class _Kind:
     name: str
     wanted: int
     zygote: Child | None = None
-    idle: list[_Idle] = field(default_factory=list)
+    idle: list[_Engine] = field(default_factory=list)
+    serving: list[_Engine] = field(default_factory=list)  # each the engine of a function
     forking: int = 0
     taken: int = 0
     deaths: list[float] = field(default_factory=list)
@@ -69,9 +84,11 @@ class EnginePool:
         self._reports = reports
         self._watch = watch
         self._unwatch = unwatch
+        self._stopped = Stopped()
 
     def tick(self) -> None:
-        """Fork what is missing, a while after one was taken. Called about once a second."""
+        """Fork what is missing, a while after one was taken, and replace what hangs. Called about twice a second."""
+        self._end_stopped()
         for kind in self._kinds.values():
             if kind.failure is not None:
                 continue
@@ -89,6 +106,16 @@ class EnginePool:
                 except OSError:
                     self._lost_zygote(kind)
 
+    def _end_stopped(self) -> None:
+        engines = {one.pid: one for kind in self._kinds.values() for one in (*kind.idle, *kind.serving)}
+        zygotes = {kind.zygote.pid for kind in self._kinds.values() if kind.zygote is not None}
+        for pid in self._stopped.look([*engines, *zygotes]):
+            logger.warning("engine process or zygote %d was stopped; it is ended and replaced", pid)
+            if pid in zygotes:
+                os.kill(pid, signal.SIGKILL)
+            else:
+                engines[pid].kill()
+
     def take(
         self,
         name: str,
@@ -97,37 +124,52 @@ class EnginePool:
         *,
         bundle_of: str | None = None,
         trust: Sequence[str | None] = (None, None),
+        on_end: Callable[[], None] | None = None,
     ) -> int:
         """Give an idle process a function; its pid. Raises NodeError when there is none.
 
         ``bundle_of``: the model whose state bundle the process may use; ``trust``: from which prefixes, and signed with
-        which keys, it may run code.
+        which keys, it may run code. ``on_end`` is called when it has ended.
         """
         kind = self._kinds.get(name)
         if kind is None:
             known = ", ".join(self._kinds) or "none"
             raise NodeError(f"the node agent keeps no {name} engines; it keeps {known} (--prewarm)")
         for idle in [idle for idle in kind.idle if idle.warm]:
+            if is_stopped(idle.pid):
+                continue  # tick ends it soon
             self._forget(kind, idle)
             try:
                 send(idle.channel, "take", {"settings": settings, "bundle_of": bundle_of, "trust": trust}, descriptors)
             except OSError:
+                idle.close()
                 continue  # it has just died
-            finally:
-                idle.channel.close()
+            idle.on_end = on_end
+            kind.serving.append(idle)
+            self._watch(idle.channel, partial(self._on_serving, kind, idle))
             kind.taken += 1
             kind.refill_at = time.monotonic() + _REFILL_AFTER_S
             return idle.pid
         raise NodeError(kind.failure or f"no idle {name} engine process is warm at the moment")
 
-    def status(self) -> dict[str, dict[str, object]]:
+    def _on_serving(self, kind: _Kind, engine: _Engine) -> None:
+        """A function's engine has ended: it says nothing else on its channel."""
+        kind.serving.remove(engine)
+        self._unwatch(engine.channel)
+        engine.close()
+        if engine.on_end is not None:
+            engine.on_end()
+
+    def status(self, *, everything: bool = True) -> dict[str, dict[str, object]]:
+        """What there is of each kind; the processes' numbers only for those who may see ``everything``."""
         return {
             kind.name: {
                 "wanted": kind.wanted,
                 "warm": sum(idle.warm for idle in kind.idle),
                 "warming": kind.forking + sum(not idle.warm for idle in kind.idle),
                 "taken": kind.taken,
-                "pids": [idle.pid for idle in kind.idle if idle.warm],
+                "serving": len(kind.serving),
+                "pids": [idle.pid for idle in kind.idle if idle.warm and everything],
                 "failure": kind.failure,
             }
             for kind in self._kinds.values()
@@ -138,6 +180,10 @@ class EnginePool:
         for kind in self._kinds.values():
             if kind.zygote is not None:
                 self._end_zygote(kind)
+            for engine in kind.serving:
+                self._unwatch(engine.channel)
+                engine.close()
+            kind.serving.clear()
             kind.failure = "the node agent is stopping"
 
     def _start_zygote(self, kind: _Kind) -> None:
@@ -163,13 +209,13 @@ class EnginePool:
             kind.forking -= 1
             channel = socket.socket(fileno=message.descriptors[0])
             channel.setblocking(False)
-            idle = _Idle(int(message.body["pid"]), channel)
+            idle = _Engine(int(message.body["pid"]), message.descriptors[1], channel)
             kind.idle.append(idle)
             self._watch(idle.channel, lambda: self._on_idle(kind, idle))
         else:
             close_all(message.descriptors)
 
-    def _on_idle(self, kind: _Kind, idle: _Idle) -> None:
+    def _on_idle(self, kind: _Kind, idle: _Engine) -> None:
         message = receive(idle.channel)
         if message is not None and message.kind == "warm":
             idle.warm = True
@@ -177,11 +223,11 @@ class EnginePool:
             self.tick()
             return
         self._forget(kind, idle)
-        idle.channel.close()
+        idle.close()
         logger.warning("idle %s engine process %d ended", kind.name, idle.pid)
         self._count_death(kind)
 
-    def _forget(self, kind: _Kind, idle: _Idle) -> None:
+    def _forget(self, kind: _Kind, idle: _Engine) -> None:
         kind.idle.remove(idle)
         self._unwatch(idle.channel)
 
@@ -195,7 +241,8 @@ class EnginePool:
         zygote, kind.zygote, kind.forking = kind.zygote, None, 0
         for idle in tuple(kind.idle):  # they die with it
             self._forget(kind, idle)
-            idle.channel.close()
+            idle.kill()  # one that is stopped would not notice
+            idle.close()
         self._unwatch(zygote.channel)
         end_child(zygote)
         os.waitpid(zygote.pid, 0)

@@ -21,7 +21,7 @@ from ...region.reader import Region
 from ...registry import engine_kind
 from ...timeline import Timeline
 from ...zygote import EngineClass, run_engine
-from ..messages import Message, receive, send
+from ..messages import MOST_OF_OURS, Message, receive, send
 from .handover import GIVEN, settings_from_body
 from .inheritance import close_others
 
@@ -49,12 +49,12 @@ def run_idle(
         _warm_up(engine_class, settings)
     importlib.import_module(_ATTACH_ARTIFACTS)
     send(channel, "warm")
-    message = receive(channel)
+    message = receive(channel, MOST_OF_OURS)
     if message is None:
         return 0  # the agent has gone, or wants fewer
     # From here on the function decides how long this process lives, and the agent no more.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
-    channel.close()
+    # The channel stays open: by its end the agent learns that this process has ended.
     return _serve(engine_class, message)
 
 
@@ -87,7 +87,8 @@ def _warm_up(engine_class: EngineClass, settings: Settings) -> None:
 
 
 def _serve(engine_class: EngineClass, message: Message) -> int:
-    given = dict(zip(GIVEN, message.descriptors, strict=True))
+    given = dict(zip(GIVEN, message.descriptors, strict=False))
+    shard_fds = message.descriptors[len(GIVEN) :]  # of a local model: this process opens no path of a function's
     lease = socket.socket(fileno=given["lease"])
     threading.Thread(target=_end_with, args=(lease,), name="lease", daemon=True).start()
     settings = settings_from_body(message.body["settings"])
@@ -96,7 +97,7 @@ def _serve(engine_class: EngineClass, message: Message) -> int:
     timeline.mark("specialise", pid=os.getpid())
     if settings.torch_import == "plain":
         importlib.import_module("medusa_runtime.imports.lazy_torch").complete()  # the agent's import may have been lean
-    region = Region(given["region"], demand_fd=given["demand"], shared=True)
+    region = Region(given["region"], demand_fd=given["demand"], shared=True, shard_fds=shard_fds)
     if (bundle_of := message.body.get("bundle_of")) and settings.state is None:
         state = importlib.import_module(_ATTACH_ARTIFACTS)
         state.attach_artifacts(region, bundle_of, settings, timeline, state.Trust.named(*message.body["trust"]))

@@ -15,6 +15,7 @@ from ...errors import MedusaError
 from ...process import ReportPipe, fork
 from ...timeline import Timeline
 from ...zygote import load_engine_class
+from ..child import end_first
 from ..messages import pair, receive, send
 from .inheritance import close_others
 from .warm_engine import run_idle
@@ -26,6 +27,7 @@ def run_zygote(
     """Fork idle processes of ``engine`` until the agent closes the channel; report to it what cannot be imported."""
     kind = engine.engine
     close_others(channel.fileno(), reports.write_fd, timeline.fd)
+    end_first()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
     settings = replace(engine, device=choose("auto", os.environ))
     gc.disable()
@@ -41,6 +43,9 @@ def run_zygote(
         body = partial(run_idle, engine_class, settings, gpu_context, mine, reports)
         pid = fork("engine", body, timeline=timeline, reports=reports)
         mine.close()
-        send(channel, "forked", {"pid": pid}, [theirs.fileno()])
+        # The agent can signal the process by this descriptor and never another one that has taken over its number.
+        pidfd = os.pidfd_open(pid)
+        send(channel, "forked", {"pid": pid}, [theirs.fileno(), pidfd])
+        os.close(pidfd)
         theirs.close()
     return 0

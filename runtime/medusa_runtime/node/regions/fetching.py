@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import resource
 import socket
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,13 +13,33 @@ from ...errors import NodeError, from_code
 from ...process import ReportPipe
 from ...registry import engine_names
 from ...timeline import Timeline
-from ..child import Child, start_child
+from ..asker import Folder, become
+from ..child import Child, end_first, start_child
 from ..engines.inheritance import close_others
-from ..messages import receive, send
+from ..messages import MOST_OF_OURS, close_all, receive, send
 from .held_region import HeldRegion
 
 if TYPE_CHECKING:
     from ...region.writer import RegionWriter
+    from ...storage.folder import FolderStore
+
+# A prefetcher's own memory: headers, small files, connections. A hostile origin may send as much as is taken.
+_MEMORY_BYTES = 1 << 30
+# Imported before a prefetcher becomes another user, to whom the agent's files may be closed.
+_NEEDED = (
+    "concurrent.futures.thread",
+    "encodings.ascii",
+    "encodings.latin_1",
+    "hashlib",
+    "medusa_runtime.storage.folder",
+    "medusa_runtime.fetch.local_files",
+    "medusa_runtime.state.bundle",
+    "medusa_runtime.state.key",
+    "medusa_runtime.state.manifest",
+    "medusa_runtime.state.weight_index",
+    "medusa_runtime.checkpoint.archive",
+    "medusa_runtime.checkpoint.tensor_pickle",
+)
 
 
 def start_fetch(held: HeldRegion, settings: Settings, *, timeline: Timeline, reports: ReportPipe) -> Child:
@@ -43,33 +65,62 @@ def give_back(held: HeldRegion, *, timeline: Timeline, reports: ReportPipe) -> i
 
 
 def _run(held: HeldRegion, settings: Settings, reports: ReportPipe, channel: socket.socket, timeline: Timeline) -> int:
-    close_others(channel.fileno(), held.region.fd, held.demand_fd, timeline.fd, reports.write_fd)
+    folder = held.folder
+    kept = () if folder is None else (folder.fd,)
+    close_others(channel.fileno(), held.region.fd, held.demand_fd, timeline.fd, reports.write_fd, *kept)
+    end_first()
+    _limit_memory()
     from ...fetch.prefetcher import prefetch
+    from ...fetch.streams import as_medusa
     from ...state.restore import Restoration
 
     restoring = Restoration(settings, timeline, engines=engine_names())  # nobody has said yet whose model it will be
     writer = held.region.writer()
     writer.listen(held.demand_fd)
     try:
+        store = None if folder is None else _open(held.key, folder)
         prefetch(
             held.region,
             held.key,
             settings=settings,
             timeline=timeline,
             writer=writer,
-            keeper=_Agent(channel),
+            keeper=_Agent(channel, store),
             restoring=restoring,
+            store=store,
         )
-    except Exception:  # noqa: BLE001  it stands in the region, where the agent finds it
+    except Exception as error:  # noqa: BLE001  it stands in the region, where the agent finds it
+        writer.fail(as_medusa(error))
         return 1
     return 0
+
+
+def _open(key: str, folder: Folder) -> FolderStore:
+    from ...checkpoint.reader import split
+    from ...storage.folder import FolderStore
+
+    if folder.asker is not None:
+        for name in _NEEDED:
+            importlib.import_module(name)
+        become(folder.asker)
+    return FolderStore(split(key)[0], folder.fd, confined=folder.asker is not None and folder.asker.confined)
+
+
+def _limit_memory() -> None:
+    with open("/proc/self/status", "rb") as status:
+        data_kb = next(int(line.split()[1]) for line in status if line.startswith(b"VmData:"))
+    limit = (data_kb << 10) + _MEMORY_BYTES
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    if hard == resource.RLIM_INFINITY or limit < hard:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 class _Agent:
     """The prefetcher's view of the agent."""
 
-    def __init__(self, channel: socket.socket) -> None:
+    def __init__(self, channel: socket.socket, store: FolderStore | None) -> None:
         self._channel = channel
+        self._store = store
 
     def admit(self, region_bytes: int) -> None:
         send(self._channel, "room", {"bytes": region_bytes})
@@ -81,4 +132,9 @@ class _Agent:
 
     def laid_out(self, writer: RegionWriter) -> None:
         writer.seal_early()
-        send(self._channel, "sealed")
+        shards = [shard for shard in writer.index.shards if self._store is not None]
+        files = [self._store.descriptor(shard.name) for shard in shards[: MOST_OF_OURS + 1] if self._store is not None]
+        try:
+            send(self._channel, "sealed", None, files if len(files) <= MOST_OF_OURS - 8 else ())
+        finally:
+            close_all(files)

@@ -8,30 +8,41 @@ from collections.abc import Callable
 
 from ...errors import MedusaError
 from ...region.demand import demand_memory, promote
-from ...region.layout import reopen
+from ...region.layout import HEADER_BYTES, reopen
 from ...region.reader import Region
 from ...storage.base import redacted
 from ...storage.local import file_version
+from ..asker import Folder
 from ..child import Child
 from ..messages import close_all
+from ..peer import Caller
+
+LEAST_BYTES = 2 * HEADER_BYTES  # the header of an empty region, and the page in which readers ask
 
 
 class HeldRegion:
-    """A region, who uses it, and what it is for. ``size_bytes``: the memory it was admitted with, 0 before that."""
+    """A region, who uses it, and what it is for. ``size_bytes``: the memory it takes.
 
-    def __init__(self, key: str, region: Region | None = None) -> None:
+    ``slot`` names it among the agent's regions; ``folder`` is a local checkpoint's, which this object closes.
+    """
+
+    def __init__(self, key: str, region: Region | None = None, folder: Folder | None = None) -> None:
         self.key = key
+        self.slot = key if folder is None else folder.slot(key)
+        self.folder = folder
         self.region = region or Region.create()
         if region is None:
             os.fchmod(self.region.fd, 0o644)  # others can open it for reading alone, also before it is sealed
         self.demand_fd = demand_memory()
-        self.size_bytes = 0
+        self.shard_fds: list[int] = []  # the files of a local checkpoint's shards, as its index was read from them
+        self.size_bytes = LEAST_BYTES
         self.sealed = False  # whether it can be handed out
         self.pinned = False
-        self.leases: set[int] = set()  # descriptors of the connections that use it
-        self.waiting: list[Callable[[MedusaError | None], None]] = []  # told when it is sealed, or what went wrong
+        self.leases: dict[int, Caller] = {}  # who uses it, by the descriptors of their connections
+        self.waiting: list[Callable[[MedusaError | None], None]] = []  # called when it is sealed, or has failed
         self.used_at = self.looked_at = time.monotonic()
         self.fetch: Child | None = None
+        self.fetch_for: Caller | None = None  # who is charged for the fetch
         self.handed = 0
 
     @property
@@ -42,6 +53,11 @@ class HeldRegion:
     def complete(self) -> bool:
         return self.region.progress().state == "done"
 
+    @property
+    def payer(self) -> Caller | None:
+        """Who is charged for its memory: the first of those who use it. A pinned model is the agent's own."""
+        return None if self.pinned else next(iter(self.leases.values()), None)
+
     def descriptors(self) -> list[int]:
         """To send: the region under a description that can only be read, and where to ask. Close them afterwards."""
         return [reopen(self.region.fd, os.O_RDONLY), os.dup(self.demand_fd)]
@@ -50,19 +66,27 @@ class HeldRegion:
         """A function waits for it; until one does, it is fetched in the background."""
         promote(self.demand_fd)
 
-    def is_current(self) -> bool:
-        """Whether the local files it names are still those that were indexed; true of objects in a store."""
-        for shard in self.region.wait_index().shards if self.sealed else ():
-            if shard.path is not None:
-                try:
-                    if file_version(os.stat(shard.path)) != shard.version:
+    def is_current(self, folder: Folder | None = None) -> bool:
+        """Whether the local files that it names are still those that were indexed; true of objects in a store.
+
+        ``folder``: what a caller has sent as this checkpoint's folder.
+        """
+        ours = self.folder
+        try:
+            if folder is not None and ours is not None and not os.path.sameopenfile(folder.fd, ours.fd):
+                return False
+            for shard in self.region.wait_index(1.0).shards if self.sealed else ():
+                if shard.path is not None:
+                    found = os.stat(shard.path) if ours is None else os.stat(shard.name, dir_fd=ours.fd)
+                    if file_version(found) != shard.version:
                         return False
-                except OSError:
-                    return False
+        except (OSError, MedusaError):  # TimeoutError is an OSError
+            return False
         return True
 
     def status(self) -> dict[str, object]:
         progress = self.region.progress()
+        payer = self.payer
         return {
             "url": redacted(self.key),
             "state": progress.state,
@@ -70,6 +94,7 @@ class HeldRegion:
             "total_bytes": progress.total_bytes,
             "memory_bytes": self.size_bytes,
             "in_use_by": len(self.leases),
+            "charged_to": payer.account if payer else None,
             "handed_out": self.handed,
             "pinned": self.pinned,
             "idle_s": 0 if self.leases else round(time.monotonic() - self.used_at, 1),
@@ -77,4 +102,5 @@ class HeldRegion:
 
     def close(self) -> None:
         self.region.close()
-        close_all([self.demand_fd])
+        close_all([self.demand_fd, *self.shard_fds, *([self.folder.fd] if self.folder else [])])
+        self.shard_fds.clear()

@@ -7,19 +7,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from ...errors import NodeRefusedError, TooLargeError
 from ...storage.base import redacted
+from ..accounts import Accounts
 from ..policy import Policy, below
 from .held_region import HeldRegion
+
+_MOST_UNUSED = 256  # regions that nobody uses; small ones cost descriptors, too
+
+
+class _Limit(NamedTuple):
+    """An amount of memory, and the other regions that share it."""
+
+    limit_bytes: int
+    others: list[HeldRegion]
+    besides_bytes: int  # what is charged to the same caller and is no region
+    refusal: Callable[[str, str], Exception]
 
 
 class RegionPool:
     """``on_drop`` is told of every region that leaves; it ends its prefetcher and closes it."""
 
-    def __init__(self, budget_bytes: int, policy: Policy, on_drop: Callable[[HeldRegion], None]) -> None:
+    def __init__(
+        self, budget_bytes: int, policy: Policy, accounts: Accounts, on_drop: Callable[[HeldRegion], None]
+    ) -> None:
         self.budget_bytes = budget_bytes
         self._policy = policy
+        self._accounts = accounts
         self._on_drop = on_drop
         self._regions: dict[str, HeldRegion] = {}
 
@@ -30,45 +46,67 @@ class RegionPool:
     def used_bytes(self) -> int:
         return sum(held.size_bytes for held in self)
 
-    def get(self, key: str) -> HeldRegion | None:
-        return self._regions.get(key)
+    def get(self, slot: str) -> HeldRegion | None:
+        return self._regions.get(slot)
+
+    def of_key(self, key: str) -> list[HeldRegion]:
+        """All regions of one checkpoint: a local one has one for each user who has asked for it."""
+        return [held for held in self if held.key == key]
 
     def add(self, held: HeldRegion) -> None:
-        assert held.key not in self._regions
-        self._regions[held.key] = held
+        assert held.slot not in self._regions
+        unused = [other for other in self if not other.in_use and other.fetch is None]
+        for other in sorted(unused, key=lambda other: other.used_at)[: max(len(unused) + 1 - _MOST_UNUSED, 0)]:
+            self.drop(other)
+        self._regions[held.slot] = held
 
     def admit(self, held: HeldRegion, size_bytes: int) -> None:
         """Make room for a region. Raises TooLargeError or NodeRefusedError with who has the room instead."""
-        limits = [("*", self.budget_bytes), *self._policy.quotas(held.key)]
-        for prefix, limit_bytes in limits:  # all of them, before anything is dropped
-            fixed = sum(other.size_bytes for other in self._others(held, prefix) if other.in_use)
-            if size_bytes + fixed > limit_bytes:
-                raise _no_room(held, prefix, size_bytes, fixed, limit_bytes)
-        for prefix, limit_bytes in limits:
-            self._make_room(self._others(held, prefix), size_bytes, limit_bytes)
+        limits = self._limits(held)
+        for limit in limits:  # all of them, before anything is dropped
+            fixed = limit.besides_bytes + sum(other.size_bytes for other in limit.others if other.in_use)
+            if size_bytes + fixed > limit.limit_bytes:
+                used = f", of which {_mb(fixed)} are in use" if fixed >= 500_000 else ""
+                raise limit.refusal(f"{redacted(held.key)} takes {_mb(size_bytes)} of memory; expected at most ", used)
+        for limit in limits:
+            self._make_room(limit, size_bytes)
         held.size_bytes = size_bytes
 
-    def _others(self, held: HeldRegion, prefix: str) -> list[HeldRegion]:
-        return [other for other in self if other is not held and below(other.key, prefix)]
+    def charged_bytes(self, account: str) -> int:
+        """The memory of the regions that are charged to one caller."""
+        return sum(held.size_bytes for held in self if (payer := held.payer) is not None and payer.account == account)
 
-    def _make_room(self, others: list[HeldRegion], size_bytes: int, limit_bytes: int) -> None:
-        used = sum(other.size_bytes for other in others)
-        for other in sorted((other for other in others if not other.in_use), key=lambda other: other.used_at):
-            if used + size_bytes <= limit_bytes:
+    def _limits(self, held: HeldRegion) -> list[_Limit]:
+        others = [other for other in self if other is not held]
+        limits = [_Limit(self.budget_bytes, others, 0, _over_budget(self.budget_bytes))]
+        for prefix, size_bytes in self._policy.quotas(held.key):
+            shared = [other for other in others if below(other.key, prefix)]
+            limits.append(_Limit(size_bytes, shared, 0, _over_quota(prefix, size_bytes)))
+        payer = held.payer
+        if payer is not None and not payer.trusted:
+            account, most = payer.account, self._accounts.memory_bytes
+            shared = [other for other in others if other.payer is not None and other.payer.account == account]
+            besides = self._accounts.has(account, "memory_bytes")
+            limits.append(_Limit(most, shared, besides, _over_share(account, most)))
+        return limits
+
+    def _make_room(self, limit: _Limit, size_bytes: int) -> None:
+        used = limit.besides_bytes + sum(other.size_bytes for other in limit.others)
+        for other in sorted((other for other in limit.others if not other.in_use), key=lambda other: other.used_at):
+            if used + size_bytes <= limit.limit_bytes:
                 return
-            if other.size_bytes:
-                used -= other.size_bytes
-                self.drop(other)
+            used -= other.size_bytes
+            self.drop(other)
 
     def release(self, held: HeldRegion, lease: int) -> None:
         """A connection that used it has ended."""
-        held.leases.discard(lease)
+        held.leases.pop(lease, None)
         held.used_at = time.monotonic()
 
     def drop(self, held: HeldRegion) -> None:
         """Let go of it; those who have it keep it, and its memory goes with the last of them."""
-        if self._regions.get(held.key) is held:
-            del self._regions[held.key]
+        if self._regions.get(held.slot) is held:
+            del self._regions[held.slot]
             self._on_drop(held)
 
     def close(self) -> None:
@@ -76,12 +114,22 @@ class RegionPool:
             self.drop(held)
 
 
-def _no_room(held: HeldRegion, prefix: str, size_bytes: int, fixed: int, limit_bytes: int) -> Exception:
-    used = f", of which {_mb(fixed)} are in use" if fixed else ""
-    message = f"{redacted(held.key)} takes {_mb(size_bytes)} of memory; expected at most "
-    if prefix == "*":
-        return TooLargeError(f"{message}the node agent's budget of {_mb(limit_bytes)}{used}; raise --memory-budget")
-    return NodeRefusedError(f"{message}the quota of {_mb(limit_bytes)} for {redacted(prefix)}{used}; raise --quota")
+def _over_budget(limit_bytes: int) -> Callable[[str, str], Exception]:
+    return lambda what, used: TooLargeError(
+        f"{what}the node agent's budget of {_mb(limit_bytes)}{used}; raise --memory-budget"
+    )
+
+
+def _over_quota(prefix: str, limit_bytes: int) -> Callable[[str, str], Exception]:
+    return lambda what, used: NodeRefusedError(
+        f"{what}the quota of {_mb(limit_bytes)} for {redacted(prefix)}{used}; raise --quota"
+    )
+
+
+def _over_share(account: str, limit_bytes: int) -> Callable[[str, str], Exception]:
+    return lambda what, used: NodeRefusedError(
+        f"{what}what {account} may have, {_mb(limit_bytes)}{used}; raise --per-caller memory=…"
+    )
 
 
 def _mb(size_bytes: int) -> str:

@@ -1,7 +1,7 @@
 """Which regions an agent has made, for the agent after it: functions bring theirs back, and anybody could bring one.
 
-A memfd's inode number cannot be chosen, and its contents not be changed once it is sealed: whoever brings the very
-inode that the last agent made under this name brings the same bytes.
+A sealed memfd's contents cannot be changed. Its inode number could be met again after some billions of memfds, but its
+time of change cannot be chosen: whoever brings the inode that the last agent recorded brings the same bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from ...errors import NodeRefusedError
-from ...region.layout import F_GET_SEALS, SEAL_FUTURE_WRITE, SEAL_WRITE
+from ...region.layout import F_GET_SEALS, SEAL_FUTURE_WRITE, SEAL_GROW, SEAL_SHRINK, SEAL_WRITE
 from ...storage.base import redacted
 
 logger = logging.getLogger(__name__)
@@ -30,9 +30,9 @@ class Records:
 
     def _read(self) -> dict[str, list[int]]:
         try:
-            if os.stat(self._path).st_uid != os.getuid():
-                return {}
-            with open(self._path, encoding="utf-8") as file:
+            with open(os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), encoding="utf-8") as file:
+                if os.fstat(file.fileno()).st_uid != os.geteuid():
+                    return {}
                 found = json.load(file)
             # Inode numbers begin anew with the machine.
             regions = found["regions"] if found["boot"] == _boot() else {}
@@ -41,15 +41,16 @@ class Records:
         return regions if isinstance(regions, dict) else {}
 
     def check(self, key: str, descriptor: int) -> None:
-        """Raises NodeRefusedError unless the last agent made this region of this checkpoint."""
-        if self._before.get(key) != _identity(descriptor):
+        """Raises NodeRefusedError unless the last agent made this region of this checkpoint, and it is sealed."""
+        recorded = self._before.get(key)
+        if recorded is None or recorded != _identity(descriptor):
             raise NodeRefusedError(f"this region of {redacted(key)} is none that the node agent made")
 
     def write(self, regions: Mapping[str, int]) -> None:
         """All regions there are now, as descriptors; and those of the last agent, which may still be brought."""
         if self._frozen:
             return
-        known = {**self._before, **{key: _identity(fd) for key, fd in regions.items()}}
+        known = {**self._before, **{key: found for key, fd in regions.items() if (found := _identity(fd))}}
         # Written beside and renamed: a killed agent leaves the old list or the new one.
         # What lies there already may be somebody else's link, where the folder is open to others: it is not written to.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -73,12 +74,15 @@ def _boot() -> str:
 
 
 def _identity(descriptor: int) -> list[int] | None:
-    """Device and inode of a sealed memfd; None for anything else."""
+    """What names a memfd of this user's that can neither be written to nor change its size; None of anything else."""
     try:
         seals = fcntl.fcntl(descriptor, F_GET_SEALS)
     except OSError:
         return None
-    if not seals & (SEAL_WRITE | SEAL_FUTURE_WRITE):
+    size_is_fixed = seals & SEAL_SHRINK and seals & SEAL_GROW
+    if not size_is_fixed or not seals & (SEAL_WRITE | SEAL_FUTURE_WRITE):
         return None
     status = os.fstat(descriptor)
-    return [status.st_dev, status.st_ino, status.st_uid]
+    if status.st_uid != os.geteuid():
+        return None
+    return [status.st_dev, status.st_ino, status.st_uid, status.st_ctime_ns, status.st_size]

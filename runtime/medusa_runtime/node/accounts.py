@@ -1,0 +1,74 @@
+"""What each caller has of the agent, and how much it may have: connections, fetches, models, engines and memory.
+
+An account is a user, or a tenant's socket. Memory is charged to the first of those who use a model; what nobody uses
+is charged to nobody, for it goes when somebody needs the room.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from ..errors import MedusaError, NodeRefusedError
+from .peer import Caller
+from .settings import CallerLimits
+
+_MOST_CONNECTIONS, _MOST_FETCHES = 4096, 64  # of all callers together
+_MOST_NAMED = 64  # accounts in the status
+
+
+class Accounts:
+    """Counts what callers have. The agent's own user is counted and not limited: it could as well end the agent."""
+
+    def __init__(self, limits: CallerLimits, budget_bytes: int) -> None:
+        self._limits = limits
+        self.memory_bytes = limits.memory_bytes or budget_bytes // 2
+        self._had: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._total: Counter[str] = Counter()
+        self._refused: Counter[str] = Counter()
+        self._refused_callers: Counter[str] = Counter()
+
+    def take(self, caller: Caller, what: str, amount: int = 1) -> None:
+        """Charge ``amount`` more. Raises NodeRefusedError, and charges nothing, when that is too much."""
+        had = self._had[caller.account][what]
+        if not caller.trusted:
+            if had + amount > (limit := self._limit(what)):
+                raise NodeRefusedError(
+                    f"{caller.account} has {had:,} {what} of the node agent's already; expected at most {limit:,} "
+                    f"(--per-caller {'memory' if what == 'memory_bytes' else what}=…)"
+                )
+            together = {"connections": _MOST_CONNECTIONS, "fetches": _MOST_FETCHES}.get(what)
+            if together is not None and self._total[what] + amount > together:
+                raise NodeRefusedError(f"the node agent's callers have {together} {what} together; try again later")
+            self._total[what] += amount
+        self._had[caller.account][what] += amount
+
+    def give(self, caller: Caller, what: str, amount: int = 1) -> None:
+        """Take a charge back."""
+        if not caller.trusted:
+            self._total[what] -= amount
+        had = self._had[caller.account]
+        had[what] -= amount
+        if not any(had.values()):
+            del self._had[caller.account]
+
+    def has(self, account: str, what: str) -> int:
+        """How much an account has been charged."""
+        return self._had[account][what] if account in self._had else 0
+
+    def refused(self, caller: Caller, error: MedusaError) -> None:
+        """Count a caller that did not get what it asked for."""
+        self._refused[error.code] += 1
+        if caller.account in self._refused_callers or len(self._refused_callers) < _MOST_NAMED:
+            self._refused_callers[caller.account] += 1
+
+    def status(self, *, everybody: bool) -> dict[str, object]:
+        """What the agent reports of its callers; accounts by name only to those who may see ``everybody``."""
+        found: dict[str, object] = {"refused": dict(self._refused)}
+        if everybody:
+            found["refused_callers"] = dict(self._refused_callers)
+            names = sorted(self._had)[:_MOST_NAMED]
+            found["callers"] = {name: {what: n for what, n in self._had[name].items() if n} for name in names}
+        return found
+
+    def _limit(self, what: str) -> int:
+        return self.memory_bytes if what == "memory_bytes" else int(getattr(self._limits, what))

@@ -1,0 +1,93 @@
+"""Reading local files as the one who asks for them, in a child process that becomes that user.
+
+The agent may read more than its callers. So it never opens a path that a caller names: the caller sends its open
+folder, and a prefetcher with no more rights than the caller opens what is in it, each file once. What the index says
+and what an engine process maps come from the same open files.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import stat
+import struct
+from typing import NamedTuple
+
+from ..errors import NodeRefusedError
+from ..process import die_with_parent
+from ..storage.base import scheme_of
+
+_CAPABILITY_VERSION = 0x20080522  # capset(2), version 3
+_SYS_CAPSET = {"x86_64": 126, "aarch64": 91}
+
+
+class Asker(NamedTuple):
+    """As whom files are read. ``confined``: only those below the folder, for the caller may see other files than we."""
+
+    uid: int
+    gid: int
+    groups: tuple[int, ...]
+    confined: bool
+
+
+class Folder(NamedTuple):
+    """A local checkpoint's folder. ``fd`` belongs to whoever has this; ``asker`` None: it is read as the agent."""
+
+    fd: int
+    asker: Asker | None = None
+
+    def slot(self, key: str) -> str:
+        """The name of the region that it is read into: nobody shares one that was read with somebody else's rights."""
+        if self.asker is None:
+            return key
+        uid, gid, groups, confined = self.asker
+        status = os.fstat(self.fd)
+        rights = f"{uid}:{gid}:{','.join(map(str, groups))}:{int(confined)}"
+        return f"{key}\0{rights}\0{status.st_dev}:{status.st_ino}"
+
+
+def folder_of(key: str, descriptors: list[int]) -> int:
+    """The folder that a caller has sent, as a descriptor of our own. NodeRefusedError for anything else."""
+    assert not scheme_of(key)
+    for descriptor in descriptors[:1]:
+        # O_PATH opens also what its opener may not read.
+        readable = not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_PATH
+        if readable and stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            return os.dup(descriptor)
+    raise NodeRefusedError(
+        f"{key}: expected the checkpoint's folder, opened for reading by the caller; found nothing that can be read"
+    )
+
+
+def become(asker: Asker) -> None:
+    """Give up every right of this process that the asker does not have. NodeRefusedError where that is not possible.
+
+    What is needed afterwards must be imported before: the agent's own files may be closed to the asker.
+    """
+    parent = os.getppid()
+    try:
+        if asker.uid != os.geteuid():
+            os.setgroups(asker.groups)
+            os.setresgid(asker.gid, asker.gid, asker.gid)
+            os.setresuid(asker.uid, asker.uid, asker.uid)
+        else:
+            _drop_capabilities()
+    except OSError as error:
+        raise NodeRefusedError(
+            f"the node agent (user {os.geteuid()}) cannot read files as user {asker.uid}: {error.strerror}; expected "
+            f"an agent that is the function's own user, or root with CAP_SETUID and CAP_SETGID"
+        ) from None
+    die_with_parent(parent)  # the kernel forgets it with the old user
+
+
+def _drop_capabilities() -> None:
+    """Root of another container has the agent's number, but may have fewer rights than the agent."""
+    number = _SYS_CAPSET.get(os.uname().machine)
+    if number is None:
+        raise NodeRefusedError(f"files cannot be read for another container's root on {os.uname().machine}")
+    header = struct.pack("Ii", _CAPABILITY_VERSION, 0)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(number, header, bytes(24)):
+        failed = ctypes.get_errno()
+        raise OSError(failed, os.strerror(failed))

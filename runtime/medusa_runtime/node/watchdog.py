@@ -1,0 +1,45 @@
+"""Ends an agent whose loop hangs, so that whoever started it (a kubelet, systemd) starts it again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import traceback
+from types import FrameType
+
+logger = logging.getLogger(__name__)
+
+_EVERY_S = 1.5
+_MOST_MISSED = 2
+STATUS = 70  # EX_SOFTWARE of sysexits.h
+
+
+class Watchdog:
+    """Looks every 1.5 seconds whether the loop has come round; the second time that it has not, the process ends.
+
+    An agent that was stopped (SIGSTOP, a suspended machine) finds one alarm waiting when it goes on, and not two.
+    """
+
+    def __init__(self) -> None:
+        self._missed = 0
+
+    def start(self) -> None:
+        """In the main thread. Children do not inherit the timer."""
+        signal.signal(signal.SIGALRM, self._on_alarm)
+        signal.setitimer(signal.ITIMER_REAL, _EVERY_S, _EVERY_S)
+
+    def beat(self) -> None:
+        """The loop has come round."""
+        self._missed = 0
+
+    def _on_alarm(self, _: int, frame: FrameType | None) -> None:
+        self._missed += 1
+        if self._missed >= _MOST_MISSED:
+            where = "".join(traceback.format_stack(frame))
+            logger.critical("the node agent has hung for %g s and ends; it was here:\n%s", _EVERY_S, where)
+            os._exit(STATUS)
+
+    def close(self) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)

@@ -1,0 +1,71 @@
+"""A folder on this machine by an open descriptor: each file is opened once, and looked up below that folder alone."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import stat
+import struct
+import threading
+
+from ..errors import ForbiddenError
+from .local import LocalStore
+
+_SYS_OPENAT2 = 437  # openat2(2), the same number on every architecture; since Linux 5.6
+_NO_MAGIC_LINKS, _BENEATH = 0x02, 0x08
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+
+
+class FolderStore(LocalStore):
+    """Reads the files of a folder that somebody else has opened.
+
+    ``confined``: no link may lead out of the folder. Without that, links are followed with this process's rights.
+    """
+
+    def __init__(self, url: str, descriptor: int, *, confined: bool) -> None:
+        super().__init__(url, check=False)
+        self._descriptor = descriptor
+        self._resolve = _NO_MAGIC_LINKS | (_BENEATH if confined else 0)
+        self._confined = confined
+        self._opened: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def _open_file(self, key: str) -> int:
+        """A descriptor of the caller's own. A second call gives the same open file, whatever lies there now."""
+        with self._lock:
+            if key not in self._opened:
+                self._opened[key] = self._open_below(key)
+            return os.dup(self._opened[key])
+
+    def _open_below(self, key: str) -> int:
+        fd = _openat2(self._descriptor, key, self._resolve)
+        if fd is None:
+            if self._confined:
+                raise ForbiddenError(f"{key} cannot be opened below a folder alone: this kernel has no openat2")
+            fd = os.open(key, _FLAGS, dir_fd=self._descriptor)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise ForbiddenError(f"{self._folder / key}: expected a regular file")
+        return fd
+
+    def close(self) -> None:
+        with self._lock:
+            for descriptor in self._opened.values():
+                os.close(descriptor)
+            self._opened.clear()
+
+
+def _openat2(folder: int, name: str, resolve: int) -> int | None:
+    """The opened file; None where the kernel has no openat2. Raises OSError."""
+    how = struct.pack("QQQ", _FLAGS, 0, resolve)
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd = libc.syscall(_SYS_OPENAT2, folder, os.fsencode(name), how, len(how))
+    if fd >= 0:
+        return int(fd)
+    failed = ctypes.get_errno()
+    if failed == errno.ENOSYS:
+        return None
+    if failed in (errno.EXDEV, errno.ELOOP):
+        raise PermissionError(failed, os.strerror(failed), name)
+    raise OSError(failed, os.strerror(failed), name)

@@ -1,0 +1,76 @@
+"""A function of another user that is given an engine process: what it hands over, and how much it may take."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from medusa_runtime.errors import NodeError
+from medusa_runtime.node.client import NodeClient
+from strangers import MALLORY, as_user, needs_two_users
+
+pytestmark = [needs_two_users, pytest.mark.timeout(200)]
+
+Start = Callable[..., Any]
+Put = Callable[..., str]
+
+
+def test_an_engine_process_is_given_nothing_to_write_to_that_its_function_may_not(
+    start_node: Start, put_model: Put, origin: Any
+) -> None:
+    url = put_model("m")
+    node = start_node("--allow", origin.url, "--prewarm", "torch=1")
+
+    def attack() -> str:
+        client = NodeClient(node.socket)
+        client.region(url).close()
+        readable = os.open("/etc/passwd", os.O_RDONLY)
+        a, b = socket.socketpair()
+        pipe = os.pipe()[1]
+        found = []
+        for given in ([readable] * 4, [a.fileno(), readable, pipe, b.fileno()]):
+            try:
+                client.engine("torch", {}, given)
+            except NodeError as error:
+                found.append(str(error))
+        return "; ".join(found)
+
+    said = as_user(MALLORY, attack)
+    assert "expected a socket among the descriptors" in said
+    assert "expected a timeline in shared memory" in said
+
+
+def test_engines_and_their_caches_are_limited(start_node: Start, put_model: Put, origin: Any) -> None:
+    url = put_model("m")
+    limits = "engines=1,memory=1GB"
+    node = start_node("--allow", origin.url, "--prewarm", "torch=1", "--memory-budget", "4GB", "--per-caller", limits)
+    node.wait_warm()
+    from medusa_runtime.process import ReportPipe
+    from medusa_runtime.timeline import Timeline
+
+    def attack() -> str:
+        timeline, reports, listener = Timeline.create("t"), ReportPipe(), socket.socket(socket.AF_UNIX)
+        found, ends = [], []
+        for settings in ({"kv_cache_mb": 5000}, {"kv_cache_mb": "many"}, {"kv_cache_mb": 64}, {}):
+            client = NodeClient(node.socket)
+            client.region(url).close()
+            ends.append(socket.socketpair())
+            given = [listener.fileno(), timeline.fd, reports.write_fd, ends[-1][0].fileno()]
+            try:
+                client.engine("torch", {"model": url, "state": "none", **settings}, given)
+                found.append(json.dumps(NodeClient(node.socket).status()["engines"]["torch"]["taken"]))
+            except NodeError as error:
+                found.append(str(error))
+        return "\n".join(found)
+
+    too_large, no_number, taken, another = as_user(MALLORY, attack).split("\n")
+    assert "an engine with 5000 MB for keys and values is too large: user 1001 may have" in too_large
+    assert "kv_cache_mb: expected a whole number above 0, found 'many'" in no_number
+    assert taken == "1"
+    assert "user 1001 has 1 engines of the node agent's already" in another
+    node.until(lambda: node.status()["callers"].get("user 1001") is None)  # the engine ends with its function
+    assert node.status()["engines"]["torch"]["serving"] == 0
