@@ -1,4 +1,4 @@
-"""How many requests are let in, and in which order. Health routes never ask here, so they never queue behind work."""
+"""How many requests are let in, and in which order. Probes are not counted, so they never queue behind work."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from operator import itemgetter
+from typing import NoReturn
 
 from medusa_runtime.errors import OverloadedError
 
@@ -32,12 +33,24 @@ class Admission:
         self.refused = 0
 
     def enter(self, ready: bool, eta_s: Callable[[], float] = lambda: 1.0) -> None:
-        """Count a request in. Raises OverloadedError, or 503 with ``eta_s`` while it is not ready."""
-        limit = self._waiting_limit + self._running_limit if ready else self._waiting_limit or self._running_limit
+        """Count a request in. Raises OverloadedError, or 503 with ``eta_s`` while the function is not ready."""
         with self._changed:
-            if self.in_flight < limit:
+            if self.in_flight < self._limit(ready):
                 self.in_flight += 1
                 return
+        self._refuse(ready, eta_s)
+
+    def check(self, ready: bool, eta_s: Callable[[], float] = lambda: 1.0) -> None:
+        """Raise what ``enter`` would raise, without counting the request in."""
+        if self.in_flight >= self._limit(ready):
+            self._refuse(ready, eta_s)
+
+    def _limit(self, ready: bool) -> int:
+        return self._waiting_limit + self._running_limit if ready else self._waiting_limit or self._running_limit
+
+    def _refuse(self, ready: bool, eta_s: Callable[[], float]) -> NoReturn:
+        limit = self._limit(ready)
+        with self._changed:
             self.refused += 1
         if ready:
             raise OverloadedError(f"{limit} requests are in flight, as many as may be; try again later")
@@ -49,18 +62,18 @@ class Admission:
             self._changed.notify_all()
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Until no request is in flight."""
+        """Wait until no request is in flight; False after ``timeout_s``."""
         with self._changed:
             return self._changed.wait_for(lambda: self.in_flight == 0, timeout_s)
 
     def open(self) -> None:
-        """What waits may begin, first come first served."""
+        """Let waiting requests begin, first come, first served."""
         with self._changed:
             self._opened = True
             self._advance()
 
     def start(self, gone: Callable[[], bool], timeout_s: float, draining: threading.Event, *, arrived: int = 0) -> None:
-        """Wait for one of the running slots, behind all with a smaller ``arrived``.
+        """Wait for one of the running slots, behind all requests with a smaller ``arrived``.
 
         Raises ClientGoneError, or 503 after ``timeout_s``.
         """

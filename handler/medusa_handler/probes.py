@@ -1,4 +1,4 @@
-"""What probes are told: by whoever accepts connections, from a page of memory that the worker writes."""
+"""What probes are answered, by whichever process accepts connections, from pages of memory that others write."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from .platform import ACCEPTING, LIVE, READY
 
 if TYPE_CHECKING:
     from medusa_runtime.config import Settings
+    from medusa_runtime.liveness import Heartbeats
     from medusa_runtime.region.reader import Region
 
     from .platform import Platform
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 PROBES = {"/livez": LIVE, "/startupz": READY, "/readyz": READY}
 _ENGINE = ("", "idle", "starting", "loading", "ready")
 _FUNCTION = ("", "loading", "ready")
-_READY, _DRAINING, _ENGINE_AT, _FUNCTION_AT = range(4)  # bytes of the page
+_READY, _DRAINING, _ENGINE_AT, _FUNCTION_AT, _BODIES_FULL = range(5)  # bytes of the page
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 _NAMELESS = ("", ".", "..", "model", "models", "main")
@@ -32,25 +33,39 @@ class ProbeResponse(NamedTuple):
 
 
 class Probes:
-    """Made before the worker is forked; ``tell`` is the worker's, ``answer`` anybody's, and never waits."""
+    """Made before the worker is forked. The worker calls ``tell``; anybody may call ``answer``, which never waits."""
 
-    def __init__(self, settings: Settings, platform: Platform, region: Region | None) -> None:
+    def __init__(self, settings: Settings, platform: Platform, region: Region | None, heartbeats: Heartbeats) -> None:
         self.kinds = {**PROBES, **platform.probes}
         self._settings = settings
         self._region = region
+        self.heartbeats = heartbeats
         self._page = mmap.mmap(-1, mmap.PAGESIZE)
 
     def tell(self, *, ready: bool, draining: bool, engine: str, function: str) -> None:
         self._page[:4] = bytes((ready, draining, _ENGINE.index(engine), _FUNCTION.index(function)))
+
+    def tell_bodies_full(self, full: bool) -> None:
+        """Whether the worker has room for another large body, or for one that waits (body_budget.py)."""
+        self._page[_BODIES_FULL] = full
+
+    @property
+    def bodies_full(self) -> bool:
+        return bool(self._page[_BODIES_FULL])
 
     def answer(self, path: str) -> ProbeResponse | str | None:
         """None when the path is no probe's; a path of the function where that is to be asked, because it is ready."""
         kind = self.kinds.get(path)
         if kind is None:
             return None
-        if kind == LIVE:
-            return ProbeResponse(True, {"status": "alive"})
+        hung = self.heartbeats.hung()
+        if kind == LIVE:  # all other processes are replaced from within
+            return (
+                ProbeResponse(False, _hung(hung)) if "supervisor" in hung else ProbeResponse(True, {"status": "alive"})
+            )
         ready, draining = self._page[_READY], self._page[_DRAINING]
+        if hung and kind != ACCEPTING and not draining:
+            return ProbeResponse(False, self._status(ready=False, draining=False) | _hung(hung))
         good = not draining and (kind == ACCEPTING or bool(ready))
         return (
             kind if good and kind.startswith("/") else ProbeResponse(good, self._status(ready=ready, draining=draining))
@@ -78,6 +93,10 @@ class Probes:
 def small_files(region: Region | None) -> Callable[[str], bytes | None] | None:
     """What reads a region's small files, once they are there; never waits."""
     return region.file if region is not None and region.progress().state in ("fetching", "done") else None
+
+
+def _hung(roles: list[str]) -> dict[str, Any]:
+    return {"status": "hung", "process": ", ".join(roles)}
 
 
 def served_name(settings: Settings, read: Callable[[str], bytes | None] | None = None) -> str:

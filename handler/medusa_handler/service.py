@@ -127,7 +127,7 @@ class Service:
     def limit_s(self, headers: Mapping[str, str]) -> float | None:
         """How long a request with these headers (names as in "X-Timeout") may take; None: as long as it needs."""
         own = self.platform.limit_s(headers) if self.platform.limit_s is not None else None
-        limits = [limit for limit in (own, self.settings.timeout_s) if limit is not None]
+        limits = [limit for limit in (own, self.settings.timeout_s or None) if limit is not None]
         return min(limits, default=None)
 
 

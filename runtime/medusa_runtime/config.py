@@ -62,11 +62,12 @@ class Settings:
     heartbeat_s: float = 10.0
     hold_s: float = 600.0
     drain_s: float = 30.0
-    timeout_s: float | None = None
+    timeout_s: float = 900.0
     read_timeout_s: float = 60.0
     write_timeout_s: float = 60.0
     max_body_mb: int = 32
     server_timing: str = "total"
+    body_memory_mb: int | None = None
     token: str | None = field(default=None, repr=False)
     log_level: str = "info"
 
@@ -300,7 +301,7 @@ OPTIONS = (
     Option("heartbeat_s", ("MEDUSA_HEARTBEAT",), seconds, "seconds of silence after which a stream gets a comment"),
     Option("hold_s", ("MEDUSA_HOLD",), seconds, "how long a request waits for the model"),
     Option("drain_s", ("MEDUSA_DRAIN",), seconds, "how long running requests may go on after SIGTERM"),
-    Option("timeout_s", ("MEDUSA_TIMEOUT",), _duration, "how long a request may take, then 504; default: for ever"),
+    Option("timeout_s", ("MEDUSA_TIMEOUT",), seconds, "how long a request may take, then 504; 0: for ever"),
     Option("read_timeout_s", ("MEDUSA_READ_TIMEOUT",), _duration, "how long a client may take to send its request"),
     Option("write_timeout_s", ("MEDUSA_WRITE_TIMEOUT",), _duration, "how long a client may take nothing of its answer"),
     Option("max_body_mb", ("MEDUSA_MAX_BODY_MB",), positive, "largest request body"),
@@ -309,6 +310,12 @@ OPTIONS = (
         ("MEDUSA_SERVER_TIMING",),
         OneOf(*SERVER_TIMINGS),
         "what the first answer's Server-Timing header shows of the start: its length, or all stages",
+    ),
+    Option(
+        "body_memory_mb",
+        ("MEDUSA_BODY_MEMORY_MB",),
+        positive,
+        "memory for request bodies in sum; default: eight of the largest",
     ),
     Option("token", ("MEDUSA_TOKEN",), _token, "secret that requests must bear; better as variable than as flag"),
     Option("log_level", ("MEDUSA_LOG_LEVEL",), OneOf(*LOG_LEVELS), "how much to log"),

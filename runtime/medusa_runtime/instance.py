@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Protocol
 from .config import NODE_SOCKET, Settings, require_handler
 from .engine.client import EngineClient
 from .errors import ConfigError, EngineError, MedusaError, from_code
+from .liveness import LOOK_S, Heartbeats, Watchdog
 from .process import ReportPipe, fork, share_cores
 from .region.reader import Progress, Region
 from .registry import engine_kind
@@ -54,6 +55,7 @@ class InstanceHandle:
     engine: EngineClient | None
     region: Region | None
     reports: ReportPipe
+    heartbeats: Heartbeats
 
     def fail(self, error: MedusaError) -> None:
         """End the whole instance with this error."""
@@ -117,6 +119,8 @@ class Instance:
         self._listener = listener
         self._observer = observer
         self._reports = ReportPipe()
+        self._heartbeats = Heartbeats()
+        self._watchdog = Watchdog(self._heartbeats)
         self._children: dict[int, str] = {}
         self._prefetchers = 0
         self._zygote_ends: list[float] = []
@@ -140,6 +144,7 @@ class Instance:
     def start(self, function: Function) -> None:
         """Make what is shared, then fork: the prefetcher first, since the network takes longest."""
         engine: EngineClient | None = None
+        self._heartbeats.enter("supervisor")
         share_cores()
         with self._timeline.stage("fork"):
             if self._settings.model is not None:
@@ -150,7 +155,12 @@ class Instance:
                 if self._settings.engine_start == "now":
                     self._take_or_fork_engine()
             handle = InstanceHandle(
-                self._settings, self._timeline.named("function"), engine, self._region, self._reports
+                self._settings,
+                self._timeline.named("function"),
+                engine,
+                self._region,
+                self._reports,
+                self._heartbeats,
             )
             self._fork("function", lambda _: function(self._listener, handle, self._settings))
         if self._stop_asked:  # before there was a function process to tell
@@ -214,6 +224,7 @@ class Instance:
 
     def _run_prefetcher(self, timeline: Timeline) -> int:
         self._listener.close()
+        self._heartbeats.keep("prefetcher")
         with timeline.stage("import"):
             from .fetch.prefetcher import BESIDE_IMPORTS, prefetch
             from .state.restore import Restoration
@@ -234,7 +245,14 @@ class Instance:
         assert self._engine_listener is not None
         if self._node is not None and self._region is self._node.region:
             self._attach_code(timeline)
-        return Zygote(self._engine_listener, self._region, self._settings, timeline, self._reports).run()
+        return Zygote(
+            self._engine_listener,
+            self._region,
+            self._settings,
+            timeline=timeline,
+            reports=self._reports,
+            heartbeats=self._heartbeats,
+        ).run()
 
     def _attach_code(self, timeline: Timeline) -> None:
         """What an agent gives to nobody: compiled code and graphs, for the engines that have any."""
@@ -282,7 +300,21 @@ class Instance:
             if self._stop_asked and time.monotonic() > self._stop_asked + self._settings.drain_s + _KILL_AFTER_S:
                 logger.warning("requests were still running %.0f s after SIGTERM; ending them", self._settings.drain_s)
                 return 1
+            if self._watchdog.due():
+                self._watch()
             self._observe()
+
+    def _watch(self) -> None:
+        """Look at every process but the worker, which is the function process's own child. Hung ones are killed, and
+        then replaced as after a crash; for the function process that means the end of the instance."""
+        self._heartbeats.beat("supervisor")
+        if self._stop_asked:
+            return
+        pids = {name: pid for pid, name in self._children.items()}
+        for role in ("function", "zygote", "prefetcher"):
+            self._watchdog.look(role, pids.get(role, 0), os.getpid())
+        zygote = pids.get("zygote", 0)
+        self._watchdog.look("engine", self._heartbeats.pid("engine") if zygote else 0, zygote)
 
     def _also_watched(self) -> set[int]:
         watched = set() if self._node is None else set(self._node.descriptors)
@@ -296,6 +328,7 @@ class Instance:
             return
         if name == "prefetcher":
             if status == 0:
+                self._heartbeats.leave("prefetcher")
                 return
             if self._prefetchers >= _MOST_PREFETCHERS:
                 raise EngineError(
@@ -348,7 +381,7 @@ class Instance:
     def _tick_ms(self) -> int:
         if self._observer and "first_token" not in self._seen:
             return 100
-        return 1000
+        return int(LOOK_S * 1000)
 
     def _drain_wakeup(self) -> None:
         try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import select
 import signal
 import socket
 import threading
@@ -26,6 +27,7 @@ from .device.context import DeviceContext
 from .engine.base import Engine
 from .engine.server import EngineServer
 from .errors import EngineError, MedusaError
+from .liveness import LOOK_S, Heartbeats
 from .process import ReportPipe, fork
 from .region.reader import Region
 from .registry import engine_kind, imported
@@ -43,16 +45,25 @@ class Zygote:
     """Imports what the engine needs, then keeps one engine forked from itself running."""
 
     def __init__(
-        self, listener: socket.socket, region: Region, settings: Settings, timeline: Timeline, reports: ReportPipe
+        self,
+        listener: socket.socket,
+        region: Region,
+        settings: Settings,
+        *,
+        timeline: Timeline,
+        reports: ReportPipe,
+        heartbeats: Heartbeats,
     ) -> None:
         self._listener = listener
         self._region = region
         self._settings = settings
         self._timeline = timeline
         self._reports = reports
+        self._heartbeats = heartbeats
 
     def run(self) -> int:
         """Returns when an engine ended by itself; a crashed engine (killed by a signal) is replaced."""
+        self._heartbeats.enter("zygote")
         gc.disable()  # nothing that is imported becomes garbage
         self._settings = replace(self._settings, device=choose(self._settings.device, os.environ))
         first = self._fork_ahead() if self._on_gpu else None
@@ -65,7 +76,7 @@ class Zygote:
             if pid is None:
                 body = partial(self._serve, lambda _: engine_class)
                 pid = fork("engine", body, timeline=self._timeline, reports=self._reports)
-            status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            status = os.waitstatus_to_exitcode(self._wait(pid))
             if status >= 0:
                 return status
             quick_crashes = quick_crashes + 1 if time.monotonic() - started < _QUICK_S else 0
@@ -76,6 +87,22 @@ class Zygote:
                     f"memory ran out: expected it to stay within the container's limit"
                 )
             logger.error("the engine process was killed by %s; forking a new one", name)
+
+    def _wait(self, pid: int) -> int:
+        """The status with which a child ends. Beats meanwhile, without a thread: a process that forks has none."""
+        try:
+            ended = os.pidfd_open(pid)
+        except OSError:  # a sandbox without pidfd_open(2)
+            return os.waitpid(pid, 0)[1]
+        self._beat_until(ended)
+        os.close(ended)
+        return os.waitpid(pid, 0)[1]
+
+    def _beat_until(self, readable: int) -> None:
+        poll = select.poll()
+        poll.register(readable, select.POLLIN)
+        while not poll.poll(LOOK_S * 1e3):
+            self._heartbeats.beat("zygote")
 
     @property
     def _on_gpu(self) -> bool:
@@ -91,7 +118,7 @@ class Zygote:
 
         pid = fork("engine", body, timeline=self._timeline, reports=self._reports)
         os.close(tell)
-        os.read(ready, 1)  # nothing is ever written: the end of the pipe is the news
+        self._beat_until(ready)  # nothing is ever written: the end of the pipe is the news
         os.close(ready)
         return pid
 
@@ -109,6 +136,7 @@ class Zygote:
         self, load: Callable[[Timeline], EngineClass], timeline: Timeline, on_ready: Callable[[], None] | None = None
     ) -> int:
         """The engine process, from its first moment."""
+        self._heartbeats.keep("engine")
         context = DeviceContext(timeline=timeline) if self._on_gpu else None
         engine_class = load(timeline)
         gc.enable()

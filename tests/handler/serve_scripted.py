@@ -19,6 +19,7 @@ from medusa_handler.server.function_process import serve
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.base import Delta, EngineInfo, GenerateRequest, TokenLogprob
 from medusa_runtime.errors import EngineError, MedusaError, OverloadedError, RequestError
+from medusa_runtime.liveness import Heartbeats
 from medusa_runtime.timeline import Timeline
 
 
@@ -168,6 +169,7 @@ class Handle:
     timeline: Timeline
     engine: Any
     region: Any
+    heartbeats: Heartbeats
 
     def fail(self, error: MedusaError) -> None:
         print(f"failed: {error.code}: {error}", file=sys.stderr, flush=True)
@@ -188,7 +190,8 @@ def main() -> None:
     if engine is not None and ready:
         engine.up.set()
     print(listener.getsockname()[1], flush=True)
-    handle: Any = Handle(settings, timeline, engine, ScriptedRegion(files) if with_engine else None)
+    region = ScriptedRegion(files) if with_engine else None
+    handle: Any = Handle(settings, timeline, engine, region, Heartbeats())
     os._exit(serve(listener, handle, settings))
 
 

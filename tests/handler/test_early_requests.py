@@ -11,6 +11,7 @@ from medusa_handler.admission import Admission
 from medusa_handler.platform import Platform
 from medusa_handler.probes import Probes
 from medusa_handler.server.wsgi_gateway import ARRIVED, WsgiGateway
+from medusa_runtime.liveness import Heartbeats
 
 
 def until(condition: Any) -> None:
@@ -57,7 +58,7 @@ def test_requests_beyond_the_cap_are_refused_before_the_app_is_there() -> None:
     settings: Any = SimpleNamespace(token=None, max_waiting=1, max_concurrency=1, handler="handler.py")
     service: Any = SimpleNamespace(
         settings=settings,
-        probes=Probes(settings, Platform(), None),
+        probes=Probes(settings, Platform(), None, Heartbeats()),
         admission=SimpleNamespace(refused=0),
         eta_s=lambda: 7.2,
     )

@@ -21,7 +21,7 @@ from medusa_runtime.state.stage_times import StageTimes, summarize
 from medusa_runtime.storage.base import redacted
 
 from ..bench import openai_client
-from ..bench.contestants import Medusa, Question, ask, ask_stages, connect, stages_from_json, wait_ready
+from ..bench.contestants import Medusa, Question, ask, ask_stages, connect, wait_ready
 from .flags import add_model, given_model
 from .leftovers import Leftovers
 from .progress import note, size

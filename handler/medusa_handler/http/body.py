@@ -4,21 +4,60 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from typing import Any
 
-from flask import request
+from flask import g, request
 from gunicorn.http.errors import ParseException
 from werkzeug.exceptions import ClientDisconnected
 
 from ..faults import ApiError
 from ..server.slow_clients import CLOSE, WHOLE
+from ..server.whole_requests import SMALL_BODY_BYTES
+from .body_budget import GRANT
 
 _STEP_BYTES = 1 << 20
 
 
 def read_body() -> bytes:
-    """All of it. Raises RequestEntityTooLarge over MAX_CONTENT_LENGTH, also when it came in chunks, and ApiError 400
-    when it ends early.
+    """The whole body of the current request. May be called twice.
+
+    Raises RequestEntityTooLarge over MAX_CONTENT_LENGTH, also when it came in chunks, ApiError 400 when it ends early,
+    and ApiError 503 when other bodies take the memory there is.
+    """
+    if "body" not in g:
+        grant = request.environ.get(GRANT)
+        if grant is None or _is_there() or _is_too_large():
+            g.body = _read(lambda _: None)
+        else:
+            try:
+                grant.begin(request.content_length)
+                g.body = _read(grant.received)
+            except BaseException:
+                _close()  # the rest of the body is in the way of the next request
+                raise
+            finally:
+                grant.end()
+    body: bytes = g.body
+    return body
+
+
+def _is_there() -> bool:
+    """Whether the body has arrived as a whole: the request was not begun before that."""
+    headers = request.headers
+    return (request.content_length or 0) <= SMALL_BODY_BYTES and not (
+        "Transfer-Encoding" in headers or "Expect" in headers
+    )
+
+
+def _is_too_large() -> bool:
+    """Whether reading raises at once."""
+    most = request.max_content_length
+    return most is not None and (request.content_length or 0) > most
+
+
+def _read(received: Callable[[int], None]) -> bytes:
+    """Read in large steps, to the end.
 
     werkzeug itself reads 64 KiB at a time, for each of which gunicorn moves up to 1 MiB that it has read ahead. And it
     silently cuts a chunked body at the limit; only the next read, here the last one, raises.
@@ -27,6 +66,7 @@ def read_body() -> bytes:
     try:
         while piece := request.stream.read(_STEP_BYTES):
             body.write(piece)
+            received(len(piece))
     except ClientDisconnected:
         raise _incomplete("the end of the connection came first") from None
     except (OSError, ParseException) as error:
@@ -41,9 +81,13 @@ def read_body() -> bytes:
     return data
 
 
-def _incomplete(why: str) -> ApiError:
+def _close() -> None:
     if close := request.environ.get(CLOSE):
         close()
+
+
+def _incomplete(why: str) -> ApiError:
+    _close()
     message = f"the body ended early, came too slowly or is badly chunked: {why}"
     return ApiError(400, message, code="incomplete_body")
 

@@ -1,4 +1,4 @@
-"""A request's time limit."""
+"""The time limit of a request."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import contextvars
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 from ..faults import ApiError, ClientGoneError
@@ -13,11 +15,39 @@ from ..faults import ApiError, ClientGoneError
 _POLL_S = 0.25  # how soon a client that left is noticed
 
 
+class _Threads:
+    """Threads for user code, used again: the last one that became idle comes first.
+
+    Code keeps things for each thread (connections, a team of OpenMP threads), so a new one for each call would cost
+    much. There is no limit of their number: one that never ends must keep no other request waiting.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[SimpleQueue[Callable[[], None]]] = []
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Begin ``work``, which raises nothing; does not wait."""
+        try:
+            calls = self._idle.pop()
+        except IndexError:
+            calls = SimpleQueue()
+            threading.Thread(target=self._serve, args=(calls,), name="limited", daemon=True).start()
+        calls.put(work)
+
+    def _serve(self, calls: SimpleQueue[Callable[[], None]]) -> None:
+        while True:
+            calls.get()()
+            self._idle.append(calls)
+
+
+_threads = _Threads()
+
+
 class Deadline:
-    """Tells, like the function that it wraps, whether the client has left; raises ApiError 504 when time is over.
+    """Says whether the client has left, like the function it wraps, and raises ApiError 504 when time is over.
 
     Everything that waits asks it now and then, so model work and coroutines end with it. Plain user code cannot be
-    interrupted: it is left to end in its own thread, unanswered.
+    interrupted: it is left to end in its own thread, and its result is dropped.
     """
 
     def __init__(self, limit_s: float, began: float, gone: Callable[[], bool]) -> None:
@@ -31,7 +61,7 @@ class Deadline:
         return self._gone()
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """What ``call()`` returns or raises, if it does so in time."""
+        """Return or raise what ``call()`` does, if it ends in time."""
         outcome: list[tuple[Any, BaseException | None]] = []
         done = threading.Event()
 
@@ -42,7 +72,7 @@ class Deadline:
                 outcome.append((None, error))
             done.set()
 
-        threading.Thread(target=contextvars.copy_context().run, args=(work,), name="limited", daemon=True).start()
+        _threads.run(partial(contextvars.copy_context().run, work))
         while not done.wait(min(_POLL_S, max(0.0, self._end - time.monotonic()))):
             if self():
                 raise ClientGoneError

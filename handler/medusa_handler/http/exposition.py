@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from medusa_runtime.errors import MedusaError
+from medusa_runtime.liveness import ROLES
 
 from ..metrics import escape, gauge
 
@@ -75,6 +76,7 @@ def _lines(service: Service) -> Iterator[str]:
             ((), progress.fetched_bytes),
         )
         yield from gauge("medusa_weights_bytes", "Size of the model's weights in bytes.", ((), progress.total_bytes))
+    yield from _processes(service)
     yield from _engine(service)
     seconds: dict[tuple[str, str], float] = {}
     for stage in service.timeline.stages():
@@ -85,6 +87,21 @@ def _lines(service: Service) -> Iterator[str]:
         "medusa_cold_start_stage_seconds",
         "Seconds that each stage of this cold start took, by stage and process.",
         *samples,
+    )
+
+
+def _processes(service: Service) -> Iterator[str]:
+    beats = service.probes.heartbeats
+    roles = [((("process", role),), role) for role in ROLES if beats.pid(role)]
+    ages = [(labels, round(beats.age_s(role), 3)) for labels, role in roles]
+    yield from gauge("medusa_heartbeat_age_seconds", "Since each process gave a sign of life.", *ages)
+    restarts = [((("process", role),), beats.restarts(role)) for role in ROLES]
+    yield from gauge("medusa_process_restarts_total", "Processes that were replaced after they ended.", *restarts)
+    hung = beats.hung()
+    yield from gauge(
+        "medusa_process_hung",
+        "1 while a process does not run.",
+        *[(labels, int(role in hung)) for labels, role in roles],
     )
 
 

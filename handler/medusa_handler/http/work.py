@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from flask import Response, g, request
 
 from ..faults import ClientGoneError, as_api_error
+from .body import read_body
 from .connection import gone
 from .deadline import Deadline
 from .timing import server_timing
@@ -24,7 +25,7 @@ class Work:
         self._service = service
 
     def gone(self) -> Callable[[], bool]:
-        """Tells whether the client of this request has left; raises 504 when its time is over."""
+        """A function that says whether the client has left, and raises ApiError 504 when the request's time is over."""
         left = gone(request.environ)
         limit_s = self._service.limit_s(dict(request.headers))
         return left if limit_s is None else Deadline(limit_s, g.began, left)
@@ -34,6 +35,9 @@ class Work:
         service = self._service
         began = time.monotonic()
         try:
+            # A client that sends its body slowly takes no other's place; one that would find none sends in vain.
+            service.admission.check(service.ready, service.eta_s)
+            read_body()
             service.admission.enter(service.ready, service.eta_s)
         except Exception as error:
             self._count(route, error)

@@ -15,12 +15,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from medusa_runtime.liveness import Heartbeats, Watchdog
 from medusa_runtime.process import die_with_parent, name_process
 from medusa_runtime.resource_limits import LEAST_FILES, most_files
 
 from ..platform import Platform
 from ..probes import Probes
-from .probe_acceptor import ProbeAcceptor
+from .probe_acceptor import KEEPALIVE_S, ProbeAcceptor
 
 if TYPE_CHECKING:
     from medusa_runtime.config import Settings
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _SPARE_THREADS = 32  # for probes, metrics and requests that are about to be refused
 _IDLE_CONNECTIONS = 2048
-_KEEPALIVE_S = 75
+_LARGEST_BODIES = 8  # for which there is memory at the same time, if nothing else was set
 STOP_GRACE_S = 1  # for responses that have been made, and idle connections
 
 
@@ -42,24 +43,47 @@ def serve(
 ) -> int:
     """Serve on ``listener`` until SIGTERM; returns the exit status. Runs in a forked process without threads."""
     platform = platform or Platform()
-    probes = Probes(settings, platform, instance.region)
-    waits = "starting" if settings.engine_start == "now" else "idle"
-    engine, function = waits if instance.engine else "", "loading" if settings.handler else ""
-    probes.tell(ready=False, draining=False, engine=engine, function=function)
-    door = ProbeAcceptor(listener, probes)
+    probes = Probes(settings, platform, instance.region, instance.heartbeats)
+    _tell_starting(probes, instance, settings)
+    instance.heartbeats.enter("function")
+    watchdog = Watchdog(instance.heartbeats)
+    door = ProbeAcceptor(
+        listener, probes, read_timeout_s=settings.read_timeout_s, tick=partial(_watch, watchdog, instance.heartbeats)
+    )
     door.open()
     door.stand_still_over_forks()
     with instance.timeline.stage("server"):
         # gunicorn costs about 110 ms to import; the supervisor does not need it.
         from .gunicorn_worker import FunctionServer
 
-        application = FunctionServer(door, settings, lambda: _boot(instance, settings, platform, probes))
+        application = FunctionServer(
+            door,
+            settings,
+            probes,
+            boot=lambda: _boot(instance, settings, platform, probes),
+            starting=lambda: _tell_starting(probes, instance, settings),
+        )
     _keep_sigterm_over_forks()
     try:
         application.run()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0
     return 0
+
+
+def _tell_starting(probes: Probes, instance: InstanceHandle, settings: Settings) -> None:
+    """For as long as no worker has said more: before the first one, and again when one has died."""
+    waits = "starting" if settings.engine_start == "now" else "idle"
+    engine, function = waits if instance.engine else "", "loading" if settings.handler else ""
+    probes.tell(ready=False, draining=False, engine=engine, function=function)
+    probes.tell_bodies_full(False)
+
+
+def _watch(watchdog: Watchdog, heartbeats: Heartbeats) -> None:
+    """Look at the worker, which is this process's child, and at the supervisor, which only the platform can replace."""
+    heartbeats.beat("function")
+    watchdog.look("worker", heartbeats.pid("worker"), os.getpid())
+    watchdog.look("supervisor", heartbeats.pid("supervisor"), 0)
 
 
 def _boot(
@@ -128,11 +152,16 @@ def worker_folder() -> str | None:
     return None if os.access("/dev/shm", os.W_OK) else "/tmp"
 
 
+def body_memory_mb(settings: Settings) -> int:
+    """What request bodies may take in sum: at least one of the largest."""
+    return max(settings.body_memory_mb or _LARGEST_BODIES * settings.max_body_mb, settings.max_body_mb + 4)
+
+
 def threads(settings: Settings) -> int:
     return settings.max_concurrency + settings.max_waiting + _SPARE_THREADS
 
 
-def options(door: ProbeAcceptor, settings: Settings) -> dict[str, Any]:
+def options(door: ProbeAcceptor, settings: Settings, heartbeats: Heartbeats) -> dict[str, Any]:
     """gunicorn's settings. No timeout (a model may take long), no control socket, no access log."""
     return {
         "workers": 1,
@@ -143,7 +172,7 @@ def options(door: ProbeAcceptor, settings: Settings) -> dict[str, Any]:
         "worker_tmp_dir": worker_folder() or "/dev/shm",
         "timeout": 0,
         "graceful_timeout": math.ceil(settings.drain_s) + 2 * STOP_GRACE_S,
-        "keepalive": _KEEPALIVE_S,
+        "keepalive": int(KEEPALIVE_S),
         "limit_request_line": 8190,
         "limit_request_fields": 100,
         "limit_request_field_size": 8190,
@@ -155,7 +184,8 @@ def options(door: ProbeAcceptor, settings: Settings) -> dict[str, Any]:
         "accesslog": None,
         "proc_name": "function",
         "on_starting": partial(_listen_at, door),
-        "post_fork": partial(_in_worker, door),
+        "pre_fork": lambda arbiter, _worker: arbiter.app.starting(),
+        "post_fork": partial(_in_worker, door, heartbeats),
     }
 
 
@@ -177,7 +207,8 @@ def _listen_at(door: ProbeAcceptor, arbiter: Any) -> None:
     arbiter.LISTENERS = [door.entrance]  # gunicorn makes its own only where there are none
 
 
-def _in_worker(door: ProbeAcceptor, arbiter: Any, _worker: Any) -> None:
+def _in_worker(door: ProbeAcceptor, heartbeats: Heartbeats, arbiter: Any, _worker: Any) -> None:
+    heartbeats.enter("worker")
     door.close_in_worker()
     die_with_parent(arbiter.pid)
     name_process("worker")

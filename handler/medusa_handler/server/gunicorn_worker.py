@@ -29,13 +29,16 @@ from medusa_runtime.errors import ConfigError
 from medusa_runtime.resource_limits import as_limit_error
 
 from ..faults import ApiError, compact
-from .function_process import STOP_GRACE_S, options
+from ..http.body_budget import GRANT, BodyBudget, Grant
+from .function_process import STOP_GRACE_S, body_memory_mb, options, threads
 from .late_clients import LateClients
 from .slow_clients import CLOSE, WHOLE, SlowClients
+from .whole_requests import SMALL_BODY_BYTES, Incoming, Sent
 
 if TYPE_CHECKING:
     from medusa_runtime.config import Settings
 
+    from ..probes import Probes
     from .probe_acceptor import ProbeAcceptor
     from .wsgi_gateway import Wsgi, WsgiGateway
 
@@ -86,22 +89,39 @@ def _correct(req: Any) -> None:
     req.version = min(req.version, (1, 1))  # in which the answer is sent
 
 
+def _has_more(req: Any) -> bool:
+    """Whether the client still owes a large part of a body that nobody has read. gunicorn would wait five seconds for
+    it in this thread, to use the connection again."""
+    reader = getattr(req.body, "reader", None)
+    return getattr(reader, "length", 0) > SMALL_BODY_BYTES or getattr(reader, "parser", None) is not None
+
+
 class FunctionServer(BaseApplication):  # type: ignore[misc]
-    """``boot`` runs in the worker and returns the WSGI callable and what drains it."""
+    """``boot`` runs in the worker and returns the WSGI callable and what drains it. ``starting`` runs here, before each
+    worker is forked."""
 
     def __init__(
         self,
         door: ProbeAcceptor,
         settings: Settings,
+        probes: Probes,
+        *,
         boot: Callable[[], tuple[WsgiGateway, Callable[[], bool]]],
+        starting: Callable[[], None],
     ) -> None:
         check_version()
-        self._options = options(door, settings)
+        self._options = options(door, settings, probes.heartbeats)
         self._boot = boot
+        self.starting = starting
+        self.heartbeats = probes.heartbeats
         self.drain: Callable[[], bool] | None = None
         self.serving = threading.local()  # each thread's request
         self.slow_clients = SlowClients(settings.read_timeout_s)
         self.write_timeout_s = settings.write_timeout_s
+        # With those that wait, half of the threads.
+        self.body_budget = BodyBudget(
+            body_memory_mb(settings) * 1_000_000, readers=threads(settings) // 3, tell_full=probes.tell_bodies_full
+        )
         super().__init__()
 
     def load_config(self) -> None:
@@ -116,6 +136,7 @@ class FunctionServer(BaseApplication):  # type: ignore[misc]
         def handle(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
             environ[WHOLE] = partial(slow.end, environ["gunicorn.socket"])
             environ[CLOSE] = self.serving.request.force_close
+            environ[GRANT] = self.serving.grant
             return front(environ, start_response)
 
         return handle
@@ -157,17 +178,45 @@ class Worker(ThreadWorker):  # type: ignore[misc]
             time.sleep(_SHORTAGE_S)
 
     def enqueue_req(self, conn: Any) -> None:
-        """A connection takes a thread when it has sent something, so that idle ones keep no probe waiting.
+        """Give a connection a thread when it has sent a whole request; the door passes on no other ones.
 
-        gunicorn itself lets a new connection hold a thread for five seconds before it puts it where we put it at once.
+        So this is about further requests of a connection, which gunicorn would let hold a thread from their first byte.
         """
-        if getattr(conn, "initialized", True) or getattr(conn, "data_ready", True):
+        if not getattr(conn, "initialized", True):
+            conn.data_ready = True
             super().enqueue_req(conn)
             return
-        conn.sock.setblocking(False)
+        if self._is_whole(conn):
+            super().enqueue_req(conn)
+            return
         conn.set_timeout()
-        self.pending_conns.append(conn)
-        self.poller.register(conn.sock, selectors.EVENT_READ, partial(self.on_pending_socket_readable, conn))
+        conn.sock.setblocking(False)
+        self.keepalived_conns.append(conn)
+        self.poller.register(conn.sock, selectors.EVENT_READ, partial(self.on_client_socket_readable, conn))
+
+    def on_client_socket_readable(self, conn: Any, client: Any) -> None:
+        if self._is_whole(conn):
+            self.poller.unregister(client)
+            self.keepalived_conns.remove(conn)
+            super().enqueue_req(conn)
+
+    def _is_whole(self, conn: Any) -> bool:
+        """Whether the connection's next request has arrived; else the poller is quiet until more has come."""
+        if not hasattr(conn, "incoming"):
+            conn.incoming = Incoming(conn.sock)
+        seen = conn.incoming.seen
+        sent = conn.incoming.look(conn.parser.unreader.buf.getvalue())
+        if sent in (Sent.PART, Sent.NOTHING) and (not seen or seen != conn.incoming.seen):
+            if not seen:
+                self.app.slow_clients.begin(conn.sock)
+            return False
+        conn.incoming.release()
+        return True
+
+    def notify(self) -> None:
+        """gunicorn calls this about once a second, from the loop that accepts."""
+        super().notify()
+        self.app.heartbeats.beat("worker")
 
     def handle(self, conn: Any) -> Any:
         # Head and body are two sends: without this the second waits up to 40 ms for the client's delayed ACK (Nagle).
@@ -187,11 +236,14 @@ class Worker(ThreadWorker):  # type: ignore[misc]
 
     def handle_request(self, req: Any, conn: Any) -> Any:
         _correct(req)
-        self.app.serving.request = req
+        grant = Grant(self.app.body_budget, conn.sock)
+        self.app.serving.request, self.app.serving.grant = req, grant
         try:
-            return super().handle_request(req, conn)
+            return super().handle_request(req, conn) and not _has_more(req)
         except BlockingIOError as error:  # SO_SNDTIMEO's; as one of these gunicorn does not log it as a defect
             raise ConnectionResetError(errno.ECONNRESET, "the client takes nothing of its answer") from error
+        finally:
+            grant.release()
 
     def handle_error(self, req: Any, client: Any, addr: Any, exc: BaseException) -> None:
         """A request that is no HTTP, or against our limits. gunicorn's own answer would be HTML."""
@@ -209,6 +261,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         """gunicorn calls this about once a second."""
         super().murder_pending()
         self.app.slow_clients.shut()
+        self.app.body_budget.end_slow()
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         self._stop.put(None)

@@ -1,7 +1,8 @@
-"""Accepts every connection, answers those that come to probe, and passes all others on to the worker.
+"""Accepts every connection, answers probes itself, and passes all other connections on to the worker.
 
-It runs in gunicorn's arbiter, a process that otherwise sleeps, and before gunicorn is imported. So a probe waits for no
-imports, no user code that holds the interpreter's lock, and no two hundred requests that begin at once.
+It runs in gunicorn's arbiter, a process that otherwise sleeps, and starts before gunicorn is imported. So a probe waits
+for no imports, no user code that holds the interpreter's lock, and no two hundred requests that begin at once. The
+worker is given a connection when a whole request has arrived (whole_requests.py), so slow clients hold no thread.
 """
 
 from __future__ import annotations
@@ -18,33 +19,62 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from medusa_runtime.resource_limits import as_limit_error
+from medusa_runtime.liveness import LOOK_S
+from medusa_runtime.resource_limits import LEAST_FILES, as_limit_error, most_files
 
 from ..probes import ProbeResponse, Probes
+from .whole_requests import HEAD_BYTES, Incoming, Sent
 
 logger = logging.getLogger(__name__)
 
-_SILENT_S = 1.0  # a connection that has sent nothing until then is the worker's
+KEEPALIVE_S = 75.0  # how long a connection may send nothing
 _RETRY_S = 0.02  # until the next look for room in the socket to the worker, or for a free descriptor
-_HEAD_BYTES = 4096
 _MOST_WAITING = 1024  # connections for which the worker has no room
+_MOST_THROWN_AWAY = 8  # pieces of 64 KiB
+_MOST_HELD = 8192  # connections that have sent no whole request; then the oldest one is closed
 # All of a request's head, and nothing behind it; what is odd in any way is the worker's to judge.
 _HEAD = re.compile(
     rb"(GET|HEAD) (/[!-\"$->@-~]*)(?:\?[!-~]*)? HTTP/1\.([01])\r\n((?:[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~]*\r\n)*)\r\n"
 )
 _BODY_OR_MORE = (b"content-length:", b"transfer-encoding:", b"expect:", b"upgrade:")
+_PHRASES = {  # http.HTTPStatus takes a millisecond to import, and the first probe would wait for it
+    200: "OK",
+    400: "Bad Request",
+    408: "Request Timeout",
+    431: "Request Header Fields Too Large",
+    503: "Service Unavailable",
+}
 _NO_ROOM = (errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS)
 
 
+@dataclass(slots=True)
+class _Held:
+    """A connection that has sent nothing, or a part of a request, and what is done when its time is over."""
+
+    incoming: Incoming
+    end: float
+    look_at: float | None = None  # when it is looked at next, where the kernel cannot say that more has come
+
+
 class ProbeAcceptor:
-    def __init__(self, listener: socket.socket, probes: Probes) -> None:
+    """``tick`` is called about every half second, from the door's own thread, but never while a worker is forked."""
+
+    def __init__(
+        self, listener: socket.socket, probes: Probes, *, read_timeout_s: float, tick: Callable[[], None]
+    ) -> None:
         self.entrance = HandoffSocket(listener.getsockname())
         self._listener = listener
         self._probes = probes
+        self._read_timeout_s = read_timeout_s
+        self._tick = tick
+        self._next_tick = 0.0
         self._selector = selectors.DefaultSelector()
         self._busy = threading.Lock()
-        self._silent: dict[socket.socket, float] = {}  # connections, and when each is passed on
+        self._held: dict[socket.socket, _Held] = {}  # the oldest first
+        self._most_held = max(min(_MOST_HELD, most_files() - LEAST_FILES - _MOST_WAITING), LEAST_FILES // 2)
         self._waiting: deque[socket.socket] = deque()
 
     def open(self) -> None:
@@ -64,14 +94,14 @@ class ProbeAcceptor:
 
     def close_in_worker(self) -> None:
         self._selector.close()
-        for each in (self._listener, *self._silent, *self._waiting):
+        for each in (self._listener, *self._held, *self._waiting):
             each.close()
         self.entrance.keep_reading_end()
 
     def _run(self) -> None:
         try:
             while True:
-                events = self._selector.select(_RETRY_S if self._waiting else _SILENT_S if self._silent else None)
+                events = self._selector.select(_RETRY_S if self._waiting else LOOK_S)
                 with self._busy:
                     for key, _ in events:
                         if key.data is None:
@@ -79,6 +109,11 @@ class ProbeAcceptor:
                         else:
                             self._look(key.data)
                     self._pass_on_what_waits()
+                    now = time.monotonic()
+                    if now >= self._next_tick:
+                        self._next_tick = now + LOOK_S * 0.9
+                        self._end_late(now)
+                        self._tick()
                 if len(self._waiting) >= _MOST_WAITING:
                     time.sleep(_RETRY_S)  # the listener stays readable
         except BaseException:
@@ -104,20 +139,33 @@ class ProbeAcceptor:
 
     def _look(self, connection: socket.socket) -> None:
         """What has it sent? Nothing is taken from it unless it is a probe."""
-        try:
-            head = connection.recv(_HEAD_BYTES, socket.MSG_PEEK)
-        except BlockingIOError:
-            self._keep(connection)
-            return
-        except OSError:
-            head = b""
-        self._forget(connection)
-        if not head:
-            connection.close()
-        elif (answer := self._answer(head)) is None:
-            self._waiting.append(connection)
+        held = self._held.get(connection)
+        incoming = Incoming(connection) if held is None else held.incoming
+        before = incoming.seen
+        sent = incoming.look()
+        if sent is Sent.NOTHING:
+            self._hold(connection, incoming, KEEPALIVE_S)
+        elif sent is Sent.PART:
+            # A silent connection's time ends with its first byte; from there the client has its time for the request.
+            held = self._hold(connection, incoming, self._read_timeout_s, anew=not before)
+            if before == incoming.seen:  # the kernel woke us for nothing, and would again at once
+                held.look_at = time.monotonic() + LOOK_S
+                self._selector.unregister(connection)
         else:
-            self._send(connection, len(head), *answer)
+            self._forget(connection)
+            if sent is Sent.CLOSED:
+                connection.close()
+            elif sent is Sent.TOO_LARGE:
+                self._refuse(connection, 431, f"the request's head is larger than {HEAD_BYTES} bytes")
+            elif sent is Sent.NO_HTTP:
+                self._refuse(connection, 400, "expected an HTTP/1.1 request, found something else")
+            elif sent is Sent.HEAD and self._probes.bodies_full:
+                # Said here, because it costs the worker thirty times as much.
+                self._refuse(connection, 503, "the memory for request bodies is taken; try again later", "body_memory")
+            elif (answer := self._answer(incoming.data)) is None:
+                self._waiting.append(connection)
+            else:
+                self._send(connection, len(incoming.data), *answer)
 
     def _answer(self, head: bytes) -> tuple[bytes, bool] | None:
         """The answer and whether the connection stays; None when the worker is to answer."""
@@ -130,47 +178,87 @@ class ProbeAcceptor:
         if fields.count(b"\r\nhost:") != 1 and recent:
             return None
         lasting = recent and b"\r\nconnection:" not in fields
-        body = json.dumps(told.status).encode() + b"\n"
-        lines = (
-            "HTTP/1.1 " + ("200 OK" if told.good else "503 Service Unavailable"),
-            time.strftime("Date: %a, %d %b %Y %H:%M:%S GMT", time.gmtime()),
-            "Connection: " + ("keep-alive" if lasting else "close"),
-            "Content-Type: application/json",
-            f"Content-Length: {len(body)}",
-            "Cache-Control: no-store",
-        )
-        return "\r\n".join((*lines, "", "")).encode() + (b"" if method == b"HEAD" else body), lasting
+        status = 200 if told.good else 503
+        return _response(status, told.status, lasting=lasting, only_head=method == b"HEAD"), lasting
 
     def _send(self, connection: socket.socket, taken: int, answer: bytes, lasting: bool) -> None:
         with contextlib.suppress(OSError):
             connection.recv(taken)
             connection.sendall(answer)  # less than any socket's buffer
             if lasting:
-                self._keep(connection)
+                self._hold(connection, Incoming(connection), KEEPALIVE_S)
                 return
             connection.shutdown(socket.SHUT_WR)
         connection.close()
 
-    def _keep(self, connection: socket.socket) -> None:
-        if connection not in self._silent:
+    def _refuse(self, connection: socket.socket, status: int, message: str, code: str = "bad_http") -> None:
+        kind = "invalid_request_error" if status < 500 else "service_unavailable_error"
+        error = {"message": message, "type": kind, "param": None, "code": code}
+        answer = _response(status, {"error": error}, lasting=False, only_head=False)
+        with contextlib.suppress(OSError):
+            # What has come is taken first: closing with unread bytes would reset the connection before the answer.
+            for _ in range(_MOST_THROWN_AWAY):
+                if not connection.recv(1 << 16, socket.MSG_DONTWAIT):
+                    break
+        with contextlib.suppress(OSError):
+            connection.sendall(answer)
+            connection.shutdown(socket.SHUT_WR)
+        connection.close()
+
+    def _hold(self, connection: socket.socket, incoming: Incoming, limit_s: float, *, anew: bool = False) -> _Held:
+        held = self._held.get(connection)
+        if held is None:
+            if len(self._held) >= self._most_held:
+                self._close_late(next(iter(self._held)))
             self._selector.register(connection, selectors.EVENT_READ, connection)
-            self._silent[connection] = time.monotonic() + _SILENT_S
+            held = self._held[connection] = _Held(incoming, time.monotonic() + limit_s)
+        elif anew:
+            held.end = time.monotonic() + limit_s
+        return held
 
     def _forget(self, connection: socket.socket) -> None:
-        if self._silent.pop(connection, None) is not None:
+        held = self._held.pop(connection, None)
+        if held is not None and held.look_at is None:
             self._selector.unregister(connection)
 
+    def _end_late(self, now: float) -> None:
+        for connection, held in list(self._held.items()):
+            if held.end <= now:
+                self._close_late(connection)
+            elif held.look_at is not None and held.look_at <= now:
+                held.look_at = None
+                self._selector.register(connection, selectors.EVENT_READ, connection)
+
+    def _close_late(self, connection: socket.socket) -> None:
+        """End a connection that has sent no whole request in its time; one that has begun is told so."""
+        begun = self._held[connection].incoming.seen
+        self._forget(connection)
+        if begun:
+            self._refuse(connection, 408, f"the request was not there within {self._read_timeout_s:g} s")
+        else:
+            connection.close()
+
     def _pass_on_what_waits(self) -> None:
-        now = time.monotonic()
-        for connection in [connection for connection, end in self._silent.items() if end <= now]:
-            self._forget(connection)
-            self._waiting.append(connection)
         while self._waiting and self.entrance.send(self._waiting[0]):
             self._waiting.popleft().close()
 
 
+def _response(status: int, value: object, *, lasting: bool, only_head: bool) -> bytes:
+    body = json.dumps(value).encode() + b"\n"
+    lines = (
+        f"HTTP/1.1 {status} {_PHRASES[status]}",
+        time.strftime("Date: %a, %d %b %Y %H:%M:%S GMT", time.gmtime()),
+        "Connection: " + ("keep-alive" if lasting else "close"),
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+        "Cache-Control: no-store",
+        *(("Retry-After: 1",) if status == 503 and not lasting else ()),
+    )
+    return "\r\n".join((*lines, "", "")).encode() + (b"" if only_head else body)
+
+
 class HandoffSocket:
-    """Where the worker accepts: connections that the door has passed on. gunicorn takes it for a listening socket."""
+    """Where the worker accepts the connections that the door has passed on. To gunicorn it is a listening socket."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         self._address = address
@@ -187,7 +275,7 @@ class HandoffSocket:
         return True
 
     def accept(self) -> tuple[socket.socket, tuple[str, int]]:
-        """As a socket's. Raises EMFILE before it takes what would then be lost."""
+        """Accept a connection, like ``socket.accept``. Raises EMFILE before it takes one that would then be lost."""
         os.close(os.dup(self._reading.fileno()))
         data, descriptors, _, _ = socket.recv_fds(self._reading, 1, 1)
         if not descriptors:

@@ -1,6 +1,6 @@
-"""Clients that take too long to send a request: their connection is shut for reading.
+"""Shuts the connections of clients that take too long to send a request.
 
-A time limit of each single read would not do; a client that sends a byte now and then would hold its thread for ever.
+A time limit for each single read would not do: a client that sends a byte now and then would hold its thread for ever.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import socket
 import threading
 import time
 
-WHOLE = "medusa.whole"  # the environ's key of a function to call when the whole request has been read
-CLOSE = "medusa.close"  # of one that ends the connection with this answer
+WHOLE = "medusa.whole"  # the key in a WSGI environ of a function to call when the whole request has been read
+CLOSE = "medusa.close"  # and of a function that ends the connection with this answer
 
 
 class SlowClients:
@@ -21,17 +21,17 @@ class SlowClients:
         self._reading: dict[int, tuple[socket.socket, float]] = {}
 
     def begin(self, connection: socket.socket) -> None:
-        """Its first byte is there."""
+        """A client's time starts with the first byte of its request; it is not given more when this is called again."""
         with self._lock:
-            self._reading[id(connection)] = (connection, time.monotonic() + self._limit_s)
+            self._reading.setdefault(id(connection), (connection, time.monotonic() + self._limit_s))
 
     def end(self, connection: socket.socket) -> None:
-        """It has sent all of its request, or is closed."""
+        """Call when all of the request has been read, or the connection is closed."""
         with self._lock:
             self._reading.pop(id(connection), None)
 
     def shut(self) -> None:
-        """End what is overdue; to be called about once a second. The reader sees an end of stream."""
+        """End what is overdue. Call about once a second; whoever reads from the connection sees its end."""
         now = time.monotonic()
         with self._lock:
             for key, (connection, end) in tuple(self._reading.items()):

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ..errors import EngineError, MedusaError, OverloadedError, from_code
+from ..errors import EngineError, MedusaError, from_code
 from . import frames
 from .base import Delta, Embedding, EngineInfo, GenerateRequest
 
@@ -242,7 +242,7 @@ class EngineClient:
                 self._submit(connection, stream)
             try:
                 self._read(connection)
-            except (OSError, ValueError, KeyError, MedusaError):
+            except (OSError, MedusaError):
                 logger.exception("the engine connection broke")
             self._lost(connection)
 
@@ -253,8 +253,9 @@ class EngineClient:
             if kind == "delta":
                 self._deliver(frames.delta_from_frame(frame))
             elif kind == "hello":
+                info = frames.info_from_frame(frame)
                 with self._state:
-                    self.info = EngineInfo(**{**frame["info"], "eos_token_ids": tuple(frame["info"]["eos_token_ids"])})
+                    self.info = info
                     self._state.notify_all()
                 self.changed()
             elif kind == "ready":
@@ -275,12 +276,12 @@ class EngineClient:
             stream.incoming.put(delta)
 
     def _answer(self, frame: frames.Frame) -> None:
-        value = frame["value"] if frame["type"] == "result" else from_code(frame["code"], frame["message"])
-        if isinstance(value, OverloadedError):
-            value.retry_after_s = frame["retry_after_s"]
+        value, name = frames.answer_from_frame(frame), frame.get("id", "")
         with self._state:
-            stream = self._streams.pop(frame["id"], None)
-            call = self._calls.get(frame["id"])
+            stream = self._streams.pop(name, None)
+            call = self._calls.get(name)
+        if stream is not None and not isinstance(value, MedusaError):
+            value = EngineError("the engine answered a request with the result of a call")
         if stream is not None:
             stream.incoming.put(value)
         elif call is not None:

@@ -1,6 +1,6 @@
 """Frames on the socket between function process and engine process: a length and a JSON object.
 
-No pickle: with pre-warmed engines the other side may belong to another user. The types of a frame are
+No pickle: with pre-warmed engines the other side may belong to another user. These are the types of frames:
 
     client → engine   generate {id, prompt, params, add_special_tokens}, cancel {id}, call {id, method, arguments}
     engine → client   hello {info}, ready, delta {…}, result {id, value}, error {id, code, message, retry_after_s}
@@ -13,18 +13,32 @@ import socket
 import struct
 from typing import Any
 
-from ..errors import EngineError
-from .base import Delta, GenerateRequest, SamplingParams, TokenLogprob
+from ..errors import EngineError, OverloadedError, RequestError, from_code
+from .base import Delta, EngineInfo, GenerateRequest, SamplingParams, TokenLogprob
 
 Frame = dict[str, Any]
 
 _LENGTH = struct.Struct("<I")
 _LARGEST_BYTES = 64 << 20
+_UNREADABLE = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
 
 
 def pack(frame: Frame) -> bytes:
     body = json.dumps(frame, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
     return _LENGTH.pack(len(body)) + body
+
+
+def unpack(body: bytes) -> Frame:
+    """The frame in ``body``, the bytes behind the length. EngineError when it is none."""
+    try:
+        frame = json.loads(body.decode("utf-8", "surrogatepass"))
+    except (ValueError, RecursionError) as error:
+        raise EngineError(f"expected a JSON object over the engine socket, found something else: {error}") from None
+    if not isinstance(frame, dict) or not isinstance(frame.get("type"), str):
+        raise EngineError("expected a frame with a type over the engine socket, found one without")
+    if not isinstance(frame.get("id", ""), str):
+        raise EngineError("expected text as the id of a frame over the engine socket, found something else")
+    return frame
 
 
 class FrameReader:
@@ -47,10 +61,7 @@ class FrameReader:
         body = self._take(length)
         if body is None:
             return None
-        frame = json.loads(body.decode("utf-8", "surrogatepass"))
-        if not isinstance(frame, dict) or not isinstance(frame.get("type"), str):
-            raise EngineError("a frame without a type came over the engine socket")
-        return frame
+        return unpack(body)
 
     def _take(self, count: int) -> bytes | None:
         while len(self._buffer) < count:
@@ -84,19 +95,23 @@ def request_to_frame(request: GenerateRequest) -> Frame:
 
 
 def request_from_frame(frame: Frame) -> GenerateRequest:
-    params = dict(frame["params"])
-    for name in ("stop", "stop_token_ids"):
-        if name in params:
-            params[name] = tuple(params[name])
-    if params.get("logit_bias"):
-        params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"].items()}
-    prompt = frame["prompt"]
-    return GenerateRequest(
-        id=frame["id"],
-        prompt=prompt if isinstance(prompt, str) else tuple(prompt),
-        params=SamplingParams(**params),
-        add_special_tokens=frame["add_special_tokens"],
-    )
+    """The request in a frame. RequestError when it has none; the values of parameters are the engine's to check."""
+    try:
+        params = dict(frame["params"])
+        for name in ("stop", "stop_token_ids"):
+            if name in params:
+                params[name] = tuple(params[name])
+        if params.get("logit_bias"):
+            params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"].items()}
+        prompt = frame["prompt"]
+        return GenerateRequest(
+            id=frame["id"],
+            prompt=prompt if isinstance(prompt, str) else tuple(prompt),
+            params=SamplingParams(**params),
+            add_special_tokens=frame["add_special_tokens"],
+        )
+    except _UNREADABLE as error:
+        raise RequestError(f"a generate frame could not be read: {error}") from None
 
 
 def delta_to_frame(delta: Delta) -> Frame:
@@ -104,6 +119,35 @@ def delta_to_frame(delta: Delta) -> Frame:
 
 
 def delta_from_frame(frame: Frame) -> Delta:
+    """The delta in a frame. EngineError when it has none."""
+    try:
+        return _delta(frame)
+    except _UNREADABLE as error:
+        raise EngineError(f"a delta frame could not be read: {error}") from None
+
+
+def info_from_frame(frame: Frame) -> EngineInfo:
+    """What a hello frame says of the engine. EngineError when it says nothing of the kind."""
+    try:
+        return EngineInfo(**{**frame["info"], "eos_token_ids": tuple(frame["info"]["eos_token_ids"])})
+    except _UNREADABLE as error:
+        raise EngineError(f"a hello frame could not be read: {error}") from None
+
+
+def answer_from_frame(frame: Frame) -> Any:
+    """The value of a result frame; of an error frame, the error itself. EngineError when it has neither."""
+    try:
+        if frame["type"] == "result":
+            return frame["value"]
+        error = from_code(frame["code"], str(frame["message"]))
+        if isinstance(error, OverloadedError):
+            error.retry_after_s = float(frame["retry_after_s"])
+        return error
+    except _UNREADABLE as error:
+        raise EngineError(f"a {frame['type']} frame could not be read: {error}") from None
+
+
+def _delta(frame: Frame) -> Delta:
     text, token_ids, logprobs, finish_reason, stop_reason, prompt_tokens, completion_tokens, error = frame["values"]
     parsed = tuple(
         TokenLogprob(token, token_text, logprob, tuple((i, t, p) for i, t, p in top))

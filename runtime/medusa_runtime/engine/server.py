@@ -95,8 +95,10 @@ class _Connection:
                 self._handle(frame)
         except OSError:
             pass  # it broke, or the engine's end has closed it
+        except MedusaError as error:
+            logger.error("engine connection dropped: %s", error)  # noqa: TRY400
         except Exception:
-            logger.exception("engine connection dropped: its client sent something unreadable")
+            logger.exception("engine connection dropped")
         finally:
             running = tuple(self._running)
             self._running.clear()
@@ -106,7 +108,7 @@ class _Connection:
             self._on_close(self)
 
     def _handle(self, frame: frames.Frame) -> None:
-        kind, request_id = frame["type"], frame.get("id")
+        kind, request_id = frame["type"], frame.get("id", "")
         try:
             if kind == "generate":
                 request = frames.request_from_frame(frame)
@@ -126,11 +128,11 @@ class _Connection:
                 raise RequestError(f"the engine knows no frame {kind!r}")
         except MedusaError as error:
             self._refuse(request_id, error)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             self._refuse(request_id, RequestError(f"a {kind!r} frame could not be read: {error}"))
 
     def _call(self, frame: frames.Frame) -> None:
-        method, request_id = frame["method"], frame["id"]
+        method, request_id = frame["method"], frame.get("id", "")
         try:
             if not hasattr(self._engine, method):
                 raise RequestError(
@@ -141,7 +143,7 @@ class _Connection:
             self.send({"type": "result", "id": request_id, "value": value})
         except MedusaError as error:
             self._refuse(request_id, error)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             self._refuse(request_id, RequestError(f"a call of {method} could not be read: {error}"))
 
     def _add_long(self, request: GenerateRequest) -> None:

@@ -147,8 +147,9 @@ def owner_gates(module: nn.Module, timeline: Timeline | None) -> list[Gate]:
     """Gates for every module that has tensors of its own: for modules of which nothing else is known.
 
     One with children and nothing but parameters has no hook: its forward goes on until it uses one
-    (``PendingParameter``). Where there are buffers the call waits, since a buffer has a value already.
-    Attention of PyTorch's own computes in another way, and to other last bits, when a weight of a part is no plain parameter: it waits for its parts.
+    (``PendingParameter``). Where there are buffers the call waits, since a buffer has a value already. Attention of
+    PyTorch's own computes in another way, and to other last bits, when a weight of a part is no plain parameter: it
+    waits for its parts.
     """
     found: list[Gate] = []
     for name, owner in module.named_modules():

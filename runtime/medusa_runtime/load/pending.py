@@ -110,7 +110,7 @@ def refuse_tracing() -> None:
 
 def _is_tracing() -> bool:
     # torch.jit.is_tracing would execute all that a lean import has deferred.
-    return torch.jit.is_tracing() if _tracing_state is None else _tracing_state() is not None
+    return bool(torch.jit.is_tracing()) if _tracing_state is None else _tracing_state() is not None
 
 
 def too_early(what: str) -> WeightsError:

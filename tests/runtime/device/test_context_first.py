@@ -35,6 +35,7 @@ from functools import partial
 from medusa_runtime import zygote
 from medusa_runtime.config import Settings
 from medusa_runtime.device.context import DeviceContext
+from medusa_runtime.liveness import Heartbeats
 from medusa_runtime.process import ReportPipe
 from medusa_runtime.timeline import Timeline
 from medusa_runtime.region.reader import Region
@@ -46,7 +47,8 @@ zygote._ENGINES["torch"] = "engine_on_a_fake_gpu:Engine"
 listener = socket.socket(socket.AF_UNIX)
 listener.bind(path)
 listener.listen()
-sys.exit(zygote.Zygote(listener, Region.create(), Settings(), Timeline(timeline, "zygote"), ReportPipe()).run())
+process = {"timeline": Timeline(timeline, "zygote"), "reports": ReportPipe(), "heartbeats": Heartbeats()}
+sys.exit(zygote.Zygote(listener, Region.create(), Settings(), **process).run())
 """
 
 

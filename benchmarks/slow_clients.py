@@ -1,0 +1,222 @@
+"""Real clients beside a thousand that send their requests a byte a second, and the memory of unfinished bodies.
+
+    python -m benchmarks.slow_clients --json out/slow_clients.json
+
+Serves a small JSON function. Sixteen clients ask it, with and without the slow ones in turn. The slow ones are of four
+kinds, in equal parts: they never finish a head, a small body, a large body, or a chunked one; one that is refused or
+ended comes again after a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import multiprocessing
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+from medusa_adapters.bench.result import Result, Target, targets_table
+
+_FUNCTION = 'def handle(request):\n    return {"bytes": len(request.body)}\n'
+_BODY = b'{"name": "you"}'
+_HEAD = b"POST / HTTP/1.1\r\nHost: slow\r\nContent-Type: application/json\r\n"
+SLOW = (
+    _HEAD,
+    _HEAD + b"Content-Length: 2000\r\n\r\n{",
+    _HEAD + b"Content-Length: 30000000\r\n\r\n{",
+    _HEAD + b"Transfer-Encoding: chunked\r\n\r\n1000000\r\n{",
+)
+_BETWEEN_S = 0.05
+_LARGEST_MB, _BUDGET_MB, _UNFINISHED = 32, 256, 64
+_MOST_TIMES = 2.0
+
+
+@contextlib.contextmanager
+def serving(*arguments: str) -> Iterator[tuple[int, int]]:
+    """A `medusa serve` that is ready: its port, and its worker's process id."""
+    with tempfile.TemporaryDirectory(prefix="m") as folder:
+        handler = Path(folder, "handler.py")
+        handler.write_text(_FUNCTION)
+        command = [sys.executable, "-m", "medusa_adapters.cli.main", "serve", "--host", "127.0.0.1", "--port", "0"]
+        command += ["--handler", f"{handler}:handle", "--log-level", "warning", *arguments]
+        environ = os.environ | {"PYTHONUNBUFFERED": "1", "TMPDIR": folder}
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
+        try:
+            assert process.stdout is not None
+            port = int(next(line for line in process.stdout if line.startswith("listening")).rpartition(":")[2])
+            threading.Thread(target=process.stdout.read, daemon=True).start()
+            while _ask(port, "GET", "/readyz") != 200:
+                time.sleep(0.05)
+            yield port, _worker(process.pid)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait()
+
+
+def _worker(pid: int) -> int:
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        if Path(f"/proc/{child}/comm").read_text().strip() == "worker":
+            return int(child)
+        if found := _worker(int(child)):
+            return found
+    return 0
+
+
+def _ask(port: int, method: str, path: str) -> int:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+        connection.request(method, path)
+        return connection.getresponse().status
+
+
+def be_slow(port: int, count: int, begun: Event, ended: Event) -> None:
+    """In a process of its own: ``count`` clients, each of which sends a byte a second."""
+    clients: dict[int, socket.socket] = {}
+    while not ended.is_set():
+        began = time.monotonic()
+        for number in range(count):
+            try:
+                if number not in clients:
+                    clients[number] = socket.create_connection(("127.0.0.1", port), timeout=5)
+                    clients[number].setblocking(False)
+                    clients[number].sendall(SLOW[number % len(SLOW)])
+                else:
+                    clients[number].sendall(b"x")
+                    if _refused(clients[number]):
+                        clients.pop(number).close()
+            except OSError:
+                if number in clients:
+                    clients.pop(number).close()
+        begun.set()
+        time.sleep(max(0.0, began + 1.0 - time.monotonic()))
+    for client in clients.values():
+        client.close()
+
+
+def _refused(client: socket.socket) -> bool:
+    try:
+        client.recv(65536)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def slow_clients(port: int, count: int) -> Iterator[None]:
+    """They are there, and have been for a moment, until the end of the block."""
+    begun, ended = multiprocessing.Event(), multiprocessing.Event()
+    process = multiprocessing.Process(target=be_slow, args=(port, count, begun, ended))
+    process.start()
+    try:
+        begun.wait(60)
+        time.sleep(2.0)
+        yield
+    finally:
+        ended.set()
+        process.join()
+
+
+def ask_for(port: int, clients: int, seconds: float) -> list[float]:
+    """Seconds of each request of so many clients, each with a connection of its own and a pause between requests."""
+    took: list[float] = []
+    end = time.monotonic() + seconds
+
+    def ask(number: int) -> None:
+        time.sleep(_BETWEEN_S * number / clients)
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+            while time.monotonic() < end:
+                began = time.monotonic()
+                connection.request("POST", "/", _BODY, {"Content-Type": "application/json"})
+                response = connection.getresponse()
+                response.read()
+                assert response.status == 200, response.status
+                took.append(time.monotonic() - began)
+                time.sleep(max(0.0, began + _BETWEEN_S - time.monotonic()))
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return took
+
+
+def p99(took: list[float]) -> float:
+    return statistics.quantiles(took, n=100)[98]
+
+
+def unfinished_bodies(port: int, worker: int, count: int, size_bytes: int) -> float:
+    """MB by which the worker grows under so many bodies of which all but the last byte is offered."""
+    ask_for(port, 4, 0.5)
+    before = _resident_mb(worker)
+    head = _HEAD + f"Content-Length: {size_bytes}\r\n\r\n".encode()
+    piece = bytes(1 << 20)
+    clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(count)]
+    left = dict.fromkeys(clients, size_bytes - 1)
+    most = 0.0
+    try:
+        for client in clients:
+            client.sendall(head)
+            client.setblocking(False)
+        end = time.monotonic() + 15
+        while time.monotonic() < end:
+            for client in clients:
+                with contextlib.suppress(OSError):
+                    left[client] -= client.send(piece[: left[client]]) if left[client] else 0
+            most = max(most, _resident_mb(worker) - before)
+    finally:
+        for client in clients:
+            client.close()
+    return most
+
+
+def _resident_mb(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slow", type=int, default=1000)
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each turn")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    alone: list[float] = []
+    beside: list[float] = []
+    with serving() as (port, _):
+        ask_for(port, arguments.clients, 1.0)
+        for _turn in range(arguments.turns):
+            alone.append(p99(ask_for(port, arguments.clients, arguments.seconds)) * 1e3)
+            with slow_clients(port, arguments.slow):
+                beside.append(p99(ask_for(port, arguments.clients, arguments.seconds)) * 1e3)
+            time.sleep(3.0)  # what was read of large bodies is given back
+    with serving("--max-body-mb", str(_LARGEST_MB), "--body-memory-mb", str(_BUDGET_MB)) as (port, worker):
+        grown_mb = unfinished_bodies(port, worker, _UNFINISHED, _LARGEST_MB * 1_000_000)
+    result = Result()
+    result.add(f"{arguments.clients} clients", "p99 alone", "ms", alone)
+    result.add(f"{arguments.clients} clients", f"p99 beside {arguments.slow} slow ones", "ms", beside)
+    result.add(f"{_UNFINISHED} unfinished bodies of {_LARGEST_MB} MB", "growth of the worker", "MB", [grown_mb])
+    times = statistics.median(beside) / statistics.median(alone)
+    targets = [
+        Target(f"p99 beside {arguments.slow} slow clients, times that without", times, _MOST_TIMES, at_least=False),
+        Target("MB of the worker under unfinished bodies", grown_mb, _BUDGET_MB, at_least=False),
+    ]
+    print(result.table(), targets_table(targets), sep="\n\n")
+    if arguments.json is not None:
+        result.write(arguments.json)
+    return 0 if all(target.met for target in targets) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""How much memory request bodies may take in sum. A body is granted its memory before it is read.
+
+A small body arrives in the kernel's buffer as a whole (whole_requests.py) and is not counted. Others wait their turn,
+and are refused with 503 after a while. While one waits, clients that send too slowly lose their place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ..faults import ApiError, retry_after
+
+GRANT = "medusa.grant"  # the key in a WSGI environ of this request's Grant
+# What is taken beside a body while it is read: an eighth of it by Python, and gunicorn's copies of the last pieces.
+_GROWTH, _COPIES, _COPIED_BYTES = 8, 4, 8 << 20
+_CHUNKED_BYTES = 1 << 20  # the step by which a body of unknown size grows
+_PATIENCE_S = 10.0
+_LOOK_S = 0.05
+_GRACE_S, _SLOW_BYTES_PER_S = 2.0, 256e3  # a client that is slower may be ended for the sake of those that wait
+
+
+class _Waiting(NamedTuple):
+    grant: Grant
+    needed_bytes: int
+    turn: threading.Event
+
+
+class BodyBudget:
+    """``readers`` bodies at most are read at a time, and half as many wait: each holds a thread meanwhile."""
+
+    def __init__(self, total_bytes: int, readers: int, tell_full: Callable[[bool], None]) -> None:
+        """``tell_full`` is called when there is no place to wait any more, and when there is one again."""
+        self._total_bytes = total_bytes
+        self._most_readers = max(readers, 1)
+        self._most_waiting = max(readers // 2, 1)
+        self._lock = threading.Lock()
+        self._tell_full = tell_full
+        self._waiting: deque[_Waiting] = deque()
+        self._reading: set[Grant] = set()
+        self.used_bytes = 0
+        self.refused = 0
+
+    def begin(self, grant: Grant, size_bytes: int) -> None:
+        """Wait for room for a body. Raises ApiError 503 when there is none in time, or too many wait already."""
+        beside = size_bytes // _GROWTH + min(_COPIES * size_bytes, _COPIED_BYTES)
+        waiting = _Waiting(grant, min(size_bytes + beside, self._total_bytes), threading.Event())
+        with self._lock:
+            if len(self._waiting) >= self._most_waiting:
+                raise self._refusal(f"{len(self._waiting)} others wait already")
+            self._waiting.append(waiting)
+            self._advance()
+        if waiting.turn.wait(_PATIENCE_S):
+            return
+        with self._lock:
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+                self._advance()
+                raise self._refusal(f"none became free within {_PATIENCE_S:g} s")
+
+    def _advance(self) -> None:
+        """Give those that wait their turn, first come, first served."""
+        while self._waiting and len(self._reading) < self._most_readers and self._fits(self._waiting[0].needed_bytes):
+            grant, needed, turn = self._waiting.popleft()
+            grant.began, grant.granted_bytes = time.monotonic(), needed
+            self.used_bytes += needed
+            self._reading.add(grant)
+            turn.set()
+        self._tell_full(len(self._waiting) >= self._most_waiting)
+
+    def grow(self, grant: Grant, more_bytes: int) -> None:
+        """Room for more of a body of unknown size, if need be soon. Raises ApiError 503."""
+        end = time.monotonic() + _PATIENCE_S
+        while True:
+            with self._lock:
+                if grant.granted_bytes >= self._total_bytes:
+                    return
+                if self._fits(more_bytes):
+                    grant.granted_bytes += more_bytes
+                    self.used_bytes += more_bytes
+                    return
+                if time.monotonic() >= end:
+                    raise self._refusal(f"none became free within {_PATIENCE_S:g} s")
+            time.sleep(_LOOK_S)
+
+    def has_read(self, grant: Grant) -> None:
+        """The body is there: what was held beside it is free again."""
+        with self._lock:
+            if grant in self._reading:
+                self._reading.remove(grant)
+                self._give_back(grant, max(grant.granted_bytes - grant.received_bytes, 0))
+
+    def release(self, grant: Grant) -> None:
+        """Nobody needs the body any more."""
+        with self._lock:
+            self._reading.discard(grant)
+            self._give_back(grant, grant.granted_bytes)
+
+    def _give_back(self, grant: Grant, size_bytes: int) -> None:
+        if size_bytes:
+            grant.granted_bytes -= size_bytes
+            self.used_bytes -= size_bytes
+            self._advance()
+
+    def end_slow(self) -> None:
+        """End the clients that send too slowly while others wait. Call about once a second."""
+        now = time.monotonic()
+        with self._lock:
+            for grant in tuple(self._reading) if self._waiting else ():
+                age_s = now - grant.began
+                if age_s > _GRACE_S and grant.received_bytes < age_s * _SLOW_BYTES_PER_S:
+                    with contextlib.suppress(OSError):
+                        grant.connection.shutdown(socket.SHUT_RD)
+
+    def _fits(self, more_bytes: int) -> bool:
+        return self.used_bytes + more_bytes <= self._total_bytes
+
+    def _refusal(self, why: str) -> ApiError:
+        self.refused += 1
+        message = (
+            f"the memory for request bodies ({self._total_bytes // 1_000_000} MB) is taken: {why}; try again later"
+        )
+        return ApiError(503, message, code="body_memory", headers=retry_after(1.0))
+
+
+class Grant:
+    """One request's share of the budget."""
+
+    def __init__(self, budget: BodyBudget, connection: socket.socket) -> None:
+        self.connection = connection
+        self.began = 0.0
+        self.granted_bytes = self.received_bytes = 0
+        self._budget = budget
+        self._room_bytes: int | None = None  # None: the size is known, and granted
+
+    def begin(self, size_bytes: int | None) -> None:
+        """Call before a body is read that is not there yet; its size is None when it comes in chunks.
+
+        Raises ApiError 503.
+        """
+        if size_bytes is None:
+            self._room_bytes = _CHUNKED_BYTES
+        self._budget.begin(self, _CHUNKED_BYTES if size_bytes is None else size_bytes)
+
+    def received(self, count: int) -> None:
+        """So many bytes have come. Raises ApiError 503 when there is no room for those that follow."""
+        self.received_bytes += count
+        while self._room_bytes is not None and self.received_bytes >= self._room_bytes:
+            step = self._room_bytes  # twice as much, so that a large body does not ask too often
+            self._budget.grow(self, step)
+            self._room_bytes += step
+
+    def end(self) -> None:
+        """The body has been read, or never will be."""
+        self._budget.has_read(self)
+
+    def release(self) -> None:
+        """Nobody needs the body any more."""
+        self._budget.release(self)
+
+
+__all__ = ["GRANT", "BodyBudget", "Grant"]

@@ -1,0 +1,204 @@
+"""Whether the processes of an instance still run: their heartbeats, and what the kernel says about a silent one.
+
+Every process enters itself into a page of shared memory and renews the time of its last heartbeat there. A late
+heartbeat alone proves nothing: the process may be waiting for a CPU, importing, or running user code that holds the
+interpreter's lock. So a silent process is judged by /proc as well. It counts as hung when
+
+- the kernel has stopped it (SIGSTOP or job control; not a debugger) for STOPPED_S, or
+- for SILENT_S it gave no heartbeat, used no CPU time and had no thread that wants a CPU: a deadlock.
+
+Time is counted from look to look, and each look counts for a second at most. So neither a suspended machine nor a
+paused container, which stop the watcher too, make anyone look hung.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from enum import Enum
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.5  # between two looks, and between two heartbeats
+STOPPED_S = 1.5
+SUSPECT_SILENT_S, SILENT_S = 10.0, 60.0
+_LONGEST_LOOK_S = 1.0
+ROLES = ("supervisor", "function", "worker", "zygote", "engine", "prefetcher")
+_PID, _BEAT_NS, _RESTARTS, _HUNG = range(4)
+_ROW = 4  # words
+
+
+class Heartbeats:
+    """One page that the processes of an instance share. Made before they are forked; every store is one word."""
+
+    def __init__(self) -> None:
+        self._words = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("Q")
+
+    def enter(self, role: str) -> None:
+        """Become the process of this role. Counts as a restart when another process had it before."""
+        row = ROLES.index(role) * _ROW
+        if self._words[row + _PID] not in (0, os.getpid()):
+            self._words[row + _RESTARTS] += 1
+        self._words[row + _PID] = os.getpid()
+        self._words[row + _HUNG] = 0
+        self.beat(role)
+
+    def beat(self, role: str) -> None:
+        self._words[ROLES.index(role) * _ROW + _BEAT_NS] = time.monotonic_ns()
+
+    def keep(self, role: str) -> None:
+        """Enter this process and beat from a thread of its own, until the process ends or enters again."""
+        self.enter(role)
+        threading.Thread(target=self._keep, args=(role, os.getpid()), name="heartbeat", daemon=True).start()
+
+    def _keep(self, role: str, pid: int) -> None:
+        while self.pid(role) == pid:
+            self.beat(role)
+            time.sleep(LOOK_S)
+
+    def leave(self, role: str) -> None:
+        """The process of this role has ended as it should: nobody watches it any more."""
+        self._words[ROLES.index(role) * _ROW + _PID] = 0
+
+    def pid(self, role: str) -> int:
+        """The process of this role; 0 while there is none in this instance."""
+        return self._words[ROLES.index(role) * _ROW + _PID]
+
+    def beat_ns(self, role: str) -> int:
+        return self._words[ROLES.index(role) * _ROW + _BEAT_NS]
+
+    def age_s(self, role: str) -> float:
+        """Seconds since the last heartbeat."""
+        return max(time.monotonic_ns() - self.beat_ns(role), 0) / 1e9
+
+    def restarts(self, role: str) -> int:
+        return self._words[ROLES.index(role) * _ROW + _RESTARTS]
+
+    def mark_hung(self, role: str, hung: bool) -> None:
+        """Let probes name this process, or stop naming it."""
+        self._words[ROLES.index(role) * _ROW + _HUNG] = hung
+
+    def hung(self) -> list[str]:
+        """The roles whose processes do not run at present."""
+        return [role for number, role in enumerate(ROLES) if self._words[number * _ROW + _HUNG]]
+
+
+class Verdict(Enum):
+    ALIVE = "alive"
+    SUSPECT = "suspect"  # it does not run; it may go on in a moment
+    HUNG = "hung"
+
+
+class Watch:
+    """Judges one process, a look at a time.
+
+    ``parent`` guards against a process id that another process got meanwhile; 0: any, and it is never killed.
+    """
+
+    def __init__(self, pid: int, parent: int, beat_ns: Callable[[], int]) -> None:
+        self.pid = pid
+        self.reason = ""
+        self._parent = parent
+        self._beat_ns = beat_ns
+        self._seen: tuple[int, int] | None = None  # the last heartbeat, and the ticks of CPU time used
+        self._looked = time.monotonic()
+        self._stopped_looks = 0
+        self._stopped_s = self._silent_s = 0.0
+
+    def look(self) -> Verdict:
+        now = time.monotonic()
+        passed_s, self._looked = min(now - self._looked, _LONGEST_LOOK_S), now
+        stat = _stat(self.pid)
+        if stat is None or self._parent not in (0, int(stat[1])):
+            return Verdict.ALIVE  # it has ended: whoever waits for it replaces it
+        if stat[0] == b"T":
+            return self._stopped(passed_s)
+        self._stopped_looks, self._stopped_s = 0, 0.0
+        seen = self._beat_ns(), int(stat[11]) + int(stat[12])
+        if seen != self._seen or stat[0] in b"tZX" or _wants_cpu(self.pid):
+            self._seen, self._silent_s = seen, 0.0
+            return Verdict.ALIVE
+        self._silent_s += passed_s
+        self.reason = f"it gave no sign of life and used no CPU for {self._silent_s:.0f} s"
+        if self._silent_s >= SILENT_S:
+            return Verdict.HUNG
+        return Verdict.SUSPECT if self._silent_s >= SUSPECT_SILENT_S else Verdict.ALIVE
+
+    def _stopped(self, passed_s: float) -> Verdict:
+        self._stopped_looks += 1
+        if self._stopped_looks > 1:
+            self._stopped_s += passed_s
+        self.reason = f"it has been stopped (SIGSTOP) for {self._stopped_s:.1f} s"
+        if self._stopped_s >= STOPPED_S:
+            return Verdict.HUNG
+        return Verdict.SUSPECT if self._stopped_looks > 1 else Verdict.ALIVE
+
+    def kill(self) -> None:
+        """SIGKILL, unless it has ended already."""
+        stat = _stat(self.pid)
+        if stat is not None and int(stat[1]) == self._parent:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+class Watchdog:
+    """Watches processes by role, marks those that do not run, and kills hung ones so that they are replaced."""
+
+    def __init__(self, heartbeats: Heartbeats) -> None:
+        self._heartbeats = heartbeats
+        self._watches: dict[str, Watch] = {}
+        self._next = 0.0
+
+    def look(self, role: str, pid: int, parent: int) -> None:
+        """Call about every LOOK_S for each role, with the process that has it now; 0 for none."""
+        watch = self._watches.get(role)
+        if watch is None or watch.pid != pid:
+            if pid:
+                self._watches[role] = Watch(pid, parent, lambda: self._heartbeats.beat_ns(role))
+            elif watch is not None:
+                del self._watches[role]
+            if watch is not None:
+                self._heartbeats.mark_hung(role, False)
+            return
+        verdict = watch.look()
+        self._heartbeats.mark_hung(role, verdict is not Verdict.ALIVE)
+        if verdict is Verdict.HUNG and parent:
+            logger.error("the %s process (%d) hangs: %s; killing it", role, pid, watch.reason)
+            watch.kill()
+
+    def due(self) -> bool:
+        """Whether LOOK_S have passed since this was last true."""
+        now = time.monotonic()
+        if now < self._next:
+            return False
+        self._next = now + LOOK_S * 0.9
+        return True
+
+
+def _stat(pid: int) -> list[bytes] | None:
+    """The fields of /proc/PID/stat behind the name, state first; None when it cannot be read."""
+    return _fields(f"/proc/{pid}/stat")
+
+
+def _wants_cpu(pid: int) -> bool:
+    """Whether any of its threads is running or waits for a CPU."""
+    try:
+        tasks = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return False
+    return any((stat := _fields(f"/proc/{pid}/task/{task}/stat")) is not None and stat[0] == b"R" for task in tasks)
+
+
+def _fields(path: str) -> list[bytes] | None:
+    try:
+        with open(path, "rb") as stat:
+            return stat.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+
+
+__all__ = ["LOOK_S", "ROLES", "Heartbeats", "Verdict", "Watch", "Watchdog"]

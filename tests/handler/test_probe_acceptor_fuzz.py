@@ -1,0 +1,158 @@
+"""Whatever bytes a connection begins with: the door waits, answers, refuses or passes the connection on untouched."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fuzzing import fuzz
+from hypothesis import strategies as st
+from medusa_handler.platform import Platform
+from medusa_handler.probes import Probes
+from medusa_handler.server.probe_acceptor import ProbeAcceptor
+from medusa_handler.server.whole_requests import HEAD_BYTES, SMALL_BODY_BYTES, Sent, judge
+from medusa_runtime.config import Settings
+from medusa_runtime.liveness import Heartbeats
+
+PROBE = b"GET /livez HTTP/1.1\r\nHost: a\r\n\r\n"
+SEEDS = [
+    PROBE,
+    b"HEAD /readyz?x=1 HTTP/1.0\r\nAccept: */*\r\n\r\n",
+    b"GET /v1/models HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n",
+    b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n\r\nbody",
+    b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nContent-Length: 2\r\n\r\n2\r\nab\r\n0\r\n\r\n",
+    b"POST / HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 4\r\n\r\n",
+    PROBE + PROBE,
+]
+PIECES = st.sampled_from(
+    [
+        *(b"GET ", b"HEAD ", b"POST ", b"/livez", b"/readyz", b"/", b"?a=b", b" HTTP/1.1", b" HTTP/1.0", b"\r\n"),
+        *(b"\r\n\r\n", b"\n", b"Host: a", b"Content-Length: ", b"content-length:", b"0", b"4", b"16384", b"99999999"),
+        *(b"Transfer-Encoding: chunked", b"Expect: 100-continue", b"Connection: close", b"X: y", b" ", b"\t", b"\x00"),
+        *(b"body", b"\xff", b":", b"Upgrade: h2c"),
+    ]
+)
+REQUESTS = st.lists(PIECES, max_size=14).map(b"".join)
+
+
+@pytest.fixture
+def door() -> Iterator[ProbeAcceptor]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    probes = Probes(Settings(), Platform(), None, Heartbeats())
+    made = ProbeAcceptor(listener, probes, read_timeout_s=5.0, tick=lambda: None)
+    yield made
+    made._selector.close()
+    made.entrance.keep_reading_end()
+    made.entrance.close()
+    listener.close()
+
+
+@pytest.mark.timeout(3000)
+def test_no_bytes_break_the_door(door: ProbeAcceptor) -> None:
+    client, served = _pair(door)
+    port = served.getsockname()[1]
+
+    def check(data: bytes) -> None:
+        nonlocal client, served
+        data = data[: 1 << 15]
+        if data:
+            client.sendall(data)
+        while data and len(served.recv(1 << 16, socket.MSG_PEEK)) < len(data):
+            pass
+        door._look(served)
+        expected = judge(data) if data else Sent.NOTHING
+        if served in door._held:
+            kept = _is_probe(data)
+            assert kept or expected in (Sent.PART, Sent.NOTHING)
+            door._forget(served)
+        elif door._waiting:
+            assert expected in (Sent.WHOLE, Sent.HEAD)
+            assert door._waiting.pop() is served
+            assert served.recv(1 << 16) == data  # the worker finds all of it
+        answered = b""
+        client.setblocking(False)
+        try:
+            answered = client.recv(1 << 16)
+        except BlockingIOError:
+            pass
+        client.setblocking(True)
+        if answered:
+            assert answered.startswith(b"HTTP/1.1 ")
+            assert _is_probe(data) or expected in (Sent.TOO_LARGE, Sent.NO_HTTP)
+        client.close()
+        served.close()
+        client, served = _pair(door)
+        assert served.getsockname()[1] == port
+
+    try:
+        fuzz(st.one_of(REQUESTS, st.binary(max_size=64)), check, SEEDS)
+    finally:
+        client.close()
+        served.close()
+
+
+def _pair(door: ProbeAcceptor) -> tuple[socket.socket, socket.socket]:
+    client = socket.socket()
+    # An end of stream that leaves nothing behind: a hundred thousand connections would take all ports for a minute.
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
+    client.connect(door._listener.getsockname())
+    served = door._listener.accept()[0]
+    served.setblocking(False)
+    return client, served
+
+
+def _is_probe(data: bytes) -> bool:
+    """Read another way than the door does: a GET or HEAD of a probe's path, without a body, and nothing behind it."""
+    head, end, behind = data.partition(b"\r\n\r\n")
+    line, *fields = head.split(b"\r\n")
+    words = line.split(b" ")
+    if not end or behind or len(words) != 3 or words[0] not in (b"GET", b"HEAD"):
+        return False
+    names = [field.partition(b":")[0].strip().lower() for field in fields]
+    if any(name in (b"content-length", b"transfer-encoding", b"expect", b"upgrade") for name in names):
+        return False
+    return words[1].partition(b"?")[0] in (b"/livez", b"/readyz", b"/startupz")
+
+
+@pytest.mark.timeout(3000)
+def test_judging_agrees_with_itself_however_the_bytes_come() -> None:
+    """A request is whole when its last byte has come, and not before: no prefix of one that waits is whole."""
+
+    def check(data: bytes) -> None:
+        whole = judge(data)
+        if whole is Sent.PART:
+            for at in range(1, len(data)):
+                assert judge(data[:at]) in (Sent.PART, Sent.NO_HTTP), data[:at]
+        found = re.search(rb"\r\n\r\n", data)
+        if found and whole is Sent.WHOLE:
+            assert judge(data[: found.start() + 3]) is not Sent.WHOLE
+
+    fuzz(REQUESTS, check, SEEDS)
+
+
+def test_the_bounds_of_what_is_waited_for() -> None:
+    def post(*fields: bytes, body: bytes = b"") -> bytes:
+        return b"\r\n".join((b"POST / HTTP/1.1", b"Host: a", *fields, b"", b"")) + body
+
+    cases: list[tuple[bytes, Any]] = [
+        (b"", Sent.PART),
+        (b"GET", Sent.PART),
+        (b"\r\nGET / HTTP/1.1", Sent.PART),
+        (b"GET / HTTP/1.1\r\n" + b"a" * HEAD_BYTES, Sent.TOO_LARGE),
+        (b"\x16\x03\x01", Sent.NO_HTTP),
+        (post(), Sent.WHOLE),
+        (post(b"Content-Length: 3", body=b"ab"), Sent.PART),
+        (post(b"Content-Length: 3", body=b"abc"), Sent.WHOLE),
+        (post(b"content-length:003", body=b"ab"), Sent.PART),
+        (post(f"Content-Length: {SMALL_BODY_BYTES}".encode()), Sent.PART),
+        (post(f"Content-Length: {SMALL_BODY_BYTES + 1}".encode()), Sent.HEAD),
+        (post(b"Content-Length: 3", b"Content-Length: 3"), Sent.HEAD),
+        (post(b"Content-Length: three"), Sent.HEAD),
+        (post(b"Transfer-Encoding: chunked"), Sent.HEAD),
+        (post(b"Expect: 100-continue", b"Content-Length: 3"), Sent.HEAD),
+    ]
+    for data, expected in cases:
+        assert judge(data) is expected, data[:80]
