@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from medusa_runtime.models import resnet, vgg
 from medusa_runtime.models.base import ModelConfig
 from medusa_runtime.models.bert import Bert, BertConfig, BertLayer, Dense, Embeddings
 from medusa_runtime.models.causal import CausalAttention
 from medusa_runtime.models.registry import family
 from torch import Tensor, nn
 
+from benchmarks.cicada import resnet, vgg
 from benchmarks.shapes import SHAPES, Shape
 
 IMAGE = 224
