@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ..config import Settings, require_handler
 from ..errors import CorruptError, MismatchError, ModelError
 from .fields import Fields
-from .registry import ARCHITECTURES, architecture_of, is_encoder, unsupported
+from .registry import ARCHITECTURES, architecture_of, is_encoder, model_config, unsupported
 
 ReadFile = Callable[[str], bytes | None]
 
@@ -54,7 +54,7 @@ def backend(read: ReadFile, settings: Settings) -> Backend:
         return Backend("vllm", architecture)
     if architecture not in ARCHITECTURES:
         raise unsupported(architecture)
-    refuse_quantized(Fields(config))
+    Fields(config).refuse_quantized()
     return Backend("decoder", architecture)
 
 
@@ -63,23 +63,12 @@ def verify(read: ReadFile, settings: Settings) -> Backend:
     found = backend(read, settings)
     config = read_object(read, "config.json") or {}
     if found.kind == "decoder":
-        from .base import ModelConfig
-
-        ModelConfig.from_hf(config)
+        model_config(config)
     elif found.kind == "encoder":
         from .bert import BertConfig
 
         BertConfig.from_hf(config)
     return found
-
-
-def refuse_quantized(fields: Fields) -> None:
-    if fields.get("quantization_config") is not None:
-        raise fields.error(
-            "quantization_config",
-            "absent (the torch engine runs no quantized weights, --engine vllm does)",
-            fields.raw["quantization_config"],
-        )
 
 
 def no_config() -> MismatchError:
@@ -103,4 +92,4 @@ def read_object(read: ReadFile, name: str) -> dict[str, Any] | None:
     return dict(parsed)
 
 
-__all__ = ["Backend", "backend", "no_config", "read_object", "refuse_quantized", "verify"]
+__all__ = ["Backend", "backend", "no_config", "read_object", "verify"]

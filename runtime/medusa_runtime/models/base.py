@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
-from medusa_runtime.models.backend import refuse_quantized
 from medusa_runtime.models.fields import Fields
-from medusa_runtime.models.registry import architecture_of, family
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -49,17 +46,9 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     windows: tuple[int | None, ...]
 
-    @staticmethod
-    def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-        """The config of a checkpoint's parsed config.json.
-
-        Raises ModelError (an architecture or feature we do not have) and ConfigError (a key is missing or wrong).
-        """
-        architecture = architecture_of(raw)
-        return family(architecture).config_class.read(architecture, Fields(raw))
-
     @classmethod
     def read(cls, architecture: str, fields: Fields) -> Self:
+        """The configuration of this family that ``fields`` describe; see ``registry.model_config``."""
         raise NotImplementedError
 
     @staticmethod
@@ -72,7 +61,7 @@ class ModelConfig:
         kv_heads = kv_heads or fields.count("num_key_value_heads", default=heads)
         if heads % kv_heads:
             raise fields.error("num_key_value_heads", f"a divisor of the {heads} attention heads", kv_heads)
-        refuse_quantized(fields)
+        fields.refuse_quantized()
         layers = fields.count("num_hidden_layers", "n_layer")
         dtype = "dtype" if fields.get("dtype") is not None else "torch_dtype"
         return {

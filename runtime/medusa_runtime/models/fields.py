@@ -54,6 +54,15 @@ class Fields:
             raise self.error(name, "a token id or a list of them", value)
         return found
 
+    def refuse_quantized(self) -> None:
+        """ConfigError for quantized weights, which the torch engine does not run."""
+        if self.get("quantization_config") is not None:
+            raise self.error(
+                "quantization_config",
+                "absent (the torch engine runs no quantized weights, --engine vllm does)",
+                self.raw["quantization_config"],
+            )
+
     def error(self, name: str, expected: str, found: Any) -> ConfigError:
         shown = "nothing" if found is _MISSING else repr(found)
         return ConfigError(f"{self.where}: expected {name} to be {expected}, found {shown}")

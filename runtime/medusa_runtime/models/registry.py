@@ -7,9 +7,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from medusa_runtime.errors import ModelError
+from medusa_runtime.models.fields import Fields
 
 if TYPE_CHECKING:
-    from medusa_runtime.models.base import DecoderModel
+    from medusa_runtime.models.base import DecoderModel, ModelConfig
 
 # Yi's checkpoints say LlamaForCausalLM; RWForCausalLM is what Falcon's first ones said.
 ARCHITECTURES: dict[str, str] = {
@@ -41,6 +42,15 @@ def family(architecture: str) -> type[DecoderModel]:
     module, _, name = ARCHITECTURES[architecture].partition(":")
     found: type[DecoderModel] = getattr(import_module(f"medusa_runtime.models.{module}"), name)
     return found
+
+
+def model_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """The configuration of the decoder that a checkpoint's parsed config.json describes. Imports torch.
+
+    Raises ModelError (an architecture or feature we do not have) and ConfigError (a key is missing or wrong).
+    """
+    architecture = architecture_of(raw)
+    return family(architecture).config_class.read(architecture, Fields(raw))
 
 
 def unsupported(architecture: str) -> ModelError:
