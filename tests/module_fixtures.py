@@ -10,6 +10,7 @@ import pytest
 import torch
 from medusa_runtime.config import Settings
 from medusa_runtime.fetch.prefetcher import prefetch
+from medusa_runtime.load.applier import Applier
 from medusa_runtime.load.loader import Loader
 from medusa_runtime.load.skeleton import skeleton
 from medusa_runtime.region.reader import Region
@@ -31,7 +32,7 @@ def filled() -> Iterator[Filled]:
             with skeleton():
                 module = factory().eval()
             assert all(parameter.is_meta for parameter in module.parameters())
-            with Loader(region, module, dtype=None) as loader:
+            with Loader(region, Applier(module)) as loader:
                 loader.wait()
             return module
 
