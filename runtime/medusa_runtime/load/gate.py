@@ -128,7 +128,7 @@ def gates(module: nn.Module, timeline: Timeline | None) -> list[Gate]:
     """Gates for the units of a model of ours: the modules that it calls one by one in a forward.
 
     A module with a list of modules somewhere inside is taken apart; one that has none is a unit, such as a decoder
-    layer. A unit may use the tensors of its own submodules in any way. Those of another unit it only gets by calling it.
+    layer. A unit may use the tensors of its own submodules in any way, and those of another unit only by calling it.
     """
     return [Gate(name, unit, owners, timeline) for name, unit, owners in _units("", module, True)]
 

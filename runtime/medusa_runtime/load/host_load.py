@@ -17,7 +17,7 @@ _POLL_S = 0.01  # how long to wait for the next tensor before looking whether ot
 class HostLoad:
     """Applies a backlog's tensors to a module in the host's memory.
 
-    With ``release`` the region's bytes of what had to be copied are dropped, so that nobody can load them a second time.
+    With ``release`` the region's bytes of each copied tensor are dropped, so that nobody can load them a second time.
     """
 
     def __init__(self, region: Region, applier: Applier, backlog: Backlog, *, release: bool) -> None:

@@ -139,7 +139,7 @@ def fill_in_place(tensor: Tensor, value: Tensor) -> bool:
 def refuse_tracing() -> None:
     """Raise WeightsError inside ``torch.jit.trace``, which has noted the parameters and would find other ones."""
     # torch.jit.is_tracing would execute all modules that a lean import of torch has put off.
-    tracing = torch.jit.is_tracing() if _tracing_state is None else _tracing_state() is not None
+    tracing = torch.jit.is_tracing() if _tracing_state is None else _tracing_state() is not None  # type: ignore[attr-defined,no-untyped-call]
     if tracing:
         raise too_early("torch.jit.trace")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from medusa_runtime.load.factory.load_hooks import with_load_hooks
 from medusa_runtime.load.factory.options import BuildOptions
 from medusa_runtime.load.gate import Gate, owner_gates
 from medusa_runtime.load.pending import can_be_pending, fill_in_place, make_pending, pending_value, resolve
-from medusa_runtime.load.plan import Place, Plan, places, plan
+from medusa_runtime.load.plan import Place, Plan, Rename, places, plan
 from medusa_runtime.timeline import Timeline
 
 
@@ -115,14 +114,14 @@ class FactoryApplier(Applier):
         return value.clone() if must_copy and same_memory(value, tensor) else value
 
 
-def _rename(module: nn.Module, options: BuildOptions) -> Callable[[str], str | None]:
-    own: Any = options.rename or getattr(module, "rename", None)
+def _rename(module: nn.Module, options: BuildOptions) -> Rename:
+    own: Rename | None = options.rename or getattr(module, "rename", None)
 
     def rename(name: str) -> str | None:
         if not name.startswith(options.prefix):
             return None
         bare = name[len(options.prefix) :]
-        return own(bare) if own else bare  # type: ignore[no-any-return]
+        return own(bare) if own else bare
 
     return rename
 
