@@ -1,7 +1,8 @@
-"""Python's garbage collector while a model is loaded: it looks at what the load makes, not at all that was imported.
+"""Keeping Python's garbage collector away from imported code while a model is loaded.
 
-A process with torch in it has some hundred thousand objects, which a full collection looks at one by one: a tenth of a
-second, in the middle of a cold start, and it finds nothing. Constructing a model of a hundred layers brings one about.
+A process that has imported torch has some hundred thousand objects. A full collection visits each one, which takes a
+tenth of a second in the middle of a cold start and finds nothing. Constructing a model of a hundred layers triggers
+one.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ _loads = 0
 
 
 def freeze() -> None:
-    """Leave out what is there now until ``thaw``; loads at the same time are counted."""
+    """Exempt all objects that exist now from collections until ``thaw``. Loads that overlap are counted."""
     global _loads
     with _lock:
-        if _loads or not gc.get_freeze_count():  # else the user has frozen what is there, and thaws it
+        if _loads or not gc.get_freeze_count():  # else the user has frozen objects, and will thaw them
             _loads += 1
             if _loads == 1:
                 gc.freeze()
 
 
 def thaw() -> None:
-    """The end of one load. May be called without ``freeze`` having had an effect."""
+    """End one ``freeze``; does nothing where it had no effect."""
     global _loads
     with _lock:
         if _loads:
