@@ -1,6 +1,6 @@
-"""What will run a checkpoint: the one decision that `serve`, `doctor`, `materialize` and `inspect` share.
+"""Which engine runs a checkpoint: the one decision that `serve`, `doctor`, `materialize` and `inspect` share.
 
-Deciding reads small files only and imports no torch; ``verify`` also builds the model's configuration, which does.
+It needs only small files and no torch; ``verify`` also reads the model's configuration, which imports torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ ReadFile = Callable[[str], bytes | None]
 
 
 class Backend(NamedTuple):
-    """``kind``: decoder and encoder of the torch engine, vllm, or handler, whose code runs the model itself."""
+    """What runs a checkpoint.
+
+    ``kind``: decoder or encoder of the torch engine, vllm, or handler, whose code runs the model itself.
+    """
 
     kind: str
     architecture: str = ""
@@ -32,10 +35,10 @@ class Backend(NamedTuple):
 
 
 def backend(read: ReadFile, settings: Settings) -> Backend:
-    """What runs the checkpoint whose small files ``read`` returns (None for one that it has not).
+    """What runs the checkpoint whose small files ``read`` returns (None for a file that it does not have).
 
-    Raises MismatchError without a config.json, CorruptError for one that is none, ModelError for a model that no engine
-    chosen so runs, and ConfigError when there is nothing to run it.
+    Raises MismatchError without a config.json, CorruptError for one that is not JSON, ModelError for a model that the
+    chosen engine does not run, and ConfigError for ``--engine none`` without a handler.
     """
     if settings.engine == "none":
         require_handler(settings)
@@ -59,7 +62,7 @@ def backend(read: ReadFile, settings: Settings) -> Backend:
 
 
 def verify(read: ReadFile, settings: Settings) -> Backend:
-    """Like ``backend``; also raises what the engine would say of the keys in config.json. Imports torch."""
+    """Like ``backend``; also raises the engine's errors about keys in config.json. Imports torch."""
     found = backend(read, settings)
     config = read_object(read, "config.json") or {}
     if found.kind == "decoder":
@@ -79,7 +82,7 @@ def no_config() -> MismatchError:
 
 
 def read_object(read: ReadFile, name: str) -> dict[str, Any] | None:
-    """A small file that is a JSON object; None when there is none. Raises CorruptError for another one."""
+    """The JSON object in a small file; None without the file. Raises CorruptError when it is something else."""
     data = read(name)
     if data is None:
         return None

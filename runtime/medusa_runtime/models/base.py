@@ -1,4 +1,4 @@
-"""What every decoder family offers: a config, and layers that run one by one over flat batches."""
+"""What every family of decoders has: a configuration, and layers that run one by one over flat batches."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 class Attention(Protocol):
-    """Attention over the tokens of this step and whatever came before; the cache behind it belongs to the engine.
+    """Attention over the tokens of this step and those before; the engine owns the cache behind it.
 
-    It may have an attribute ``lengths``, [tokens]: how long each token's sequence is with this step. Only dynamic rope
-    scaling asks for it.
+    It may have an attribute ``lengths`` [tokens]: how long each token's sequence is after this step. Only dynamic rope
+    scaling reads it.
     """
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
@@ -31,7 +31,10 @@ class Attention(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What an engine must know of a model; each family adds what its layers need. ``windows`` has one entry a layer."""
+    """What an engine must know about a model; each family adds what its layers need.
+
+    ``windows`` has the sliding window of each layer, or None.
+    """
 
     architecture: str
     vocab_size: int
@@ -53,7 +56,7 @@ class ModelConfig:
 
     @staticmethod
     def common(architecture: str, fields: Fields, *, tied: bool, kv_heads: int | None = None) -> dict[str, Any]:
-        """The keys that all families share; ``tied`` and ``kv_heads`` are the family's defaults."""
+        """The fields that all families share; ``tied`` and ``kv_heads`` are the family's defaults."""
         hidden = fields.count("hidden_size", "n_embed")
         heads = fields.count("num_attention_heads", "n_head")
         if fields.get("head_dim") is None and hidden % heads:
@@ -83,8 +86,8 @@ class ModelConfig:
 class DecoderModel(nn.Module):
     """A decoder-only transformer whose layers run in any range [start, stop), hidden states in and out.
 
-    Batches are flat: the new tokens of all sequences behind each other, no batch dimension, no padding. Its four kinds
-    of units (embedding, each layer, final norm, head) are always called as modules, so that a loader can gate them.
+    Batches are flat: the new tokens of all sequences one after another, without a batch dimension or padding. Its units
+    (embedding, each layer, final norm, head) are always called as modules, so that a loader can gate them.
     """
 
     config_class: ClassVar[type[ModelConfig]]
@@ -105,7 +108,7 @@ class DecoderModel(nn.Module):
         return hidden
 
     def prepare(self, hidden: Tensor, positions: Tensor, attention: Attention) -> Any:
-        """What all layers of a step share (the rope's cosines and sines); None if there is nothing."""
+        """What all layers of a step share, such as the rope's cosines and sines; None if they share nothing."""
         return None
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -28,17 +28,17 @@ def construct(factory: Callable[[], M]) -> M:
     """
     random_state = torch.get_rng_state()
     try:
-        with skeleton() as phantoms:
+        with skeleton() as mode:
             module = factory()
         problem = next(_on_meta(module), None)
-        if problem is None and phantoms.keeps_views:
+        if problem is None and mode.keeps_views:
             problem = "something is kept that was computed from one"
-        if problem is None and phantoms.drew_others:
+        if problem is None and mode.drew_others:
             problem = next(_not_stored(module), None)
-    except Exception as error:  # noqa: BLE001  one of the user's own is raised again below
+    except Exception as error:  # noqa: BLE001  the factory's own errors are raised again below
         problem = _user_line(error)
     if problem is not None:
-        # What it computed from a parameter is computed from initial values; so it would be without us.
+        # Now it computes with initial values, as it would without this runtime.
         gc.collect()
         torch.set_rng_state(random_state)
         module = factory()
@@ -70,7 +70,7 @@ def _user_line(error: BaseException) -> str:
 def _on_meta(module: nn.Module, *, stored: bool = True) -> Iterator[str]:
     """Buffers and plain attributes that were computed from a parameter, and so have no value.
 
-    Without ``stored`` only those that no checkpoint brings.
+    Without ``stored`` only those that are in no checkpoint.
     """
     if not isinstance(module, nn.Module):
         return
@@ -86,7 +86,7 @@ def _on_meta(module: nn.Module, *, stored: bool = True) -> Iterator[str]:
 
 
 def _not_stored(module: nn.Module) -> Iterator[str]:
-    """What has a value that no checkpoint replaces, and that may be a random number."""
+    """Buffers and plain attributes that are in no checkpoint, and so keep values that may be random numbers."""
     if not isinstance(module, nn.Module):
         return
     for prefix, part in module.named_modules():
