@@ -21,7 +21,7 @@ from medusa_runtime.errors import ConfigError
 MEDUSA = Path(sys.executable).with_name("medusa")
 CRD = Path(__file__).parent / "schemas" / "knative_service_crd.yaml"
 EVERYTHING = [
-    *("--model=s3://bucket/qwen", "--timeout=600", "--concurrency=16", "--cpu=2", "--memory=12Gi", "--gpu=1"),
+    *("--model=s3://bucket/qwen", "--timeout-s=600", "--max-concurrency=16", "--cpu=2", "--memory=12Gi", "--gpu=1"),
     *("--min-scale=1", "--max-scale=9", "--node-selector=nvidia.com/gpu.product=A10", "--runtime-class=nvidia"),
     *("--toleration=nvidia.com/gpu:NoSchedule", "--toleration=pool=gpu", "--service-account=reader"),
     *("--secret=aws-keys", "--env=MEDUSA_LOG_LEVEL=warning", "--node-agent", "--namespace=models"),
@@ -125,7 +125,7 @@ def test_the_check_against_the_crd_is_strict(schema: Any) -> None:
 
 def test_what_knatives_own_admission_checks() -> None:
     """Beyond the CRD (serving's fieldmask and probe validation)."""
-    _, (service,) = rendered("qwen", "--image=qwen:1", "--timeout=120")
+    _, (service,) = rendered("qwen", "--image=qwen:1", "--timeout-s=120")
     pod = service["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert container["ports"] == [{"name": "http1", "containerPort": 8080}]
@@ -289,10 +289,10 @@ def test_bad_timelines(tmp_path: Path) -> None:
         (["qwen", "--image=q", "--memory=8GB"], "--memory='8GB'"),
         (["qwen", "--image=q", "--cpu=0"], "--cpu='0'"),
         (["qwen", "--image=q", "--gpu=-1"], "--gpu=-1"),
-        (["qwen", "--image=q", "--timeout=900"], "60 to 600 seconds"),
-        (["qwen", "--image=q", "--timeout=20"], "60 to 600 seconds"),
-        (["qwen", "--image=q", "--concurrency=0"], "--concurrency=0"),
-        (["qwen", "--image=q", "--concurrency=x"], "--concurrency"),
+        (["qwen", "--image=q", "--timeout-s=900"], "60 to 600 seconds"),
+        (["qwen", "--image=q", "--timeout-s=20"], "60 to 600 seconds"),
+        (["qwen", "--image=q", "--max-concurrency=0"], "--max-concurrency=0"),
+        (["qwen", "--image=q", "--max-concurrency=x"], "--concurrency"),
         (["qwen", "--image=q", "--min-scale=3", "--max-scale=2"], "above --max-scale"),
         (["qwen", "--image=q", "--node-selector=pool"], "--node-selector='pool'"),
         (["qwen", "--image=q", "--toleration=a=b:Never"], "toleration"),

@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def render(arguments: argparse.Namespace) -> str:
     """stack.yaml. ConfigError names a flag that cannot be used."""
-    values.within(arguments.timeout, 1, _MOST_TIMEOUT_S, "--timeout", "seconds")
+    values.within(arguments.timeout, 1, _MOST_TIMEOUT_S, "--timeout-s", "seconds")
     values.within(arguments.min_scale, 1, _MOST_INSTANCES, "--min-scale")
     values.within(arguments.max_scale, arguments.min_scale, _MOST_INSTANCES, "--max-scale")
     if not arguments.gateway.startswith(("http://", "https://")):

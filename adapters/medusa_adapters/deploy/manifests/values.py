@@ -93,12 +93,28 @@ def pairs(values: Sequence[str], flag: str) -> dict[str, str]:
     return found
 
 
+def annotations(values: Sequence[str], flag: str = "--annotation") -> dict[str, str]:
+    """``KEY=VALUE`` flags for annotations, whose values may be any text."""
+    found = {}
+    for text in values:
+        key, sign, value = text.partition("=")
+        if not sign or not _KEY.fullmatch(key):
+            raise ConfigError(f"{flag}={text!r} cannot be used: expected key=value, e.g. example.com/team=search")
+        found[key] = value
+    return found
+
+
+def is_variable(text: str) -> bool:
+    """Whether an environment variable may be called so."""
+    return _VARIABLE.fullmatch(text) is not None
+
+
 def variables(values: Sequence[str], flag: str = "--env") -> dict[str, str]:
     """``NAME=VALUE`` flags for the environment. The value stays out of the message: it may be a secret."""
     found = {}
     for text in values:
         variable, sign, value = text.partition("=")
-        if not sign or not _VARIABLE.fullmatch(variable):
+        if not sign or not is_variable(variable):
             found_text = repr(variable) if sign else "a text without '='"
             raise ConfigError(f"{flag} cannot be used: expected NAME=VALUE, found {found_text}")
         found[variable] = value
