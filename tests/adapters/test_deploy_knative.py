@@ -292,7 +292,7 @@ def test_bad_timelines(tmp_path: Path) -> None:
         (["qwen", "--image=q", "--timeout-s=900"], "60 to 600 seconds"),
         (["qwen", "--image=q", "--timeout-s=20"], "60 to 600 seconds"),
         (["qwen", "--image=q", "--max-concurrency=0"], "--max-concurrency=0"),
-        (["qwen", "--image=q", "--max-concurrency=x"], "--concurrency"),
+        (["qwen", "--image=q", "--max-concurrency=x"], "--max-concurrency"),
         (["qwen", "--image=q", "--min-scale=3", "--max-scale=2"], "above --max-scale"),
         (["qwen", "--image=q", "--node-selector=pool"], "--node-selector='pool'"),
         (["qwen", "--image=q", "--toleration=a=b:Never"], "toleration"),

@@ -45,11 +45,41 @@ class EndpointClient:
             raise DeployError(f"SageMaker cannot be called: {error}") from None
 
     def call(self, operation: str, **parameters: Any) -> Any:
+        """Call SageMaker. DeployError with its reason when it refuses."""
+        return self._call(self._client, "SageMaker", operation, parameters)
+
+    def _call(self, client: Any, service: str, operation: str, parameters: Mapping[str, Any]) -> Any:
         method = "".join("_" + c.lower() if c.isupper() else c for c in operation).lstrip("_")
         try:
-            return getattr(self._client, method)(**parameters)
+            return getattr(client, method)(**parameters)
         except self._failures as error:
-            raise DeployError(f"SageMaker refused {operation}: {error}") from error
+            raise DeployError(f"{service} refused {operation}: {error}") from error
+
+    def scale(self, calls: Calls) -> None:
+        """Make the calls of Application Auto Scaling. The endpoint must be in service."""
+        client = self._session.client("application-autoscaling")
+        for operation, parameters in calls:
+            self._call(client, "Application Auto Scaling", operation, parameters)
+            self._tell(f"{operation} {parameters['ResourceId']}")
+
+    def tag(self, endpoint: Mapping[str, Any], tags: Mapping[str, str]) -> None:
+        """Add tags to an endpoint that is there; UpdateEndpoint takes none."""
+        if tags:
+            self.call("AddTags", ResourceArn=endpoint["EndpointArn"], **sagemaker.tagged(tags))
+            self._tell(f"AddTags {endpoint['EndpointName']}")
+
+    def _stop_scaling(self, name: str) -> None:
+        """Deregister what scales an endpoint: Application Auto Scaling would keep it after the endpoint has gone."""
+        client = self._session.client("application-autoscaling")
+        resource = {"ServiceNamespace": "sagemaker", "ResourceIds": [f"endpoint/{name}/variant/{sagemaker.VARIANT}"]}
+        try:
+            found = self._call(client, "Application Auto Scaling", "DescribeScalableTargets", resource)
+            for target in found["ScalableTargets"]:
+                given = {key: target[key] for key in ("ServiceNamespace", "ResourceId", "ScalableDimension")}
+                self._call(client, "Application Auto Scaling", "DeregisterScalableTarget", given)
+                self._tell(f"DeregisterScalableTarget {target['ResourceId']}")
+        except DeployError as error:  # a role that may not even look need not have scaled anything
+            self._tell(str(error))
 
     def describe(self, name: str) -> dict[str, Any] | None:
         """The endpoint; None when there is none of this name."""
@@ -116,6 +146,7 @@ class EndpointClient:
         found = self.describe(name)
         if found is None:
             raise ConfigError(f"NAME={name!r}: there is no endpoint of this name in {self._session.region_name}")
+        self._stop_scaling(name)
         self.call("DeleteEndpoint", EndpointName=name)
         self._tell(f"DeleteEndpoint {name}")
         self._settled(name)
@@ -170,18 +201,25 @@ class EndpointClient:
             self._tell(str(error))
 
 
-def planned(calls: Calls) -> Calls:
-    """The calls, each checked against SageMaker's own model."""
+def planned(calls: Calls, service: str = "sagemaker") -> Calls:
+    """The calls, each checked against the service's own model."""
     for operation, parameters in calls:
-        check_call("sagemaker", operation, parameters)
+        check_call(service, operation, parameters)
     return calls
 
 
-def creation(name: str, model: Mapping[str, Any], config: Mapping[str, Any], *, update: bool) -> Calls:
+def creation(
+    name: str,
+    model: Mapping[str, Any],
+    config: Mapping[str, Any],
+    *,
+    update: bool,
+    tags: Mapping[str, str] | None = None,
+) -> Calls:
     """The three calls of a new endpoint, or of another version behind one that is there."""
     last = "UpdateEndpoint" if update else "CreateEndpoint"
     return [
         ("CreateModel", model),
         ("CreateEndpointConfig", config),
-        (last, sagemaker.endpoint(name, config["EndpointConfigName"])),
+        (last, sagemaker.endpoint(name, config["EndpointConfigName"], None if update else tags)),
     ]

@@ -27,7 +27,7 @@ _SUFFIXES = {"m": 1e-3, "": 1.0, "k": 1e3} | {
 
 
 def name(value: str, flag: str = "NAME") -> str:
-    """A function's name: an RFC 1035 label, which all three platforms accept."""
+    """A function's name: an RFC 1035 label, which all platforms accept."""
     if len(value) > _LONGEST or not _SERVICE.fullmatch(value):
         raise ConfigError(
             f"{flag}={value!r} cannot be used: expected a lower-case letter, then letters, digits and '-', "
@@ -55,11 +55,12 @@ def subdomain(value: str, flag: str) -> str:
     return value
 
 
-def image(value: str | None) -> str:
+def image(value: str | None, flag: str = "--image") -> str:
+    """The name of an image, with or without registry, tag and digest."""
     if not value:
-        raise ConfigError("--image is missing: expected the function's image, e.g. --image registry.example/fn:1")
+        raise ConfigError(f"{flag} is missing: expected the function's image, e.g. {flag} registry.example/fn:1")
     if not _IMAGE.fullmatch(value):
-        raise ConfigError(f"--image={value!r} cannot be used: expected [registry/]name[:tag][@sha256:…]")
+        raise ConfigError(f"{flag}={value!r} cannot be used: expected [registry/]name[:tag][@sha256:…]")
     return value
 
 
