@@ -143,7 +143,9 @@ def test_a_folder_with_its_own_dockerfile(tmp_path: Path) -> None:
 
 
 def test_labels_annotations_and_a_registrys_secret() -> None:
-    _, entry = stack("--label=team=search", "--annotation=example.com/note=a b", "--secret=aws", "--pull-secret=registry")
+    _, entry = stack(
+        "--label=team=search", "--annotation=example.com/note=a b", "--secret=aws", "--pull-secret=registry"
+    )
     assert entry["labels"]["team"] == "search"
     assert entry["annotations"]["example.com/note"] == "a b"
     assert entry["secrets"] == ["aws", "registry"]

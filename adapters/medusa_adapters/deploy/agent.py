@@ -114,8 +114,8 @@ def _notes(placement: Placement, allow: Sequence[str]) -> list[str]:
     notes = [f"Needs, for the node agent's folder: kubectl label namespace {placement.namespace} {label}={level}"]
     if allow:
         notes.append(
-            f"The node agent gives out {', '.join(allow)}. One agent serves all functions of the cluster: --apply keeps "
-            "what it gives out already; here, add other functions' models with --node-agent-allow."
+            f"The node agent gives out {', '.join(allow)}. One agent serves all functions of the cluster: --apply "
+            "keeps what it gives out already; here, add other functions' models with --node-agent-allow."
         )
     return notes
 

@@ -1,4 +1,4 @@
-"""The platforms' own commands (kubectl, faas-cli), run for `medusa deploy --apply`."""
+"""The platforms' own commands (kubectl, faas-cli, helm, gcloud), run for `medusa deploy --apply`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from medusa_runtime.errors import DeployError
 _INSTALL = {
     "kubectl": "https://kubernetes.io/docs/tasks/tools",
     "faas-cli": "https://docs.openfaas.com/cli/install",
+    "helm": "https://helm.sh/docs/intro/install",
+    "gcloud": "https://cloud.google.com/sdk/docs/install",
 }
 _KUBECTL_TIMEOUT_S = 120
 

@@ -10,6 +10,9 @@ _PLATFORMS = (
     ("openfaas", "medusa_adapters.deploy.openfaas", "print stack.yaml, or write what faas-cli needs, and bring it up"),
     ("sagemaker", "medusa_adapters.deploy.sagemaker", "print the calls of a SageMaker endpoint, or make them"),
     ("kubernetes", "medusa_adapters.deploy.kubernetes", "print a Deployment that scales, or apply it with kubectl"),
+    ("kserve", "medusa_adapters.deploy.kserve", "print a KServe ServingRuntime and InferenceService, or apply them"),
+    ("helm", "medusa_adapters.deploy.helm", "print a Helm chart, or write it into a folder, and install it"),
+    ("cloudrun", "medusa_adapters.deploy.cloudrun", "print a Cloud Run service, or bring it there with gcloud"),
 )
 
 

@@ -47,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_label_arguments(parser)
     parser.add_argument(
-        "--base-image", help="what the function's image is built on (default: medusa-runtime, as docs/images.md names it)"
+        "--base-image",
+        help="what the function's image is built on (default: medusa-runtime, as docs/images.md names it)",
     )
     parser.add_argument(
         "--out",
@@ -99,7 +100,9 @@ def _sources(arguments: argparse.Namespace) -> dict[str, bytes]:
         own = f"{_LANGUAGE}/function/"
         files |= {f"{folder}/{name[len(own) :]}": data for name, data in template.items() if name.startswith(own)}
     elif not (code / "handler.py").is_file():
-        raise ConfigError(f"{code}: expected handler.py in the function's folder, found none; name another with --folder")
+        raise ConfigError(
+            f"{code}: expected handler.py in the function's folder, found none; name another with --folder"
+        )
     return files
 
 

@@ -96,7 +96,6 @@ def _toleration(text: str) -> dict[str, str]:
     toleration = {"key": key} | ({"operator": "Equal", "value": value} if sign else {"operator": "Exists"})
     if effect not in ("", "NoSchedule", "PreferNoSchedule", "NoExecute"):
         raise ConfigError(
-            f"--toleration={text!r} cannot be used: expected the effect NoSchedule, PreferNoSchedule or "
-            "NoExecute"
+            f"--toleration={text!r} cannot be used: expected the effect NoSchedule, PreferNoSchedule or NoExecute"
         )
     return toleration | ({"effect": effect} if effect else {})

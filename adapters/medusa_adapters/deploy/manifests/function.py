@@ -63,8 +63,8 @@ def function(arguments: argparse.Namespace, *, platform: str, timeout_s: int) ->
     measured = measure(arguments.timeline) if arguments.timeline else None
     if measured is not None and measured.answer_s > timeout_s:
         raise ConfigError(
-            f"--timeout-s={timeout_s}: the measured start takes {measured.answer_s:.1f} s to its first answer, no first "
-            "request could be answered; raise the timeout or make the start faster"
+            f"--timeout-s={timeout_s}: the measured start takes {measured.answer_s:.1f} s to its first answer, no "
+            "first request could be answered; raise the timeout or make the start faster"
         )
     given = {"MEDUSA_MODEL": arguments.model, "MEDUSA_HANDLER": arguments.handler, "MEDUSA_ENGINE": arguments.engine}
     env = {"MEDUSA_PLATFORM": platform}

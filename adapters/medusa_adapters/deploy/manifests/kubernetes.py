@@ -81,9 +81,7 @@ def _selector(function: Function) -> dict[str, str]:
     return {"app.kubernetes.io/name": function.name}
 
 
-def _deployment(
-    function: Function, placement: Placement, scaling: Scaling, where: dict[str, Any]
-) -> dict[str, Any]:
+def _deployment(function: Function, placement: Placement, scaling: Scaling, where: dict[str, Any]) -> dict[str, Any]:
     container = pod.container(
         function,
         placement,
@@ -156,9 +154,7 @@ def _hpa(function: Function, placement: Placement, scaling: Scaling, where: dict
     }
 
 
-def _scaled_object(
-    function: Function, placement: Placement, scaling: Scaling, where: dict[str, Any]
-) -> dict[str, Any]:
+def _scaled_object(function: Function, placement: Placement, scaling: Scaling, where: dict[str, Any]) -> dict[str, Any]:
     """By the requests that are in flight or held. Pods that do not exist report none, so one always runs."""
     pods = f'namespace="{placement.namespace}",pod=~"{function.name}-.*"'
     query = f"sum(medusa_requests_in_flight{{{pods}}}) + sum(medusa_requests_held{{{pods}}})"
