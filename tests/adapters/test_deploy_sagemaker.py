@@ -115,7 +115,13 @@ def test_serverless_endpoint_is_made_updated_and_deleted(aws: Any) -> None:
     [
         ([], ["medusa: nothing was called; add --apply to make these calls"]),
         (["--update", "--no-wait"], ["medusa: nothing was called; add --apply to make these calls"]),
-        (["--dry-run"], ["medusa: --dry-run is not needed any more: without --apply the calls are printed"]),
+        (
+            ["--dry-run"],
+            [
+                "medusa: --dry-run is what happens without --apply now; leave it out",
+                "medusa: nothing was called; add --apply to make these calls",
+            ],
+        ),
     ],
 )
 def test_without_apply_the_calls_are_printed_and_a_line_says_so(aws: Any, flags: list[str], lines: list[str]) -> None:
@@ -195,8 +201,8 @@ def test_an_endpoint_that_failed_can_only_be_deleted(aws: Any) -> None:
     [
         ({"AWS_DEFAULT_REGION": ""}, "region is missing: give --region"),
         ({"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}, "Unable to locate credentials"),
-        ({"AWS_SECRET_ACCESS_KEY": ""}, "SageMaker cannot be called: Partial credentials found"),
-        ({"AWS_PROFILE": "none-such"}, "SageMaker cannot be called: The config profile (none-such) could not be found"),
+        ({"AWS_SECRET_ACCESS_KEY": ""}, "AWS cannot be called: Partial credentials found"),
+        ({"AWS_PROFILE": "none-such"}, "AWS cannot be called: The config profile (none-such) could not be found"),
     ],
 )
 def test_what_is_missing_to_call_aws_is_one_line(environ: dict[str, str], said: str, tmp_path: Path) -> None:

@@ -48,6 +48,8 @@ class RuntimeApi(BaseHTTPRequestHandler):
         self.send_header("Lambda-Runtime-Aws-Request-Id", name)
         self.send_header("Lambda-Runtime-Deadline-Ms", str(int((time.time() + limit_s) * 1000)))
         self.send_header("Lambda-Runtime-Invoked-Function-Arn", "arn:aws:lambda:us-east-1:123456789012:function:fn")
+        self.send_header("Lambda-Runtime-Trace-Id", "Root=1-5bef4de7-ad49b0e87f6ef6c87fc2e700;Sampled=0")
+        self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -171,8 +173,10 @@ def test_provisioned_concurrency_waits_until_the_function_is_ready(tmp_path: Pat
 def test_a_server_that_cannot_start_ends_the_sandbox(tmp_path: Path) -> None:
     sandbox = Sandbox(tmp_path, MEDUSA_HANDLER="none.py")
     try:
-        sandbox.events.put(("event", {}, 60.0))
+        for number in range(2):  # the first may still be told that the function could not be loaded
+            sandbox.events.put((f"event-{number}", {}, 60.0))
         assert sandbox.process.wait(60) != 0
+        assert sandbox.results.get(timeout=10)[1] == "error"
     finally:
         sandbox.close()
 

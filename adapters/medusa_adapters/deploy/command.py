@@ -12,6 +12,7 @@ _PLATFORMS = (
     ("kubernetes", "medusa_adapters.deploy.kubernetes", "print a Deployment that scales, or apply it with kubectl"),
     ("kserve", "medusa_adapters.deploy.kserve", "print a KServe ServingRuntime and InferenceService, or apply them"),
     ("helm", "medusa_adapters.deploy.helm", "print a Helm chart, or write it into a folder, and install it"),
+    ("lambda", "medusa_adapters.deploy.lambda_", "print the calls of a Lambda function, or make them"),
     ("cloudrun", "medusa_adapters.deploy.cloudrun", "print a Cloud Run service, or bring it there with gcloud"),
 )
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from medusa_runtime.errors import ConfigError, DeployError, MissingPackageError
+from medusa_runtime.errors import ConfigError, DeployError
 
+from .aws import Aws, Calls, Tell
 from .manifests import sagemaker
-from .manifests.service_model import check_call
 
-Tell = Callable[[str], None]
-Calls = list[tuple[str, Mapping[str, Any]]]
-
+_AUTOSCALING = "application-autoscaling"
 _LATE_POLLS = 3
 _MOVING = ("Creating", "Updating", "SystemUpdating", "RollingBack", "Deleting")
 
@@ -23,43 +21,19 @@ class EndpointClient:
     """Calls SageMaker and says each status once. AWS' errors become DeployError, in AWS' words."""
 
     def __init__(self, region: str | None, tell: Tell, *, poll_s: float = 10.0, timeout_s: float = 3600.0) -> None:
-        try:
-            import boto3  # 0.2 s
-        except ModuleNotFoundError:
-            raise MissingPackageError(
-                'deploying to SageMaker needs an optional package: pip install "medusa-runtime[deploy]"'
-            ) from None
-        from botocore.exceptions import BotoCoreError, ClientError
-
-        failures: tuple[type[Exception], ...] = (BotoCoreError, ClientError)
-        self._failures = failures
+        self._aws = Aws(region)
         self._tell = tell
         self._poll_s = poll_s
         self._timeout_s = timeout_s
-        try:
-            self._session = boto3.session.Session(region_name=region)
-            if not self._session.region_name:
-                raise DeployError("SageMaker's region is missing: give --region or set AWS_DEFAULT_REGION")
-            self._client = self._session.client("sagemaker")
-        except BotoCoreError as error:
-            raise DeployError(f"SageMaker cannot be called: {error}") from None
 
     def call(self, operation: str, **parameters: Any) -> Any:
         """Call SageMaker. DeployError with its reason when it refuses."""
-        return self._call(self._client, "SageMaker", operation, parameters)
-
-    def _call(self, client: Any, service: str, operation: str, parameters: Mapping[str, Any]) -> Any:
-        method = "".join("_" + c.lower() if c.isupper() else c for c in operation).lstrip("_")
-        try:
-            return getattr(client, method)(**parameters)
-        except self._failures as error:
-            raise DeployError(f"{service} refused {operation}: {error}") from error
+        return self._aws.call("sagemaker", operation, parameters)
 
     def scale(self, calls: Calls) -> None:
         """Make the calls of Application Auto Scaling. The endpoint must be in service."""
-        client = self._session.client("application-autoscaling")
         for operation, parameters in calls:
-            self._call(client, "Application Auto Scaling", operation, parameters)
+            self._aws.call(_AUTOSCALING, operation, parameters)
             self._tell(f"{operation} {parameters['ResourceId']}")
 
     def tag(self, endpoint: Mapping[str, Any], tags: Mapping[str, str]) -> None:
@@ -70,13 +44,12 @@ class EndpointClient:
 
     def _stop_scaling(self, name: str) -> None:
         """Deregister what scales an endpoint: Application Auto Scaling would keep it after the endpoint has gone."""
-        client = self._session.client("application-autoscaling")
         resource = {"ServiceNamespace": "sagemaker", "ResourceIds": [f"endpoint/{name}/variant/{sagemaker.VARIANT}"]}
         try:
-            found = self._call(client, "Application Auto Scaling", "DescribeScalableTargets", resource)
+            found = self._aws.call(_AUTOSCALING, "DescribeScalableTargets", resource)
             for target in found["ScalableTargets"]:
                 given = {key: target[key] for key in ("ServiceNamespace", "ResourceId", "ScalableDimension")}
-                self._call(client, "Application Auto Scaling", "DeregisterScalableTarget", given)
+                self._aws.call(_AUTOSCALING, "DeregisterScalableTarget", given)
                 self._tell(f"DeregisterScalableTarget {target['ResourceId']}")
         except DeployError as error:  # a role that may not even look need not have scaled anything
             self._tell(str(error))
@@ -145,7 +118,7 @@ class EndpointClient:
         """The endpoint, its configuration and its models."""
         found = self.describe(name)
         if found is None:
-            raise ConfigError(f"NAME={name!r}: there is no endpoint of this name in {self._session.region_name}")
+            raise ConfigError(f"NAME={name!r}: there is no endpoint of this name in {self._aws.region}")
         self._stop_scaling(name)
         self.call("DeleteEndpoint", EndpointName=name)
         self._tell(f"DeleteEndpoint {name}")
@@ -171,10 +144,10 @@ class EndpointClient:
         repository, _, tag = repository.partition(":")
         which = {"imageDigest": digest} if digest else {"imageTag": tag or "latest"}
         try:
-            ecr = self._session.client("ecr")
+            ecr = self._aws.client("ecr")
             found = ecr.describe_images(registryId=host.partition(".")[0], repositoryName=repository, imageIds=[which])
             return int(found["imageDetails"][0].get("imageSizeInBytes", 0))
-        except self._failures as error:
+        except self._aws.failures as error:
             self._tell(f"the image's size is unknown: {error}")
             return None
 
@@ -199,13 +172,6 @@ class EndpointClient:
             self.call(operation, **parameters)
         except DeployError as error:
             self._tell(str(error))
-
-
-def planned(calls: Calls, service: str = "sagemaker") -> Calls:
-    """The calls, each checked against the service's own model."""
-    for operation, parameters in calls:
-        check_call(service, operation, parameters)
-    return calls
 
 
 def creation(

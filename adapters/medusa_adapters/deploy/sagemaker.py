@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from medusa_runtime.errors import ConfigError, MissingPackageError
+from medusa_runtime.errors import ConfigError
 
+from .aws import Calls, pairs, planned, print_calls, say
+from .endpoint import EndpointClient, creation
 from .manifests import sagemaker
 from .manifests.function import Function, function
 from .manifests.function import add_arguments as add_function_arguments
-
-if TYPE_CHECKING:
-    from .endpoint import Calls, EndpointClient
 
 _LEAST_STARTUP_S, _MOST_STARTUP_S = 60, 3600
 _UTILIZATION = 0.7
@@ -68,13 +66,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run and arguments.apply:
         raise ConfigError("--dry-run and --apply: expected one of them; without either, the calls are printed")
     if arguments.dry_run:
-        print("medusa: --dry-run is not needed any more: without --apply the calls are printed", file=sys.stderr)
+        print("medusa: --dry-run is what happens without --apply now; leave it out", file=sys.stderr)
     name = sagemaker.check_name(arguments.name)
     if arguments.delete:
         return _delete(arguments, name)
-    planned = plan(arguments, name)
+    made = plan(arguments, name)
     if not arguments.apply:
-        _print([*planned.calls, *planned.scaling], arguments)
+        print_calls([*made.calls, *made.scaling])
         return 0
     client = _client(arguments)
     found = client.describe(name)
@@ -90,23 +88,16 @@ def run(arguments: argparse.Namespace) -> int:
         size = client.image_bytes(arguments.image)
         if size is not None:
             sagemaker.check_image_size(size, arguments.image)
-    client.create(planned.calls)
+    client.create(made.calls)
     if found is not None:
-        client.tag(found, planned.tags)
+        client.tag(found, made.tags)
     if arguments.no_wait:
         return 0
-    client.wait(name, planned.calls[-1][1]["EndpointConfigName"])
-    client.scale(planned.scaling)
+    client.wait(name, made.calls[-1][1]["EndpointConfigName"])
+    client.scale(made.scaling)
     if found is not None:
         client.delete_config(found["EndpointConfigName"])
     return 0
-
-
-def _print(calls: Calls, arguments: argparse.Namespace) -> None:
-    """The calls as JSON; and, on stderr, that none of them was made, as this command once did."""
-    print(json.dumps([{"operation": operation, "parameters": given} for operation, given in calls], indent=2))
-    if not arguments.dry_run:
-        print("medusa: nothing was called; add --apply to make these calls", file=sys.stderr)
 
 
 class Plan(NamedTuple):
@@ -125,7 +116,7 @@ def plan(arguments: argparse.Namespace, name: str) -> Plan:
     if arguments.subnet or arguments.security_group:
         vpc = sagemaker.Vpc(arguments.subnet, arguments.security_group)
     sagemaker.check_network(capacity, vpc)
-    tags = _tags(arguments.tag)
+    tags = pairs(arguments.tag)
     if not arguments.role:
         raise ConfigError(
             "--role is missing: expected the ARN of the execution role, e.g. arn:aws:iam::123456789012:role/fn"
@@ -137,29 +128,21 @@ def plan(arguments: argparse.Namespace, name: str) -> Plan:
     if described.measured is not None:
         startup_s = min(max(round(_STARTS * described.measured.cold_start_s), _LEAST_STARTUP_S), _MOST_STARTUP_S)
     scaling = _scaling(arguments, capacity, described)
-    serverless = capacity.serverless
-    try:
-        from .endpoint import creation, planned
-
-        model = sagemaker.model(
-            *(version, described),
-            role=arguments.role,
-            model_data=arguments.model_data,
-            serverless=serverless,
-            vpc=vpc,
-            tags=tags,
-        )
-        config = sagemaker.endpoint_config(version, capacity, startup_timeout_s=startup_s, tags=tags)
-        scalers: Calls = [] if scaling is None else [*sagemaker.autoscaling(name, capacity, scaling)]
-        return Plan(
-            planned(creation(name, model, config, update=arguments.update, tags=tags)),
-            planned(scalers, "application-autoscaling"),
-            tags,
-        )
-    except ModuleNotFoundError:
-        raise MissingPackageError(
-            'deploying to SageMaker needs an optional package: pip install "medusa-runtime[deploy]"'
-        ) from None
+    model = sagemaker.model(
+        *(version, described),
+        role=arguments.role,
+        model_data=arguments.model_data,
+        serverless=capacity.serverless,
+        vpc=vpc,
+        tags=tags,
+    )
+    config = sagemaker.endpoint_config(version, capacity, startup_timeout_s=startup_s, tags=tags)
+    scalers: Calls = [] if scaling is None else [*sagemaker.autoscaling(name, capacity, scaling)]
+    return Plan(
+        planned(creation(name, model, config, update=arguments.update, tags=tags), "sagemaker"),
+        planned(scalers, "application-autoscaling"),
+        tags,
+    )
 
 
 def _scaling(
@@ -185,17 +168,6 @@ def _scaling(
     return scaling
 
 
-def _tags(given: Sequence[str]) -> dict[str, str]:
-    """AWS' own model checks their form."""
-    found = {}
-    for text in given:
-        key, sign, value = text.partition("=")
-        if not sign or not key:
-            raise ConfigError(f"--tag={text!r} cannot be used: expected KEY=VALUE")
-        found[key] = value
-    return found
-
-
 def _capacity(arguments: argparse.Namespace) -> sagemaker.Capacity:
     """Serverless or real-time; ConfigError for a flag of the other."""
     given = {
@@ -214,7 +186,7 @@ def _capacity(arguments: argparse.Namespace) -> sagemaker.Capacity:
 
 def _delete(arguments: argparse.Namespace, name: str) -> int:
     if not arguments.apply:
-        _print([("DeleteEndpoint", {"EndpointName": name})], arguments)
+        print_calls([("DeleteEndpoint", {"EndpointName": name})])
         print("then its endpoint configuration and the model of the same name", file=sys.stderr)
         return 0
     _client(arguments).delete(name)
@@ -222,6 +194,4 @@ def _delete(arguments: argparse.Namespace, name: str) -> int:
 
 
 def _client(arguments: argparse.Namespace) -> EndpointClient:
-    from .endpoint import EndpointClient
-
-    return EndpointClient(arguments.region, lambda line: print(line, flush=True), poll_s=arguments.poll_s)
+    return EndpointClient(arguments.region, say, poll_s=arguments.poll_s)

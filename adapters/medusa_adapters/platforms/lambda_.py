@@ -8,6 +8,7 @@ Source: docs.aws.amazon.com/lambda, "Using the Lambda runtime API" and "Invoking
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import http.client
 import json
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _PORT = 8080
 _LOOK_S = 0.005
+_END_S = 1.0  # between a connection that breaks off and the end of the process
 _DRAIN_S = 0.2  # Lambda lets a process go on for 300 ms at most
 _MARGIN_S = 0.5  # an answer must reach Lambda before the function's own time is over
 _REMAINING = "X-Lambda-Remaining-Ms"
@@ -167,8 +169,8 @@ class Server:
             answer = connection.getresponse()
             kept = [(name, value) for name, value in answer.getheaders() if name.lower() not in _HOP_HEADERS]
             return answer.status, kept, answer.read()
-        except OSError:
-            self._check()
+        except (OSError, http.client.HTTPException):
+            self._check(_END_S)
             raise
         finally:
             connection.close()
@@ -197,9 +199,10 @@ class Server:
         finally:
             connection.close()
 
-    def _check(self) -> None:
-        """SystemExit when the server has ended: Lambda then makes this sandbox anew."""
-        if (status := self._process.poll()) is not None:
+    def _check(self, wait_s: float = 0.0) -> None:
+        """SystemExit when the server has ended, or ends now: Lambda then makes this sandbox anew."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = self._process.wait(wait_s)
             raise SystemExit(f"medusa serve ended with status {status}; its log is above")
 
 
