@@ -38,7 +38,10 @@ def aws(server: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     ecr = boto3.client("ecr")
     ecr.create_repository(repositoryName="fn")
     for tag in ("1", "2"):
-        ecr.put_image(repositoryName="fn", imageTag=tag, imageManifest=json.dumps({"schemaVersion": 2, "tag": tag}))
+        layers = [{"size": 1, "digest": f"sha256:{tag}"}]
+        manifest = {"schemaVersion": 2, "mediaType": "application/vnd.docker.distribution.manifest.v2+json"}
+        manifest |= {"config": {"size": 10, "digest": "sha256:" + tag * 64}, "layers": layers}
+        ecr.put_image(repositoryName="fn", imageTag=tag, imageManifest=json.dumps(manifest))
     return boto3.client("lambda")
 
 

@@ -25,7 +25,7 @@ _COMMANDS = (
     ("run", "medusa_adapters.cli.run", "call a handler once, without a server or a model"),
     ("fetch", "medusa_adapters.cli.fetch", "fetch a checkpoint into a folder or, for timing, into memory"),
     ("new", "medusa_adapters.cli.new", "make a small complete project: handler, test, Dockerfile"),
-    ("deploy", "medusa_adapters.deploy.command", "bring a function to Knative, OpenFaaS or SageMaker"),
+    ("deploy", "medusa_adapters.deploy.command", "print what a platform needs to run a function, or bring it there"),
     ("materialize", "medusa_adapters.cli.materialize", "make the state bundle that lets starts skip work"),
     ("inspect", "medusa_adapters.cli.inspect", "show what a checkpoint contains"),
     ("bench", "medusa_adapters.bench.command", "measure cold starts and fetches against others"),
