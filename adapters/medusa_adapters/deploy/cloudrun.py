@@ -81,7 +81,7 @@ def render(arguments: argparse.Namespace) -> str:
         service_account=arguments.service_account,
         secrets=[secret.secret(text, "--secret") for text in arguments.secret],
         labels=labels(arguments),
-        annotations=values.annotations(arguments.annotation),
+        annotations=values.annotation_pairs(arguments.annotation),
     )
     comments = [
         "Made by `medusa deploy cloudrun`. Bring it there with: gcloud run services replace FILE --region REGION"

@@ -127,7 +127,7 @@ def render(arguments: argparse.Namespace) -> str:
         profile=arguments.gpu_profile,
         secrets=[*arguments.secret, *pull_secrets(arguments)],
         labels=labels(arguments),
-        annotations=values.annotations(arguments.annotation),
+        annotations=values.annotation_pairs(arguments.annotation),
         base_image=None if arguments.base_image is None else values.image(arguments.base_image, "--base-image"),
     )
     comments = [

@@ -69,7 +69,7 @@ def placement(arguments: argparse.Namespace, *, node_agent: bool = False) -> Pla
         secrets=[secret.secret(text, "--secret") for text in arguments.secret],
         pull_secrets=pull_secrets(arguments),
         labels=labels(arguments),
-        annotations=values.annotations(arguments.annotation),
+        annotations=values.annotation_pairs(arguments.annotation),
         node_agent=node_agent,
     )
 

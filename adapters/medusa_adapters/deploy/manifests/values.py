@@ -94,7 +94,7 @@ def pairs(values: Sequence[str], flag: str) -> dict[str, str]:
     return found
 
 
-def annotations(values: Sequence[str], flag: str = "--annotation") -> dict[str, str]:
+def annotation_pairs(values: Sequence[str], flag: str = "--annotation") -> dict[str, str]:
     """``KEY=VALUE`` flags for annotations, whose values may be any text."""
     found = {}
     for text in values:
