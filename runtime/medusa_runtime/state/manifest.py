@@ -44,7 +44,7 @@ class Signature(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """A manifest. ``files``: the small files that the checkpoint had, if known. ``rejected``: malformed entries, and why.
+    """A manifest. ``files``: the checkpoint's small files, if known. ``rejected``: malformed entries, and why.
 
     ``signature``: not checked; see ``trust``.
     """

@@ -47,7 +47,7 @@ class StageTimes:
     def predicted_ttft_s(
         self, workers: Sequence[Worker], *, full_memory: int = 0, waiting_s: float = 0.0, hop_s: float = 0.0
     ) -> float:
-        """ParaServe's Eq. 5: the TTFT of a pipeline group of these workers, of which ``full_memory`` hold the whole model.
+        """ParaServe's Eq. 5: the TTFT of a pipeline group of these workers, ``full_memory`` of which hold all of it.
 
         ``hop_s`` is the network's latency between two of them (t_n). One worker of its own is a group of one.
         """
