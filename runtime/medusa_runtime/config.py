@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from .errors import ConfigError
 from .registry import NO_ENGINE, engine_names
 
-PLATFORMS = ("auto", "local", "knative", "openfaas", "sagemaker")
+PLATFORMS = ("auto", "local", "knative", "openfaas", "sagemaker", "lambda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 HOST_WEIGHTS = ("keep", "release")
