@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from ..checkpoint.reader import Checkpoint, Known, open_checkpoint
 from ..errors import TooLargeError
 from ..region.layout import State
+from ..region.plan import RegionPlan
 from .load_priority import Load
 from .schedule import Schedule
 from .streams import Streams, as_medusa
@@ -139,7 +140,7 @@ def _admitted(
         region_bytes = index.region_bytes + sum(late.values())
         try:
             if options.keeper is not None:
-                options.keeper.admit(writer.layout_bytes(index, files, late))
+                options.keeper.admit(RegionPlan.of(index, files, late).memory_bytes)
             if writer.state == State.EMPTY:
                 more_bytes = max(region_bytes - writer.reserved_bytes, 0)
                 check_memory(index.total_bytes, more_bytes, options.settings.memory_limit_mb)

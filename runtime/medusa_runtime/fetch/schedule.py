@@ -73,7 +73,7 @@ class Schedule:
         load = self._load
         if load is None or not load.background:
             return False
-        if self._writer.promoted:
+        if self._writer.demand.promoted:
             load.promote()
             return False
         return self.flights.count > 0 and interactive_load()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import socket
@@ -12,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MedusaError, NodeError, NodeRefusedError
-from ..region.layout import F_GET_SEALS
+from ..region.seals import seals_of
 from ..storage.base import scheme_of
 from .asker import Asker, Folder, folder_of
 from .engines.handover import GIVEN
@@ -264,7 +263,7 @@ def _check_given(descriptors: list[int]) -> None:
         if not is_kind(os.fstat(descriptor).st_mode):
             raise NodeError(f"expected a {kind} among the descriptors for an engine process, found something else")
     try:
-        fcntl.fcntl(timeline, F_GET_SEALS)
+        seals_of(timeline)
     except OSError:
         raise NodeError("expected a timeline in shared memory for an engine process, found another file") from None
 

@@ -17,8 +17,10 @@ from ..errors import MedusaError, ObjectChangedError, StorageError, WeightsError
 from ..storage.local import file_version
 from .chunks import Chunks
 from .demand import demand, hint
-from .layout import ERROR_OFFSET, HEADER_BYTES, TABLE_OFFSET, Late, State, Waiter, Word, reopen, writer_lives
+from .layout import ERROR_OFFSET, HEADER_BYTES, TABLE_OFFSET, Late, State, Word, reopen
+from .lock import is_locked
 from .pages import address_of, drop
+from .waiter import Waiter
 
 if TYPE_CHECKING:
     from .release import Release
@@ -273,7 +275,7 @@ class Region:
         if self._release is None:
             from .release import Release
 
-            self._release = Release(self)
+            self._release = Release(self.fd, self.wait_index(), self.origin)
         self._release.tensor(name)
 
     def unmap(self, name: str) -> None:
@@ -326,7 +328,7 @@ class Region:
         """StorageError when nobody has been filling this region for some time."""
         if not waiter.slow_look():
             return
-        if writer_lives(self.fd) or self._words()[Word.STATE] == State.DONE:
+        if is_locked(self.fd) or self._words()[Word.STATE] == State.DONE:
             self._lonely_since = None
         elif self._lonely_since is None:
             self._lonely_since = time.monotonic()

@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 from medusa_runtime.errors import ConfigError, NodeError, NodeRefusedError, ObjectNotFoundError, TooLargeError
 from medusa_runtime.node.client import NodeClient
-from medusa_runtime.region.layout import F_ADD_SEALS, reopen
+from medusa_runtime.region.layout import reopen
 from medusa_runtime.region.reader import Region
+from medusa_runtime.region.seals import F_ADD_SEALS
 
 Start = Callable[..., Any]
 Put = Callable[..., str]

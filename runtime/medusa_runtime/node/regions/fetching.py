@@ -76,7 +76,7 @@ def _run(held: HeldRegion, settings: Settings, reports: ReportPipe, channel: soc
 
     restoring = Restoration(settings, timeline, engines=engine_names())  # nobody has said yet whose model it will be
     writer = held.region.writer()
-    writer.listen(held.demand_fd)
+    writer.demand.listen(held.demand_fd)
     try:
         store = None if folder is None else _open(held.key, folder)
         prefetch(

@@ -6,7 +6,6 @@ time of change cannot be chosen: whoever brings the inode that the last agent re
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -14,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from ...errors import NodeRefusedError
-from ...region.layout import F_GET_SEALS, SEAL_FUTURE_WRITE, SEAL_GROW, SEAL_SHRINK, SEAL_WRITE
+from ...region.seals import SEAL_FUTURE_WRITE, SEAL_GROW, SEAL_SHRINK, SEAL_WRITE, seals_of
 from ...storage.base import redacted
 
 logger = logging.getLogger(__name__)
@@ -76,7 +75,7 @@ def _boot() -> str:
 def _identity(descriptor: int) -> list[int] | None:
     """What names a memfd of this user's that can neither be written to nor change its size; None of anything else."""
     try:
-        seals = fcntl.fcntl(descriptor, F_GET_SEALS)
+        seals = seals_of(descriptor)
     except OSError:
         return None
     size_is_fixed = seals & SEAL_SHRINK and seals & SEAL_GROW
