@@ -179,6 +179,12 @@ class Watchdog:
         return True
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process has been stopped (SIGSTOP), and so does nothing; false of one that only waits."""
+    stat = _stat(pid)
+    return stat is not None and stat[0] == b"T"
+
+
 def _stat(pid: int) -> list[bytes] | None:
     """The fields of /proc/PID/stat behind the name, state first; None when it cannot be read."""
     return _fields(f"/proc/{pid}/stat")
@@ -201,4 +207,4 @@ def _fields(path: str) -> list[bytes] | None:
         return None
 
 
-__all__ = ["LOOK_S", "ROLES", "Heartbeats", "Verdict", "Watch", "Watchdog"]
+__all__ = ["LOOK_S", "ROLES", "Heartbeats", "Verdict", "Watch", "Watchdog", "is_stopped"]

@@ -22,6 +22,7 @@ from ..config import (
 from ..errors import ConfigError
 from ..limits import memory_available_bytes, memory_limit_bytes
 from ..registry import engine_names
+from ..storage.places import canonical
 
 _MOST_WARM = 64
 _BUDGET_SHARE = 0.8  # of what this container may have; the rest is for engine processes
@@ -104,6 +105,11 @@ def _parts(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
+def _is_prefix(text: str) -> bool:
+    """Whether a rule can be about this: everything, a folder, or a URL with a host or bucket."""
+    return text == "*" or canonical(text) is not None
+
+
 def _prewarm(text: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for part in _parts(text):
@@ -123,7 +129,7 @@ def _allow(text: str) -> tuple[Allowed, ...]:
             found.append(Allowed(part))
         else:
             found.append(Allowed(prefix, frozenset(map(int, users.split("+")))))
-    if not found or any(not allowed.prefix for allowed in found):
+    if not found or not all(_is_prefix(allowed.prefix) for allowed in found):
         raise ValueError("URL prefixes such as s3://bucket/team/, each with =uid or =uid+uid for these users alone")
     return tuple(found)
 
@@ -132,7 +138,7 @@ def _quota(text: str) -> dict[str, int]:
     found = {}
     for part in _parts(text):
         prefix, sign, size = part.rpartition("=")
-        if not sign or not prefix:
+        if not sign or not _is_prefix(prefix):
             raise ValueError("prefix=size such as s3://bucket/team/=20GB")
         found[prefix] = size_bytes(size)
     return found
@@ -147,8 +153,14 @@ def _sockets(text: str) -> tuple[Listening, ...]:
     for part in filter(None, (part.strip() for part in text.split(";"))):
         path, sign, prefixes = part.partition("=")
         listening = Listening(path, tuple(_parts(prefixes)))
-        if not path.startswith("/") or (sign and not listening.prefixes):
-            raise ValueError("an absolute path, or PATH=PREFIX[,PREFIX] for a tenant's own socket")
+        if (
+            not path.startswith("/")
+            or (sign and not listening.prefixes)
+            or not all(map(_is_prefix, listening.prefixes))
+        ):
+            raise ValueError(
+                "an absolute path, or PATH=PREFIX[,PREFIX] such as /run/a.sock=s3://bucket/a/ for a tenant"
+            )
         found.append(listening)
     if not found or len({listening.path for listening in found}) < len(found):
         raise ValueError("absolute paths, each of them once")

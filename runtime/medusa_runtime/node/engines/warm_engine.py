@@ -21,9 +21,9 @@ from ...region.reader import Region
 from ...registry import engine_kind
 from ...timeline import Timeline
 from ...zygote import EngineClass, run_engine
+from ..child import close_others
 from ..messages import MOST_OF_OURS, Message, receive, send
 from .handover import GIVEN, settings_from_body
-from .inheritance import close_others
 
 _PR_SET_PDEATHSIG = 1
 _NICE = 10

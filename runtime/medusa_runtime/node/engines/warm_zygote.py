@@ -15,9 +15,8 @@ from ...errors import MedusaError
 from ...process import ReportPipe, fork
 from ...timeline import Timeline
 from ...zygote import load_engine_class
-from ..child import end_first
+from ..child import close_others, end_first
 from ..messages import pair, receive, send
-from .inheritance import close_others
 from .warm_engine import run_idle
 
 
