@@ -20,6 +20,7 @@ from ..errors import (
     UnreachableError,
 )
 from .base import Advance, ObjectInfo, check_versioned, redacted, size_as_version
+from .endpoint import Endpoint
 from .fields import (
     FieldError,
     basic_authorization,
@@ -32,7 +33,7 @@ from .fields import (
 )
 from .proxy import Proxies
 from .retry import Patience, RetryPolicy, Transient
-from .wire import Connection, Endpoint, Response, WireError
+from .wire import Connection, Response, WireError
 
 _REDIRECTS = (301, 302, 303, 307, 308)
 _TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
@@ -348,7 +349,7 @@ class HttpStore:
             ) from None
         if endpoint.tls and not moved.endpoint.tls:
             raise StorageError(f"{self.name(key)}: redirected from https to http; expected to stay encrypted")
-        if self._may_redirect is not None and not _is_same_host(self._home.endpoint, moved.endpoint):
+        if self._may_redirect is not None and not self._home.endpoint.is_same_host(moved.endpoint):
             url = f"{'https' if moved.endpoint.tls else 'http'}://{moved.endpoint.authority}{moved.path}"
             if not self._may_redirect(url):
                 raise ForbiddenError(
@@ -404,12 +405,6 @@ class HttpStore:
                 for connection in idle:
                     connection.close()
             self._idle.clear()
-
-
-def _is_same_host(home: Endpoint, moved: Endpoint) -> bool:
-    """Whether both are one server: the same port, or each scheme's own."""
-    standard = all(endpoint.port == (443 if endpoint.tls else 80) for endpoint in (home, moved))
-    return home.host.lower() == moved.host.lower() and (home.port == moved.port or standard)
 
 
 def _home(url: str) -> tuple[Target, str, str | None]:
