@@ -1,4 +1,4 @@
-"""Whether the processes of an instance still run: their heartbeats, and what the kernel says about a silent one.
+"""Heartbeats of an instance's processes, and what the kernel says about a process that has stopped beating.
 
 Every process enters itself into a page of shared memory and renews the time of its last heartbeat there. A late
 heartbeat alone proves nothing: the process may be waiting for a CPU, importing, or running user code that holds the
@@ -115,7 +115,7 @@ class Watch:
         passed_s, self._looked = min(now - self._looked, _LONGEST_LOOK_S), now
         stat = _stat(self.pid)
         if stat is None or self._parent not in (0, int(stat[1])):
-            return Verdict.ALIVE  # it has ended: whoever waits for it replaces it
+            return Verdict.ALIVE  # it has ended: its parent replaces it
         if stat[0] == b"T":
             return self._stopped(passed_s)
         self._stopped_looks, self._stopped_s = 0, 0.0

@@ -14,7 +14,7 @@ from ..region.lock import is_locked, lock
 
 
 class Load:
-    """One load of this process. Others know of an interactive one while it lasts."""
+    """One load of this process. While an interactive one lasts, others see it."""
 
     def __init__(self, priority: str) -> None:
         self.background = True
@@ -40,7 +40,7 @@ class Load:
 
 
 def interactive_load() -> bool:
-    """Whether one is under way."""
+    """Whether an interactive load is under way on this machine."""
     fd = os.open(__file__, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return is_locked(fd)

@@ -1,4 +1,4 @@
-"""What the forked processes do: the prefetcher fills the region, the zygote imports an engine and forks it."""
+"""The work of the forked processes: the prefetcher fills the region, the zygote imports an engine and forks it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run_zygote(shared: Shared, timeline: Timeline, *, region_of_node: bool) -> i
 
 
 def _attach_code(shared: Shared, timeline: Timeline) -> None:
-    """Attach what an agent gives to nobody: compiled code and graphs, for the engines that have any."""
+    """Attach compiled code and graphs, which an agent does not hand out, for the engines that use any."""
     from ..device.choice import choose
 
     settings = shared.settings

@@ -1,4 +1,4 @@
-"""What the processes of an instance share. It exists before they are forked, so that none waits for another."""
+"""The things that an instance's processes share. They exist before the forks, so that none waits for another."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from .listeners import private_listener
 
 @dataclass(frozen=True, slots=True)
 class InstanceHandle:
-    """What the function process is given. ``region`` is None without a checkpoint, ``engine`` also when the function
-    builds the model itself (``--engine none``)."""
+    """The function process's part of the instance.
+
+    ``region`` is None without a checkpoint, ``engine`` also when the function builds the model itself
+    (``--engine none``).
+    """
 
     settings: Settings
     timeline: Timeline

@@ -32,7 +32,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B?")
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """A socket to listen on. ``prefixes``: it is one tenant's, who may have the models below them and no others."""
+    """A socket to listen on. With ``prefixes`` it is one tenant's, who may have the models below them and no others."""
 
     path: str
     prefixes: tuple[str, ...] = ()
@@ -40,7 +40,7 @@ class Listening:
 
 @dataclass(frozen=True, slots=True)
 class CallerLimits:
-    """What one caller may have at a time: a user, or all who use one tenant's socket. The agent's own user is free.
+    """Limits for one caller at a time: a user, or all who use one tenant's socket. The agent's own user has none.
 
     ``memory_bytes``: of models in use and of the engines' KV caches; 0: half of the memory budget.
     """
@@ -54,7 +54,7 @@ class CallerLimits:
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """Who may have models below a prefix: these users, or everybody. The prefix ends at a slash or is the whole URL."""
+    """A rule that opens the models below a prefix to these users, or to everybody."""
 
     prefix: str
     users: frozenset[int] | None = None
@@ -62,7 +62,7 @@ class Allowed:
 
 @dataclass(frozen=True, slots=True)
 class NodeSettings:
-    """Everything ``medusa node`` can be told. ``memory_budget_bytes`` 0: a share of what this container may have."""
+    """The settings of ``medusa node``. ``memory_budget_bytes`` 0: a share of what this container may have."""
 
     socket: tuple[Listening, ...] = (Listening(NODE_SOCKET),)
     memory_budget_bytes: int = 0

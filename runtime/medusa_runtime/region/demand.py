@@ -52,7 +52,7 @@ def promote(demand_fd: int) -> None:
 
 
 def demand(fd: int, chunks: Iterable[int]) -> None:
-    """Ask for these chunks. Nothing happens where the region cannot be written to: complete, or a stranger's."""
+    """Ask for these chunks. Nothing happens where the region cannot be written to any more."""
     _ask(fd, [(len(run) << _FIRST_BITS) | (run.start + 1) for run in runs(chunks)], 0)
 
 

@@ -34,7 +34,7 @@ class LateFiles:
         self._settle(name, Late.PRESENT)
 
     def withhold(self, name: str) -> None:
-        """Tell readers that a file will not come."""
+        """Let readers know that a file will not come."""
         self._settle(name, Late.WITHHELD)
 
     def _settle(self, name: str, state: Late) -> None:

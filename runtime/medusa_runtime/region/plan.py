@@ -1,4 +1,4 @@
-"""Where the parts of a region lie: header, chunk table, index, small files with their directory, and data."""
+"""The layout of a region: header, chunk table, index, small files with their directory, and data."""
 
 from __future__ import annotations
 

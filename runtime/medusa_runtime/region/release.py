@@ -16,7 +16,7 @@ _KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02
 
 
 class Release:
-    """What one reader has released of its region. Only for a region that nobody else reads.
+    """The parts of a region that its reader has released. Only for a region that nobody else reads.
 
     Pages of the memfd are freed for all processes; of a local file they are unmapped here and left to the page cache.
     """

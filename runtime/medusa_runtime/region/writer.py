@@ -64,7 +64,7 @@ class RegionWriter:
         return self._memory.reserved_bytes
 
     def reserve(self, size_bytes: int) -> None:
-        """Before ``lay_out``: make memory for a checkpoint of about this size, for a fetch that is known to come."""
+        """Make memory, before ``lay_out``, for a checkpoint of about this size: for a fetch that is known to come."""
         if not self._memory.words[Word.REGION_BYTES]:
             self._memory.reserve(size_bytes)
 
@@ -171,7 +171,7 @@ class RegionWriter:
             data, at = data[count:], at + count
 
     def _offset(self, chunk: int) -> int:
-        """Where a chunk begins in the region."""
+        """Return where a chunk begins in the region."""
         assert self.chunks is not None
         shard, start, _ = self.chunks.place(chunk)
         return self._memory.words[Word.DATA_OFFSET] + self._index.shards[shard].offset + start
@@ -195,9 +195,9 @@ class RegionWriter:
             words[Word.WATERMARK] = mark
 
     def seal_early(self) -> None:
-        """Before the data is complete: nobody but this writer can map the region for writing from here on.
+        """Seal before the data is complete: nobody but this writer can map the region for writing from here on.
 
-        For regions that are handed to strangers (a node's agent); no other writer can continue such a region.
+        For regions that are handed to untrusted readers, by a node's agent. No other writer can continue such a region.
         """
         seal_to_others(self._fd)
         self._sealed_early = True

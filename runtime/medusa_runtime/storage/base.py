@@ -22,7 +22,7 @@ _SIZE = "size="
 
 
 def size_as_version(size: int) -> str:
-    """Return the version of an object of which the store tells nothing but the size."""
+    """Return the version of an object of which the store reports nothing but the size."""
     return f"{_SIZE}{size}"
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Endpoint(NamedTuple):
-    """Where to connect, and whether with TLS."""
+    """A host and port to connect to, with or without TLS."""
 
     tls: bool
     host: str

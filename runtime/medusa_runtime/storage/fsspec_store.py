@@ -86,7 +86,7 @@ class FsspecStore:
         return Transient(StorageError(f"{name}: {type(error).__name__} while reading"))
 
     def _token_hint(self) -> str:
-        """What a model hub asks for beside the address."""
+        """Return what a model hub asks for beside the address."""
         if scheme_of(self.url) != "hf":
             return ""
         token = "set" if os.environ.get("HF_TOKEN") else "not set"

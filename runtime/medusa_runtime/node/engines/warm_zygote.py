@@ -1,4 +1,4 @@
-"""The agent's zygote of one engine kind: imports what the engine needs, then forks idle processes when told to."""
+"""The agent's zygote of one engine kind: imports what the engine needs, then forks idle processes on request."""
 
 from __future__ import annotations
 

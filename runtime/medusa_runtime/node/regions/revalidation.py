@@ -75,7 +75,7 @@ class Revalidation:
         message = receive(self._check.channel)
         self._end()
         if message is not None and message.kind == "changed":
-            logger.info("%s has changed in its store; the next who asks gets the new version", redacted(held.key))
+            logger.info("%s has changed in its store; the next function gets the new version", redacted(held.key))
             self._on_change(held)
 
     def _end(self) -> None:
