@@ -15,7 +15,6 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from .layout import HEADER_BYTES, RING_OFFSET, RING_WORDS
-from .seals import seal_size
 
 if TYPE_CHECKING:
     from .memory import WriterMemory
@@ -40,6 +39,8 @@ def runs(chunks: Iterable[int]) -> list[range]:
 
 def demand_memory() -> int:
     """Make a memfd with a ring alone, for readers who may not write to the region; nobody can make it shorter."""
+    from .seals import seal_size  # a node agent's alone; every start imports this module
+
     fd = os.memfd_create("medusa-demand", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, HEADER_BYTES)
     seal_size(fd)
