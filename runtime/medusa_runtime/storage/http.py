@@ -353,8 +353,8 @@ class HttpStore:
             url = f"{'https' if moved.endpoint.tls else 'http'}://{moved.endpoint.authority}{moved.path}"
             if not self._may_redirect(url):
                 raise ForbiddenError(
-                    f"{self.name(key)}: redirected to {redacted(url)[:200]}; expected its own host, or a place that "
-                    "those who start this may be sent to (--allow)"
+                    f"{self.name(key)}: redirected to {redacted(url)[:200]}; expected its own host, or a URL below "
+                    "a prefix of --allow, because this node agent serves others"
                 )
         return moved
 
