@@ -1,4 +1,4 @@
-"""Whether the processes of an instance still run: their heartbeats, and what the kernel says about a silent one.
+"""Heartbeats of an instance's processes, and what the kernel says about a process that has stopped beating.
 
 Every process enters itself into a page of shared memory and renews the time of its last heartbeat there. A late
 heartbeat alone proves nothing: the process may be waiting for a CPU, importing, or running user code that holds the
@@ -115,7 +115,7 @@ class Watch:
         passed_s, self._looked = min(now - self._looked, _LONGEST_LOOK_S), now
         stat = _stat(self.pid)
         if stat is None or self._parent not in (0, int(stat[1])):
-            return Verdict.ALIVE  # it has ended: whoever waits for it replaces it
+            return Verdict.ALIVE  # it has ended: its parent replaces it
         if stat[0] == b"T":
             return self._stopped(passed_s)
         self._stopped_looks, self._stopped_s = 0, 0.0
@@ -179,6 +179,12 @@ class Watchdog:
         return True
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process has been stopped (SIGSTOP), and so does nothing; false of one that only waits."""
+    stat = _stat(pid)
+    return stat is not None and stat[0] == b"T"
+
+
 def _stat(pid: int) -> list[bytes] | None:
     """The fields of /proc/PID/stat behind the name, state first; None when it cannot be read."""
     return _fields(f"/proc/{pid}/stat")
@@ -201,4 +207,4 @@ def _fields(path: str) -> list[bytes] | None:
         return None
 
 
-__all__ = ["LOOK_S", "ROLES", "Heartbeats", "Verdict", "Watch", "Watchdog"]
+__all__ = ["LOOK_S", "ROLES", "Heartbeats", "Verdict", "Watch", "Watchdog", "is_stopped"]

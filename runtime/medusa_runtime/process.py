@@ -1,4 +1,4 @@
-"""Child processes of an instance: forked, bound to their parent's life, and heard when they fail."""
+"""Child processes: forked, ended with their parent, and able to report why they failed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ReportPipe:
 
     @classmethod
     def of(cls, write_fd: int) -> ReportPipe:
-        """The writing end alone, as it was passed from another process."""
+        """Return the writing end alone, as it was passed from another process."""
         pipe = cls.__new__(cls)
         pipe.read_fd, pipe.write_fd = -1, write_fd
         return pipe
@@ -133,7 +133,7 @@ def share_cores() -> None:
 
 
 def name_process(name: str) -> None:
-    """What ps, top and /proc/PID/comm show for this process (15 bytes are kept)."""
+    """Set the name that ps, top and /proc/PID/comm show for this process (15 bytes are kept)."""
     with open("/proc/self/comm", "w") as comm:
         comm.write(name)
 

@@ -62,7 +62,7 @@ class Zygote:
         self._heartbeats = heartbeats
 
     def run(self) -> int:
-        """Returns when an engine ended by itself; a crashed engine (killed by a signal) is replaced."""
+        """Run engines until one ends by itself; a crashed engine (killed by a signal) is replaced."""
         self._heartbeats.enter("zygote")
         gc.disable()  # nothing that is imported becomes garbage
         self._settings = replace(self._settings, device=choose(self._settings.device, os.environ))
@@ -89,7 +89,7 @@ class Zygote:
             logger.error("the engine process was killed by %s; forking a new one", name)
 
     def _wait(self, pid: int) -> int:
-        """The status with which a child ends. Beats meanwhile, without a thread: a process that forks has none."""
+        """Wait for a child's end and return its status. It beats by itself: a process that forks has no threads."""
         try:
             ended = os.pidfd_open(pid)
         except OSError:  # a sandbox without pidfd_open(2)
@@ -110,14 +110,14 @@ class Zygote:
 
     def _fork_ahead(self) -> int:
         """Fork the first engine from a process that has imported nothing; returns when it is ready or has ended."""
-        ready, tell = os.pipe2(os.O_CLOEXEC)
+        ready, announce = os.pipe2(os.O_CLOEXEC)
 
         def body(timeline: Timeline) -> int:
             os.close(ready)
-            return self._serve(self._import_engine, timeline, lambda: os.close(tell))
+            return self._serve(self._import_engine, timeline, lambda: os.close(announce))
 
         pid = fork("engine", body, timeline=self._timeline, reports=self._reports)
-        os.close(tell)
+        os.close(announce)
         self._beat_until(ready)  # nothing is ever written: the end of the pipe is the news
         os.close(ready)
         return pid
@@ -135,13 +135,13 @@ class Zygote:
     def _serve(
         self, load: Callable[[Timeline], EngineClass], timeline: Timeline, on_ready: Callable[[], None] | None = None
     ) -> int:
-        """The engine process, from its first moment."""
+        """Run the engine process, from its first moment."""
         self._heartbeats.keep("engine")
         context = DeviceContext(timeline=timeline) if self._on_gpu else None
         engine_class = load(timeline)
         gc.enable()
         if context is not None:
-            context.wait()  # a GPU that cannot be used is told as such, and not as what torch makes of it
+            context.wait()  # its error names the GPU that cannot be used; torch's would not
         return run_engine(
             lambda: engine_class(self._region, self._settings, timeline),
             self._listener,

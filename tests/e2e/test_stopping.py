@@ -20,12 +20,13 @@ Start = Callable[..., Any]
 # An instance that is told to stop before its function process is there, which then runs until it hears of it.
 _EARLY = """
 import os, signal, sys, time
-import medusa_runtime.instance
+import medusa_runtime.instance.stop_signals
 from medusa_runtime.config import Settings
-from medusa_runtime.instance import Instance, bind
+from medusa_runtime.instance import Instance
+from medusa_runtime.instance.listeners import bind
 from medusa_runtime.timeline import Timeline
 
-medusa_runtime.instance._AGAIN_S = 3600.0
+medusa_runtime.instance.stop_signals._AGAIN_S = 3600.0
 settings = Settings(host="127.0.0.1", port=0, drain_s=600.0)
 with Instance(settings, Timeline.create("supervisor"), bind(settings), None) as instance:
     for _ in range(int(sys.argv[1])):

@@ -73,7 +73,7 @@ def _serve(settings: NodeSettings) -> int:
     warm = ", ".join(f"{count} {kind}" for kind, count in settings.prewarm.items()) or "none"
     sockets = ", ".join(listening.path for listening in settings.socket)
     print(
-        f"node agent on {sockets}: {size(agent.regions.budget_bytes)} for models, idle engines: {warm}",
+        f"node agent on {sockets}: {size(agent.budget_bytes)} for models, idle engines: {warm}",
         flush=True,
     )
     return agent.run()

@@ -138,7 +138,7 @@ def _alignment(name: str, archive: zipfile.ZipFile, records: dict[str, zipfile.Z
 
 
 def _starts(name: str, infos: dict[str, zipfile.ZipInfo], read: Read, alignment: int) -> dict[str, int]:
-    """Where each record's bytes start: behind its local header, which is padded so that they are aligned.
+    """Return where each record's bytes start: behind its local header, which is padded so that they are aligned.
 
     Computed as PyTorch's own ``get_record_offset_no_read`` does. The first and the last are compared with the file;
     where another tool has packed the archive, every local header is read.

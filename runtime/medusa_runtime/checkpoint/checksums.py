@@ -22,7 +22,7 @@ ALGORITHMS = tuple(_IMPLEMENTATIONS)
 
 
 def checksum_function(algorithm: str) -> Checksum | None:
-    """The algorithm from whichever package has it; None when none is installed. ConfigError for an unknown name."""
+    """Return the algorithm's function; None when no package with it is installed. ConfigError for an unknown name."""
     if algorithm not in _IMPLEMENTATIONS:
         raise ConfigError(f"unknown checksum {algorithm!r}; expected one of {', '.join(_IMPLEMENTATIONS)}")
     for module, name in _IMPLEMENTATIONS[algorithm]:
@@ -56,5 +56,5 @@ class Checksums:
         return self.chunk_bytes == chunk_bytes and len(self.values) == count
 
     def right(self, chunk: int, data: memoryview) -> bool:
-        """True also when nothing here can compute the algorithm."""
+        """Whether a chunk's checksum is right; true also when nothing here can compute the algorithm."""
         return self._function is None or self._function(data) == self.values[chunk]

@@ -33,7 +33,7 @@ class _Placed(Protocol):
 def execution_order(tensors: Mapping[str, _Placed]) -> list[str]:
     """Embeddings, layers by stage and number, final norm, head. A recorded order (``trace.py``) is better.
 
-    Inside a layer the file's order is kept, so that ranges stay long. A name that tells nothing follows what stands in
+    Inside a layer the file's order is kept, so that ranges stay long. A name without a number follows what stands in
     front of it in the file.
     """
     # A file sorted by the size of its elements begins anew with each type.

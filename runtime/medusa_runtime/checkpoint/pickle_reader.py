@@ -1,4 +1,4 @@
-"""A reader of pickles for files that nobody vouches for: it makes plain values, and calls what its owner allows.
+"""A reader of pickles for untrusted files: it makes plain values, and calls what its owner allows.
 
 Source: the opcodes in Python's ``pickletools``, those of them that ``torch.save`` writes (protocols 2 to 5).
 Python's own unpickler cannot be made safe by choosing what it may import: it hashes tuples in tuples, which takes
@@ -23,7 +23,7 @@ class PickleError(Exception):
 
 
 class Name:
-    """What a pickle's reference to a module's name stands for: a function that may be called, or a plain value."""
+    """The value of a pickle's reference to a module's name: a function that may be called, or a plain value."""
 
     __slots__ = ("target",)
 
@@ -164,7 +164,7 @@ _Step = Callable[[PickleReader], None]
 
 
 def _steps() -> dict[int, _Step]:
-    """What each opcode does. Private members are this module's own."""
+    """The opcodes. Private members are this module's own."""
     r = PickleReader
     push = r._push
     return {

@@ -69,7 +69,7 @@ class KnownArchive:
 
 
 class Known(Protocol):
-    """What was recorded of a checkpoint at an earlier time (a state bundle)."""
+    """A record of a checkpoint from an earlier time (a state bundle)."""
 
     def begin(self, store: Store) -> None:
         """Start reading the record; ``store`` is the checkpoint's."""

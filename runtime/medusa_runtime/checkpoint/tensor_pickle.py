@@ -60,7 +60,7 @@ class Description(NamedTuple):
 
     @property
     def extent(self) -> int:
-        """The elements from the first to the last one, in memory."""
+        """The number of elements from the first to the last one, in memory."""
         if 0 in self.shape:
             return 0
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))

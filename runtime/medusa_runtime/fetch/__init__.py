@@ -1,1 +1,1 @@
-"""From an object store into a region."""
+"""Fetching a checkpoint from an object store into a region."""

@@ -21,7 +21,7 @@ _WEIGHT = 0.3  # of the newest range in the measured rate
 # but of many short ones each waits for its answer to begin.
 _RANGE_S, _ANSWERS = 0.1, 8
 _FIRST_BYTES = 2 << 20  # the same where nothing is known yet
-_BURST_S = 0.05  # what comes in less time tells nothing of the link: it was on its way, or saved up
+_BURST_S = 0.05  # bytes that come in less time say nothing about the link: they were on their way, or saved up
 _OVERTAKERS = 2  # so many ranges that were begun later and are answered show that an answer is late
 _DOUBLED = 4  # of so many ranges one may be asked for twice at a time
 
@@ -65,7 +65,7 @@ class InFlightRange:
         self.done_bytes = done_bytes
 
     def pause(self, seconds: float) -> None:
-        """It was suspended for another one, and is not late for that."""
+        """Count a pause in favour of another range; it does not make this one late."""
         self.held = True
         self.began += seconds
 
@@ -75,7 +75,7 @@ class InFlightRange:
 
 
 class InFlightRanges:
-    """What every connection is doing. Their rate and their patience with a store are measured as ranges come in."""
+    """All ranges in flight. The rate, and how long an answer may take, are measured as ranges come in."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -95,7 +95,7 @@ class InFlightRanges:
         return flight
 
     def end(self, flight: InFlightRange) -> bool:
-        """Whether nobody else is fetching the same range."""
+        """End a range, and return whether nobody else is fetching it."""
         with self._lock:
             self._flying.remove(flight)
             self._done_bytes += flight.done_bytes
@@ -121,7 +121,7 @@ class InFlightRanges:
         return len(self._flying)
 
     def most_bytes(self, takers: int, largest: int) -> int:
-        """How long a range may be for one of ``takers`` connections to have it soon, as they are now."""
+        """Return how many bytes a range may have for one of ``takers`` connections to receive it soon."""
         now = time.monotonic()
         with self._lock:
             done_bytes = self._done_bytes + sum(flight.done_bytes for flight in self._flying)
@@ -134,7 +134,7 @@ class InFlightRanges:
         return min(int(rate * seconds / takers), largest)
 
     def room(self, *, ending: bool = False) -> int:
-        """For how many more a second request may be made: each takes bandwidth from the first ones."""
+        """Return how many more ranges may be requested a second time: each takes bandwidth from the first requests."""
         with self._lock:
             if ending:
                 return len(self._flying)
@@ -142,7 +142,7 @@ class InFlightRanges:
             return max(max((len(self._flying) - seconds) // _DOUBLED, 1) - seconds, 0)
 
     def late(self, *, ending: bool = False) -> list[InFlightRange]:
-        """Ranges without a second request that should have been complete by now, from what the others show.
+        """Return the ranges without a second request that should be complete by now, compared with the others.
 
         ``ending``: no range is left that has not been begun.
 
@@ -181,7 +181,7 @@ def _averaged(old: float | None, new: float) -> float:
 
 
 def _patience_s(flight: InFlightRange, rate: float, first_s: float | None, ending: bool) -> float:
-    """How long a range may take. One whose answer has not even begun is known to be late long before."""
+    """Return how long a range may take. One whose answer has not even begun is known to be late much earlier."""
     whole_s = _SLACK * flight.size_bytes / rate + _SLACK_S
     if flight.first_s is not None or first_s is None:
         return whole_s

@@ -6,17 +6,15 @@ lock when its holder ends, however it ends, and asking for it changes nothing.
 
 from __future__ import annotations
 
-import fcntl
 import os
-import struct
 from types import TracebackType
 from typing import Self
 
-from ..region.layout import FLOCK
+from ..region.lock import is_locked, lock
 
 
 class Load:
-    """One load of this process. Others know of an interactive one while it lasts."""
+    """One load of this process. While an interactive one lasts, others see it."""
 
     def __init__(self, priority: str) -> None:
         self.background = True
@@ -28,7 +26,7 @@ class Load:
         """Be interactive from now on."""
         self.background = False
         try:
-            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, struct.pack(FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 1, 0))
+            lock(self._fd, shared=True)
         except OSError:
             pass  # a file system without locks: everybody has the same priority
 
@@ -42,11 +40,10 @@ class Load:
 
 
 def interactive_load() -> bool:
-    """Whether one is under way."""
+    """Whether an interactive load is under way on this machine."""
     fd = os.open(__file__, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0))
-        return bool(struct.unpack(FLOCK, answer)[0] != fcntl.F_UNLCK)
+        return is_locked(fd)
     except OSError:
         return False
     finally:

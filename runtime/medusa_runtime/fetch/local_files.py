@@ -1,4 +1,4 @@
-"""Shards that are files on this machine: pulled into the page cache in execution order, mapped by whoever reads."""
+"""Shards that are files on this machine: pulled into the page cache in execution order, mapped by their readers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _File:
             raise ObjectChangedError(f"{self._shard.path} was replaced or written to while it was read; start again")
 
     def pull(self, start: int, stop: int) -> None:
-        """Bytes [start, stop) of the data section into the page cache."""
+        """Read bytes [start, stop) of the data section into the page cache."""
         begin, size = self._shard.data_start + start, stop - start
         page = begin - begin % mmap.PAGESIZE
         try:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from ..checkpoint.reader import Checkpoint, Known, open_checkpoint
 from ..errors import TooLargeError
 from ..region.layout import State
+from ..region.plan import RegionPlan
 from .load_priority import Load
 from .schedule import Schedule
 from .streams import Streams, as_medusa
@@ -32,18 +33,18 @@ BESIDE_IMPORTS = 10
 
 
 class Keeper(Protocol):
-    """Whoever owns regions that are shared by strangers: the node agent."""
+    """The owner of regions that several functions share: the node agent."""
 
     def admit(self, region_bytes: int) -> None:
-        """Before memory is taken. Raises TooLargeError when there is no room for so much."""
+        """Ask for memory before it is taken. Raises TooLargeError when there is no room for so much."""
 
     def laid_out(self, writer: RegionWriter) -> None:
-        """Readers may come from here on."""
+        """Learn that the region is laid out: readers may come from here on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What is known of a checkpoint besides its own files: the index in its recorded order, the chunks' checksums,
+    """A checkpoint with what a state bundle knows of it: the index in its recorded order, the chunks' checksums,
     files for the engine, and the sizes of those that come later."""
 
     index: WeightIndex
@@ -56,7 +57,7 @@ class Restoring(Known, Protocol):
     """A state bundle in use: ``state.restore.Restoration``."""
 
     def restore(self, checkpoint: Checkpoint) -> Restored:
-        """What of it is valid here. Never raises for what is wrong with the bundle."""
+        """Return what is valid here. Never raises for what is wrong with the bundle."""
 
     def start(self, writer: RegionWriter) -> None:
         """Begin to fill in the late files of a laid-out region; does not wait."""
@@ -85,9 +86,9 @@ def prefetch(
 
     Continues what a killed prefetcher has begun. Any error is left in the region for its readers, and raised.
     ``writer`` is the region's, when the caller has taken it to reserve memory ahead of time.
-    ``order`` is a recorded execution order (``trace.py``); without it the names tell.
+    ``order`` is a recorded execution order (``trace.py``); without it the names show it.
     ``nice`` is BESIDE_IMPORTS where this machine does something else that the first token waits for.
-    ``keeper`` is asked for the memory, and told when the region can be read.
+    ``keeper`` is asked for the memory, and called when the region can be read.
     ``restoring`` brings what a state bundle knows of the checkpoint.
     ``store`` is the checkpoint's, when the caller has opened it; it is closed here.
     """
@@ -120,7 +121,7 @@ def prefetch(
 
 @dataclass(frozen=True, slots=True)
 class FetchOptions:
-    """How one fetch is made: what prefetch was told."""
+    """The options of one fetch, as ``prefetch`` was given them."""
 
     settings: Settings
     timeline: Timeline
@@ -133,13 +134,13 @@ class FetchOptions:
 def _admitted(
     writer: RegionWriter, restored: Restored, files: Mapping[str, bytes], options: FetchOptions
 ) -> Mapping[str, int]:
-    """The late files for which there is room beside the weights: all or none. TooLargeError when not even for those."""
+    """Return the late files for which there is room beside the weights: all or none. TooLargeError without room."""
     index = restored.index
     for late in (restored.late, {}):
         region_bytes = index.region_bytes + sum(late.values())
         try:
             if options.keeper is not None:
-                options.keeper.admit(writer.layout_bytes(index, files, late))
+                options.keeper.admit(RegionPlan.of(index, files, late).memory_bytes)
             if writer.state == State.EMPTY:
                 more_bytes = max(region_bytes - writer.reserved_bytes, 0)
                 check_memory(index.total_bytes, more_bytes, options.settings.memory_limit_mb)
@@ -191,7 +192,7 @@ def _fill(writer: RegionWriter, checkpoint: Checkpoint, restored: Restored, opti
 
 
 def check_memory(total_bytes: int, region_bytes: int, limit_mb: int | None) -> None:
-    """TooLargeError when the weights exceed the limit that was set, or a region would not fit into what is free.
+    """Raise TooLargeError when the weights exceed the limit that was set, or a region would not fit into what is free.
 
     Local files are mapped, and the kernel may drop their pages again: they are only held against the limit.
     """

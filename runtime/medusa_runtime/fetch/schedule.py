@@ -73,7 +73,7 @@ class Schedule:
         load = self._load
         if load is None or not load.background:
             return False
-        if self._writer.promoted:
+        if self._writer.demand.promoted:
             load.promote()
             return False
         return self.flights.count > 0 and interactive_load()
@@ -101,8 +101,10 @@ class Schedule:
 
     def wanted(self) -> list[int]:
         """The chunks that forwards wait for and that are not there."""
-        asked = dict.fromkeys(chunk for run in self._writer.demanded() for chunk in run if chunk < self._chunks.count)
-        return [chunk for chunk in asked if not self._writer.present(chunk)]
+        demanded = dict.fromkeys(
+            chunk for run in self._writer.demanded() for chunk in run if chunk < self._chunks.count
+        )
+        return [chunk for chunk in demanded if not self._writer.present(chunk)]
 
     def late(self) -> list[InFlightRange]:
         """Ranges that are late, those first that a forward awaits; no more than may be asked for twice now.
@@ -121,6 +123,6 @@ class Schedule:
         return late[: self.flights.room(ending=ending)] if late else []
 
     def stop(self) -> None:
-        """No more ranges; everybody ends after the one in hand."""
+        """Hand out no more ranges; every connection ends after the one in hand."""
         with self._lock:
             self._stopped = True

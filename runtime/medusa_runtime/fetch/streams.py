@@ -84,7 +84,7 @@ class Streams:
 
     @property
     def connections(self) -> int:
-        """How many connections were opened, without those of second requests."""
+        """The number of connections that were opened, without those of second requests."""
         return len(self._threads) - self.hedges
 
     def run(self) -> None:

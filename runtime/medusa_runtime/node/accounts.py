@@ -1,4 +1,4 @@
-"""What each caller has of the agent, and how much it may have: connections, fetches, models, engines and memory.
+"""Accounts of the agent's callers: how many connections, fetches, engines and how much memory each has and may have.
 
 An account is a user, or a tenant's socket. Memory is charged to the first of those who use a model; what nobody uses
 is charged to nobody, for it goes when somebody needs the room.
@@ -52,7 +52,7 @@ class Accounts:
             del self._had[caller.account]
 
     def has(self, account: str, what: str) -> int:
-        """How much an account has been charged."""
+        """Return how much an account has been charged."""
         return self._had[account][what] if account in self._had else 0
 
     def refused(self, caller: Caller, error: MedusaError) -> None:
@@ -62,7 +62,7 @@ class Accounts:
             self._refused_callers[caller.account] += 1
 
     def status(self, *, everybody: bool) -> dict[str, object]:
-        """What the agent reports of its callers; accounts by name only to those who may see ``everybody``."""
+        """Return the report on callers; accounts by name only for those who may see ``everybody``."""
         found: dict[str, object] = {"refused": dict(self._refused)}
         if everybody:
             found["refused_callers"] = dict(self._refused_callers)

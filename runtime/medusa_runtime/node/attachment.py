@@ -1,4 +1,4 @@
-"""What an instance has of its node's agent: a region, an engine process, and how it learns that it lost either."""
+"""An instance's share of its node's agent: a region and an engine process, and what happens when it loses either."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Loss(Enum):
 
 
 class Attachment:
-    """One instance's, in its supervisor. Every failure is told once, and then the instance does without."""
+    """What one instance has of the agent. The first failure is logged, and then the instance goes on by itself."""
 
     def __init__(self, client: NodeClient, path: str, settings: Settings, timeline: Timeline) -> None:
         self._client: NodeClient | None = client
@@ -38,12 +38,12 @@ class Attachment:
         self._timeline = timeline
         self._lease: socket.socket | None = None
         self._again_at = 0.0
-        self._told = False
+        self._reported = False
         self.region: Region | None = None
 
     @classmethod
     def attach(cls, settings: Settings, timeline: Timeline) -> Attachment | None:
-        """With a region whose index and small files can be read; None when there is no agent, or it refuses."""
+        """Get a region whose index and small files can be read; None when there is no agent, or it refuses."""
         path = settings.node_socket or NODE_SOCKET
         assert settings.model is not None
         try:
@@ -60,7 +60,7 @@ class Attachment:
                     raise
                 detail["region"] = attachment.region.progress().state
         except (MedusaError, OSError) as error:
-            _tell(timeline, error)
+            _log(timeline, error)
             return None
         return attachment
 
@@ -74,7 +74,7 @@ class Attachment:
             pid = self._client.engine(self._settings.engine, settings_to_body(self._settings), descriptors)
         except (MedusaError, OSError) as error:
             mine.close()
-            self._tell(error)
+            self._report(error)
             return False
         finally:
             theirs.close()
@@ -84,12 +84,12 @@ class Attachment:
 
     @property
     def descriptors(self) -> list[int]:
-        """To poll for reading; then ``look``."""
+        """The descriptors to poll for reading; when one is readable, call ``look``."""
         found = [] if self._client is None else [self._client.fileno()]
         return found if self._lease is None else [*found, self._lease.fileno()]
 
     def look(self, readable: set[int]) -> list[Loss]:
-        """What was lost since the last look. Also brings the region to an agent that has been started again."""
+        """Return what was lost since the last look. Also brings the region to an agent that has been started again."""
         losses = []
         if self._lease is not None and self._lease.fileno() in readable:
             self._lease.close()
@@ -102,7 +102,7 @@ class Attachment:
                 self._client = None
                 self._again_at = time.monotonic() + _AGAIN_AFTER_S
                 if self.region is not None and self.region.progress().state != "done":
-                    self._tell(NodeError(reason or "the node agent ended while it was fetching"))
+                    self._report(NodeError(reason or "the node agent ended while it was fetching"))
                     losses.append(Loss.REGION)
                 elif not reason:
                     logger.info("the node agent ended; this function goes on without it")
@@ -130,10 +130,10 @@ class Attachment:
             return
         self._client = client
 
-    def _tell(self, error: Exception) -> None:
-        if not self._told:
-            _tell(self._timeline, error)
-        self._told = True
+    def _report(self, error: Exception) -> None:
+        if not self._reported:
+            _log(self._timeline, error)
+        self._reported = True
 
     def let_go_of_engine(self) -> bool:
         """End the engine process that serves this instance; False when it is not the agent's."""
@@ -148,7 +148,7 @@ class Attachment:
         return had
 
     def forget_region(self) -> None:
-        """The instance has another one."""
+        """Let go of the region, because the instance has another one."""
         self.region = None
 
     def close(self) -> None:
@@ -159,13 +159,13 @@ class Attachment:
 
 
 def _check_usable(region: Region, settings: Settings) -> None:
-    """A handler's own module cannot be moved to another region, should this one never be complete."""
+    """NodeError for a region that is not complete where a handler builds its own module: it cannot change regions."""
     if settings.engine == "none" and region.progress().state != "done":
         region.close()
         raise NodeError("it is still fetching the model; with --engine none expected a complete one")
 
 
-def _tell(timeline: Timeline, error: Exception) -> None:
+def _log(timeline: Timeline, error: Exception) -> None:
     logger.warning("starting without the node agent: %s", error)
     timeline.mark("node-fallback", reason=str(error))
 

@@ -1,24 +1,24 @@
-"""A child process of the agent, and the connection with it: when either ends, the other is told by the kernel."""
+"""A child process of the agent, and the connection with it: when either ends, the kernel reports it to the other."""
 
 from __future__ import annotations
 
 import os
 import signal
 import socket
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from ..errors import NodeError
+from ..liveness import Verdict, Watch
 from ..process import ReportPipe, fork
 from ..resource_limits import as_limit_error
 from ..timeline import Timeline
 from .messages import pair
 
-STOPPED_S = 1.5
-
 
 class Child(NamedTuple):
+    """A running child and the agent's end of the connection with it."""
+
     pid: int
     channel: socket.socket
 
@@ -26,9 +26,9 @@ class Child(NamedTuple):
 def start_child(
     name: str, body: Callable[[socket.socket, Timeline], int], *, timeline: Timeline, reports: ReportPipe
 ) -> Child:
-    """``body`` is given its end of the connection. Raises LimitError or NodeError where there is no room for a process.
+    """Fork a child that runs ``body`` with its end of the connection.
 
-    The caller must have a single thread.
+    Raises LimitError or NodeError where there is no room for a process. The caller must have a single thread.
     """
     try:
         mine, theirs = pair()
@@ -49,6 +49,22 @@ def _cannot(name: str, error: OSError) -> Exception:
     return as_limit_error(error) or NodeError(f"the node agent cannot start a {name} process: {error.strerror}")
 
 
+def close_others(*keep: int) -> None:
+    """Close, in a forked child, all descriptors but these and the standard streams.
+
+    A connection's end is seen only when nobody holds it any more. Python objects that own the descriptors must stay
+    referenced: they would close the numbers a second time.
+    """
+    kept = {0, 1, 2, *keep}
+    for name in os.listdir("/proc/self/fd"):
+        descriptor = int(name)
+        if descriptor not in kept:
+            try:
+                os.close(descriptor)
+            except OSError:
+                pass  # the one that listed them
+
+
 def end_first() -> None:
     """Let the kernel end this process before the agent, where the machine or the container runs out of memory."""
     try:
@@ -58,32 +74,23 @@ def end_first() -> None:
         pass  # a kernel or a sandbox without it
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether a process has been stopped (SIGSTOP), and so does nothing; false of one that only waits."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            return stat.read().rpartition(b")")[2].split()[0] == b"T"
-    except OSError:
-        return False
-
-
-class Stopped:
-    """Which processes have been stopped for so long that nobody should wait for them any more.
-
-    Only a stop counts as a hang. A process that is slow, starved of CPU or in a long import is left alone.
-    """
+class HungChildren:
+    """Finds those of the agent's processes that hang, by heartbeats and what the kernel says (``liveness.Watch``)."""
 
     def __init__(self) -> None:
-        self._since: dict[int, float] = {}
+        self._watches: dict[int, Watch] = {}
 
-    def look(self, pids: Iterable[int]) -> list[int]:
-        """Call it at least once a second with all processes of interest."""
-        now = time.monotonic()
-        self._since = {pid: self._since.get(pid, now) for pid in pids if is_stopped(pid)}
-        return [pid for pid, since in self._since.items() if now - since >= STOPPED_S]
+    def look(self, beats: Mapping[int, Callable[[], int]]) -> dict[int, str]:
+        """Return the processes that hang, with the reason. Call it at least once a second with all of interest.
+
+        ``beats``: each process with what returns the time of its last heartbeat. With ``time.monotonic_ns`` only a
+        stop (SIGSTOP) counts: for a process that has none, because it waits for hours for something to do.
+        """
+        self._watches = {pid: self._watches.get(pid) or Watch(pid, 0, beat_ns) for pid, beat_ns in beats.items()}
+        return {pid: watch.reason for pid, watch in self._watches.items() if watch.look() is Verdict.HUNG}
 
 
 def end_child(child: Child) -> None:
-    """Kill it, whatever it is doing. The caller reaps it."""
+    """Kill a child, whatever it is doing. The caller reaps it."""
     child.channel.close()
     os.kill(child.pid, signal.SIGKILL)  # not reaped yet, so the number is still its own

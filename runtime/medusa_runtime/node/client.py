@@ -1,4 +1,4 @@
-"""A function's side of the agent's socket. Imports nothing heavy: it stands in front of everything else of a start."""
+"""A function's side of the agent's socket. Imports nothing heavy: a start waits for it."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ _WAIT_MS = 10
 _PATIENT = 1000
 HURRIED = 20  # with 24 busy loops on two cores, an agent that lived was late for 1 of 200
 _BEAT_MS = 100  # between looks whether it lives, while its store is slow
-_SEALED_WITHIN_S = 60.0  # a store may be slow to tell what a checkpoint consists of
+_SEALED_WITHIN_S = 60.0  # for a store to send what a checkpoint consists of
 
 
 class NodeClient:
     """A connection to this node's agent; the region it was given stays for as long as it is open."""
 
     def __init__(self, path: str, trusted_user: int | None = None, *, waits: int = _PATIENT) -> None:
-        """Connect. Raises NodeError when there is no agent, NodeRefusedError when it is a stranger's.
+        """Connect. Raises NodeError when there is no agent, NodeRefusedError when it is another user's.
 
-        Whoever listens there decides what the weights are: it must be root, this user, or ``trusted_user``.
-        ``waits``: of 10 ms each, for every answer. NodeError after that; who can do without the agent is HURRIED.
+        The agent decides what the weights are: it must belong to root, this user, or ``trusted_user``.
+        ``waits``: how many times to wait 10 ms for an answer, before NodeError. HURRIED is for those who can do
+        without the agent.
         """
         self._waits = waits
         trusted = {0, os.getuid()} | (set() if trusted_user is None else {trusted_user})
@@ -62,23 +63,23 @@ class NodeClient:
         background: bool = False,
         within_s: float = _SEALED_WITHIN_S,
     ) -> Region:
-        """The region of a checkpoint, as soon as it can be read. Raises what the agent answers, or NodeError.
+        """Return the region of a checkpoint as soon as it can be read. Raises what the agent answers, or NodeError.
 
-        ``within_s``: how long the store may take to tell what the checkpoint consists of.
+        ``within_s``: how long the store may take to send the checkpoint's index.
         ``pin``: it is never evicted; ``fresh``: it is fetched even if it is there. Both are for the agent's own user.
         ``background``: nobody waits for it, so its fetch gives way to others.
         """
         key = model_key(absolute(url))
         seen = open_folder(key)
         try:
-            wish = {"url": key, "pin": pin, "fresh": fresh, "background": background}
-            answer = self._ask("region", wish, () if seen is None else (seen,))
+            request = {"url": key, "pin": pin, "fresh": fresh, "background": background}
+            answer = self._ask("region", request, () if seen is None else (seen,))
         finally:
             close_all(() if seen is None else (seen,))
         deadline = time.monotonic() + within_s
         while answer.kind in ("wait", "hello"):
             if time.monotonic() > deadline:
-                raise NodeError(f"the store has not told within {within_s:g} s what the checkpoint consists of")
+                raise NodeError(f"the store did not send the checkpoint's index within {within_s:g} s")
             self._readable(1, _BEAT_MS)
             answer = self._ask("hello", {"version": VERSION})
             if answer.kind != "hello":
@@ -93,7 +94,7 @@ class NodeClient:
         return Region(answer.descriptors[0], demand_fd=answer.descriptors[1], shared=True)
 
     def engine(self, kind: str, settings: dict[str, Any], descriptors: Sequence[int]) -> int:
-        """Give an idle engine process this function; its pid on the agent's side. Raises NodeError without one."""
+        """Have an idle engine process serve this function, and return its pid. NodeError when none is idle."""
         return int(self._ask("engine", {"kind": kind, "settings": settings}, descriptors).body["pid"])
 
     def keep(self, url: str, region_fd: int) -> None:
@@ -108,7 +109,7 @@ class NodeClient:
         return self._ask("status").body
 
     def lost(self) -> str | None:
-        """Call when there is something to read: why the region will not be completed; "" when the agent has gone."""
+        """Return, when there is something to read, why the region will not be completed; "" when the agent has gone."""
         try:
             message = receive(self._socket)
         except (OSError, NodeError):
@@ -146,7 +147,7 @@ class NodeClient:
         return any(poll.poll(wait_ms) for _ in range(waits))
 
     def close(self) -> None:
-        """Also where forked children hold the connection."""
+        """End the connection, also where forked children hold it."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -168,7 +169,7 @@ def _check_owner(path: str, owner: int, trusted: set[int]) -> None:
     if owner not in trusted:
         expected = " or ".join(str(user) for user in sorted(trusted))
         raise NodeRefusedError(
-            f"{path} belongs to user {owner}; expected {expected}, for whoever listens there decides what the weights "
+            f"{path} belongs to user {owner}; expected {expected}, because the agent decides what the weights "
             f"are (--node-user allows another)"
         )
 

@@ -1,4 +1,4 @@
-"""What crosses the agent's sockets: one JSON object a message, with descriptors beside it (SCM_RIGHTS). No pickle.
+"""Messages on the agent's sockets: one JSON object each, with descriptors beside it (SCM_RIGHTS). No pickle.
 
 The sockets are SOCK_SEQPACKET: the kernel keeps a message and its descriptors together, and there is no half of one.
 
@@ -35,7 +35,7 @@ Body = dict[str, Any]
 
 
 class Message(NamedTuple):
-    """``descriptors`` belong to whoever received the message."""
+    """A received message. ``descriptors`` belong to its receiver."""
 
     kind: str
     body: Body
@@ -47,7 +47,7 @@ class Message(NamedTuple):
 
 
 def send(connection: socket.socket, kind: str, body: Body | None = None, descriptors: Sequence[int] = ()) -> None:
-    """Raises NodeError for a message that is too long, OSError when the other side is gone or takes nothing."""
+    """Send a message. NodeError when it is too long, OSError when the other side is gone or takes nothing."""
     data = json.dumps({**(body or {}), "type": kind}, separators=(",", ":")).encode()
     if len(data) > LARGEST_BYTES:
         raise NodeError(f"a {kind} message of {len(data)} bytes is too long; expected at most {LARGEST_BYTES}")
@@ -55,7 +55,7 @@ def send(connection: socket.socket, kind: str, body: Body | None = None, descrip
 
 
 def receive(connection: socket.socket, most: int = MOST_DESCRIPTORS) -> Message | None:
-    """The next message, with at most so many descriptors, or None when the other side is gone.
+    """Receive a message with at most ``most`` descriptors; None when the other side is gone.
 
     Raises NodeError for what is no message of ours.
     """
@@ -95,7 +95,7 @@ def _parse(data: bytes, descriptors: list[int], flags: int, most: int) -> Messag
 
 
 def text(body: Body, name: str) -> str:
-    """A field that must be text. NodeError when it is not."""
+    """Return a field that must be text. NodeError when it is not."""
     value = body.get(name)
     if not isinstance(value, str) or not value or "\0" in value:
         raise NodeError(f"{name}: expected text, found {repr(value)[:80]}")
@@ -103,7 +103,7 @@ def text(body: Body, name: str) -> str:
 
 
 def flag(body: Body, name: str) -> bool:
-    """A field that is true or false, or missing and so false. NodeError when it is something else."""
+    """Return a field that is true or false, or missing and so false. NodeError when it is something else."""
     value = body.get(name, False)
     if not isinstance(value, bool):
         raise NodeError(f"{name}: expected true or false, found {repr(value)[:40]}")
@@ -111,14 +111,14 @@ def flag(body: Body, name: str) -> bool:
 
 
 def close_all(descriptors: Iterable[int]) -> None:
-    """Close descriptors, strangers' too: without waiting until a socket has sent what is left (SO_LINGER)."""
+    """Close descriptors, untrusted ones too: without waiting until a socket has sent what is left (SO_LINGER)."""
     for descriptor in descriptors:
         if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as stranger:
-                stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as untrusted:
+                untrusted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
         os.close(descriptor)
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Two ends of a connection between processes of our own."""
+    """Return the two ends of a connection between processes of our own."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

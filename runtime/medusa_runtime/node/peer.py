@@ -56,12 +56,12 @@ class Caller(NamedTuple):
 
     @property
     def account(self) -> str:
-        """What its memory, connections, fetches and engines are charged to: a tenant's socket, or the user."""
+        """The account that memory, connections, fetches and engines are charged to: a tenant's socket, or the user."""
         return self.socket if self.prefixes else f"user {self.peer.uid}"
 
 
 def sees_the_same_files(connection: socket.socket) -> bool:
-    """Whether the peer is in this process's mount namespace. False where the kernel does not tell."""
+    """Whether the peer is in this process's mount namespace. False where the kernel does not say."""
     pid = Peer.of(connection).pid
     try:
         theirs, ours = os.stat(f"/proc/{pid}/ns/mnt"), os.stat("/proc/self/ns/mnt")

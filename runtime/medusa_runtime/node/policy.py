@@ -1,19 +1,19 @@
-"""Who may have which model, and how much memory the models below a prefix may take. Nothing else decides that."""
+"""Who may have which model, where a fetch may be redirected, and how much memory the models below a prefix may take."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..errors import NodeRefusedError
 from ..storage.base import redacted, scheme_of
+from ..storage.places import canonical, is_below
 from .peer import Caller
 from .settings import Allowed
 
 
 def below(key: str, prefix: str) -> bool:
-    """Whether a model lies below a prefix; ``s3://b/team`` does not hold ``s3://b/team-b/m``."""
-    stem = prefix.rstrip("/")
-    return prefix == "*" or key == stem or key.startswith(stem + "/")
+    """Whether a model lies below a prefix, in whatever spelling; everything lies below ``*``."""
+    return prefix == "*" or is_below(key, prefix)
 
 
 class Policy:
@@ -25,8 +25,12 @@ class Policy:
     place in the network. A local model needs no rule: its files are read as the caller.
     """
 
-    def __init__(self, allow: Iterable[Allowed], quota: Mapping[str, int]) -> None:
+    def __init__(
+        self, allow: Iterable[Allowed], quota: Mapping[str, int], tenants: Iterable[Sequence[str]] = ()
+    ) -> None:
+        """``tenants``: the prefixes of each tenant's socket."""
         self._allow = tuple(allow)
+        self._opened = [rule.prefix for rule in self._allow] + [prefix for prefixes in tenants for prefix in prefixes]
         self._quota = dict(quota)
 
     def check(self, key: str, caller: Caller) -> None:
@@ -52,8 +56,17 @@ class Policy:
                     f"{redacted(key)} may not be had by user {user} through the node agent; expected {wanted} (--allow)"
                 )
 
+    def allows_redirect(self, url: str) -> bool:
+        """Whether a store may send a fetch to this URL on another host.
+
+        An agent that fetches for its own user alone goes where the store says. One that serves others fetches from
+        its own place in the network, so it goes only below a prefix that it has been told to open.
+        """
+        place = canonical(url.partition("?")[0])
+        return not self._opened or (place is not None and any(below(place, prefix) for prefix in self._opened))
+
     def quotas(self, key: str) -> list[tuple[str, int]]:
-        """The prefixes that hold this model, with their bytes."""
+        """Return the prefixes that hold this model, with their limits in bytes."""
         return [(prefix, size) for prefix, size in self._quota.items() if below(key, prefix)]
 
 

@@ -22,6 +22,7 @@ from ..config import (
 from ..errors import ConfigError
 from ..limits import memory_available_bytes, memory_limit_bytes
 from ..registry import engine_names
+from ..storage.places import canonical
 
 _MOST_WARM = 64
 _BUDGET_SHARE = 0.8  # of what this container may have; the rest is for engine processes
@@ -31,7 +32,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B?")
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """A socket to listen on. ``prefixes``: it is one tenant's, who may have the models below them and no others."""
+    """A socket to listen on. With ``prefixes`` it is one tenant's, who may have the models below them and no others."""
 
     path: str
     prefixes: tuple[str, ...] = ()
@@ -39,7 +40,7 @@ class Listening:
 
 @dataclass(frozen=True, slots=True)
 class CallerLimits:
-    """What one caller may have at a time: a user, or all who use one tenant's socket. The agent's own user is free.
+    """Limits for one caller at a time: a user, or all who use one tenant's socket. The agent's own user has none.
 
     ``memory_bytes``: of models in use and of the engines' KV caches; 0: half of the memory budget.
     """
@@ -53,7 +54,7 @@ class CallerLimits:
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """Who may have models below a prefix: these users, or everybody. The prefix ends at a slash or is the whole URL."""
+    """A rule that opens the models below a prefix to these users, or to everybody."""
 
     prefix: str
     users: frozenset[int] | None = None
@@ -61,7 +62,7 @@ class Allowed:
 
 @dataclass(frozen=True, slots=True)
 class NodeSettings:
-    """Everything ``medusa node`` can be told. ``memory_budget_bytes`` 0: a share of what this container may have."""
+    """The settings of ``medusa node``. ``memory_budget_bytes`` 0: a share of what this container may have."""
 
     socket: tuple[Listening, ...] = (Listening(NODE_SOCKET),)
     memory_budget_bytes: int = 0
@@ -104,6 +105,11 @@ def _parts(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
+def _is_prefix(text: str) -> bool:
+    """Whether a rule can be about this: everything, a folder, or a URL with a host or bucket."""
+    return text == "*" or canonical(text) is not None
+
+
 def _prewarm(text: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for part in _parts(text):
@@ -123,7 +129,7 @@ def _allow(text: str) -> tuple[Allowed, ...]:
             found.append(Allowed(part))
         else:
             found.append(Allowed(prefix, frozenset(map(int, users.split("+")))))
-    if not found or any(not allowed.prefix for allowed in found):
+    if not found or not all(_is_prefix(allowed.prefix) for allowed in found):
         raise ValueError("URL prefixes such as s3://bucket/team/, each with =uid or =uid+uid for these users alone")
     return tuple(found)
 
@@ -132,7 +138,7 @@ def _quota(text: str) -> dict[str, int]:
     found = {}
     for part in _parts(text):
         prefix, sign, size = part.rpartition("=")
-        if not sign or not prefix:
+        if not sign or not _is_prefix(prefix):
             raise ValueError("prefix=size such as s3://bucket/team/=20GB")
         found[prefix] = size_bytes(size)
     return found
@@ -147,8 +153,14 @@ def _sockets(text: str) -> tuple[Listening, ...]:
     for part in filter(None, (part.strip() for part in text.split(";"))):
         path, sign, prefixes = part.partition("=")
         listening = Listening(path, tuple(_parts(prefixes)))
-        if not path.startswith("/") or (sign and not listening.prefixes):
-            raise ValueError("an absolute path, or PATH=PREFIX[,PREFIX] for a tenant's own socket")
+        if (
+            not path.startswith("/")
+            or (sign and not listening.prefixes)
+            or not all(map(_is_prefix, listening.prefixes))
+        ):
+            raise ValueError(
+                "an absolute path, or PATH=PREFIX[,PREFIX] such as /run/a.sock=s3://bucket/a/ for a tenant"
+            )
         found.append(listening)
     if not found or len({listening.path for listening in found}) < len(found):
         raise ValueError("absolute paths, each of them once")

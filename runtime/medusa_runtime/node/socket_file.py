@@ -1,4 +1,4 @@
-"""The agent's listening socket: one agent a path, and what a killed one left there is taken over."""
+"""The agent's listening socket. A path belongs to one agent; what a killed one left there is taken over."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SocketFile:
             ) from None
 
     def _lock(self) -> None:
-        """A lock of the process, not of the descriptor: no child of ours holds it when we are gone."""
+        """Take the lock, the process's and not the descriptor's: no child of ours holds it when we are gone."""
         try:
             fcntl.lockf(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
@@ -52,17 +52,19 @@ class SocketFile:
         os.pwrite(self._lock_fd, str(os.getpid()).encode(), 0)
 
     def _remove_stale(self) -> None:
-        """Of an agent that was killed: we have its lock. ConfigError for what is no socket."""
+        """Remove the socket of an agent that was killed: its lock is ours. ConfigError for what is no socket."""
         try:
             status = os.lstat(self.path)
         except FileNotFoundError:
             return
         if not stat.S_ISSOCK(status.st_mode):
-            raise ConfigError(f"{self.path} is no socket; expected nothing, or what an agent left, at --socket")
+            raise ConfigError(
+                f"{self.path} is not a socket; expected --socket to name a new path, or one that an agent has used"
+            )
         os.unlink(self.path)
 
     def close(self) -> None:
-        """May be called twice. The lock file stays: removing it would let two agents hold two of the same name."""
+        """Stop listening. May be called twice. The lock file stays: two agents could hold two files of one name."""
         if self._lock_fd >= 0:
             try:
                 os.unlink(self.path)

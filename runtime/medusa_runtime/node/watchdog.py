@@ -1,4 +1,4 @@
-"""Ends an agent whose loop hangs, so that whoever started it (a kubelet, systemd) starts it again."""
+"""Ends an agent whose loop hangs, so that a kubelet or systemd starts it again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Watchdog:
         self._missed = 0
 
     def start(self) -> None:
-        """In the main thread. Children do not inherit the timer."""
+        """Begin to watch. Call it in the main thread. Children do not inherit the timer."""
         signal.signal(signal.SIGALRM, self._on_alarm)
         signal.setitimer(signal.ITIMER_REAL, _EVERY_S, _EVERY_S)
 

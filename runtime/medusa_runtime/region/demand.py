@@ -1,23 +1,29 @@
-"""What readers tell the prefetcher through a region's header: fetch this first, a forward waits for it.
+"""What readers ask of the prefetcher through a region's header: fetch this first, a forward waits for it.
 
-A ring of words, one request each: whoever waits overwrites one, and asks again while it waits, so a lost request costs
-milliseconds. A reader maps the region read-only; it writes its word with one aligned ``pwrite``. Readers of a
+A ring of words, one request each: a reader that waits overwrites one, and asks again while it waits, so a lost request
+costs milliseconds. A reader maps the region read-only; it writes its word with one aligned ``pwrite``. Readers of a
 region that is sealed against them (a node agent's) have a ring in a memfd of its own.
 """
 
 from __future__ import annotations
 
-import fcntl
+import mmap
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING
 
-from .layout import F_ADD_SEALS, HEADER_BYTES, RING_OFFSET, RING_WORDS, SEAL_GROW, SEAL_SHRINK
+from .layout import HEADER_BYTES, RING_OFFSET, RING_WORDS
+
+if TYPE_CHECKING:
+    from .memory import WriterMemory
 
 _FIRST_BITS = 32
+_FIRST_MASK = (1 << _FIRST_BITS) - 1
 _HINT = 1 << 63
 _PROMOTE_WORD = 0  # of a memory that has only a ring
-_MOST = RING_WORDS // 2  # what one asker may have in the ring
+_MOST = RING_WORDS // 2  # what one reader may have in the ring
 
 
 def runs(chunks: Iterable[int]) -> list[range]:
@@ -32,34 +38,31 @@ def runs(chunks: Iterable[int]) -> list[range]:
 
 
 def demand_memory() -> int:
-    """A memfd with a ring alone, for readers who may write nothing of the region; nobody can make it shorter."""
+    """Make a memfd with a ring alone, for readers who may not write to the region; nobody can make it shorter."""
+    from .seals import seal_size  # a node agent's alone; every start imports this module
+
     fd = os.memfd_create("medusa-demand", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, HEADER_BYTES)
-    fcntl.fcntl(fd, F_ADD_SEALS, SEAL_SHRINK | SEAL_GROW)
+    seal_size(fd)
     return fd
 
 
 def promote(demand_fd: int) -> None:
-    """Tell the prefetcher of a region with a ``demand_memory`` that somebody waits for it, if it did not know."""
+    """Report to the prefetcher, through a ``demand_memory``, that a reader waits for the whole region."""
     os.pwrite(demand_fd, (1).to_bytes(8, "little"), _PROMOTE_WORD * 8)
 
 
-def promoted(words: memoryview) -> bool:
-    """Whether anybody said so; ``words`` is that memory."""
-    return bool(words[_PROMOTE_WORD])
-
-
 def demand(fd: int, chunks: Iterable[int]) -> None:
-    """Ask for these chunks. Nothing happens where the region cannot be written to: complete, or a stranger's."""
-    _tell(fd, [(len(run) << _FIRST_BITS) | (run.start + 1) for run in runs(chunks)], 0)
+    """Ask for these chunks. Nothing happens where the region cannot be written to any more."""
+    _ask(fd, [(len(run) << _FIRST_BITS) | (run.start + 1) for run in runs(chunks)], 0)
 
 
 def hint(fd: int, chunks: Sequence[int]) -> None:
-    """Say which chunks would be needed next, in this order, by a reader whose forward does not wait yet."""
-    _tell(fd, [_HINT | (place << _FIRST_BITS) | (chunk + 1) for place, chunk in enumerate(chunks)], _MOST)
+    """Name the chunks that a reader whose forward does not wait yet would need next, in this order."""
+    _ask(fd, [_HINT | (place << _FIRST_BITS) | (chunk + 1) for place, chunk in enumerate(chunks)], _MOST)
 
 
-def _tell(fd: int, words: Sequence[int], behind: int) -> None:
+def _ask(fd: int, words: Sequence[int], behind: int) -> None:
     slot = os.getpid() * 7 + threading.get_native_id() + behind
     for number, word in enumerate(words[:_MOST]):
         try:
@@ -68,20 +71,40 @@ def _tell(fd: int, words: Sequence[int], behind: int) -> None:
             return
 
 
-def demanded(words: memoryview) -> Iterator[range]:
-    """What is in the ring; ``words`` is the header's."""
-    for word in _ring(words):
-        if word and not word & _HINT:
-            start = (word & ((1 << _FIRST_BITS) - 1)) - 1
-            yield range(start, start + (word >> _FIRST_BITS))
+class DemandRings:
+    """The prefetcher's side: the ring in the region's header, and after ``listen`` that of a ``demand_memory``."""
 
+    def __init__(self, memory: WriterMemory) -> None:
+        self._memory = memory
+        self._outside: memoryview | None = None
 
-def hinted(words: memoryview) -> list[int]:
-    """The chunks that readers would like next, each reader's in its order."""
-    hints = sorted(word & ~_HINT for word in _ring(words) if word & _HINT)
-    return [(word & ((1 << _FIRST_BITS) - 1)) - 1 for word in hints]
+    def listen(self, demand_fd: int) -> None:
+        """Also heed readers that may not write to the region; ``demand_fd`` is a ``demand_memory``."""
+        self._outside = memoryview(mmap.mmap(demand_fd, HEADER_BYTES, prot=mmap.PROT_READ)).cast("Q")
 
+    @property
+    def promoted(self) -> bool:
+        """Whether a reader waits for a region that was fetched in the background."""
+        return self._outside is not None and bool(self._outside[_PROMOTE_WORD])
 
-def _ring(words: memoryview) -> list[int]:
-    first = RING_OFFSET // 8
-    return words[first : first + RING_WORDS].tolist()
+    def demanded(self, count: int) -> list[range]:
+        """Return the runs of chunks that forwards wait for, within the region's ``count``; some may have come since."""
+        found = []
+        for word in chain.from_iterable(self._rings()):
+            if word and not word & _HINT:
+                first = (word & _FIRST_MASK) - 1
+                found.append(range(max(first, 0), min(first + (word >> _FIRST_BITS), count)))
+        return found
+
+    def hinted(self, count: int) -> list[int]:
+        """Return the chunks that readers would like next, each reader's in its order."""
+        found = []
+        for ring in self._rings():
+            hints = sorted(word & ~_HINT for word in ring if word & _HINT)
+            found += [chunk for word in hints if (chunk := (word & _FIRST_MASK) - 1) < count]
+        return found
+
+    def _rings(self) -> list[list[int]]:
+        first = RING_OFFSET // 8
+        memories = [self._memory.words] if self._outside is None else [self._memory.words, self._outside]
+        return [words[first : first + RING_WORDS].tolist() for words in memories]

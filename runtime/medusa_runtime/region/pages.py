@@ -38,7 +38,7 @@ def prefer_huge(address: int, size_bytes: int) -> None:
 
 
 def drop(address: int, size_bytes: int) -> None:
-    """Unmap whole pages; what is behind a mapping of a file keeps them."""
+    """Unmap whole pages; a mapped file keeps its pages."""
     _advise(address, size_bytes, _MADV_DONTNEED)
 
 
@@ -61,7 +61,7 @@ class _PyBuffer(ctypes.Structure):
 
 
 def address_of(memory: memoryview) -> int:
-    """Where a view's first byte lies, also of read-only memory; 0 for an empty one."""
+    """Return the address of a view's first byte, also of read-only memory; 0 for an empty view."""
     if not memory.nbytes:
         return 0
     held = _PyBuffer()

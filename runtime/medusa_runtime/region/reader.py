@@ -17,8 +17,10 @@ from ..errors import MedusaError, ObjectChangedError, StorageError, WeightsError
 from ..storage.local import file_version
 from .chunks import Chunks
 from .demand import demand, hint
-from .layout import ERROR_OFFSET, HEADER_BYTES, TABLE_OFFSET, Late, State, Waiter, Word, reopen, writer_lives
+from .layout import ERROR_OFFSET, HEADER_BYTES, TABLE_OFFSET, Late, State, Word, reopen
+from .lock import is_locked
 from .pages import address_of, drop
+from .waiter import Waiter
 
 if TYPE_CHECKING:
     from .release import Release
@@ -30,7 +32,7 @@ _UNMAPPED_BYTES = 64 << 10  # a smaller tensor is not worth a system call
 
 
 class Progress(NamedTuple):
-    """How far a fetch is. ``state`` is empty, fetching, done or failed; rates are None before they can be told."""
+    """How far a fetch is. ``state`` is empty, fetching, done or failed; rates are None before they are known."""
 
     state: str
     fetched_bytes: int
@@ -44,7 +46,7 @@ class Region:
     """A reader's view of a region. Each reader maps it read-only; nothing it does can change the weights.
 
     ``private``: mapped writable for this reader alone; pages it writes to are copied (for modules of unknown code).
-    ``shared``: it came from the node's agent, which anybody may ask to keep one, so it holds no code for us to run.
+    ``shared``: it came from the node's agent, which takes regions from anybody, so no code in it is run.
     """
 
     def __init__(
@@ -56,7 +58,7 @@ class Region:
         shared: bool = False,
         shard_fds: Sequence[int] = (),
     ) -> None:
-        """Take over ``fd``, a region's memfd, and ``demand_fd``: where to ask, if the region itself is read-only.
+        """Take over ``fd``, a region's memfd, and ``demand_fd``, where to ask if the region itself is read-only.
 
         ``shard_fds``: the files of local shards, in order, where they are open already; else each is opened by path.
         """
@@ -74,13 +76,13 @@ class Region:
         self._index: WeightIndex | None = None
         self._chunks: Chunks | None = None
         self._files: dict[str, tuple[int, ...]] = {}
-        self._lent: dict[str, bytes] = {}
+        self._attached: dict[str, bytes] = {}
         self._shards: dict[int, memoryview] = {}
-        self._lonely_since: float | None = None
+        self._no_writer_since: float | None = None
 
     @classmethod
     def create(cls) -> Region:
-        """An empty region. Everything else is the writer's work, later and in another process."""
+        """Create an empty region. Everything else is the writer's work, later and in another process."""
         fd = os.memfd_create("medusa-region", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, HEADER_BYTES)
         return cls(fd)
@@ -110,7 +112,7 @@ class Region:
         return memoryview(memory)
 
     def _attach(self) -> bool:
-        """Map the index and the table once they are there; whether they are."""
+        """Map the index and the table once they are there, and return whether they are."""
         if self._index is not None:
             return True
         words = self._words()
@@ -129,7 +131,7 @@ class Region:
         return True
 
     def wait_index(self, timeout_s: float | None = None) -> WeightIndex:
-        """The weight index. Raises what the prefetcher failed with; TimeoutError after ``timeout_s``."""
+        """Wait for the weight index and return it. Raises the prefetcher's error; TimeoutError after ``timeout_s``."""
         waiter = Waiter(timeout_s)
         while True:
             self._raise_failure()
@@ -140,12 +142,12 @@ class Region:
             waiter.pause()
 
     def file(self, name: str, timeout_s: float | None = None) -> bytes | None:
-        """A file beside the weights, such as config.json; None when there is none of this name.
+        """Return a file beside the weights, such as config.json; None when there is none of this name.
 
         Waits for one that comes later than the index (a restored artifact); TimeoutError after ``timeout_s``.
         """
-        if name in self._lent:
-            return self._lent[name]
+        if name in self._attached:
+            return self._attached[name]
         self.wait_index(timeout_s)
         assert self._memory is not None
         place = self._files.get(name)
@@ -162,22 +164,22 @@ class Region:
         return bytes(self._memory[place[0] : place[0] + place[1]])
 
     def code(self, name: str, timeout_s: float | None = None) -> bytes | None:
-        """As ``file``, for what is going to be run: only what this reader was lent or its own prefetcher brought."""
-        if name in self._lent or not self.shared:
+        """Return a file that is going to be run: only one that was attached here or that our own prefetcher brought."""
+        if name in self._attached or not self.shared:
             return self.file(name, timeout_s)
         return None
 
     def has_code(self, name: str) -> bool:
         """Whether ``code`` has a file of this name, or one may still come; does not wait for it."""
         self.wait_index()
-        return name in self._lent or (not self.shared and name in self._files)
+        return name in self._attached or (not self.shared and name in self._files)
 
     def attach_file(self, name: str, data: bytes) -> None:
-        """A file that this reader alone finds in the region."""
-        self._lent[name] = data
+        """Add a file that this reader alone finds in the region."""
+        self._attached[name] = data
 
     def shard(self, number: int) -> memoryview:
-        """Read-only bytes of a shard's data section; what is behind them is true only after a wait.
+        """Return the read-only bytes of a shard's data section; they are valid only after a wait.
 
         ObjectChangedError when a local file is not the one that was indexed.
         """
@@ -211,16 +213,16 @@ class Region:
         return memoryview(memory)[shard.data_start :]
 
     def wait(self, start: int, stop: int, shard: int, timeout_s: float | None = None) -> None:
-        """Until bytes [start, stop) of a shard's data section are there.
+        """Wait until bytes [start, stop) of a shard's data section are there.
 
-        Raises what the prefetcher failed with; StorageError when it died and no other one came; TimeoutError.
+        Raises the prefetcher's error; StorageError when it died and none took over; TimeoutError.
         """
         self.wait_index(timeout_s)
         assert self._chunks is not None
         self._wait_chunks(self._chunks.covering(shard, start, stop), timeout_s)
 
     def wait_tensor(self, name: str, timeout_s: float | None = None) -> None:
-        """Like ``wait``, for all bytes of a tensor. WeightsError when they were released."""
+        """Wait, like ``wait``, for all bytes of a tensor. WeightsError when they were released."""
         self.wait_index(timeout_s)
         self._check_released(name)
         assert self._chunks is not None
@@ -273,7 +275,7 @@ class Region:
         if self._release is None:
             from .release import Release
 
-            self._release = Release(self)
+            self._release = Release(self.fd, self.wait_index(), self.origin)
         self._release.tensor(name)
 
     def unmap(self, name: str) -> None:
@@ -296,7 +298,7 @@ class Region:
         return held and self._release is None and bool(self._words()[Word.RELEASED_BYTES])
 
     def origin(self, shard: int) -> tuple[int, int]:
-        """Where a shard's data section starts in its file (the memfd's or its own), and that file's address here."""
+        """Return where a shard's data starts in its file (the memfd or its own), and that file's address here."""
         view, index = self.shard(shard), self.wait_index()
         base = index.shards[shard].data_start
         if index.shards[shard].path is None:
@@ -305,7 +307,7 @@ class Region:
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory the region has taken so far, as ``release`` has seen it; None of mapped files."""
+        """The most memory the region has taken so far, as ``release`` has seen it, without mapped files."""
         return self._release.peak_bytes if self._release else os.fstat(self.fd).st_blocks * 512
 
     def _check_released(self, name: str) -> None:
@@ -326,17 +328,17 @@ class Region:
         """StorageError when nobody has been filling this region for some time."""
         if not waiter.slow_look():
             return
-        if writer_lives(self.fd) or self._words()[Word.STATE] == State.DONE:
-            self._lonely_since = None
-        elif self._lonely_since is None:
-            self._lonely_since = time.monotonic()
-        elif time.monotonic() - self._lonely_since > _GRACE_S:
+        if is_locked(self.fd) or self._words()[Word.STATE] == State.DONE:
+            self._no_writer_since = None
+        elif self._no_writer_since is None:
+            self._no_writer_since = time.monotonic()
+        elif time.monotonic() - self._no_writer_since > _GRACE_S:
             raise StorageError(
                 f"the prefetcher ended before the checkpoint was complete, and no other one came within {_GRACE_S:g} s"
             )
 
     def progress(self) -> Progress:
-        """Costs microseconds; never waits and never raises."""
+        """Return how far the fetch is. Costs microseconds; never waits and never raises."""
         words = self._words()
         state, fetched, total = words[Word.STATE], words[Word.FETCHED_BYTES], words[Word.TOTAL_BYTES]
         rate = eta = None

@@ -6,27 +6,26 @@ import ctypes
 import errno
 import os
 from bisect import bisect_left
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-from ..checkpoint.index import PAGE_BYTES
+from ..checkpoint.index import PAGE_BYTES, WeightIndex
 from .layout import Word
 from .pages import drop
-
-if TYPE_CHECKING:
-    from .reader import Region
 
 _KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02
 
 
 class Release:
-    """What one reader has released of its region. Only for a region that nobody else reads.
+    """The parts of a region that its reader has released. Only for a region that nobody else reads.
 
     Pages of the memfd are freed for all processes; of a local file they are unmapped here and left to the page cache.
     """
 
-    def __init__(self, region: Region) -> None:
-        self._region = region
-        self._index = region.wait_index()
+    def __init__(self, fd: int, index: WeightIndex, origin: Callable[[int], tuple[int, int]]) -> None:
+        """``fd``: the region's memfd; ``origin``: ``Region.origin``."""
+        self._fd = fd
+        self._index = index
+        self._origin = origin
         self._intervals: dict[int, Intervals] = {}
         self.names: set[str] = set()
         self.peak_bytes = 0
@@ -36,17 +35,17 @@ class Release:
         """Release one tensor; a page goes with the last tensor on it."""
         shard, start, stop, *_ = self._index.tensors[name]
         self.names.add(name)
-        self.peak_bytes = max(self.peak_bytes, os.fstat(self._region.fd).st_blocks * 512)
-        base, address = self._region.origin(shard)
+        self.peak_bytes = max(self.peak_bytes, os.fstat(self._fd).st_blocks * 512)
+        base, address = self._origin(shard)
         begin, end = self._intervals.setdefault(shard, Intervals()).add(base + start, base + stop)
         if begin < end:
             if self._index.shards[shard].path is not None:
                 drop(address + begin, end - begin)
             else:
-                punch(self._region.fd, begin, end)
+                punch(self._fd, begin, end)
         self._bytes += stop - start
         try:
-            os.pwrite(self._region.fd, self._bytes.to_bytes(8, "little"), Word.RELEASED_BYTES * 8)
+            os.pwrite(self._fd, self._bytes.to_bytes(8, "little"), Word.RELEASED_BYTES * 8)
         except OSError:
             pass  # sealed: the fetch is over, nobody waits for memory
 
@@ -58,7 +57,7 @@ class Intervals:
         self._intervals: list[tuple[int, int]] = []
 
     def add(self, start: int, stop: int) -> tuple[int, int]:
-        """Of the pages that [start, stop) touches, those that are released as a whole now: [start, stop) in bytes."""
+        """Add [start, stop); return the bytes of those pages it touches that are released as a whole now."""
         low, high = start - start % PAGE_BYTES, -(-stop // PAGE_BYTES) * PAGE_BYTES
         position = bisect_left(self._intervals, (start, stop))
         if position and self._intervals[position - 1][1] >= start:

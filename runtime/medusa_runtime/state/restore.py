@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from ..errors import StateError
 from ..fetch.prefetcher import Restored
-from ..region.layout import Late
 from ..storage.base import Store, open_store, redacted, scheme_of
 from .kinds import KINDS, WEIGHT_INDEX, file_name
 from .left_out import leave_out
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from ..checkpoint.index import WeightIndex
     from ..checkpoint.reader import Checkpoint, KnownArchive
     from ..config import Settings
+    from ..region.late_files import LateFiles
     from ..region.writer import RegionWriter
     from ..timeline import Timeline
     from .bundle import Bundle
@@ -182,12 +182,15 @@ class Restoration:
 
     def start(self, writer: RegionWriter) -> None:
         """Fetch what comes later than the index into the laid-out region, beside the weights."""
-        if writer.late():
-            self._fetching = threading.Thread(target=self._fetch, args=(writer,), name="state-blobs", daemon=True)
+        assert writer.late_files is not None
+        if writer.late_files.pending():
+            self._fetching = threading.Thread(
+                target=self._fetch, args=(writer.late_files,), name="state-blobs", daemon=True
+            )
             self._fetching.start()
 
-    def _fetch(self, writer: RegionWriter) -> None:
-        for name, memory in writer.late().items():
+    def _fetch(self, late_files: LateFiles) -> None:
+        for name, memory in late_files.pending().items():
             kind = name.rpartition("/")[2]
             began_ns = time.monotonic_ns()
             try:
@@ -197,10 +200,10 @@ class Restoration:
                         raise StateError("the bundle was replaced while it was read")  # noqa: TRY301
                     assert self._bundle is not None
                     self._bundle.read_into(artifact, memory)
-                writer.settle(name, Late.PRESENT)
+                late_files.publish(name)
                 self._used(kind, artifact, began_ns)
             except Exception as error:  # noqa: BLE001  whatever it is, the start goes on without
-                writer.settle(name, Late.WITHHELD)
+                late_files.withhold(name)
                 leave_out(kind, error, self._timeline, began_ns)
 
     def finish(self) -> None:

@@ -16,10 +16,9 @@ from urllib.parse import unquote, urlsplit
 from ..config import Settings
 from ..errors import MissingPackageError
 from ..storage.base import Store, redacted, scheme_of
+from ..storage.places import canonical, is_below
 from .locate import MANIFEST
 from .manifest import Manifest
-
-_PORTS = {"http": 80, "https": 443}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ class Trust:
         A change of a blob is no way around this: the manifest holds its sha256.
         """
         place = _place(store.url, prefix)
-        if place is not None and any(_below(place, named) for named in self.prefixes):
+        if place is not None and any(is_below(place, _place(named) or "") for named in self.prefixes):
             return None
         local = store.local_path(f"{prefix}{MANIFEST}")
         found = _owner_objection(local, text) if self.own_files and local is not None else None
@@ -106,9 +105,9 @@ def _owner_objection(path: Path, text: bytes) -> str | None:
 
 
 def _place(url: str, prefix: str = "") -> str | None:
-    """Spell a place in one way, for comparing: a local path without links, or scheme, host and path of a URL.
+    """Return the place of ``prefix`` below a URL for comparing: a local path without links, or a URL without its query.
 
-    None for a URL that may lead elsewhere than its text says.
+    A web server's user is left out: it is no part of a place. None for a URL that may lead elsewhere than it says.
     """
     scheme = scheme_of(url)
     if scheme in ("", "file"):
@@ -116,25 +115,10 @@ def _place(url: str, prefix: str = "") -> str | None:
         return os.path.realpath(os.path.join(os.path.expanduser(path), prefix))
     try:
         parts = urlsplit(url)
-        host = parts.netloc  # a bucket or container; what stands before an @ may be part of its name
-        if scheme in _PORTS:
-            port = parts.port or _PORTS[scheme]
-            host = (parts.hostname or "") + (f":{port}" if port != _PORTS[scheme] else "")
     except ValueError:
         return None
-    path = parts.path.rstrip("/") + ("/" + prefix.rstrip("/") if prefix else "")
-    if not host or "::" in url or "\\" in url or ".." in unquote(path).split("/"):
-        return None
-    return f"{scheme}://{host}{path}"
-
-
-def _below(place: str, prefix: str) -> bool:
-    """Whether a place is a prefix or lies below it; ``s3://b/team`` does not hold ``s3://b/team-b/m``."""
-    named = _place(prefix)
-    if named is None:
-        return False
-    stem = named.rstrip("/")
-    return place == stem or place.startswith(stem + "/")
+    host = parts.netloc.rpartition("@")[2] if scheme in ("http", "https") else parts.netloc
+    return canonical(f"{scheme}://{host}{parts.path.rstrip('/')}/{prefix}")
 
 
 __all__ = ["Trust"]

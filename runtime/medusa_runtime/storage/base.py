@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 from urllib.parse import urlsplit
 
-from ..errors import ConfigError
+from ..errors import ConfigError, StorageError
 
 
 class ObjectInfo(NamedTuple):
@@ -16,6 +16,27 @@ class ObjectInfo(NamedTuple):
 
     size: int
     version: str | None
+
+
+_SIZE = "size="
+
+
+def size_as_version(size: int) -> str:
+    """Return the version of an object of which the store reports nothing but the size."""
+    return f"{_SIZE}{size}"
+
+
+def check_versioned(name: str, version: str | None, missing: str) -> None:
+    """Refuse to read a second range of an object when a replacement of the same size could not be seen.
+
+    ``missing``: what the store would have to send. Raises StorageError.
+    """
+    if version is not None and version.startswith(_SIZE):
+        raise StorageError(
+            f"{name}: the store sends neither {missing}, so nothing shows whether two ranges are of the same version; "
+            "serve the checkpoint from a store that sends one of them (nginx, an object store), or copy it to a folder "
+            "first"
+        )
 
 
 # Called while a range arrives, with the bytes of the buffer that are there, counted from its start.

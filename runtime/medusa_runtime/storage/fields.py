@@ -32,7 +32,7 @@ _ONCE = frozenset(
 
 
 class FieldError(Exception):
-    """What came is not HTTP/1.1 as the RFCs define it."""
+    """A response that is not HTTP/1.1 as the RFCs define it."""
 
 
 class Head(NamedTuple):

@@ -15,7 +15,7 @@ from ..errors import (
     StorageError,
     UnreachableError,
 )
-from .base import FSSPEC_EXTRAS, Advance, ObjectInfo, redacted, scheme_of
+from .base import FSSPEC_EXTRAS, Advance, ObjectInfo, check_versioned, redacted, scheme_of, size_as_version
 from .retry import Patience, RetryPolicy, Transient
 
 _VERSION_KEYS = (
@@ -26,8 +26,13 @@ _VERSION_KEYS = (
     "version",
     "oid",
     "blob_id",
+    "sha",
+    "CRC",
     "LastModified",
+    "last_modified",
     "mtime",
+    "modified",
+    "modify",
     "created",
 )
 _PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
@@ -81,7 +86,7 @@ class FsspecStore:
         return Transient(StorageError(f"{name}: {type(error).__name__} while reading"))
 
     def _token_hint(self) -> str:
-        """What a model hub asks for beside the address."""
+        """Return what a model hub asks for beside the address."""
         if scheme_of(self.url) != "hf":
             return ""
         token = "set" if os.environ.get("HF_TOKEN") else "not set"
@@ -113,10 +118,11 @@ class FsspecStore:
         if info.get("type") == "directory":
             raise ObjectNotFoundError(f"{self.name(key)}: expected an object, found a folder")
         version = next((str(info[name]) for name in _VERSION_KEYS if info.get(name)), None)
-        return ObjectInfo(int(info["size"]), version or f"size={info['size']}")
+        return ObjectInfo(int(info["size"]), version or size_as_version(int(info["size"])))
 
     def _check(self, key: str, version: str | None) -> ObjectInfo:
         # fsspec has no conditional reads; comparing versions before and after is the next best.
+        check_versioned(self.name(key), version, "an ETag nor a date of change")
         self._system.invalidate_cache()
         info = self.stat(key)
         if version is not None and info.version != version:
@@ -158,6 +164,7 @@ class FsspecStore:
         length: int | None = None,
     ) -> None:
         """Fill the buffer in pieces of 4 MiB: fsspec returns memory of its own, which costs a copy."""
+        check_versioned(self.name(key), version, "an ETag nor a date of change")
         piece = 4 << 20
         for at in range(0, len(buffer), piece):
             end = min(at + piece, len(buffer))

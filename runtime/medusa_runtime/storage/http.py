@@ -6,7 +6,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote, urljoin, urlsplit
@@ -19,7 +19,8 @@ from ..errors import (
     StorageError,
     UnreachableError,
 )
-from .base import Advance, ObjectInfo, redacted
+from .base import Advance, ObjectInfo, check_versioned, redacted, size_as_version
+from .endpoint import Endpoint
 from .fields import (
     FieldError,
     basic_authorization,
@@ -32,7 +33,7 @@ from .fields import (
 )
 from .proxy import Proxies
 from .retry import Patience, RetryPolicy, Transient
-from .wire import Connection, Endpoint, Response, WireError
+from .wire import Connection, Response, WireError
 
 _REDIRECTS = (301, 302, 303, 307, 308)
 _TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
@@ -73,7 +74,12 @@ class HttpStore:
         self._moved: dict[str, Target] = {}  # where redirects led, so that a range costs one round trip
         self._lock = threading.Lock()
         self._closed = False
+        self._may_redirect: Callable[[str], bool] | None = None
         self._home, self._query, self._authorization = _home(url)
+
+    def limit_redirects(self, allows: Callable[[str], bool]) -> None:
+        """Follow redirects to another host only where ``allows`` says so of the URL; without it, to any host."""
+        self._may_redirect = allows
 
     def name(self, key: str) -> str:
         """Return an object's address for messages, without secrets."""
@@ -251,12 +257,7 @@ class HttpStore:
 
     def _ask(self, key: str, start: int, stop: int, version: str | None) -> tuple[Connection, Response]:
         """Return a connection whose next bytes are the body of a 200, 206 or 416. Other answers raise."""
-        if version is not None and version.startswith(_UNNAMED):
-            raise StorageError(
-                f"{self.name(key)}: the server sends neither ETag nor Last-Modified, so nothing shows whether two "
-                "ranges are of the same version; serve the checkpoint from a server that sends one of them (nginx, an "
-                "object store), or copy it to a folder first"
-            )
+        check_versioned(self.name(key), version, "ETag nor Last-Modified")
         wanted = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity", "User-Agent": "medusa-runtime"}
         wanted |= _conditions(version)
         target = self._moved.get(key) or self.target(key)
@@ -348,6 +349,13 @@ class HttpStore:
             ) from None
         if endpoint.tls and not moved.endpoint.tls:
             raise StorageError(f"{self.name(key)}: redirected from https to http; expected to stay encrypted")
+        if self._may_redirect is not None and not self._home.endpoint.is_same_host(moved.endpoint):
+            url = f"{'https' if moved.endpoint.tls else 'http'}://{moved.endpoint.authority}{moved.path}"
+            if not self._may_redirect(url):
+                raise ForbiddenError(
+                    f"{self.name(key)}: redirected to {redacted(url)[:200]}; expected its own host, or a URL below "
+                    "a prefix of --allow, because this node agent serves others"
+                )
         return moved
 
     def _refusal(self, key: str, response: Response, body: bytes) -> Exception:
@@ -425,13 +433,10 @@ def _target(url: str) -> Target:
     return Target(Endpoint(tls, host, port or (443 if tls else 80)), f"{path}?{query}" if query else path)
 
 
-_UNNAMED = "size="
-
-
 def _version(response: Response, size: int) -> str:
     """Return the ETag, else the date of change, else the size, by which not every replacement can be seen."""
     etag = entity_tag(response.headers.get("etag", ""))
-    return etag or http_date(response.headers.get("last-modified", "")) or f"{_UNNAMED}{size}"
+    return etag or http_date(response.headers.get("last-modified", "")) or size_as_version(size)
 
 
 def _conditions(version: str | None) -> dict[str, str]:

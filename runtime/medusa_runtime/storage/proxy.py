@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 from ..errors import ConfigError
 from .base import redacted
+from .endpoint import Endpoint
 from .fields import basic_authorization
-from .wire import Endpoint
 
 _HOST = re.compile(r"[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+")
 

@@ -1,4 +1,4 @@
-"""How long to insist on an object store that does not answer as it should."""
+"""Retries of an object store that does not answer as it should."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..errors import StorageError, UnreachableError
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How often and how long to try.
+    """The number of tries, and how long to go on trying.
 
     Patience is counted from the last progress, so a long transfer may fail often, and a dead one only for a short time.
     Progress is what arrives at ``least_bytes_per_s`` or faster: a server that trickles bytes cannot hold a fetch.

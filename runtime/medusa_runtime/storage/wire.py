@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
+from .endpoint import Endpoint
 from .fields import FieldError, Head, chunk_size, framing, keeps_open, parse_head
 
 if TYPE_CHECKING:
@@ -29,20 +30,6 @@ _MOST_INTERIM = 8  # answers 1xx in front of the one that was asked for
 _LINE_END = b"\r\n"
 _CUT = "the connection was closed before the answer's end"
 _HALF_RECORD_BYTES = 8 << 10  # of TLS; a server that sends whole records is not slow
-
-
-class Endpoint(NamedTuple):
-    """Where to connect."""
-
-    tls: bool
-    host: str
-    port: int
-
-    @property
-    def authority(self) -> str:
-        """The Host header: the port only where it is not the scheme's own."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return host if self.port == (443 if self.tls else 80) else f"{host}:{self.port}"
 
 
 class WireError(Exception):

@@ -206,7 +206,7 @@ def test_a_background_load_has_one_range_at_a_time_unless_it_is_waited_for(
 
     filled = filling({f"{n}": torch.zeros(10) for n in range(6)}).lay_out()
     demand_fd = demand_memory()
-    filled.writer.listen(demand_fd)
+    filled.writer.demand.listen(demand_fd)
     taken: list[Any] = []
     with Load("background") as load:
         schedule = Schedule(filled.writer, load)

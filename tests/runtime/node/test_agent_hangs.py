@@ -62,7 +62,7 @@ def test_an_agent_that_was_stopped_for_long_goes_on(start_node: Start) -> None:
 
 HANG = """
 import runpy, sys, time
-from medusa_runtime.node import revalidation
+from medusa_runtime.node.regions import revalidation
 tick = revalidation.Revalidation.tick
 def hang(self, regions):
     tick(self, regions)

@@ -17,10 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from medusa_runtime.errors import ConfigError, NodeError, NodeRefusedError, ObjectNotFoundError, TooLargeError
+from medusa_runtime.errors import (
+    ConfigError,
+    ForbiddenError,
+    NodeError,
+    NodeRefusedError,
+    ObjectNotFoundError,
+    TooLargeError,
+)
 from medusa_runtime.node.client import NodeClient
-from medusa_runtime.region.layout import F_ADD_SEALS, reopen
+from medusa_runtime.region.layout import reopen
 from medusa_runtime.region.reader import Region
+from medusa_runtime.region.seals import F_ADD_SEALS
 
 Start = Callable[..., Any]
 Put = Callable[..., str]
@@ -282,6 +290,25 @@ def test_a_prefix_that_may_not_be_read(start_node: Start, put_model: Put, origin
     with pytest.raises(NodeError, match=r"without '\.\.'"):
         client.region(f"{origin.url}/mine/../theirs/a")
     assert not origin.asked("/theirs/a/model.safetensors")
+    client.close()
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_an_origin_sends_nobody_past_the_rules(start_node: Start, put_model: Put, origin: Any, opened: bool) -> None:
+    """A redirect once led an agent that serves others to any address of its network."""
+    url, _ = put_model("mine/a"), put_model("internal")
+    elsewhere = origin.url.replace("127.0.0.1", "localhost") + "/internal"
+    for name in ("model.safetensors", "config.json"):
+        origin.redirects[f"/mine/a/{name}"] = f"{elsewhere}/{name}"
+    rules = ["--allow", f"{origin.url}/mine/", *(["--allow", elsewhere] if opened else [])]
+    client = start_node(*rules).client()
+    if opened:
+        assert len(read_all(client.region(url))) == 8
+    else:
+        with pytest.raises(ForbiddenError, match=r"redirected to http://localhost.*--allow"):
+            client.region(url)
+        assert not origin.asked("/internal/model.safetensors")
+        assert not origin.asked("/internal/config.json")
     client.close()
 
 

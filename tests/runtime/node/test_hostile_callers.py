@@ -20,8 +20,9 @@ import pytest
 from medusa_runtime.errors import NodeError, NodeRefusedError
 from medusa_runtime.node.client import NodeClient
 from medusa_runtime.node.messages import receive, send
-from medusa_runtime.region.layout import F_ADD_SEALS, SEAL_GROW, SEAL_SHRINK, SEAL_WRITE, State, Word
+from medusa_runtime.region.layout import State, Word
 from medusa_runtime.region.reader import Region
+from medusa_runtime.region.seals import F_ADD_SEALS, SEAL_GROW, SEAL_SHRINK, SEAL_WRITE
 from strangers import ALICE, MALLORY, as_user, needs_two_users
 
 pytestmark = [needs_two_users, pytest.mark.timeout(200)]

@@ -170,6 +170,37 @@ def test_redirects_are_followed_once_and_found_again_when_they_expire(store: Htt
     assert fetched(store, 200, 300) == BODY[200:300]
 
 
+@pytest.mark.parametrize("allowed", [True, False])
+def test_redirects_to_other_hosts_are_followed_where_that_is_allowed(origin: Any, allowed: bool) -> None:
+    origin.put("/m/w", BODY)
+    origin.put("/cdn/w", BODY)
+    elsewhere = origin.url.replace("127.0.0.1", "localhost")
+    asked: list[str] = []
+
+    def allows(url: str) -> bool:
+        asked.append(url)
+        return allowed
+
+    store = HttpStore(f"{origin.url}/m", QUICK, {})
+    store.limit_redirects(allows)
+    origin.redirects["/m/w"] = "/cdn/w"
+    assert fetched(store, 0, 10) == BODY[:10]
+    assert not asked, "its own host"
+    store.close()
+    origin.requests.clear()
+    store = HttpStore(f"{origin.url}/m", QUICK, {})
+    store.limit_redirects(allows)
+    origin.redirects["/m/w"] = f"{elsewhere}/cdn/w?signature=secret"
+    if allowed:
+        assert fetched(store, 0, 10) == BODY[:10]
+    else:
+        with pytest.raises(ForbiddenError, match=r"redirected to http://localhost:\d+/cdn/w; expected its own host"):
+            fetched(store, 0, 10)
+        assert [path for path, *_ in origin.requests] == ["/m/w"]
+    assert asked == [f"{elsewhere}/cdn/w?signature=secret"]
+    store.close()
+
+
 def test_credentials_are_sent_and_never_shown(origin: Any) -> None:
     origin.put("/m/w", BODY)
     origin.accept = lambda headers, path: (

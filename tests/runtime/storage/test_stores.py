@@ -13,6 +13,7 @@ from medusa_runtime.errors import (
     MissingPackageError,
     ObjectChangedError,
     ObjectNotFoundError,
+    StorageError,
 )
 from medusa_runtime.storage.base import Store, open_store
 from medusa_runtime.storage.local import LocalStore
@@ -52,6 +53,19 @@ def test_missing_and_changed(store: Store) -> None:
         store.stat("nothing")
     with pytest.raises(ObjectChangedError), memoryview(bytearray(10)) as view:
         store.read_into("w", 0, view, "another version")
+
+
+def test_versions_that_are_only_a_size_are_not_mixed(store: Store) -> None:
+    """A replacement of the same size could not be seen."""
+    if isinstance(store, LocalStore):
+        pytest.skip("local files always have a version")
+    with pytest.raises(StorageError, match="nothing shows whether two ranges are of the same version"):
+        store.read("w", 0, 10, f"size={len(BODY)}")
+    with (
+        pytest.raises(StorageError, match="nothing shows whether two ranges"),
+        memoryview(bytearray(10)) as view,
+    ):
+        store.read_into("w", 0, view, f"size={len(BODY)}")
 
 
 def test_only_local_files_can_be_mapped(store: Store) -> None:

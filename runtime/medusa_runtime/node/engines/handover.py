@@ -1,14 +1,17 @@
-"""What an idle engine process is given when a function takes it."""
+"""What a function hands to the idle engine process that it takes: its settings and descriptors."""
 
 from __future__ import annotations
 
+import os
+import stat
 from dataclasses import asdict, fields
 from typing import Any
 
 from ...config import Settings
 from ...errors import NodeError
+from ...region.seals import seals_of
 
-# What the function's settings say to others than its engine, secrets, and from whom code is run: the agent decides.
+# What does not concern an engine, secrets, and whose code is run, which the agent decides.
 _PRIVATE = {"token", "handler", "host", "port", "platform", "node_socket", "trust_state", "trust_key"}
 
 # The descriptors of a "take" message, in this order.
@@ -16,14 +19,29 @@ GIVEN = ("region", "demand", "listener", "timeline", "reports", "lease")
 
 
 def settings_to_body(settings: Settings) -> dict[str, Any]:
-    """What an engine must know of a function's settings."""
+    """Return the part of a function's settings that its engine needs."""
     return {name: value for name, value in asdict(settings).items() if name not in _PRIVATE}
 
 
 def settings_from_body(body: Any) -> Settings:
-    """Raises NodeError for what is not ``settings_to_body``'s, such as another version's."""
+    """Read what ``settings_to_body`` wrote. NodeError for anything else, such as another version's settings."""
     known = {field.name for field in fields(Settings)} - _PRIVATE
     if not isinstance(body, dict) or not known.issuperset(body):
         unknown = sorted(set(body) - known) if isinstance(body, dict) else body
         raise NodeError(f"the function's settings cannot be used: found {unknown!r}; expected the same version here")
     return Settings(**body)
+
+
+def check_given(descriptors: list[int]) -> None:
+    """NodeError unless these are what a function hands to an engine process, which writes to them as the agent."""
+    if len(descriptors) != len(GIVEN) - 2:
+        raise NodeError(f"expected {len(GIVEN) - 2} descriptors, found {len(descriptors)}")
+    listener, timeline, reports, lease = descriptors
+    expected = ((listener, stat.S_ISSOCK, "socket"), (reports, stat.S_ISFIFO, "pipe"), (lease, stat.S_ISSOCK, "socket"))
+    for descriptor, is_kind, kind in expected:
+        if not is_kind(os.fstat(descriptor).st_mode):
+            raise NodeError(f"expected a {kind} among the descriptors for an engine process, found something else")
+    try:
+        seals_of(timeline)
+    except OSError:
+        raise NodeError("expected a timeline in shared memory for an engine process, found another file") from None

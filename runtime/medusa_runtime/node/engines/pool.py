@@ -15,9 +15,11 @@ from typing import Any
 
 from ...config import Settings
 from ...errors import MedusaError, NodeError
+from ...liveness import is_stopped
 from ...process import ReportPipe
 from ...timeline import Timeline
-from ..child import Child, Stopped, end_child, is_stopped, start_child
+from ..child import Child, HungChildren, end_child, start_child
+from ..event_loop import EventLoop
 from ..messages import close_all, receive, send
 from .warm_zygote import run_zygote
 
@@ -26,8 +28,6 @@ logger = logging.getLogger(__name__)
 _REFILL_AFTER_S = 1.0  # the function that has just taken one is still starting
 _MOST_QUICK_DEATHS = 3
 _QUICK_S = 10.0
-
-Watch = Callable[[socket.socket, Callable[[], None]], None]
 
 
 @dataclass(eq=False)
@@ -64,7 +64,7 @@ class _Kind:
 
 
 class EnginePool:
-    """``watch`` and ``unwatch`` are the agent's event loop's: call back when a channel can be read."""
+    """Keeps so many idle processes of each engine kind as are ``wanted``, and gives them to functions."""
 
     def __init__(
         self,
@@ -74,21 +74,19 @@ class EnginePool:
         torch_import: str = "auto",
         timeline: Timeline,
         reports: ReportPipe,
-        watch: Watch,
-        unwatch: Callable[[socket.socket], None],
+        loop: EventLoop,
     ) -> None:
         self._kinds = {name: _Kind(name, count) for name, count in wanted.items() if count}
         self._gpu_context = gpu_context
         self._torch_import = torch_import
         self._timeline = timeline
         self._reports = reports
-        self._watch = watch
-        self._unwatch = unwatch
-        self._stopped = Stopped()
+        self._loop = loop
+        self._hung = HungChildren()
 
     def tick(self) -> None:
-        """Fork what is missing, a while after one was taken, and replace what hangs. Called about twice a second."""
-        self._end_stopped()
+        """Fork what is missing, a while after one was taken, and kill what hangs. Called about twice a second."""
+        self._end_hung()
         for kind in self._kinds.values():
             if kind.failure is not None:
                 continue
@@ -106,11 +104,14 @@ class EnginePool:
                 except OSError:
                     self._lost_zygote(kind)
 
-    def _end_stopped(self) -> None:
+    def _end_hung(self) -> None:
+        """Kill processes that were stopped. Idle ones wait for hours, so silence shows nothing."""
         engines = {one.pid: one for kind in self._kinds.values() for one in (*kind.idle, *kind.serving)}
         zygotes = {kind.zygote.pid for kind in self._kinds.values() if kind.zygote is not None}
-        for pid in self._stopped.look([*engines, *zygotes]):
-            logger.warning("engine process or zygote %d was stopped; it is ended and replaced", pid)
+        for pid, reason in self._hung.look(dict.fromkeys([*engines, *zygotes], time.monotonic_ns)).items():
+            logger.warning(
+                "the %s process %d hangs: %s; killing it", "zygote" if pid in zygotes else "engine", pid, reason
+            )
             if pid in zygotes:
                 os.kill(pid, signal.SIGKILL)
             else:
@@ -126,7 +127,7 @@ class EnginePool:
         trust: Sequence[str | None] = (None, None),
         on_end: Callable[[], None] | None = None,
     ) -> int:
-        """Give an idle process a function; its pid. Raises NodeError when there is none.
+        """Give an idle process to a function and return its pid. Raises NodeError when there is none.
 
         ``bundle_of``: the model whose state bundle the process may use; ``trust``: from which prefixes, and signed with
         which keys, it may run code. ``on_end`` is called when it has ended.
@@ -146,7 +147,7 @@ class EnginePool:
                 continue  # it has just died
             idle.on_end = on_end
             kind.serving.append(idle)
-            self._watch(idle.channel, partial(self._on_serving, kind, idle))
+            self._loop.watch(idle.channel, partial(self._on_serving, kind, idle))
             kind.taken += 1
             kind.refill_at = time.monotonic() + _REFILL_AFTER_S
             return idle.pid
@@ -155,13 +156,13 @@ class EnginePool:
     def _on_serving(self, kind: _Kind, engine: _Engine) -> None:
         """A function's engine has ended: it says nothing else on its channel."""
         kind.serving.remove(engine)
-        self._unwatch(engine.channel)
+        self._loop.unwatch(engine.channel)
         engine.close()
         if engine.on_end is not None:
             engine.on_end()
 
     def status(self, *, everything: bool = True) -> dict[str, dict[str, object]]:
-        """What there is of each kind; the processes' numbers only for those who may see ``everything``."""
+        """Return what there is of each kind; process numbers only for those who may see ``everything``."""
         return {
             kind.name: {
                 "wanted": kind.wanted,
@@ -181,7 +182,7 @@ class EnginePool:
             if kind.zygote is not None:
                 self._end_zygote(kind)
             for engine in kind.serving:
-                self._unwatch(engine.channel)
+                self._loop.unwatch(engine.channel)
                 engine.close()
             kind.serving.clear()
             kind.failure = "the node agent is stopping"
@@ -196,7 +197,7 @@ class EnginePool:
             logger.warning("%s; trying again in %g s", error, _QUICK_S)
             kind.refill_at = time.monotonic() + _QUICK_S
             return
-        self._watch(kind.zygote.channel, lambda: self._on_zygote(kind))
+        self._loop.watch(kind.zygote.channel, lambda: self._on_zygote(kind))
 
     def _on_zygote(self, kind: _Kind) -> None:
         assert kind.zygote is not None
@@ -211,7 +212,7 @@ class EnginePool:
             channel.setblocking(False)
             idle = _Engine(int(message.body["pid"]), message.descriptors[1], channel)
             kind.idle.append(idle)
-            self._watch(idle.channel, lambda: self._on_idle(kind, idle))
+            self._loop.watch(idle.channel, lambda: self._on_idle(kind, idle))
         else:
             close_all(message.descriptors)
 
@@ -229,7 +230,7 @@ class EnginePool:
 
     def _forget(self, kind: _Kind, idle: _Engine) -> None:
         kind.idle.remove(idle)
-        self._unwatch(idle.channel)
+        self._loop.unwatch(idle.channel)
 
     def _lost_zygote(self, kind: _Kind) -> None:
         logger.warning("the node's %s zygote ended", kind.name)
@@ -243,7 +244,7 @@ class EnginePool:
             self._forget(kind, idle)
             idle.kill()  # one that is stopped would not notice
             idle.close()
-        self._unwatch(zygote.channel)
+        self._loop.unwatch(zygote.channel)
         end_child(zygote)
         os.waitpid(zygote.pid, 0)
 

@@ -21,9 +21,9 @@ from ...region.reader import Region
 from ...registry import engine_kind
 from ...timeline import Timeline
 from ...zygote import EngineClass, run_engine
+from ..child import close_others
 from ..messages import MOST_OF_OURS, Message, receive, send
 from .handover import GIVEN, settings_from_body
-from .inheritance import close_others
 
 _PR_SET_PDEATHSIG = 1
 _NICE = 10
@@ -59,7 +59,7 @@ def run_idle(
 
 
 def _warm_up(engine_class: EngineClass, settings: Settings) -> None:
-    """Generate from a model of no meaning, so that what is done once per process is done.
+    """Generate from a tiny random model, so that everything that happens once per process has happened.
 
     In a thread of low priority, which does not stick to the process: functions that start now go first. Not of idle
     priority: on a machine that is never idle no process would ever be warm.
@@ -77,7 +77,7 @@ def _warm_up(engine_class: EngineClass, settings: Settings) -> None:
         except BaseException as error:  # noqa: BLE001
             failures.append(error)
 
-    thread = threading.Thread(target=run, name="rehearsal")
+    thread = threading.Thread(target=run, name="warmup")
     thread.start()
     thread.join()
     if failures:
@@ -109,7 +109,7 @@ def _serve(engine_class: EngineClass, message: Message) -> int:
 
 
 def _end_with(lease: socket.socket) -> None:
-    """The function holds the other end; whatever way it goes, the kernel closes it."""
+    """End this process with its function, which holds the other end of the lease."""
     try:
         while lease.recv(1):
             pass

@@ -1,4 +1,4 @@
-"""The agent's zygote of one engine kind: imports what the engine needs, then forks idle processes when told to."""
+"""The agent's zygote of one engine kind: imports what the engine needs, then forks idle processes on request."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from ...errors import MedusaError
 from ...process import ReportPipe, fork
 from ...timeline import Timeline
 from ...zygote import load_engine_class
-from ..child import end_first
+from ..child import close_others, end_first
 from ..messages import pair, receive, send
-from .inheritance import close_others
 from .warm_engine import run_idle
 
 

@@ -1,4 +1,4 @@
-"""The prefetcher of a region that the agent holds: a child process, and how the two agree on memory."""
+"""The prefetcher of a region that the agent holds: a child process, which asks the agent for memory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from ...config import Settings
 from ...errors import NodeError, from_code
 from ...process import ReportPipe
 from ...registry import engine_names
+from ...storage.base import Store, open_store
+from ...storage.local import LocalStore
 from ...timeline import Timeline
-from ..asker import Folder, become
-from ..child import Child, end_first, start_child
-from ..engines.inheritance import close_others
+from ..child import Child, close_others, end_first, start_child
+from ..impersonation import Folder, become
 from ..messages import MOST_OF_OURS, close_all, receive, send
+from ..policy import Policy
 from .held_region import HeldRegion
 
 if TYPE_CHECKING:
@@ -42,9 +44,23 @@ _NEEDED = (
 )
 
 
-def start_fetch(held: HeldRegion, settings: Settings, *, timeline: Timeline, reports: ReportPipe) -> Child:
-    """Fork a prefetcher for this region. Raises what ``start_child`` does."""
-    return start_child("prefetcher", partial(_run, held, settings, reports), timeline=timeline, reports=reports)
+def start_fetch(
+    held: HeldRegion, settings: Settings, *, policy: Policy, timeline: Timeline, reports: ReportPipe
+) -> Child:
+    """Fork a prefetcher for this region, which beats in ``held.heartbeats``. Raises what ``start_child`` does."""
+    body = partial(_run, held, settings, policy, reports)
+    return start_child("prefetcher", body, timeline=timeline, reports=reports)
+
+
+def open_store_of(key: str, policy: Policy) -> Store:
+    """Open the store of a checkpoint that is no local one. Redirects lead where the policy allows it."""
+    from ...checkpoint.reader import split
+    from ...storage.http import HttpStore
+
+    store = open_store(split(key)[0])
+    if isinstance(store, HttpStore):
+        store.limit_redirects(policy.allows_redirect)
+    return store
 
 
 def give_back(held: HeldRegion, *, timeline: Timeline, reports: ReportPipe) -> int:
@@ -64,7 +80,14 @@ def give_back(held: HeldRegion, *, timeline: Timeline, reports: ReportPipe) -> i
     return child.pid
 
 
-def _run(held: HeldRegion, settings: Settings, reports: ReportPipe, channel: socket.socket, timeline: Timeline) -> int:
+def _run(
+    held: HeldRegion,
+    settings: Settings,
+    policy: Policy,
+    reports: ReportPipe,
+    channel: socket.socket,
+    timeline: Timeline,
+) -> int:
     folder = held.folder
     kept = () if folder is None else (folder.fd,)
     close_others(channel.fileno(), held.region.fd, held.demand_fd, timeline.fd, reports.write_fd, *kept)
@@ -74,18 +97,21 @@ def _run(held: HeldRegion, settings: Settings, reports: ReportPipe, channel: soc
     from ...fetch.streams import as_medusa
     from ...state.restore import Restoration
 
-    restoring = Restoration(settings, timeline, engines=engine_names())  # nobody has said yet whose model it will be
+    restoring = Restoration(
+        settings, timeline, engines=engine_names()
+    )  # it is not known yet which functions will use it
     writer = held.region.writer()
-    writer.listen(held.demand_fd)
+    writer.demand.listen(held.demand_fd)
     try:
-        store = None if folder is None else _open(held.key, folder)
+        store = open_store_of(held.key, policy) if folder is None else _open_folder(held.key, folder)
+        held.heartbeats.keep("prefetcher")  # a thread; by now this process has the rights that it will have
         prefetch(
             held.region,
             held.key,
             settings=settings,
             timeline=timeline,
             writer=writer,
-            keeper=_Agent(channel, store),
+            keeper=_Agent(channel, store if isinstance(store, LocalStore) else None),
             restoring=restoring,
             store=store,
         )
@@ -95,15 +121,15 @@ def _run(held: HeldRegion, settings: Settings, reports: ReportPipe, channel: soc
     return 0
 
 
-def _open(key: str, folder: Folder) -> FolderStore:
+def _open_folder(key: str, folder: Folder) -> FolderStore:
     from ...checkpoint.reader import split
     from ...storage.folder import FolderStore
 
-    if folder.asker is not None:
+    if folder.identity is not None:
         for name in _NEEDED:
             importlib.import_module(name)
-        become(folder.asker)
-    return FolderStore(split(key)[0], folder.fd, confined=folder.asker is not None and folder.asker.confined)
+        become(folder.identity)
+    return FolderStore(split(key)[0], folder.fd, confined=folder.identity is not None and folder.identity.confined)
 
 
 def _limit_memory() -> None:
@@ -118,7 +144,7 @@ def _limit_memory() -> None:
 class _Agent:
     """The prefetcher's view of the agent."""
 
-    def __init__(self, channel: socket.socket, store: FolderStore | None) -> None:
+    def __init__(self, channel: socket.socket, store: LocalStore | None) -> None:
         self._channel = channel
         self._store = store
 

@@ -7,17 +7,18 @@ import time
 from collections.abc import Callable
 
 from ...errors import MedusaError
+from ...liveness import Heartbeats
 from ...region.demand import demand_memory, promote
 from ...region.layout import HEADER_BYTES, reopen
 from ...region.reader import Region
 from ...storage.base import redacted
 from ...storage.local import file_version
-from ..asker import Folder
 from ..child import Child
+from ..impersonation import Folder
 from ..messages import close_all
 from ..peer import Caller
 
-LEAST_BYTES = 2 * HEADER_BYTES  # the header of an empty region, and the page in which readers ask
+LEAST_BYTES = 2 * HEADER_BYTES  # the header of an empty region, and the page of its readers' requests
 
 
 class HeldRegion:
@@ -42,6 +43,7 @@ class HeldRegion:
         self.waiting: list[Callable[[MedusaError | None], None]] = []  # called when it is sealed, or has failed
         self.used_at = self.looked_at = time.monotonic()
         self.fetch: Child | None = None
+        self.heartbeats = Heartbeats()  # of the prefetcher
         self.fetch_for: Caller | None = None  # who is charged for the fetch
         self.handed = 0
 
@@ -55,15 +57,25 @@ class HeldRegion:
 
     @property
     def payer(self) -> Caller | None:
-        """Who is charged for its memory: the first of those who use it. A pinned model is the agent's own."""
+        """The caller who is charged for its memory: the first of its users. A pinned model is the agent's own."""
         return None if self.pinned else next(iter(self.leases.values()), None)
 
+    def beat_ns(self) -> int:
+        """Return the time of the prefetcher's last heartbeat."""
+        return self.heartbeats.beat_ns("prefetcher")
+
+    def announce(self, error: MedusaError | None) -> None:
+        """Answer those who wait for it: it can be handed out, or has failed."""
+        waiting, self.waiting = self.waiting, []
+        for answer in waiting:
+            answer(error)
+
     def descriptors(self) -> list[int]:
-        """To send: the region under a description that can only be read, and where to ask. Close them afterwards."""
+        """Return what is sent to a reader: the region, for reading only, and the page of its requests. Close both."""
         return [reopen(self.region.fd, os.O_RDONLY), os.dup(self.demand_fd)]
 
     def promote(self) -> None:
-        """A function waits for it; until one does, it is fetched in the background."""
+        """Fetch it before others, because a function waits for it; until then it is fetched in the background."""
         promote(self.demand_fd)
 
     def is_current(self, folder: Folder | None = None) -> bool:

@@ -28,7 +28,7 @@ class _Limit(NamedTuple):
 
 
 class RegionPool:
-    """``on_drop`` is told of every region that leaves; it ends its prefetcher and closes it."""
+    """The regions by their slots. ``on_drop`` is called with each that leaves; it ends its prefetcher and closes it."""
 
     def __init__(
         self, budget_bytes: int, policy: Policy, accounts: Accounts, on_drop: Callable[[HeldRegion], None]

@@ -1,12 +1,11 @@
-"""Which regions an agent has made, for the agent after it: functions bring theirs back, and anybody could bring one.
+"""The list of the regions that an agent has made, for the agent after it, to which functions bring theirs back.
 
-A sealed memfd's contents cannot be changed. Its inode number could be met again after some billions of memfds, but its
-time of change cannot be chosen: whoever brings the inode that the last agent recorded brings the same bytes.
+Anybody could bring a region. But a sealed memfd's contents cannot be changed, and its time of change cannot be chosen.
+So a memfd with the inode number and the time that the last agent recorded has the same bytes.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -14,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from ...errors import NodeRefusedError
-from ...region.layout import F_GET_SEALS, SEAL_FUTURE_WRITE, SEAL_GROW, SEAL_SHRINK, SEAL_WRITE
+from ...region.seals import SEAL_FUTURE_WRITE, SEAL_GROW, SEAL_SHRINK, SEAL_WRITE, seals_of
 from ...storage.base import redacted
 
 logger = logging.getLogger(__name__)
@@ -47,7 +46,7 @@ class Records:
             raise NodeRefusedError(f"this region of {redacted(key)} is none that the node agent made")
 
     def write(self, regions: Mapping[str, int]) -> None:
-        """All regions there are now, as descriptors; and those of the last agent, which may still be brought."""
+        """Record the regions there are now, by descriptor, and keep the last agent's, which may still be brought."""
         if self._frozen:
             return
         known = {**self._before, **{key: found for key, fd in regions.items() if (found := _identity(fd))}}
@@ -74,9 +73,9 @@ def _boot() -> str:
 
 
 def _identity(descriptor: int) -> list[int] | None:
-    """What names a memfd of this user's that can neither be written to nor change its size; None of anything else."""
+    """Return what identifies a memfd of this user that is sealed against writing and resizing; None for others."""
     try:
-        seals = fcntl.fcntl(descriptor, F_GET_SEALS)
+        seals = seals_of(descriptor)
     except OSError:
         return None
     size_is_fixed = seals & SEAL_SHRINK and seals & SEAL_GROW

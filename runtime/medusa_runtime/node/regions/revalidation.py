@@ -1,4 +1,4 @@
-"""Looks, now and then, whether objects in a store are still those that were fetched: a child process a look."""
+"""Checking from time to time whether objects in a store are still those that were fetched, in a child process."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from ...errors import MedusaError
 from ...process import ReportPipe
 from ...storage.base import redacted, scheme_of
 from ...timeline import Timeline
-from ..child import Child, end_child, start_child
-from ..engines.inheritance import close_others
+from ..child import Child, close_others, end_child, start_child
+from ..event_loop import EventLoop
 from ..messages import receive, send
+from ..policy import Policy
+from .fetching import open_store_of
 from .held_region import HeldRegion
 
 logger = logging.getLogger(__name__)
@@ -25,31 +27,31 @@ _GIVE_UP_S = 120.0
 
 
 class Revalidation:
-    """One look at a time. ``on_change`` is told of a region whose objects have been replaced."""
+    """Checks one region at a time. ``on_change`` is called with one whose objects have been replaced."""
 
     def __init__(
         self,
         every_s: float,
         on_change: Callable[[HeldRegion], None],
         *,
+        policy: Policy,
         timeline: Timeline,
         reports: ReportPipe,
-        watch: Callable[[socket.socket, Callable[[], None]], None],
-        unwatch: Callable[[socket.socket], None],
+        loop: EventLoop,
     ) -> None:
         self._every_s = every_s
         self._on_change = on_change
         self._timeline = timeline
         self._reports = reports
-        self._watch = watch
-        self._unwatch = unwatch
-        self._look: Child | None = None
+        self._policy = policy
+        self._loop = loop
+        self._check: Child | None = None
         self._began = 0.0
 
     def tick(self, regions: Iterable[HeldRegion]) -> None:
-        """Begin with the one that was looked at longest ago. Local files are looked at when they are asked for."""
+        """Check the region that was checked longest ago, when it is due. Local files are checked whenever asked for."""
         now = time.monotonic()
-        if self._look is not None:
+        if self._check is not None:
             if now - self._began > _GIVE_UP_S:
                 self._end()
             return
@@ -61,41 +63,41 @@ class Revalidation:
     def _begin(self, held: HeldRegion, now: float) -> None:
         held.looked_at = self._began = now
         try:
-            body = partial(_run, held, self._reports)
-            self._look = start_child("look", body, timeline=self._timeline, reports=self._reports)
+            body = partial(_run, held, self._policy, self._reports)
+            self._check = start_child("revalidate", body, timeline=self._timeline, reports=self._reports)
         except MedusaError as error:
-            logger.warning("%s could not be looked at: %s", redacted(held.key), error)
+            logger.warning("%s could not be checked: %s", redacted(held.key), error)
             return
-        self._watch(self._look.channel, lambda: self._on_message(held))
+        self._loop.watch(self._check.channel, lambda: self._on_message(held))
 
     def _on_message(self, held: HeldRegion) -> None:
-        assert self._look is not None
-        message = receive(self._look.channel)
+        assert self._check is not None
+        message = receive(self._check.channel)
         self._end()
         if message is not None and message.kind == "changed":
-            logger.info("%s has changed in its store; the next who asks gets the new version", redacted(held.key))
+            logger.info("%s has changed in its store; the next function gets the new version", redacted(held.key))
             self._on_change(held)
 
     def _end(self) -> None:
-        if self._look is not None:
-            self._unwatch(self._look.channel)
-            end_child(self._look)
-            os.waitpid(self._look.pid, 0)
-            self._look = None
+        if self._check is not None:
+            self._loop.unwatch(self._check.channel)
+            end_child(self._check)
+            os.waitpid(self._check.pid, 0)
+            self._check = None
 
     def close(self) -> None:
         self._end()
 
 
-def _run(held: HeldRegion, reports: ReportPipe, channel: socket.socket, timeline: Timeline) -> int:
+def _run(held: HeldRegion, policy: Policy, reports: ReportPipe, channel: socket.socket, timeline: Timeline) -> int:
     close_others(channel.fileno(), held.region.fd, timeline.fd, reports.write_fd)
     os.nice(_NICE)
     from ...checkpoint.reader import open_checkpoint
 
     try:
-        checkpoint = open_checkpoint(held.key)
+        checkpoint = open_checkpoint(held.key, store=open_store_of(held.key, policy))
     except MedusaError as error:
-        logger.debug("%s could not be looked at: %s", redacted(held.key), error)
+        logger.debug("%s could not be checked: %s", redacted(held.key), error)
         return 0  # a store that does not answer says nothing about its objects
     index = held.region.wait_index()
     same = checkpoint.index.shards == index.shards

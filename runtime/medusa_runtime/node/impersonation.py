@@ -1,4 +1,4 @@
-"""Reading local files as the one who asks for them, in a child process that becomes that user.
+"""Reading local files with the rights of the caller who asks for them, in a child process that becomes that user.
 
 The agent may read more than its callers. So it never opens a path that a caller names: the caller sends its open
 folder, and a prefetcher with no more rights than the caller opens what is in it, each file once. What the index says
@@ -22,8 +22,11 @@ _CAPABILITY_VERSION = 0x20080522  # capset(2), version 3
 _SYS_CAPSET = {"x86_64": 126, "aarch64": 91}
 
 
-class Asker(NamedTuple):
-    """As whom files are read. ``confined``: only those below the folder, for the caller may see other files than we."""
+class Identity(NamedTuple):
+    """The user and groups whose rights files are read with.
+
+    ``confined``: only files below the folder, for the caller may see other files than the agent.
+    """
 
     uid: int
     gid: int
@@ -32,23 +35,23 @@ class Asker(NamedTuple):
 
 
 class Folder(NamedTuple):
-    """A local checkpoint's folder. ``fd`` belongs to whoever has this; ``asker`` None: it is read as the agent."""
+    """A local checkpoint's open folder, ``fd``, which the holder closes. Without ``identity`` the agent reads it."""
 
     fd: int
-    asker: Asker | None = None
+    identity: Identity | None = None
 
     def slot(self, key: str) -> str:
-        """The name of the region that it is read into: nobody shares one that was read with somebody else's rights."""
-        if self.asker is None:
+        """Return the name of its region: what was read with one identity's rights is shared with no other."""
+        if self.identity is None:
             return key
-        uid, gid, groups, confined = self.asker
+        uid, gid, groups, confined = self.identity
         status = os.fstat(self.fd)
         rights = f"{uid}:{gid}:{','.join(map(str, groups))}:{int(confined)}"
         return f"{key}\0{rights}\0{status.st_dev}:{status.st_ino}"
 
 
 def folder_of(key: str, descriptors: list[int]) -> int:
-    """The folder that a caller has sent, as a descriptor of our own. NodeRefusedError for anything else."""
+    """Return the folder that a caller has sent, as a new descriptor. NodeRefusedError for anything else."""
     assert not scheme_of(key)
     for descriptor in descriptors[:1]:
         # O_PATH opens also what its opener may not read.
@@ -60,23 +63,23 @@ def folder_of(key: str, descriptors: list[int]) -> int:
     )
 
 
-def become(asker: Asker) -> None:
-    """Give up every right of this process that the asker does not have. NodeRefusedError where that is not possible.
+def become(identity: Identity) -> None:
+    """Give up every right of this process that the caller does not have. NodeRefusedError where that is not possible.
 
-    What is needed afterwards must be imported before: the agent's own files may be closed to the asker.
+    What is needed afterwards must be imported before: the caller may not be allowed to read the agent's own files.
     """
     parent = os.getppid()
     try:
-        if asker.uid != os.geteuid():
-            os.setgroups(asker.groups)
-            os.setresgid(asker.gid, asker.gid, asker.gid)
-            os.setresuid(asker.uid, asker.uid, asker.uid)
+        if identity.uid != os.geteuid():
+            os.setgroups(identity.groups)
+            os.setresgid(identity.gid, identity.gid, identity.gid)
+            os.setresuid(identity.uid, identity.uid, identity.uid)
         else:
             _drop_capabilities()
     except OSError as error:
         raise NodeRefusedError(
-            f"the node agent (user {os.geteuid()}) cannot read files as user {asker.uid}: {error.strerror}; expected "
-            f"an agent that is the function's own user, or root with CAP_SETUID and CAP_SETGID"
+            f"the node agent (user {os.geteuid()}) cannot read files as user {identity.uid}: {error.strerror}; "
+            f"expected an agent that is the function's own user, or root with CAP_SETUID and CAP_SETGID"
         ) from None
     die_with_parent(parent)  # the kernel forgets it with the old user
 

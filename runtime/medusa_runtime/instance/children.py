@@ -1,0 +1,97 @@
+"""The child processes of an instance: forked by name, reaped, and ended with everything they have started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ..process import ReportPipe, fork
+from ..timeline import Timeline
+
+_END_S = 2.0  # for processes to end after SIGTERM
+
+
+class Ended(NamedTuple):
+    """A child that has ended. ``status``: its exit status, or minus the number of the signal that killed it."""
+
+    name: str
+    status: int
+
+    @property
+    def how(self) -> str:
+        """How it ended, in words."""
+        return f"killed by {signal.Signals(-self.status).name}" if self.status < 0 else f"exit status {self.status}"
+
+
+class Children:
+    """The running children, each of which leads a process group of its own."""
+
+    def __init__(self, timeline: Timeline, reports: ReportPipe) -> None:
+        self._timeline = timeline
+        self._reports = reports
+        self._names: dict[int, str] = {}
+
+    def fork(self, name: str, body: Callable[[Timeline], int]) -> None:
+        """Run ``body`` in a child; its result is the child's exit status."""
+        self._names[fork(name, body, timeline=self._timeline, reports=self._reports)] = name
+
+    def pid(self, name: str) -> int:
+        """Return the process id of the child of this name; 0 while there is none."""
+        return next((pid for pid, found in self._names.items() if found == name), 0)
+
+    def stop(self, name: str) -> None:
+        """Send SIGTERM to a child, if there is one of this name. Safe in a signal handler."""
+        if pid := self.pid(name):
+            os.kill(pid, signal.SIGTERM)
+
+    def kill(self, name: str) -> bool:
+        """Kill a child with its own children, and return whether there was one."""
+        pid = self.pid(name)
+        if pid:
+            _signal_group(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            del self._names[pid]
+        return pid != 0
+
+    def reap(self) -> list[Ended]:
+        """Return the children that have ended since the last call."""
+        ended = []
+        for pid in tuple(self._names):
+            reaped, status = os.waitpid(pid, os.WNOHANG)
+            if reaped:
+                ended.append(Ended(self._names.pop(pid), os.waitstatus_to_exitcode(status)))
+        if os.getpid() == 1:
+            self._reap_orphans()
+        return ended
+
+    def _reap_orphans(self) -> None:
+        """Reap, as a container's init, what has lost its parent."""
+        try:
+            while (orphan := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                if orphan.si_pid in self._names:
+                    break
+                os.waitpid(orphan.si_pid, os.WNOHANG)
+        except ChildProcessError:
+            pass
+
+    def close(self) -> None:
+        """End all of them, at first with SIGTERM, and wait for them."""
+        for pid in self._names:
+            _signal_group(pid, signal.SIGTERM)
+        deadline = time.monotonic() + _END_S
+        while self._names and time.monotonic() < deadline:
+            self.reap()
+            time.sleep(0.01)
+        for name in tuple(self._names.values()):
+            self.kill(name)
+
+
+def _signal_group(pid: int, number: int) -> None:
+    for send in (os.killpg, os.kill):
+        try:
+            send(pid, number)
+        except ProcessLookupError:
+            pass

@@ -1,0 +1,77 @@
+"""The listening sockets of an instance: the function's address, and the engine's private socket."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+
+from ..config import Settings
+from ..errors import ConfigError
+from ..resource_limits import as_limit_error
+
+
+def bind(settings: Settings) -> socket.socket:
+    """Listen on the function's address. Raises ConfigError when the address is not available."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; "
+            f"expected a free port, choose another with --port (0 takes any)"
+        ) from None
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """Return the URL by which this machine reaches the function."""
+    host, port = listener.getsockname()[:2]
+    return f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
+
+
+def private_listener() -> tuple[socket.socket, str]:
+    """Open the engine's socket; return it with the path by which this process and its forks connect to it.
+
+    Its name is removed at once: nobody else can connect, and a killed instance leaves nothing behind. Descriptors
+    lead to it through /proc, as they do past the 107 bytes that the path of a Unix socket may have.
+    Raises ConfigError when no folder is writable.
+    """
+    folder = _private_folder()
+    try:
+        inside = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        listener.bind(f"/proc/self/fd/{inside}/engine")
+        listener.listen(64)
+        named = os.open("engine", os.O_PATH | os.O_CLOEXEC, dir_fd=inside)
+        os.close(inside)
+    except OSError as error:
+        if as_limit_error(error):
+            raise
+        raise _no_folder(error) from None
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(os.path.join(folder, "engine"))
+        os.rmdir(folder)
+    return listener, f"/proc/self/fd/{named}"
+
+
+def _private_folder() -> str:
+    """Make a new folder. The tempfile module would not take one on a full disk, where a socket still has room."""
+    failures = []
+    for place in filter(None, (os.environ.get("TMPDIR"), "/tmp", "/var/tmp")):
+        folder = os.path.join(place, f"medusa-{os.urandom(8).hex()}")
+        try:
+            os.mkdir(folder, 0o700)
+            return folder
+        except OSError as error:
+            failures.append(error)
+    raise _no_folder(failures[0])
+
+
+def _no_folder(error: OSError) -> ConfigError:
+    return ConfigError(f"expected a writable folder for temporary files, found none ({error}); set TMPDIR")

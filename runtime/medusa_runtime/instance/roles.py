@@ -1,0 +1,60 @@
+"""The work of the forked processes: the prefetcher fills the region, the zygote imports an engine and forks it."""
+
+from __future__ import annotations
+
+import os
+
+from ..registry import engine_kind
+from ..timeline import Timeline
+from .shared import Shared
+
+
+def run_prefetcher(shared: Shared, timeline: Timeline) -> int:
+    """Fetch the model into the region, with what its state bundle knows."""
+    shared.listener.close()
+    shared.heartbeats.keep("prefetcher")
+    with timeline.stage("import"):
+        from ..fetch.prefetcher import BESIDE_IMPORTS, prefetch
+        from ..state.restore import Restoration
+
+    region, settings = shared.region, shared.settings
+    assert region is not None
+    assert settings.model is not None
+    restoring = Restoration(settings, timeline)
+    prefetch(region, settings.model, settings=settings, timeline=timeline, nice=BESIDE_IMPORTS, restoring=restoring)
+    return 0
+
+
+def run_zygote(shared: Shared, timeline: Timeline, *, region_of_node: bool) -> int:
+    """Import what the engine needs and keep one engine running. ``region_of_node``: the region is the node agent's."""
+    shared.listener.close()
+    with timeline.stage("import"):
+        from ..zygote import Zygote
+
+    assert shared.region is not None
+    assert shared.engine_listener is not None
+    if region_of_node:
+        _attach_code(shared, timeline)
+    return Zygote(
+        shared.engine_listener,
+        shared.region,
+        shared.settings,
+        timeline=timeline,
+        reports=shared.reports,
+        heartbeats=shared.heartbeats,
+    ).run()
+
+
+def _attach_code(shared: Shared, timeline: Timeline) -> None:
+    """Attach compiled code and graphs, which an agent does not hand out, for the engines that use any."""
+    from ..device.choice import choose
+
+    settings = shared.settings
+    if settings.state is None and (
+        engine_kind(settings.engine).compiles_on_cpu or choose(settings.device, os.environ) == "cuda"
+    ):
+        from ..state.attach_artifacts import attach_artifacts
+
+        assert shared.region is not None
+        assert settings.model is not None
+        attach_artifacts(shared.region, settings.model, settings, timeline)

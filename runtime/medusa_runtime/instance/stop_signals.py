@@ -1,0 +1,62 @@
+"""The signals that end an instance: the first one drains it, a second one ends it at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from types import FrameType
+
+_AGAIN_S = 0.5  # a signal that comes sooner is the first one: timeout(1) sends it to us and to our group, npm as well
+_NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class StopSignals:
+    """Handles SIGTERM, SIGINT and SIGHUP. ``wakeup_fd`` becomes readable with every signal, a child's end included."""
+
+    def __init__(self, on_first: Callable[[], None]) -> None:
+        self._on_first = on_first
+        self._asked_at: float | None = None
+        self.immediate = False  # whether to stop without draining
+        self.wakeup_fd, self._write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def install(self) -> None:
+        signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        for number in _NUMBERS:
+            if signal.getsignal(number) != signal.SIG_IGN or number != signal.SIGHUP:  # nohup means it
+                signal.signal(number, self._on_signal)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    @property
+    def asked(self) -> bool:
+        """Whether the instance has been asked to stop."""
+        return self._asked_at is not None
+
+    def asked_for_s(self) -> float:
+        """Seconds since the first signal; 0 before it."""
+        return 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        if self._asked_at is None:
+            self._asked_at = time.monotonic()
+            self._on_first()
+        elif self.asked_for_s() > _AGAIN_S:
+            self.immediate = True
+
+    def drain(self) -> None:
+        """Empty the pipe behind ``wakeup_fd``."""
+        try:
+            os.read(self.wakeup_fd, 4096)
+        except BlockingIOError:
+            pass
+
+    def ignore(self) -> None:
+        """Ignore further signals: the instance is ending."""
+        for number in _NUMBERS:
+            signal.signal(number, signal.SIG_IGN)
+
+    def close(self) -> None:
+        signal.set_wakeup_fd(-1)
+        os.close(self.wakeup_fd)
+        os.close(self._write_fd)

@@ -1,0 +1,255 @@
+"""The supervisor: the one place that orders the stages of a cold start.
+
+    supervisor ─fork▶ prefetcher   storage ─fetch▶ region
+               ─fork▶ zygote       import torch ─fork▶ engine: region ─load▶ layers ─run▶ tokens
+               ─fork▶ function     gunicorn, user code ◀─ requests
+
+On a node with an agent the region and the engine process are taken from it; only the function is forked.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ..config import NODE_SOCKET, Settings, require_handler
+from ..errors import EngineError, from_code
+from ..liveness import LOOK_S, Watchdog
+from ..process import share_cores
+from ..region.reader import Region
+from ..resource_limits import make_room_for_files
+from ..timeline import Timeline, process_start_ns
+from .children import Children, Ended
+from .listeners import bind, url_of
+from .observer import Observer, StartReport
+from .roles import run_prefetcher, run_zygote
+from .shared import InstanceHandle, Shared
+from .stop_signals import StopSignals
+
+if TYPE_CHECKING:
+    from ..node.attachment import Attachment
+
+logger = logging.getLogger(__name__)
+
+_MOST_PREFETCHERS = 4  # the first and three that take over from a killed one
+_MOST_QUICK_ENDS, _QUICK_S = 4, 60.0  # of the zygote, which otherwise lives as long as the instance
+_KILL_AFTER_S = 5.0
+_OBSERVED_S = 0.1  # between two reports to an observer
+
+Function = Callable[[socket.socket, InstanceHandle, Settings], int]
+
+
+def serve(settings: Settings, function: Function, observer: Observer | None = None) -> int:
+    """Serve until SIGTERM or SIGINT; returns the exit status. Raises the MedusaError that ended the instance."""
+    require_handler(settings)
+    make_room_for_files()
+    timeline = Timeline.create("supervisor")
+    timeline.record("exec", process_start_ns(), time.monotonic_ns())
+    with timeline.stage("bind"):
+        listener = bind(settings)
+    with Instance(settings, timeline, listener, observer) as instance:
+        instance.start(function)
+        return instance.supervise()
+
+
+class Instance:
+    """Starts the processes of an instance, replaces those that may be replaced, and leaves nothing behind."""
+
+    def __init__(
+        self, settings: Settings, timeline: Timeline, listener: socket.socket, observer: Observer | None
+    ) -> None:
+        self._settings = settings
+        self._timeline = timeline
+        self._shared = Shared(settings, timeline, listener)
+        self._children = Children(timeline, self._shared.reports)
+        self._signals = StopSignals(lambda: self._children.stop("function"))
+        self._report = StartReport(observer, timeline)
+        self._watchdog = Watchdog(self._shared.heartbeats)
+        self._node: Attachment | None = None
+        self._engine_started = False
+        self._prefetchers = 0
+        self._zygote_ends: list[float] = []
+
+    def __enter__(self) -> Instance:
+        self._signals.install()
+        return self
+
+    def start(self, function: Function) -> None:
+        """Make what is shared, then fork: the prefetcher first, since the network takes longest."""
+        shared, settings = self._shared, self._settings
+        shared.heartbeats.enter("supervisor")
+        share_cores()
+        with self._timeline.stage("fork"):
+            if settings.model is not None:
+                self._take_or_make_region()
+            if settings.model is not None and settings.engine != "none":
+                shared.open_engine_socket()
+                if settings.engine_start == "now":
+                    self._take_or_fork_engine()
+            handle = shared.handle()
+            self._children.fork("function", lambda _: function(shared.listener, handle, settings))
+        if self._signals.asked:  # before there was a function process to signal
+            self._children.stop("function")
+        self._report.bound(url_of(shared.listener))
+        # The function process alone accepts; were it gone, connections should be refused, not queued here for ever.
+        shared.listener.close()
+
+    def _take_or_make_region(self) -> None:
+        if has_agent(self._settings):
+            from ..node.attachment import Attachment
+
+            self._node = Attachment.attach(self._settings, self._timeline)
+        if self._node is not None:
+            self._shared.region = self._node.region
+        else:
+            self._make_region()
+
+    def _make_region(self) -> None:
+        self._shared.region = Region.create()
+        self._fork_prefetcher()
+
+    def _take_or_fork_engine(self) -> None:
+        listener = self._shared.engine_listener
+        assert listener is not None
+        self._engine_started = True
+        if self._node is None or not self._node.take_engine(listener, self._timeline, self._shared.reports):
+            self._fork_zygote()
+
+    def _fork_prefetcher(self) -> None:
+        self._prefetchers += 1
+        self._children.fork("prefetcher", partial(run_prefetcher, self._shared))
+
+    def _fork_zygote(self) -> None:
+        of_node = self._node is not None and self._shared.region is self._node.region
+        self._children.fork("zygote", partial(run_zygote, self._shared, region_of_node=of_node))
+
+    def supervise(self) -> int:
+        """Run until the function process has ended. Raises what a child reported as fatal."""
+        poll = select.poll()
+        poll.register(self._signals.wakeup_fd, select.POLLIN)
+        poll.register(self._shared.reports.read_fd, select.POLLIN)
+        while True:
+            extra = self._also_watched()
+            for fd in extra:
+                poll.register(fd, select.POLLIN)
+            readable = {fd for fd, _ in poll.poll(1e3 * (LOOK_S if self._report.is_over else _OBSERVED_S))}
+            for fd in extra:
+                poll.unregister(fd)
+            self._signals.drain()
+            status = self._look(readable, extra)
+            if status is not None:
+                return status
+
+    def _look(self, readable: set[int], extra: set[int]) -> int | None:
+        """Do what has become due; return the instance's exit status when it has ended."""
+        listener, node, signals = self._shared.engine_listener, self._node, self._signals
+        if listener is not None and listener.fileno() in readable & extra:
+            self._take_or_fork_engine()
+        for report in self._shared.reports.read():
+            logger.debug("%s reported %s", report.process, report.code)
+            raise from_code(report.code, report.message)
+        for ended in self._children.reap():
+            if ended.name == "function":
+                if signals.asked:
+                    return 0 if ended.status in (0, -signal.SIGTERM) else 1
+                raise EngineError(f"the function process ended by itself ({ended.how})")
+            if not signals.asked:
+                self._replace(ended)
+        if node is not None:
+            self._look_at_node(node, readable)
+        if signals.immediate:
+            return 1
+        if signals.asked_for_s() > self._settings.drain_s + _KILL_AFTER_S:
+            logger.warning("requests were still running %.0f s after SIGTERM; ending them", self._settings.drain_s)
+            return 1
+        if self._watchdog.due():
+            self._watch()
+        self._report.update(self._shared.region)
+        return None
+
+    def _also_watched(self) -> set[int]:
+        watched = set() if self._node is None else set(self._node.descriptors)
+        if self._shared.engine_listener is not None and not self._engine_started:
+            watched.add(self._shared.engine_listener.fileno())  # the first request connects to it
+        return watched
+
+    def _watch(self) -> None:
+        """Look at every process but the worker, which is the function process's own child. Hung ones are killed, and
+        then replaced as after a crash; for the function process that means the end of the instance."""
+        heartbeats = self._shared.heartbeats
+        heartbeats.beat("supervisor")
+        if self._signals.asked:
+            return
+        for role in ("function", "zygote", "prefetcher"):
+            self._watchdog.look(role, self._children.pid(role), os.getpid())
+        zygote = self._children.pid("zygote")
+        self._watchdog.look("engine", heartbeats.pid("engine") if zygote else 0, zygote)
+
+    def _look_at_node(self, node: Attachment, readable: set[int]) -> None:
+        """The agent's part may end at any time; the instance then goes on with processes of its own."""
+        for loss in node.look(readable):
+            if self._signals.asked:
+                continue
+            if loss is loss.ENGINE:
+                logger.error("the node's engine process ended; starting one of our own")
+                self._fork_zygote()
+            else:
+                self._replace_region(node)
+
+    def _replace_region(self, node: Attachment) -> None:
+        """Fetch again what the agent will never complete. The function keeps its region: it reads only small files."""
+        node.forget_region()
+        self._make_region()
+        had_engine = node.let_go_of_engine()
+        had_zygote = self._children.kill("zygote")
+        if had_engine or had_zygote:
+            self._fork_zygote()
+
+    def _replace(self, ended: Ended) -> None:
+        """Replace a child other than the function process. EngineError when it has ended too often."""
+        if ended.name != "prefetcher":
+            self._replace_zygote(ended)
+        elif ended.status == 0:
+            self._shared.heartbeats.leave("prefetcher")
+        elif self._prefetchers >= _MOST_PREFETCHERS:
+            raise EngineError(f"the prefetcher ended {self._prefetchers} times before it was done ({ended.how})")
+        else:
+            logger.error("the prefetcher ended early (%s); another takes over", ended.how)
+            self._fork_prefetcher()
+
+    def _replace_zygote(self, ended: Ended) -> None:
+        self._zygote_ends = [end for end in self._zygote_ends if end > time.monotonic() - _QUICK_S]
+        self._zygote_ends.append(time.monotonic())
+        if len(self._zygote_ends) >= _MOST_QUICK_ENDS:
+            raise EngineError(
+                f"the process that imports the engine ended {_MOST_QUICK_ENDS} times within a minute "
+                f"({ended.how}); if this is SIGKILL, memory ran out: expected some 300 MB beside the "
+                f"weights, give the container more"
+            )
+        logger.error("the zygote ended (%s); starting another", ended.how)
+        self._fork_zygote()
+
+    def __exit__(self, *_: object) -> None:
+        self._signals.ignore()
+        if self._node is not None:
+            self._node.close()
+        self._children.close()
+        self._signals.close()
+        self._shared.close()
+
+
+def has_agent(settings: Settings) -> bool:
+    """Whether to ask a node agent: one was named, or is where it is by default. Costs one system call without."""
+    if settings.node_socket is not None:
+        return settings.node_socket != "none"
+    return os.path.exists(NODE_SOCKET)
+
+
+__all__ = ["Function", "Instance", "serve"]

@@ -1,0 +1,115 @@
+"""All connections of the agent: accepts them, reads what they send, and ends those that break the protocol."""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import partial
+
+from ..errors import MedusaError, NodeError, NodeRefusedError
+from .event_loop import EventLoop
+from .messages import receive
+from .peer import Caller, Peer
+from .regions.held_region import HeldRegion
+from .services import Services
+from .session import Session
+from .socket_file import SocketFile
+
+logger = logging.getLogger(__name__)
+
+_HELLO_WITHIN_S = 10.0
+_LOGGED_EVERY_S = 1.0  # refusals of one connection
+
+
+class Connections:
+    """The open sessions, each on a connection of its own."""
+
+    def __init__(self, services: Services, loop: EventLoop) -> None:
+        self._services = services
+        self._loop = loop
+        self._sessions: set[Session] = set()
+
+    def accept(self, listening: SocketFile) -> None:
+        """Accept one connection on this socket, if its caller may have another one."""
+        try:
+            connection, _ = listening.socket.accept()
+        except OSError as error:
+            if not isinstance(error, BlockingIOError):
+                logger.warning("a connection could not be accepted: %s", error)
+                time.sleep(0.01)  # out of descriptors: the same one would come again at once
+            return
+        connection.setblocking(False)
+        caller = Caller(Peer.of(connection), listening.path, listening.prefixes)
+        session = Session(self._services, connection, caller)
+        try:
+            self._services.accounts.take(caller, "connections")
+        except NodeRefusedError as error:
+            self._services.accounts.refused(caller, error)
+            try:
+                session.refuse(error)
+            except OSError:
+                pass
+            connection.close()
+            return
+        self._sessions.add(session)
+        self._loop.watch(connection, partial(self._read, session))
+
+    def tick(self) -> None:
+        """End connections that have sent nothing."""
+        now = time.monotonic()
+        for session in [one for one in self._sessions if not one.greeted and now - one.since > _HELLO_WITHIN_S]:
+            self._end(session)
+
+    def lost(self, held: HeldRegion, error: MedusaError) -> None:
+        """Report to those who have been given a region that the rest of it will not come."""
+        for session in [one for one in self._sessions if one.held is held]:
+            session.held = None
+            try:
+                session.answer("lost", {"message": str(error)})
+            except OSError:
+                self._end(session)
+
+    def _read(self, session: Session) -> None:
+        try:
+            message = receive(session.connection)
+        except BlockingIOError:
+            return
+        except (NodeError, OSError) as error:
+            self._count(session, NodeError(f"what it sent is no message: {error}"))
+            self._end(session)
+            return
+        if message is None:
+            self._end(session)
+            return
+        try:
+            try:
+                session.handle(message)
+            except MedusaError as error:
+                self._count(session, error)
+                session.refuse(error)
+        except (NodeError, OSError) as error:
+            logger.debug("a connection of %s ends: %s", session.caller.account, error)
+            self._end(session)
+        except Exception:
+            # A bug of ours, which one caller has met: it must not become the end of all others.
+            logger.exception("a message of %s could not be answered; its connection ends", session.caller.account)
+            self._count(session, NodeError("the node agent failed to answer"))
+            self._end(session)
+
+    def _count(self, session: Session, error: MedusaError) -> None:
+        self._services.accounts.refused(session.caller, error)
+        now = time.monotonic()
+        if now - session.logged_at > _LOGGED_EVERY_S:
+            session.logged_at = now
+            logger.info("refused to %s: %s", session.caller.account, error)
+
+    def _end(self, session: Session) -> None:
+        if session in self._sessions:
+            self._sessions.discard(session)
+            self._services.accounts.give(session.caller, "connections")
+            self._loop.unwatch(session.connection)
+            session.close()
+
+    def close(self) -> None:
+        for session in tuple(self._sessions):
+            self._end(session)

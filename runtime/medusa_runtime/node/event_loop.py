@@ -1,0 +1,31 @@
+"""The agent's event loop: one thread, which calls back when a channel can be read."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+from collections.abc import Callable
+
+Watched = int | socket.socket
+
+
+class EventLoop:
+    """Watches channels for reading. A callback may end its own channel, or another one."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+
+    def watch(self, channel: Watched, on_readable: Callable[[], None]) -> None:
+        self._selector.register(channel, selectors.EVENT_READ, on_readable)
+
+    def unwatch(self, channel: Watched) -> None:
+        self._selector.unregister(channel)
+
+    def run_once(self, timeout_s: float) -> None:
+        """Wait for at most ``timeout_s`` and call back for all that can be read."""
+        for key, _ in self._selector.select(timeout_s):
+            if self._selector.get_map().get(key.fd) is key:  # an earlier one may have ended it
+                key.data()
+
+    def close(self) -> None:
+        self._selector.close()

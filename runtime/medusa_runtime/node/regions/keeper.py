@@ -1,0 +1,323 @@
+"""The life of the agent's regions: fetched when somebody wants them, taken back, looked at, and given up."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
+
+from ...config import Settings
+from ...errors import MedusaError, NodeError, NodeRefusedError, StorageError, from_code
+from ...process import ReportPipe
+from ...region.reader import Region
+from ...storage.base import redacted, scheme_of
+from ...timeline import Timeline
+from ..accounts import Accounts
+from ..child import HungChildren, end_child
+from ..event_loop import EventLoop
+from ..impersonation import Folder
+from ..messages import MOST_OF_OURS, receive, send
+from ..peer import Caller
+from ..policy import Policy
+from ..settings import NodeSettings
+from .fetching import give_back, start_fetch
+from .held_region import HeldRegion
+from .model_key import open_folder
+from .pool import RegionPool
+from .records import Records
+from .revalidation import Revalidation
+
+logger = logging.getLogger(__name__)
+
+_PIN_AGAIN_S = 10.0  # after a store did not give what is pinned
+_MUCH_BYTES = 32 << 20  # of memory; less is taken back in the time that a fork takes
+
+
+class RegionKeeper:
+    """Starts and ends prefetchers, keeps pinned models, and takes back what an agent before this one made.
+
+    ``pins``: the models to fetch at once, and to keep.
+    ``on_lost`` is called with a region whose fetch failed, and the error, for those who have been given the region.
+    """
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        policy: Policy,
+        accounts: Accounts,
+        *,
+        pins: Iterable[str],
+        on_lost: Callable[[HeldRegion, MedusaError], None],
+        loop: EventLoop,
+        timeline: Timeline,
+        reports: ReportPipe,
+    ) -> None:
+        self._settings = settings
+        self._policy = policy
+        self._accounts = accounts
+        self._on_lost = on_lost
+        self._loop = loop
+        self._timeline = timeline
+        self._reports = reports
+        self._pins = set(pins)
+        self._pin_at = 0.0
+        self._records = Records(settings.path + ".regions")
+        self._revalidation = Revalidation(
+            settings.look_every_s,
+            self._changed,
+            policy=policy,
+            timeline=timeline,
+            reports=reports,
+            loop=loop,
+        )
+        self._hung = HungChildren()
+        self._ending: list[int] = []  # children that give memory back, for as long as that takes
+        self._stopping = False
+        self.regions = RegionPool(settings.memory_budget_bytes, policy, accounts, self._dropped)
+        self.replaced: Counter[str] = Counter()  # processes that hung, by what they were
+
+    def tick(self) -> None:
+        """Do what has become due. Called about twice a second."""
+        self._end_hung()
+        self._fetch_pinned()
+        self._revalidation.tick(self.regions)
+        self._ending = [pid for pid in self._ending if not os.waitpid(pid, os.WNOHANG)[0]]
+
+    def want(
+        self, key: str, *, folder: Folder | None = None, fresh: bool = False, caller: Caller | None = None
+    ) -> HeldRegion:
+        """Return the region of a checkpoint; it is fetched if it is not there, if its files changed, and if ``fresh``.
+
+        Never waits: it may take a while before it is sealed. Functions that have the old one keep it. ``folder``: of a
+        local checkpoint, as its caller has opened it; it is taken over. ``caller``: who is charged; None: the agent.
+        """
+        if folder is None and not scheme_of(key):
+            folder = _own_folder(key)
+        slot = key if folder is None else folder.slot(key)
+        held = self.regions.get(slot)
+        pinned = False
+        try:
+            if caller is not None:
+                self._check_models(slot, caller)
+            if held is not None and (fresh or not held.is_current(folder)):
+                logger.info("%s is fetched again: %s", redacted(key), "as asked" if fresh else "its files have changed")
+                pinned = held.pinned
+                self.regions.drop(held)
+                held = None
+            if held is not None:
+                if folder is not None:
+                    os.close(folder.fd)
+                return held
+            self._charge_fetch(caller)
+        except BaseException:
+            if folder is not None:
+                os.close(folder.fd)
+            raise
+        held = HeldRegion(key, folder=folder)
+        held.fetch_for = caller
+        held.pinned = pinned or (slot in self._pins and slot == key)
+        self._start_fetch(held)
+        return held
+
+    def _start_fetch(self, held: HeldRegion) -> None:
+        settings = Settings(model=held.key, connections=self._settings.connections, load_priority="background")
+        try:
+            held.fetch = start_fetch(
+                held, settings, policy=self._policy, timeline=self._timeline, reports=self._reports
+            )
+        except BaseException:
+            self._uncharge_fetch(held)
+            held.close()
+            raise
+        self.regions.add(held)
+        self._loop.watch(held.fetch.channel, partial(self._on_fetch, held))
+        logger.info("fetching %s", redacted(held.key))
+
+    def _check_models(self, slot: str, caller: Caller) -> None:
+        if caller.trusted:
+            return
+        used = {
+            held.slot for held in self.regions for user in held.leases.values() if user.account == caller.account
+        } | {slot}
+        if len(used) > (most := self._settings.per_caller.models):
+            raise NodeRefusedError(
+                f"{caller.account} uses {len(used) - 1} models of the node agent's already; expected at most {most} "
+                f"(--per-caller models=…)"
+            )
+
+    def _charge_fetch(self, caller: Caller | None) -> None:
+        """Charge a caller for one more fetch; those that it has left alone are given up for that."""
+        if caller is None:
+            return
+        try:
+            self._accounts.take(caller, "fetches")
+        except NodeRefusedError:
+            left = [held for held in self.regions if held.fetch is not None and not held.in_use]
+            left = [held for held in left if held.fetch_for and held.fetch_for.account == caller.account]
+            if not left:
+                raise
+            self.regions.drop(min(left, key=lambda held: held.used_at))
+            self._accounts.take(caller, "fetches")
+
+    def _uncharge_fetch(self, held: HeldRegion) -> None:
+        caller, held.fetch_for = held.fetch_for, None
+        if caller is not None:
+            self._accounts.give(caller, "fetches")
+
+    def keep(self, key: str, descriptor: int, caller: Caller) -> HeldRegion:
+        """Take back a region that an agent before this one made. NodeError for any other region."""
+        self._records.check(key, descriptor)
+        held = self.regions.get(key)
+        if held is not None:
+            return held
+        self._check_models(key, caller)
+        held = HeldRegion(key, Region(os.dup(descriptor)))
+        try:
+            held.sealed = held.complete
+            _check_whole(held)
+            held.leases[-1] = caller  # who pays, until it has its lease
+            self.regions.admit(held, os.fstat(descriptor).st_blocks * 512)
+        except BaseException:
+            held.close()
+            raise
+        del held.leases[-1]
+        held.pinned = key in self._pins
+        self.regions.add(held)
+        self._record()
+        logger.info("took back %s", redacted(key))
+        return held
+
+    def unpin(self, held: HeldRegion) -> None:
+        held.pinned = False
+        self._pins.discard(held.key)
+
+    def _on_fetch(self, held: HeldRegion) -> None:
+        assert held.fetch is not None
+        message = receive(held.fetch.channel, MOST_OF_OURS)
+        if message is None:
+            self._ended(held)
+        elif message.kind == "room":
+            answer: tuple[str, dict[str, str]] = "room", {}
+            try:
+                self.regions.admit(held, int(message.body["bytes"]))
+            except MedusaError as error:
+                logger.warning("%s", error)
+                answer = "error", {"code": error.code, "message": str(error)}
+            with suppress(OSError):  # it has just died; the end of its connection comes next
+                send(held.fetch.channel, *answer)
+        elif message.kind == "sealed":
+            held.sealed = True
+            held.shard_fds = message.descriptors
+            self._record()
+            held.announce(None)
+
+    def _ended(self, held: HeldRegion) -> None:
+        """The prefetcher is done, in whatever way."""
+        self._end_fetch(held)
+        progress = held.region.progress()
+        if progress.state == "done":
+            logger.info("%s is complete", redacted(held.key))
+            self._record()
+            return
+        error: MedusaError = StorageError("its prefetcher ended early")
+        if progress.error is not None:
+            code, _, message = progress.error.partition(": ")
+            error = from_code(code, message)
+        logger.warning("%s could not be fetched: %s", redacted(held.key), error)
+        held.announce(error)
+        self._on_lost(held, error)
+        self.regions.drop(held)
+
+    def _end_fetch(self, held: HeldRegion) -> None:
+        assert held.fetch is not None
+        self._loop.unwatch(held.fetch.channel)
+        end_child(held.fetch)
+        self._ending.append(held.fetch.pid)
+        held.fetch = None
+        self._uncharge_fetch(held)
+
+    def _dropped(self, held: HeldRegion) -> None:
+        if held.fetch is not None:
+            self._end_fetch(held)
+            error = NodeError("the node agent has given this fetch up")
+            held.announce(error)
+            self._on_lost(held, error)
+        self._give_back(held)
+        self._record()
+
+    def _give_back(self, held: HeldRegion) -> None:
+        if held.size_bytes >= _MUCH_BYTES and not self._stopping:
+            try:
+                self._ending.append(give_back(held, timeline=self._timeline, reports=self._reports))
+            except MedusaError as error:
+                logger.debug("%s", error)
+            else:
+                logger.debug("process %d takes back the memory of %s", self._ending[-1], redacted(held.key))
+                return
+        held.close()
+
+    def _changed(self, held: HeldRegion) -> None:
+        """Its objects were replaced: a pinned model is fetched again, and the others when somebody asks."""
+        if self.regions.get(held.key) is not held:
+            return
+        if not held.pinned:
+            self.regions.drop(held)
+            return
+        try:
+            self.want(held.key, fresh=True)
+        except MedusaError as error:
+            logger.warning("%s", error)
+
+    def _fetch_pinned(self) -> None:
+        """Fetch what ``--pin`` names and is not there: its store may not have answered before."""
+        if time.monotonic() < self._pin_at:
+            return
+        self._pin_at = time.monotonic() + _PIN_AGAIN_S
+        for key in self._pins:
+            try:
+                self.want(key)
+            except MedusaError as error:
+                logger.warning("--pin: %s", error)
+
+    def _end_hung(self) -> None:
+        """Kill prefetchers that hang; what follows is as after any other end of theirs."""
+        fetching = {held.fetch.pid: held for held in self.regions if held.fetch is not None}
+        for pid, reason in self._hung.look({pid: held.beat_ns for pid, held in fetching.items()}).items():
+            logger.warning("the prefetcher of %s hangs: %s; killing it", redacted(fetching[pid].key), reason)
+            self.replaced["prefetcher"] += 1
+            os.kill(pid, signal.SIGKILL)
+
+    def _record(self) -> None:
+        # A region of files that were read as a caller is that caller's, and is made again as quickly as it is brought.
+        kept = [held for held in self.regions if held.sealed and held.slot == held.key]
+        self._records.write({held.key: held.region.fd for held in kept})
+
+    def close(self) -> None:
+        """Let go of all regions; fetches end."""
+        self._stopping = True
+        self._revalidation.close()
+        self._records.freeze()  # those who hold a region may bring it to the next agent
+        self.regions.close()
+        for pid in self._ending:
+            os.waitpid(pid, 0)
+        self._ending.clear()
+
+
+def _check_whole(held: HeldRegion) -> None:
+    if not held.complete or not held.is_current():
+        raise NodeError(f"the region of {redacted(held.key)} is not complete, or its files have changed")
+
+
+def _own_folder(key: str) -> Folder:
+    fd = open_folder(key)
+    if fd is None:
+        raise NodeError(f"{key}: expected a folder, or a file in one, that user {os.geteuid()} may read")
+    return Folder(fd)
+
+
+__all__ = ["RegionKeeper"]

@@ -1,0 +1,46 @@
+"""What the agent offers to its callers: models, engine processes and the rules about both."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+
+from .accounts import Accounts
+from .engines.pool import EnginePool
+from .peer import Caller
+from .policy import Policy
+from .regions.held_region import HeldRegion
+from .regions.keeper import RegionKeeper
+from .settings import NodeSettings
+
+_MOST_LISTED = 100  # models in the status
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """The parts of the agent that a caller's requests reach."""
+
+    settings: NodeSettings
+    policy: Policy
+    accounts: Accounts
+    keeper: RegionKeeper
+    engines: EnginePool
+    started_at: float = field(default_factory=time.monotonic)
+
+    def status(self, caller: Caller, held: HeldRegion | None) -> dict[str, object]:
+        """Return what the agent reports to a caller: everything if it is trusted, else what concerns it."""
+        pool, trusted = self.keeper.regions, caller.trusted
+        seen = [one for one in pool if trusted or one is held]
+        return {
+            "pid": os.getpid(),
+            "socket": self.settings.path if trusted else caller.socket,
+            "uptime_s": round(time.monotonic() - self.started_at, 1),
+            "budget_bytes": pool.budget_bytes,
+            "used_bytes": pool.used_bytes if trusted else sum(one.size_bytes for one in seen),
+            "engines": self.engines.status(everything=trusted),
+            "replaced": dict(self.keeper.replaced),
+            "count": len(list(pool)) if trusted else len(seen),
+            "regions": [one.status() for one in seen][:_MOST_LISTED],
+            **self.accounts.status(everybody=trusted),
+        }

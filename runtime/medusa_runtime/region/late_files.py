@@ -1,0 +1,42 @@
+"""Files of a region that come after its index: large artifacts of a state bundle, fetched beside the weights."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+from .layout import Late, Word
+from .memory import WriterMemory
+
+
+class LateFiles:
+    """The writer's side of a laid-out region's late files. Their memory is there; one byte in front of each is its
+    state, which readers wait for."""
+
+    def __init__(self, memory: WriterMemory) -> None:
+        self._memory = memory
+        self._settling = threading.Lock()
+        start = memory.words[Word.FILES_OFFSET]
+        places = json.loads(bytes(memory.bytes[start : start + memory.words[Word.FILES_BYTES]]))
+        self._places: dict[str, list[int]] = {name: place for name, place in places.items() if len(place) == 3}
+
+    def pending(self) -> dict[str, memoryview]:
+        """Return the memory of the files that are neither there nor withheld."""
+        data = self._memory.bytes
+        return {
+            name: data[start : start + length]
+            for name, (start, length, state) in self._places.items()
+            if data[state] == Late.PENDING
+        }
+
+    def publish(self, name: str) -> None:
+        """Let readers have a file whose bytes are in its memory."""
+        self._settle(name, Late.PRESENT)
+
+    def withhold(self, name: str) -> None:
+        """Let readers know that a file will not come."""
+        self._settle(name, Late.WITHHELD)
+
+    def _settle(self, name: str, state: Late) -> None:
+        with self._settling:  # the barrier that puts the bytes in front of the mark on CPUs that reorder stores
+            self._memory.bytes[self._places[name][2]] = state

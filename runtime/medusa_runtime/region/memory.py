@@ -1,0 +1,56 @@
+"""A region's memory as its writer has it: mapped for reading and writing, and grown when the region is laid out."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+
+from .layout import HEADER_BYTES
+from .pages import populate_write, prefer_huge
+
+
+class WriterMemory:
+    """The writer's mapping. ``bytes``: all of it; ``words``: the header's. Both are new after it has grown."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        # Pages that exist already. Unmapping them takes a tenth of a fetch's time, so it is left to this object's end.
+        self.reserved_bytes = 0
+        self._map_first(HEADER_BYTES)
+
+    def _map_first(self, size_bytes: int) -> None:
+        self._map = mmap.mmap(self._fd, size_bytes)
+        self.bytes = memoryview(self._map)
+        self.words = self.bytes[:HEADER_BYTES].cast("Q")
+
+    def grow(self, size_bytes: int) -> None:
+        """Have at least this size, and map all of it."""
+        if len(self._map) < size_bytes:
+            os.ftruncate(self._fd, size_bytes)
+            self.remap(size_bytes)
+
+    def remap(self, size_bytes: int) -> None:
+        """Map so much of the region as it is."""
+        self.words.release()
+        self.bytes.release()
+        self._map.close()
+        self._map_first(size_bytes)
+
+    def reserve(self, size_bytes: int) -> None:
+        """Grow to this size and make the pages, which costs more than half of a fetch's CPU time."""
+        if len(self._map) < size_bytes:
+            self.grow(size_bytes)
+            address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+            prefer_huge(address, size_bytes)
+            populate_write(address, size_bytes)
+            self.reserved_bytes = size_bytes
+
+    def close(self) -> None:
+        self.words.release()
+        self.bytes.release()
+        try:
+            if not self.reserved_bytes:
+                self._map.close()
+        except BufferError:
+            pass  # a thread that is ending still holds a piece

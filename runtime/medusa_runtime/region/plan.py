@@ -1,0 +1,54 @@
+"""The layout of a region: header, chunk table, index, small files with their directory, and data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ..checkpoint.index import PAGE_BYTES, WeightIndex
+from .chunks import Chunks, chunk_bytes_for
+from .layout import TABLE_OFFSET
+
+DATA_ALIGN_BYTES = 2 << 20  # a huge page, where the kernel has them for shared memory
+
+
+class RegionPlan(NamedTuple):
+    """The layout of a region. ``places``: of each file its offset and length, and of a late one its state's offset."""
+
+    chunks: Chunks
+    index_text: bytes
+    index_offset: int
+    places: dict[str, tuple[int, ...]]
+    directory: bytes  # the places as JSON
+    directory_offset: int
+    data_offset: int
+    size_bytes: int  # of the memfd
+    memory_bytes: int  # less than the size: nothing lies between the directory and where the data is aligned to
+
+    @classmethod
+    def of(cls, index: WeightIndex, files: Mapping[str, bytes], late: Mapping[str, int]) -> RegionPlan:
+        """Lay a checkpoint out. ``late``: the sizes in bytes of files that come later."""
+        chunks = Chunks(index, chunk_bytes_for(index))
+        text = index.to_json()
+        index_offset = _align(TABLE_OFFSET + chunks.count, PAGE_BYTES)
+        at = index_offset + len(text)
+        places: dict[str, tuple[int, ...]] = {}
+        for name, body in files.items():
+            places[name] = (at, len(body))
+            at += len(body)
+        for name, length in late.items():
+            places[name] = (at + 1, length, at)  # the byte in front of it is its state
+            at += 1 + length
+        directory = json.dumps(places).encode()
+        data_offset = at + len(directory)
+        size = _align(data_offset, PAGE_BYTES)
+        memory_bytes = size + _align(index.region_bytes, PAGE_BYTES)
+        if index.region_bytes:
+            data_offset = _align(data_offset, DATA_ALIGN_BYTES)
+            size = _align(data_offset + index.region_bytes, PAGE_BYTES)
+        return cls(chunks, text, index_offset, places, directory, at, data_offset, size, memory_bytes)
+
+
+def _align(value: int, step: int) -> int:
+    return -(-value // step) * step

@@ -1,0 +1,29 @@
+"""The address of a web server on the wire."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Endpoint(NamedTuple):
+    """A host and port to connect to, with or without TLS."""
+
+    tls: bool
+    host: str
+    port: int
+
+    @property
+    def authority(self) -> str:
+        """The Host header: the port only where it is not the scheme's own."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == self.standard_port else f"{host}:{self.port}"
+
+    @property
+    def standard_port(self) -> int:
+        """The port of the scheme."""
+        return 443 if self.tls else 80
+
+    def is_same_host(self, other: Endpoint) -> bool:
+        """Whether both are one server: one host, and the same port or each scheme's own."""
+        standard = self.port == self.standard_port and other.port == other.standard_port
+        return self.host.lower() == other.host.lower() and (self.port == other.port or standard)
