@@ -2,7 +2,7 @@
 
 Stands in for nginx where that is not installed, and is the origin with added latency, which nginx alone cannot be.
 Like nginx it follows symbolic links under its root, wherever they lead; a URL's own `..` never leaves the root.
-`python -m medusa_adapters.bench.ranged_server ROOT [--rate BYTES] [--latency S] [--cert PEM] [--log FILE]`
+`python benchmarks/ranged_server.py ROOT [--rate BYTES] [--latency S] [--cert PEM] [--log FILE]`
 prints its port.
 """
 

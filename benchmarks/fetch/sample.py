@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 from medusa_runtime.errors import MedusaError, MissingPackageError
 
-import medusa_adapters
-from medusa_adapters.bench.client import MISSING_PACKAGE, Job
-from medusa_adapters.bench.peers import INSTALL, environment
+from benchmarks.fetch.client import MISSING_PACKAGE, Job
+from benchmarks.fetch.peers import INSTALL, environment
 
 _TIMEOUT_S = 300.0
 _WATCH_EVERY_S = 0.01
@@ -33,7 +32,7 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Contestant:
-    """Who fetches: ``client`` of the module ``medusa_adapters.bench.<module>``, on the interpreter ``python``."""
+    """Who fetches: ``client`` of the module ``benchmarks.fetch.<module>``, on the interpreter ``python``."""
 
     name: str
     module: str
@@ -64,11 +63,12 @@ class Contestant:
 
     def start(self, job: Job, folder: Path) -> subprocess.Popen[str]:
         """The child, started; ``folder`` is empty and outlives it."""
-        # Another interpreter must find this package and nothing else of ours, so it gets a folder with one link.
-        (folder / "medusa_adapters").symlink_to(Path(medusa_adapters.__file__).parent)
-        path = {} if self.python == sys.executable else {"PYTHONPATH": str(folder)}
+        # Another interpreter must find these modules and nothing else of ours, so it gets a folder with one link.
+        (folder / "benchmarks").symlink_to(Path(__file__).parents[1])
+        others = os.environ.get("PYTHONPATH") if self.python == sys.executable else None
+        path = {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), others)))}
         return subprocess.Popen(
-            [self.python, "-m", f"medusa_adapters.bench.{self.module}", self.client, json.dumps(asdict(job))],
+            [self.python, "-m", f"benchmarks.fetch.{self.module}", self.client, json.dumps(asdict(job))],
             env={**os.environ, **environment(job), **path},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from medusa_adapters.bench.client import Buffers, Client, Job, main
+from benchmarks.fetch.client import Buffers, Client, Job, main
 
 _ROOM_BYTES = 4 << 20  # beside the data a region holds its header, the chunk table, the index and small files
 
