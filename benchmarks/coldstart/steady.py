@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from medusa_adapters.bench.contestants import Contestant, Medusa, Question
+from medusa_adapters.bench.metrics import add
 from medusa_adapters.bench.openai_client import stream
 from medusa_adapters.bench.process import Process
 from medusa_adapters.bench.result import Result
@@ -38,7 +39,7 @@ def measure_steady(
             for batch, rate in by_batch.items():
                 found.setdefault((name, batch), []).append(rate)
     for (name, batch), rates_found in found.items():
-        result.add(name, f"tokens_per_s_b{batch}", "tokens/s", rates_found)
+        add(result, name, f"tokens_per_s_b{batch}", rates_found)
 
 
 def _rates(contestant: Contestant, question: Question, tokens: int) -> dict[int, float]:

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--size-gb", type=float, default=1.0, metavar="GB", help="bytes to fetch, in 10^9")
     names = ",".join(variant.name for variant in VARIANTS)
     parser.add_argument("--variants", default=names, metavar="LIST", help=f"the origin's variants ({names})")
-    parser.add_argument("--only", default="", metavar="LIST", help=f"only these: {', '.join(names())}")
+    parser.add_argument("--only", default="", metavar="LIST", help=f"only these: {', '.join(row_names())}")
     parser.add_argument(
         "--peer-python", action="append", default=[], metavar="NAME=PATH", help="a peer's interpreter; may be repeated"
     )
@@ -92,7 +92,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         runs=arguments.runs,
         size_bytes=int(arguments.size_gb * 1e9),
         variants=tuple(variants[name] for name in _chosen("--variants", arguments.variants, tuple(variants))),
-        only=_chosen("--only", arguments.only, names()),
+        only=_chosen("--only", arguments.only, row_names()),
         peer_pythons=tuple(pythons),
         builtin_origin=arguments.builtin_origin,
     )
@@ -185,7 +185,7 @@ def _contestants(plan: Plan, variant: Variant) -> list[Contestant]:
     return [who for who in found if plan.wants(who.name.partition("/")[0])]
 
 
-def names() -> tuple[str, ...]:
+def row_names() -> tuple[str, ...]:
     return (*_OURS, "raw", "raw-populate", *INSTALL, _IMPORT)
 
 

@@ -18,6 +18,7 @@ from ..report.gantt import largest_gap_ms, render_text
 from ..report.labels import OURS, Labels
 from .bytecode import compile_packages
 from .contestants import Contestant, Medusa, Question, Sample, weights_mb
+from .metrics import add
 from .node_sharing import measure_node, node_targets
 from .result import Result, Target, targets_table
 from .rows import ROWS, contestants
@@ -125,12 +126,12 @@ def check_agreement(reference: str, name: str, samples: Samples, sample: Sample)
 
 def add_rows(result: Result, samples: Samples) -> None:
     for name, taken in samples.items():
-        result.add(name, "ttft_s", "s", [sample.ttft_s for sample in taken])
+        add(result, name, "ttft_s", [sample.ttft_s for sample in taken])
     for name, taken in samples.items():
-        result.add(name, "ready_s", "s", [s.ready_s for s in taken if s.ready_s is not None])
-        result.add(name, "pss_mb", "MB", [s.pss_mb for s in taken if s.pss_mb is not None])
-        result.add(name, "rss_mb", "MB", [s.rss_mb for s in taken if s.rss_mb is not None])
-        result.add(name, "gap_ms", "ms", [largest_gap_ms(s.stages) for s in taken if s.stages])
+        add(result, name, "ready_s", [s.ready_s for s in taken if s.ready_s is not None])
+        add(result, name, "pss_mb", [s.pss_mb for s in taken if s.pss_mb is not None])
+        add(result, name, "rss_mb", [s.rss_mb for s in taken if s.rss_mb is not None])
+        add(result, name, "gap_ms", [largest_gap_ms(s.stages) for s in taken if s.stages])
 
 
 def median_sample(samples: Sequence[Sample]) -> Sample:

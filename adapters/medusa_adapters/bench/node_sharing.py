@@ -9,6 +9,7 @@ from medusa_runtime.errors import MedusaError
 
 from ..cli.progress import note
 from .contestants import Medusa, Question, weights_mb
+from .metrics import add
 from .node import Node, taken_engine
 from .process import pss_bytes
 from .result import Result, Target
@@ -61,7 +62,7 @@ def measure_node(result: Result, ours: Medusa, question: Question, *, runs: int,
         ("origin", "sent_mb", sent),
         ("weights", "size_mb", [weights] if weights else []),
     ):
-        result.add(name, metric, "MB", samples)
+        add(result, name, metric, samples)
 
 
 def node_targets(result: Result, functions: int) -> list[Target]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..cli.progress import note
 from .contestants import Medusa, Question, weights_mb
+from .metrics import add
 from .process import pss_bytes
 from .result import Result
 
@@ -31,10 +32,10 @@ def measure_sharing(result: Result, ours: Medusa, question: Question, *, runs: i
         system.append((used[-1] - used[1]) / further)
         note(f"run {number + 1}: the first takes {first[-1]:.0f} MB, each further one adds {added[-1]:.0f} MB")
     weights = weights_mb(question)
-    result.add(ours.name, "first_mb", "MB", first)
-    result.add(ours.name, "added_mb", "MB", added)
-    result.add(ours.name, "added_system_mb", "MB", system)
-    result.add("weights", "size_mb", "MB", [weights] if weights else [])
+    add(result, ours.name, "first_mb", first)
+    add(result, ours.name, "added_mb", added)
+    add(result, ours.name, "added_system_mb", system)
+    add(result, "weights", "size_mb", [weights] if weights else [])
 
 
 def _system_mb() -> float:

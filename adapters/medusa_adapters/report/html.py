@@ -7,27 +7,12 @@ from html import escape
 
 from medusa_runtime.timeline import Stage
 
+from ..bench.metrics import METRICS, Metric
 from ..bench.result import Result, Row
 from .charts import bars, timeline
 from .gantt import MS, gaps, moment, tracks, window
 from .labels import OURS, Label, Labels
 
-_METRICS = {
-    "ttft_s": (
-        "Time to the first token",
-        "from exec of a fresh process to the first token at the client; less is better",
-    ),
-    "ready_s": ("Time until ready", "from exec to the first 200 of /readyz"),
-    "pss_mb": ("Memory", "proportional set size of all processes after the first answer"),
-    "rss_mb": ("Resident sets", "summed over all processes; shared pages count once for each"),
-    "gap_ms": ("Unaccounted time", "the longest time before the first token that lies in no stage"),
-    "tokens_per_s_b1": ("Throughput at batch 1", "tokens per second; more is better"),
-    "tokens_per_s_b8": ("Throughput at batch 8", "tokens per second; more is better"),
-    "first_mb": ("Memory of one instance", "proportional set size"),
-    "added_mb": ("Memory of a further instance", "what the proportional set sizes grow by"),
-    "added_system_mb": ("The same, seen by the machine", "growth of its anonymous and shared memory"),
-    "size_mb": ("Size of the weights", ""),
-}
 _CHARTED = ("ttft_s", "tokens_per_s_b1", "tokens_per_s_b8")
 
 
@@ -87,7 +72,7 @@ def _charts(result: Result, ours: str, labels: Labels) -> list[str]:
     for metric in _CHARTED:
         rows = [row for row in result.rows if row.metric == metric and not _label(labels, row).yardstick]
         if rows:
-            title, text = _METRICS[metric]
+            title, text = METRICS[metric].title, METRICS[metric].meaning
             runs = f"Medians of {rows[0].runs} runs, taken in turn; the thin lines go from the least to the most"
             text = text[0].upper() + text[1:]
             chart = bars(rows, labels, ours) + _meanings(rows, labels)
@@ -172,8 +157,8 @@ def _named(row: Row, labels: Labels) -> str:
 def _metric(row: Row, labels: Labels) -> str:
     if _label(labels, row).yardstick and row.metric == "ttft_s":
         return "Time until done<small>it produces no token</small>"
-    title, text = _METRICS.get(row.metric, (row.metric, ""))
-    return f"{escape(title)}<small>{escape(text)}</small>"
+    _, title, meaning = METRICS.get(row.metric, Metric(row.unit, row.metric))
+    return f"{escape(title)}<small>{escape(meaning)}</small>"
 
 
 def _number(value: float) -> str:
