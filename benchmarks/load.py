@@ -98,7 +98,7 @@ def stream(port: int, arguments: argparse.Namespace, start: threading.Barrier, s
 
 
 def probe(port: int, end: Connection) -> None:
-    """Ask on new connections until told to end. A process of its own: the streams' readers share one interpreter."""
+    """Probe on new connections until the pipe says stop, in a process that does not read the streams, too."""
     times_s: list[float] = []
     errors: list[str] = []
     while not end.poll(_BETWEEN_PROBES_S):

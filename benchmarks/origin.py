@@ -74,7 +74,7 @@ class Origin:
         self._stack.close()
 
     def connections(self) -> int | None:
-        """How many connections have carried an object's bytes so far, or None where the server does not tell."""
+        """How many connections have carried an object's bytes so far; None where the server keeps no log."""
         if self._log is None or not self._log.exists():
             return None
         return len({connection for connection, sent in self._sent() if sent > 1 << 20})

@@ -57,7 +57,7 @@ class RangedServer(ThreadingHTTPServer):
             self.tls.load_cert_chain(cert, cert.with_suffix(".key"))
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        # The handshake belongs in the connection's own thread: in accept() it would hold up everybody else.
+        # The handshake belongs in the connection's own thread: in accept() it would hold up all others.
         if self.tls:
             request = self.tls.wrap_socket(request, server_side=True)
         _Handler(request, client_address, self)
@@ -80,7 +80,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, *, body: bool) -> None:
         time.sleep(self.server.latency_s)
-        # Joined to "/", ".." ends there. Links are followed: whoever made the root put them there.
+        # Joined to "/", ".." ends there. Links are followed: they are part of the root.
         path = self.server.root / posixpath.normpath("/" + unquote(urlsplit(self.path).path)).lstrip("/")
         if not path.is_file():
             return self._error(404, b"NoSuchKey", body)

@@ -24,7 +24,10 @@ class Bundled:
         self._made: dict[str, Path] = {}
 
     def of(self, folder: str) -> str:
-        """Takes a minute or more, once. Raises MedusaError with what `medusa materialize` said when it fails."""
+        """The folder with links and a bundle; takes a minute or more, once.
+
+        Raises MedusaError with what `medusa materialize` printed when it fails.
+        """
         if folder not in self._made:
             place = Path(self._scratch.name) / str(len(self._made))
             place.mkdir()

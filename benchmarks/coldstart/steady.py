@@ -56,9 +56,9 @@ def _rates(contestant: Contestant, question: Question, tokens: int) -> dict[int,
 
 
 def _served(instance: ServedInstance, question: Question, tokens: int, named: dict[str, str]) -> dict[int, float]:
-    """Over HTTP, from the same client."""
+    """Measure over HTTP, from the same client."""
     body = question.body | {"stream_options": {"include_usage": True}} | named
-    instance.complete(body | {"max_tokens": 4})
+    instance.completion(body | {"max_tokens": 4})
     with instance.answering():
         return {batch: _together(instance, body | {"max_tokens": tokens}, batch) for batch in BATCHES}
 

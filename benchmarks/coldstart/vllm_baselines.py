@@ -101,7 +101,7 @@ class VllmBaseline:
         return {**_ENV, **self._start.env, **caches, **(self._named(root) if self._streams else {})}
 
     def _named(self, root: Path) -> dict[str, str]:
-        """For the streamer vLLM asks for the metadata of a package `vllm`, which its build for CPUs does not have."""
+        """The environment in which vLLM finds metadata of a package `vllm`, which its streamer needs on a CPU."""
         if succeeds(self._python, "import importlib.metadata; importlib.metadata.version('vllm')"):
             return {}
         metadata = root / "names" / "vllm-0.32.0+cpu.dist-info" / "METADATA"

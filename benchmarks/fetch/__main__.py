@@ -35,7 +35,7 @@ _RAW_THREADS = {"plain": (2, 4), "tls": (2, 4), "limited": (16,), "latency": (2,
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure: rounds, bytes, the origin's variants, whose turn it is (empty: everybody's), and with what."""
+    """What to measure: rounds, bytes, the origin's variants, which rows (empty: all), and with which interpreters."""
 
     runs: int = 5
     size_bytes: int = 1_000_000_000
@@ -49,7 +49,7 @@ class Plan:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--runs", type=int, default=5, metavar="N", help="rounds; each samples everybody once")
+    parser.add_argument("--runs", type=int, default=5, metavar="N", help="rounds; each takes one sample of every row")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write machine and rows to this file")
     parser.add_argument("--size-gb", type=float, default=1.0, metavar="GB", help="bytes to fetch, in 10^9")
     names = ",".join(variant.name for variant in VARIANTS)
@@ -153,7 +153,7 @@ def _measure_variant(plan: Plan, checkpoint: ServedCheckpoint, origin: Origin, r
     connections: dict[str, list[float]] = defaultdict(list)
     imports: dict[str, list[float]] = defaultdict(list)
     for number in range(plan.runs):
-        # Back and forth: whoever comes first gets the warm or the cold machine every other time.
+        # Back and forth: the first of a round meets a warm or a cold machine every other time.
         for who in everybody if number % 2 == 0 else reversed(everybody):
             before = origin.connections()
             samples[who.name].append(who.sample(_job_for(who, job)))

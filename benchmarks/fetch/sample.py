@@ -32,7 +32,7 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Contestant:
-    """Who fetches: ``client`` of the module ``benchmarks.fetch.<module>``, on the interpreter ``python``."""
+    """A row: ``client`` of the module ``benchmarks.fetch.<module>``, run by the interpreter ``python``."""
 
     name: str
     module: str
@@ -62,7 +62,7 @@ class Contestant:
         )
 
     def start(self, job: Job, folder: Path) -> subprocess.Popen[str]:
-        """The child, started; ``folder`` is empty and outlives it."""
+        """Start the child; ``folder`` is empty and outlives it."""
         # Another interpreter must find these modules and nothing else of ours, so it gets a folder with one link.
         (folder / "benchmarks").symlink_to(Path(__file__).parents[1])
         others = os.environ.get("PYTHONPATH") if self.python == sys.executable else None
@@ -78,7 +78,7 @@ class Contestant:
 
 
 def _watch(child: subprocess.Popen[str]) -> float:
-    """Until the child ends; returns the highest anonymous memory seen, in MB. Shared memory is not in it."""
+    """Wait for the child's end; return the most anonymous memory seen, in MB, without shared memory."""
     peak_kb, deadline = 0, time.monotonic() + _TIMEOUT_S
     status = Path(f"/proc/{child.pid}/status")
     while child.poll() is None:

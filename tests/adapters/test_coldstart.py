@@ -128,7 +128,7 @@ sys.exit("out of memory")
     with ServedInstance([sys.executable, "-c", script]) as instance:
         said = r"did not answer as expected .*status 1\): .*out of memory"
         with pytest.raises(MedusaError, match=f"(?s){said}"):
-            instance.complete(Question("", "", "x", 1).body)
+            instance.completion(Question("", "", "x", 1).body)
 
 
 def test_a_process_is_gone_with_its_children_even_those_that_ignore_sigterm() -> None:

@@ -95,13 +95,13 @@ def measure(
 
 
 def take_turns(taking_part: Sequence[Contestant], question: Question, runs: int, check: Check | None = None) -> Samples:
-    """``runs`` rounds after one that is thrown away (it fills the page cache); each samples everybody once.
+    """``runs`` rounds after one that is thrown away (it fills the page cache); each samples all contestants once.
 
     Raises MedusaError when first tokens differ: the times would then compare different work.
     """
     samples: Samples = defaultdict(list)
     for number in range(runs + 1):
-        # Back and forth, so that nobody always comes after the same one.
+        # Back and forth, so that no contestant always follows the same other.
         for contestant in taking_part if number % 2 == 0 else reversed(taking_part):
             sample = contestant.sample(question)
             check_agreement(taking_part[0].name, contestant.name, samples, sample)
@@ -181,7 +181,7 @@ def _show(result: Result, samples: Samples, ours: str, targets: Sequence[Target]
 
 
 def _subject(question: Question) -> dict[str, str]:
-    """What a reader of the report must know of the measurement beside the machine."""
+    """What the report says of the measurement, beside the machine."""
     from datetime import UTC, datetime
     from importlib.metadata import PackageNotFoundError, version
 

@@ -77,7 +77,7 @@ class Medusa:
         self._flags = ("--engine", engine, *flags)
 
     def prepared(self, question: Question) -> Question:
-        """The question as it can be asked; may take long, the first time."""
+        """Make what the question needs (a bundle, say) and return it with that; may take long, the first time."""
         return question
 
     def start(self, question: Question, *flags: str) -> ServedInstance:
@@ -88,7 +88,7 @@ class Medusa:
 
     def sample(self, question: Question) -> Sample:
         with self.start(question) as instance:
-            answer = instance.complete(question.body)
+            answer = instance.completion(question.body)
             instance.wait_ready(every_s=0.002)
             ready_s = instance.since_start_s()
             stages = instance.stages()

@@ -17,7 +17,7 @@ from .served_instance import ServedInstance
 
 
 def measure_node(result: Result, ours: Medusa, question: Question, *, runs: int, functions: int) -> None:
-    """Rows of PSS in MB, taken when every function has answered a request, so that all weights have been read.
+    """Add rows of PSS in MB, taken when every function has answered a request, so that all weights have been read.
 
     ``alone``: one function without an agent. ``function``: its supervisor, function process and the engine process
     that it took, the median one of all. ``agent``: the agent, its zygote and its idle engine process. ``node``: all of
@@ -66,7 +66,7 @@ def measure_node(result: Result, ours: Medusa, question: Question, *, runs: int,
 
 
 def node_targets(result: Result, functions: int) -> list[Target]:
-    """What the node needs against functions that share nothing, and what the origin sent against the weights."""
+    """Compare the node's memory with that of functions that share nothing, and the bytes sent with the weights."""
     found = []
     node, alone = result.median("node", "pss_mb"), result.median("alone", "pss_mb")
     sent, size = result.median("origin", "sent_mb"), result.median("weights", "size_mb")
@@ -83,7 +83,7 @@ def node_targets(result: Result, functions: int) -> list[Target]:
 def _answered(stack: ExitStack, ours: Medusa, question: Question, *flags: str) -> tuple[ServedInstance, str]:
     """An instance that has answered a request, so that all its weights have been read, and its answer."""
     instance = stack.enter_context(ours.start(question, *flags))
-    return instance, instance.complete(question.body).text
+    return instance, instance.completion(question.body).text
 
 
 def _available_mb() -> float:

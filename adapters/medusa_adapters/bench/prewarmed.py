@@ -31,7 +31,7 @@ class Prewarmed(Medusa):
             ready_s = instance.since_start_s()
             await_weights(instance)
             asked_ns = time.monotonic_ns()
-            answer = instance.complete(question.body)
+            answer = instance.completion(question.body)
             stages = instance.stages()
             if taken_engine(stages) is None:
                 raise instance.failure("started an engine of its own, expected it to take the node's")
@@ -47,7 +47,7 @@ class Prewarmed(Medusa):
         return sample
 
     def check(self, instance: ServedInstance) -> None:
-        """What else must be true of a sample."""
+        """Check what else must be true of a sample; a subclass raises MedusaError when it is not."""
 
     def close(self) -> None:
         self._node.close()

@@ -80,7 +80,7 @@ class Process:
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Around requests to this process: a broken connection or stream is raised as MedusaError with its last words.
+        """Raise a broken connection or stream to this process as MedusaError with the end of its output.
 
         An instance that fails closes its connections before it says why and ends, so it is given a moment for that.
         """

@@ -26,7 +26,7 @@ ROWS: dict[str, Maker] = {
 def contestants(
     names: Sequence[str], known: Mapping[str, Maker] = ROWS, python: str = sys.executable
 ) -> list[Contestant]:
-    """In the order of ``names``. Raises ConfigError for an unknown name, MissingPackageError without vLLM."""
+    """Make the contestants of these names. Raises ConfigError for an unknown one, MissingPackageError without vLLM."""
     for name in names:
         if name not in known:
             raise ConfigError(f"--rows: expected names of {', '.join(known)}, found {name!r}")

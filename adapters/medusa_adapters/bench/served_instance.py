@@ -68,7 +68,7 @@ class ServedInstance(Process):
 
     @property
     def port(self) -> int:
-        """Its port, as soon as it has printed one. MedusaError with what it printed when it ends or takes too long."""
+        """Its port, as soon as it has printed one. Raises MedusaError with its output when it ends or takes too long."""
         deadline = time.monotonic() + self._start_timeout_s
         while self._port is None:
             ended = not self.alive()
@@ -86,7 +86,7 @@ class ServedInstance(Process):
         return f"http://127.0.0.1:{self.port}"
 
     def connect(self, timeout_s: float = _START_TIMEOUT_S) -> http.client.HTTPConnection:
-        """A connection, as soon as the port accepts one. MedusaError when the process ends before it ever did."""
+        """Connect as soon as the port accepts. Raises MedusaError when the process ends before it ever did."""
         deadline = time.monotonic() + self._start_timeout_s
         while True:
             ended = not self.alive()
@@ -111,7 +111,7 @@ class ServedInstance(Process):
         *,
         timeout_s: float = 60.0,
     ) -> Answer:
-        """One request on a connection of its own. Raises OSError or HTTPException when the connection breaks."""
+        """Send one request on a connection of its own. Raises OSError or HTTPException when the connection breaks."""
         with contextlib.closing(self.connect(timeout_s)) as connection:
             connection.request(method, path, body, dict(headers or {}))
             response = connection.getresponse()
@@ -126,8 +126,8 @@ class ServedInstance(Process):
                     return
             self._pause(deadline, f"did not answer {path} with 200", every_s)
 
-    def complete(self, body: Mapping[str, Any]) -> Completion:
-        """A streamed completion, asked for as soon as the port accepts. Raises MedusaError when there is none."""
+    def completion(self, body: Mapping[str, Any]) -> Completion:
+        """Stream a completion, requested as soon as the port accepts. Raises MedusaError when it fails."""
         connection = self.connect()
         with self.answering(), contextlib.closing(connection):
             return stream(connection, dict(body))
@@ -139,7 +139,7 @@ class ServedInstance(Process):
             return stages_from_json(answer.json) if answer.status == 200 else ()
 
     def metric(self, name: str) -> float | None:
-        """A metric, summed over its labels; None while there is none of this name."""
+        """A metric, summed over its labels; None where no metric has this name."""
         with self.answering():
             lines = self.exchange("GET", "/metrics").text.splitlines()
         found = [float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{"))]

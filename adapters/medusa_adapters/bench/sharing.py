@@ -23,7 +23,7 @@ def measure_sharing(result: Result, ours: Medusa, question: Question, *, runs: i
             started, memory, used = [], [0.0], [_system_mb()]
             for _ in range(instances):
                 started.append(stack.enter_context(ours.start(question)))
-                started[-1].complete(question.body)  # then all its weights have been read
+                started[-1].completion(question.body)  # then all its weights have been read
                 memory.append(sum(pss_bytes(instance.tree()) for instance in started) / 1e6)
                 used.append(_system_mb())
         further = instances - 1

@@ -193,7 +193,7 @@ def measure(settings: Settings, folder: Path, starts: int) -> StageTimes:
     engine, timelines, decode_s = Medusa(settings.engine), [], []
     for number in range(starts):
         with engine.start(question) as instance:
-            answer = instance.complete(question.body)
+            answer = instance.completion(question.body)
             instance.wait_ready()
             timelines.append(instance.stages())
         decode_s.append((answer.end_ns - answer.first_token_ns) / 1e9 / (_TOKENS - 1))
