@@ -68,7 +68,7 @@ class ServedInstance(Process):
 
     @property
     def port(self) -> int:
-        """Its port, as soon as it has printed one. Raises MedusaError with its output when it ends or takes too long."""
+        """Its port, as soon as it has printed one. Raises MedusaError when it ends or takes too long."""
         deadline = time.monotonic() + self._start_timeout_s
         while self._port is None:
             ended = not self.alive()
