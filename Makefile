@@ -93,8 +93,8 @@ format: setup-dev ## Format the code
 bench: setup-dev ## Cold start against transformers, and the fetch against its peers, on this machine
 	mkdir -p out
 	$(BIN)/python -m benchmarks.make_checkpoint --shape llama-57m --out out/llama-57m
-	$(BIN)/medusa bench coldstart --model out/llama-57m --vs transformers --runs 5 --json out/coldstart.json --report out/coldstart.html
-	$(BIN)/medusa bench fetch --runs 5 --json out/fetch.json
+	$(BIN)/python -m benchmarks.coldstart --model out/llama-57m --vs transformers --runs 5 --json out/coldstart.json --report out/coldstart.html
+	$(BIN)/python -m benchmarks.fetch --runs 5 --json out/fetch.json
 
 wheels: setup-dev ## Build dist/: sdist, manylinux wheel with the CPU kernels, pure wheel for other machines
 	rm -rf dist out/wheels

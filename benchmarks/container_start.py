@@ -10,20 +10,21 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from medusa_adapters.bench import openai_client
-from medusa_adapters.bench.contestants import Medusa, Question, connect
-from medusa_adapters.bench.process import Process
+from medusa_adapters.bench.contestants import Medusa, Question
+from medusa_adapters.bench.openai_client import stream
 from medusa_adapters.bench.result import Result, Target, targets_table
+from medusa_adapters.bench.served_instance import ServedInstance
 from medusa_runtime.errors import ConfigError, MedusaError
 
 IMAGE = "localhost/medusa-runtime:slim"
@@ -95,35 +96,41 @@ def targets(result: Result) -> list[Target]:
 
 
 def outside(question: Question) -> Sample:
-    port = openai_client.free_port()
-    with Medusa().start(question, port) as process:
-        return ask(process, port, question, process.started_ns)
+    with Medusa().start(question) as instance:
+        return ask(instance, question, lambda: instance.started_ns)
 
 
 def inside(image: str, question: Question) -> Sample:
-    port, name = openai_client.free_port(), f"medusa-bench-{os.getpid()}"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = int(free.getsockname()[1])
+    name = f"medusa-bench-{os.getpid()}"
     command = ["podman", "run", "--rm", "--name", name, "--network", "host", *CONFINED, "--entrypoint", "sh"]
     command += ["--volume", f"{question.folder}:/model:ro", "--env", "MEDUSA_LOG_LEVEL=warning", image, "-c", AT_EXEC]
     command += ["serve", "--model", "/model", "--host", "127.0.0.1", "--port", str(port)]
     try:
-        with Process(command) as process:
+        with ServedInstance(command, port=port) as instance:
             offset_ns = time.time_ns() - time.monotonic_ns()
-            return ask(process, port, question, int(process.line()) - offset_ns)
+            return ask(instance, question, lambda: _said_ns(instance) - offset_ns)
     finally:
         subprocess.run(["podman", "rm", "--force", "--time", "5", name], capture_output=True, check=False)
 
 
-def ask(process: Process, port: int, question: Question, exec_ns: int) -> Sample:
+def _said_ns(instance: ServedInstance) -> int:
+    """The time of the exec, which the container prints on a line of its own."""
+    return next(int(line) for line in instance.output().splitlines() if line.isdigit())
+
+
+def ask(instance: ServedInstance, question: Question, exec_ns: Callable[[], int]) -> Sample:
     """Poll /livez, then ask for tokens at once: the request is held until the model is there."""
-    connection = connect(process, port)
-    body = {"prompt": question.prompt, "max_tokens": question.max_tokens, "temperature": 0, "ignore_eos": True}
-    with process.answering():
-        if openai_client.get(connection, "/livez")[0] != 200:
-            raise process.failure("is listening but not alive")
+    with instance.answering(), closing(instance.connect()) as connection:
+        connection.request("GET", "/livez")
+        response = connection.getresponse()
+        response.read()
+        if response.status != 200:
+            raise instance.failure("is listening but not alive")
         livez_ns = time.monotonic_ns()
-        answer = openai_client.stream(connection, body)
-    connection.close()
-    return Sample(process.started_ns, exec_ns, livez_ns, answer.first_token_ns, answer.text)
+        answer = stream(connection, question.body)
+    return Sample(instance.started_ns, exec_ns(), livez_ns, answer.first_token_ns, answer.text)
 
 
 @contextmanager

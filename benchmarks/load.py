@@ -13,10 +13,7 @@ import contextlib
 import http.client
 import json
 import multiprocessing
-import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -28,6 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from medusa_adapters.bench.result import Result, Target, targets_table
+from medusa_adapters.bench.served_instance import ServedInstance, serve_command
 
 _FUNCTION = """
 import time
@@ -60,19 +58,9 @@ def serving(arguments: argparse.Namespace) -> Iterator[int]:
         handler.write_text(_FUNCTION)
         what = ["--model", arguments.model] if arguments.model else ["--handler", f"{handler}:handle"]
         limits = ["--max-concurrency", str(arguments.streams), "--log-level", "warning"]
-        command = [sys.executable, "-m", "medusa_adapters.cli.main", "serve", "--host", "127.0.0.1", "--port", "0"]
-        environ = os.environ | {"PYTHONUNBUFFERED": "1", "TMPDIR": folder}
-        process = subprocess.Popen([*command, *what, *limits], stdout=subprocess.PIPE, text=True, env=environ)
-        try:
-            assert process.stdout is not None
-            port = int(next(line for line in process.stdout if line.startswith("listening")).rpartition(":")[2])
-            threading.Thread(target=process.stdout.read, daemon=True).start()
-            while get(port, "/readyz") != 200:
-                time.sleep(0.05)
-            yield port
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait()
+        with ServedInstance(serve_command(*what, *limits), {"TMPDIR": folder}) as instance:
+            instance.wait_ready(every_s=0.05)
+            yield instance.port
 
 
 def get(port: int, path: str) -> int:
@@ -110,7 +98,7 @@ def stream(port: int, arguments: argparse.Namespace, start: threading.Barrier, s
 
 
 def probe(port: int, end: Connection) -> None:
-    """Ask on new connections until told to end. A process of its own: the streams' readers share one interpreter."""
+    """Probe on new connections until the pipe says stop, in a process that does not read the streams, too."""
     times_s: list[float] = []
     errors: list[str] = []
     while not end.poll(_BETWEEN_PROBES_S):

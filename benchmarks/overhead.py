@@ -10,17 +10,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import http.client
-import os
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from medusa_adapters.bench.result import Result, Target, targets_table
+from medusa_adapters.bench.served_instance import ServedInstance, serve_command
 
 _HANDLER = 'def handle(request):\n    return {"hello": request.json["name"]}\n'
 _BARE = """
@@ -44,25 +41,6 @@ _PLATFORMS: dict[str, tuple[str, dict[str, str]]] = {
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as found:
         return int(found.getsockname()[1])
-
-
-@contextlib.contextmanager
-def running(command: list[str], folder: str, env: dict[str, str], port: int) -> Iterator[http.client.HTTPConnection]:
-    """A server that answers, and a connection to it."""
-    process = subprocess.Popen(command, cwd=folder, env=os.environ | env, stdout=subprocess.DEVNULL)
-    try:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-        for _ in range(600):
-            try:
-                connection.connect()
-                break
-            except OSError:
-                time.sleep(0.05)
-        yield connection
-        connection.close()
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait()
 
 
 def call(connection: http.client.HTTPConnection, path: str) -> float:
@@ -90,21 +68,15 @@ def main() -> int:
         port = free_port()
         bare = [sys.executable, "-m", "gunicorn", "-k", "gthread", "--threads", "32", "-b", f"127.0.0.1:{port}"]
         bare += ["--keep-alive", "75", "--log-level", "warning", "bare:app"]
-        contestants = {"bare flask": (stack.enter_context(running(bare, folder, {}, port)), "/")}
+        servers = {"bare flask": (stack.enter_context(ServedInstance(bare, folder=Path(folder), port=port)), "/")}
         for name, (path, env) in _PLATFORMS.items():
-            port = free_port()
-            serve = [
-                sys.executable,
-                "-m",
-                "medusa_adapters.cli.main",
-                "serve",
-                "--host",
-                "127.0.0.1",
-                "--port",
-                str(port),
-            ]
-            serve += ["--handler", "handler.py:handle", "--platform", name]
-            contestants[name] = (stack.enter_context(running(serve, folder, env | {"TMPDIR": folder}, port)), path)
+            serve = serve_command("--handler", "handler.py:handle", "--platform", name)
+            server = ServedInstance(serve, env | {"TMPDIR": folder}, folder=Path(folder))
+            servers[name] = (stack.enter_context(server), path)
+        contestants = {
+            name: (stack.enter_context(contextlib.closing(server.connect(30))), path)
+            for name, (server, path) in servers.items()
+        }
         times: dict[str, list[float]] = {name: [] for name in contestants}
         for connection, path in contestants.values():
             for _ in range(50):

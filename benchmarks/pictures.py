@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from medusa_adapters.bench.result import Result, Row
-from medusa_adapters.report.html import _STYLE
-from medusa_adapters.report.svg import bars, gantt
 from medusa_runtime.timeline import Stage
+
+from benchmarks.svg import STYLE, bars, gantt
 
 ROOT = Path(__file__).parents[1]
 PICTURES = ROOT / "docs" / "pictures"
@@ -58,10 +58,12 @@ def measure(model: Path, runs: int) -> dict[str, Any]:
     from medusa_adapters.bench.contestants import Question
     from medusa_adapters.bench.rows import contestants
 
+    from benchmarks.coldstart.rows import ROWS
+
     compile_packages(sys.executable)
     folder = str(model.resolve(strict=True))
     question = Question(model=folder, folder=folder, prompt="This function returns", max_tokens=2)
-    taking_part = contestants(list(_ROWS), sys.executable)
+    taking_part = contestants(list(_ROWS), ROWS)
     try:
         samples = take_turns(taking_part, question, runs)
     finally:
@@ -89,7 +91,7 @@ def _alone(picture: str) -> str:
     left, top, width, height = (float(number) for number in opening.partition('viewBox="')[2].split('"')[0].split())
     box = (left - _MARGIN, top - _MARGIN, width + 2 * _MARGIN, height + 2 * _MARGIN)
     opening = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{" ".join(f"{number:g}" for number in box)}"'
-    style = _STYLE + "svg{font-family:system-ui,sans-serif;min-width:0!important}.back{fill:var(--back)}"
+    style = STYLE + "svg{font-family:system-ui,sans-serif;min-width:0!important}.back{fill:var(--back)}"
     x, y, w, h = box
     back = f'<rect class="back" x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="8"/>'
     return f'{opening} width="{w:g}" height="{h:g}" role="img"><style>{style.strip()}</style>{back}{body}\n'

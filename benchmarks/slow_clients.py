@@ -14,10 +14,8 @@ import contextlib
 import http.client
 import multiprocessing
 import os
-import signal
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -27,6 +25,7 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 
 from medusa_adapters.bench.result import Result, Target, targets_table
+from medusa_adapters.bench.served_instance import ServedInstance, serve_command
 
 _FUNCTION = 'def handle(request):\n    return {"bytes": len(request.body)}\n'
 _BODY = b'{"name": "you"}'
@@ -48,20 +47,10 @@ def serving(*arguments: str) -> Iterator[tuple[int, int]]:
     with tempfile.TemporaryDirectory(prefix="m") as folder:
         handler = Path(folder, "handler.py")
         handler.write_text(_FUNCTION)
-        command = [sys.executable, "-m", "medusa_adapters.cli.main", "serve", "--host", "127.0.0.1", "--port", "0"]
-        command += ["--handler", f"{handler}:handle", "--log-level", "warning", *arguments]
-        environ = os.environ | {"PYTHONUNBUFFERED": "1", "TMPDIR": folder}
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
-        try:
-            assert process.stdout is not None
-            port = int(next(line for line in process.stdout if line.startswith("listening")).rpartition(":")[2])
-            threading.Thread(target=process.stdout.read, daemon=True).start()
-            while _ask(port, "GET", "/readyz") != 200:
-                time.sleep(0.05)
-            yield port, _worker(process.pid)
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait()
+        command = serve_command("--handler", f"{handler}:handle", "--log-level", "warning", *arguments)
+        with ServedInstance(command, {"TMPDIR": folder}) as instance:
+            instance.wait_ready(every_s=0.05)
+            yield instance.port, _worker(instance.pid)
 
 
 def _worker(pid: int) -> int:
@@ -71,12 +60,6 @@ def _worker(pid: int) -> int:
         if found := _worker(int(child)):
             return found
     return 0
-
-
-def _ask(port: int, method: str, path: str) -> int:
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
-        connection.request(method, path)
-        return connection.getresponse().status
 
 
 def be_slow(port: int, count: int, begun: Event, ended: Event) -> None:

@@ -11,12 +11,8 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from medusa_adapters.bench.result import Result
@@ -28,18 +24,9 @@ from medusa_runtime.state.materialize import Materialization
 from medusa_runtime.state.restore import Restoration
 from medusa_runtime.timeline import Timeline
 
+from benchmarks.origin import Origin, Variant
+
 _WITHOUT, _WITH = "no-bundle", "bundle"
-
-
-@contextmanager
-def serving(folder: Path, latency_s: float) -> Iterator[str]:
-    command = [sys.executable, "-m", "medusa_adapters.bench.ranged_server", str(folder), "--latency", str(latency_s)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout
-        try:
-            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
-        finally:
-            process.terminate()
 
 
 def index_s(url: str, state: str | None) -> float:
@@ -69,15 +56,20 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     result = Result()
-    with tempfile.TemporaryDirectory(prefix="medusa-bench-") as scratch:
+    with (
+        tempfile.TemporaryDirectory(prefix="medusa-bench-") as scratch,
+        tempfile.TemporaryDirectory(prefix="medusa-bench-") as origin_scratch,
+    ):
         root = Path(scratch)
         for file in arguments.model.resolve().iterdir():
             if file.is_file():
-                shutil.copy(file, root)  # the server follows no links out of its folder
+                shutil.copy(file, root)
         with Materialization(Settings(model=str(root)), root / ".medusa") as making:
             making.prepare()
             making.commit()
-        with serving(root, arguments.latency) as url:
+        variant = Variant("latency", latency_s=arguments.latency)
+        with Origin(root, Path(origin_scratch), variant, builtin=True) as origin:
+            url = origin.url
             samples: dict[str, list[float]] = {_WITHOUT: [], _WITH: []}
             for _ in range(arguments.runs + 1):
                 samples[_WITHOUT].append(index_s(url, "none"))

@@ -6,19 +6,15 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tarfile
-import time
-import urllib.error
-import urllib.request
 import zipfile
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
+from medusa_adapters.bench.served_instance import ServedInstance, serve_command
 
 ROOT = Path(__file__).parent.parent
 PARTS = ["runtime", "handler", "adapters", "templates", "pyproject.toml", "README.md", "hatch_build.py"]
@@ -217,38 +213,12 @@ def test_a_function_is_served_from_an_empty_environment(wheels: Path, tmp_path: 
     command = [str(tmp_path / "empty/bin/python"), "-m", "pip", "install", "--quiet", "--constraint", str(constraint)]
     done = subprocess.run([*command, str(wheel)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    medusa = str(tmp_path / "empty/bin/medusa")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MEDUSA_", "PYTHON"))}
-    with open(tmp_path / "log", "wb") as log:
-        served = subprocess.Popen(
-            [medusa, "serve", "--model", str(ROOT / "examples/pydoc-lm"), "--host", "127.0.0.1", "--port", str(port)],
-            env=environment,
-            stdout=log,
-            stderr=log,
-            cwd=tmp_path,
-        )
-    try:
-        answer = complete(port)
-    finally:
-        served.terminate()
-        status = served.wait(60)
-    assert answer["choices"][0]["text"], (tmp_path / "log").read_text()
+    serve = serve_command("--model", ROOT / "examples/pydoc-lm", python=str(tmp_path / "empty/bin/python"))
+    with ServedInstance(serve, environment, inherit=False, folder=tmp_path, tied=False) as instance:
+        body = json.dumps({"prompt": "Return the", "max_tokens": 4})
+        answer = instance.exchange("POST", "/v1/completions", body, {"Content-Type": "application/json"}, timeout_s=120)
+        instance.process.terminate()
+        status = instance.process.wait(60)
+        assert answer.json["choices"][0]["text"], instance.output()
     assert status == 0
-
-
-def complete(port: int) -> dict[str, Any]:
-    body = json.dumps({"prompt": "Return the", "max_tokens": 4}).encode()
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"}
-    )
-    for _ in range(300):
-        try:
-            with urllib.request.urlopen(request, timeout=120) as response:
-                found: dict[str, Any] = json.load(response)
-                return found
-        except urllib.error.URLError:
-            time.sleep(0.2)
-    pytest.fail("nothing listens")

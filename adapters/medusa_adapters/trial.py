@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-_LOOK_S = 0.02
-_STOP_S = 40
-_LISTENING = "listening on "
+from medusa_runtime.errors import MedusaError
+
+from .bench.served_instance import Answer, ServedInstance, serve_command
+
+_STOP_S = 40.0
 _DONE = "[DONE]"
 
 
@@ -25,15 +18,8 @@ class TrialError(AssertionError):
     """The function did not come up, or a stream was cut; the message ends with what the server printed."""
 
 
-@dataclass(frozen=True)
-class Answer:
-    status: int
-    headers: Mapping[str, str]
-    text: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.text)
+class _Instance(ServedInstance):
+    grace_s = _STOP_S  # longer than it waits for requests
 
 
 class Trial:
@@ -45,22 +31,22 @@ class Trial:
     def __init__(self, *arguments: str, timeout_s: float = 120.0) -> None:
         self._arguments = arguments
         self._timeout_s = timeout_s
-        self._process: subprocess.Popen[bytes] | None = None
+        self._instance: ServedInstance | None = None
         self.url = ""  # http://127.0.0.1:…, while it runs
 
     def __enter__(self) -> Self:
-        # A file, not a pipe: nobody needs to read it for the server to go on.
-        self._output = tempfile.TemporaryFile()
-        command = [sys.executable, "-m", "medusa_adapters.cli.main", "serve", "--host", "127.0.0.1", "--port", "0"]
-        environ = os.environ | {"PYTHONUNBUFFERED": "1"}
-        self._process = subprocess.Popen(
-            [*command, *self._arguments], stdout=self._output, stderr=subprocess.STDOUT, env=environ
-        )
+        # Not tied: a test may start it in a thread that ends before the test does.
+        self._instance = _Instance(serve_command(*self._arguments), start_timeout_s=self._timeout_s, tied=False)
         try:
-            self._wait_ready()
+            self._instance.wait_ready()
+        except MedusaError as error:
+            printed = self._instance.output()
+            self.close()
+            raise TrialError(f"{error}\n\nThe server printed:\n{printed}") from None
         except BaseException:
             self.close()
             raise
+        self.url = self._instance.url
         return self
 
     def __exit__(
@@ -69,16 +55,9 @@ class Trial:
         self.close()
 
     def close(self) -> None:
-        if self._process is None:
-            return
-        self._process.terminate()
-        try:
-            self._process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process = None
-        self._output.close()
+        if self._instance is not None:
+            self._instance.close()
+        self._instance = None
 
     def post(self, path: str, body: str | bytes, headers: Mapping[str, str] | None = None) -> Answer:
         """One POST; a status of 400 or more is an answer like any other."""
@@ -100,38 +79,6 @@ class Trial:
         return events[:-1]
 
     def _request(self, method: str, path: str, body: bytes | None, headers: Mapping[str, str] | None) -> Answer:
+        assert self._instance is not None, "a function that is not running"
         given = {"Content-Type": "application/json"} | {key.title(): text for key, text in (headers or {}).items()}
-        request = urllib.request.Request(self.url + path, body, given, method=method)
-        try:
-            response = urllib.request.urlopen(request, timeout=self._timeout_s)
-        except urllib.error.HTTPError as error:
-            response = error
-        with response:
-            return Answer(response.status, response.headers, response.read().decode())
-
-    def _wait_ready(self) -> None:
-        assert self._process is not None
-        deadline = time.monotonic() + self._timeout_s
-        while time.monotonic() < deadline:
-            if self._process.poll() is not None:
-                raise TrialError(f"`medusa serve` ended with status {self._process.returncode}:\n{self._printed()}")
-            if not self.url:
-                self.url = self._address()
-            elif self._ready():
-                return
-            time.sleep(_LOOK_S)
-        raise TrialError(f"the function was not ready within {self._timeout_s:g} s:\n{self._printed()}")
-
-    def _ready(self) -> bool:
-        try:
-            return self.get("/readyz").status == 200
-        except OSError:  # it is about to end; the loop tells why
-            return False
-
-    def _address(self) -> str:
-        lines = [line for line in self._printed().splitlines() if line.startswith(_LISTENING)]
-        return lines[0].removeprefix(_LISTENING).strip() if lines else ""
-
-    def _printed(self) -> str:
-        # Positioned reads: the file's position is the server's.
-        return os.pread(self._output.fileno(), 1_000_000, 0).decode(errors="replace")
+        return self._instance.exchange(method, path, body, given, timeout_s=self._timeout_s)

@@ -117,7 +117,7 @@ def _unknown(flag: str, given: Sequence[str], known: Sequence[str]) -> str:
 
 
 def _absent(*packages: str) -> str:
-    """Before anything is measured, which takes minutes."""
+    """A line about packages that are not installed; checked before anything is measured, which takes minutes."""
     absent = [name for name in packages if find_spec(name) is None]
     return f"packages are missing: pip install {' '.join(absent)}" if absent else ""
 

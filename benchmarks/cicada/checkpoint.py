@@ -59,7 +59,7 @@ def converted(folder: Path) -> Path | None:
 
 
 def _write(workload: Workload, folder: Path) -> None:
-    """By safetensors itself, whose files hold tensors by size of element and name, not in execution order."""
+    """Write it with safetensors, whose files hold tensors by size of element and name, not in execution order."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True)
@@ -71,7 +71,7 @@ def _write(workload: Workload, folder: Path) -> None:
 
 
 def _random(name: str, tensor: Tensor, block: Tensor) -> Tensor:
-    """Norms near ones, variances likewise; else around zero, from a place in the block that depends on the name."""
+    """Random values: norms and variances near one, all else around zero, from a place that depends on the name."""
     if not tensor.is_floating_point():
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
     at = zlib.crc32(name.encode()) % len(block)

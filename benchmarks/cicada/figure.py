@@ -46,6 +46,6 @@ def draw(model: str, samples: Mapping[str, Sequence[Stage]], path: Path) -> None
 
 
 def _place(layer: str, layers: Sequence[str]) -> float | None:
-    """From 0 to 1, in order; None where it is none of them. A part (layer1.0.conv1) is of its layer (layer1.0)."""
+    """The layer's place from 0 to 1; None for no layer. A part (layer1.0.conv1) belongs to its layer (layer1.0)."""
     found = next((place for place, name in enumerate(layers) if f"{layer}.".startswith(f"{name}.")), None)
     return None if found is None else found / max(len(layers) - 1, 1)

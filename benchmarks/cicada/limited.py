@@ -58,7 +58,7 @@ def measure_limited(
 
 
 def seconds_needed(model: str, checkpoints: Path, runs: int, rate: float = RATE_BYTES_PER_S) -> float:
-    """About how long that takes."""
+    """Estimate how long ``measure_limited`` takes."""
     return len(_ORIGINS) * runs * (_size_bytes(model, checkpoints) / rate + _START_S)
 
 

@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from medusa_adapters.bench.ranged_server import RangedServer, _Handler
 from medusa_runtime.errors import MedusaError
+
+from benchmarks.ranged_server import RangedServer, _Handler
 
 _SLICE_BYTES = 128 << 10
 _SMALL_BYTES = 1 << 20  # ranges below it are headers and the like

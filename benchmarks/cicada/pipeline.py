@@ -51,7 +51,7 @@ def waiting(stages: Sequence[Stage]) -> dict[str, float]:
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """In order, those that touch or overlap made one."""
+    """The spans in order, with those that touch or overlap made one."""
     found: list[Span] = []
     for start, end in sorted(spans):
         if found and start <= found[-1][1]:

@@ -14,7 +14,7 @@ _OVER_PISEL = (("latency_s", 0.652), *((metric, 0.54) for metric in _MEMORY))
 
 
 def find_targets(result: Result, models: Sequence[str]) -> list[Target]:
-    """As far as it was measured."""
+    """The promised ratios whose two sides were measured."""
     found: list[Target] = []
     gains: dict[str, list[float]] = {metric: [] for metric, _ in _OVER_PISEL}
     for model in models:

@@ -26,7 +26,7 @@ _MEAN_DISTANCE_S = 2.0
 
 
 class Invocation(NamedTuple):
-    """``at``: seconds after the replay's begin."""
+    """A request of the trace; ``at`` is in seconds after the replay's start."""
 
     at: float
     model: str

@@ -29,7 +29,7 @@ _TIMEOUT_S = 600.0
 
 
 class Memory(NamedTuple):
-    """Of a sample's processes, in MB (10^6 bytes). ``added_``: what came with the request.
+    """Memory of a sample's processes, in MB (10^6 bytes). ``added_``: what came with the request.
 
     ``peak``: proportional memory (PSS), mapped files included. ``used``: what ``free`` calls used, as Cicada measures
     (§4.3, Q2): anonymous and shared memory, without the page cache. ``added``: by the kernel's own high-water mark of
@@ -82,7 +82,7 @@ class Container:
         self.close()
 
     def close(self) -> None:
-        """May be called twice."""
+        """End the process. May be called twice."""
         with suppress(OSError):
             assert self._process.stdin
             self._process.stdin.close()

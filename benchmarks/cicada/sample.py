@@ -1,4 +1,4 @@
-"""One cold inference in a process of its own: ``python -m benchmarks.cicada.sample``, told what to do on its stdin.
+"""One cold inference in a process of its own: ``python -m benchmarks.cicada.sample`` reads what to do from stdin.
 
 As in Cicada §4.1 the container is up when the request comes: torch is imported and the process that fetches is forked.
 It prints ``ready``, reads one line of JSON (a Request), and answers with one line of JSON (an Answer).
@@ -75,9 +75,9 @@ def _fetch(reader: int, region: Region, timeline: Timeline) -> None:
     import medusa_runtime.storage.http  # noqa: F401  10 ms, and the container is up before the request
 
     with os.fdopen(reader) as lines:
-        told = lines.readline()
-    if told:
-        url, connections = json.loads(told)
+        line = lines.readline()
+    if line:
+        url, connections = json.loads(line)
         prefetch(region, url, settings=Settings(connections=connections), timeline=timeline)
     os._exit(0)
 

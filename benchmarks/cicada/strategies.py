@@ -87,7 +87,7 @@ def preload(job: Job) -> Tensor:
             for step in steps:
                 with job.timeline.stage("retrieve", unit=step.name):
                     tensors = names.tensors(step, get)
-                    for tensor in tensors.values():  # a view of the mapped file until somebody looks
+                    for tensor in tensors.values():  # a view of the mapped file until it is read
                         tensor.view(-1).view(torch.uint8)[::_PAGE_BYTES].sum()
                 note(retrieved, step, tensors)
 
@@ -133,7 +133,7 @@ def full(job: Job, *, loaded: bool = False) -> Tensor:
 
 
 def floor(job: Job) -> Tensor:
-    """Of a model that is there already the first forward: what no loader can be faster than, nor take less memory."""
+    """The first forward of a model that is already in memory: the least time and memory that a loader could need."""
     return full(job, loaded=True)
 
 

@@ -1,4 +1,4 @@
-"""When each layer runs, told by hooks that cost microseconds; all strategies bear them."""
+"""When each layer runs, recorded by hooks that cost microseconds; all strategies bear them."""
 
 from __future__ import annotations
 

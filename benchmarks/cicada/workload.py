@@ -155,7 +155,7 @@ def _decoder(name: str, shape: Shape) -> Workload:
     """Llama or OPT, tied or not, up to the logits of the next token."""
     config = model_config({**shape.config(), "dtype": "bfloat16"})
     kind: Any = family(config.architecture)
-    # Layers are taken from a model of one layer that nobody runs: it also has the rope, which no step constructs.
+    # Layers are taken from a model of one layer that is never run: it also has the rope, which no step constructs.
     from medusa_runtime.load.skeleton import skeleton
 
     with skeleton():

@@ -9,10 +9,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from medusa_adapters.report.svg import gantt
 from medusa_runtime.timeline import Stage
 
 from benchmarks.gpu.summary import Results, lines, medians, shapes
+from benchmarks.svg import gantt
 
 _WIDTH, _LABELS, _ROW = 920, 210, 26
 _COLOURS = {

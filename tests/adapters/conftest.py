@@ -3,81 +3,45 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
+from medusa_adapters.bench.served_instance import Answer, ServedInstance, medusa_command
 
 FUNCTIONS = Path(__file__).parents[1] / "functions"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
-MEDUSA = Path(sys.executable).with_name("medusa")
 _OURS = ("MEDUSA_", "K_", "SAGEMAKER_", "OPENFAAS_", "PORT")
 
 
-class Answer(NamedTuple):
-    status: int
-    body: bytes
-    headers: dict[str, str]
+class Instance(ServedInstance):
+    """One `medusa serve` process in its own folder, on the port that its platform's variables name."""
 
-    @property
-    def json(self) -> Any:
-        return json.loads(self.body)
-
-
-class Instance:
-    """One `medusa serve` process in its own folder; header names of answers are lower case."""
+    grace_s = 0.0  # what a test leaves running is killed
 
     def __init__(self, folder: Path, env: dict[str, str], *arguments: str) -> None:
         self.folder = folder
-        self.log = folder / "log"
         plain = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
         (folder / "tmp").mkdir()
-        with open(self.log, "wb") as log:
-            self.process = subprocess.Popen(
-                [MEDUSA, "serve", "--host", "127.0.0.1", *arguments],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=folder,
-                env=plain | {"TMPDIR": str(folder / "tmp"), "PORT": "0", "PYTHONUNBUFFERED": "1"} | env,
-            )
-        self.port = self._port()
-
-    def _port(self) -> int:
-        for _ in range(3000):
-            for line in self.output().splitlines():
-                if line.startswith("listening on "):
-                    return int(line.rpartition(":")[2])
-            if self.process.poll() is not None:
-                pytest.fail(f"medusa serve ended:\n{self.output()}")
-            time.sleep(0.01)
-        pytest.fail(f"medusa serve printed no address:\n{self.output()}")
-
-    def output(self) -> str:
-        return self.log.read_text(errors="replace")
-
-    def connect(self, timeout_s: float = 60.0) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
+        environment = plain | {"TMPDIR": str(folder / "tmp"), "PORT": "0"} | env
+        command = [*medusa_command(), "serve", "--host", "127.0.0.1", *arguments]
+        log = open(folder / "log", "w+b")  # noqa: SIM115 (closed with the instance)
+        super().__init__(command, environment, inherit=False, folder=folder, log=log, start_timeout_s=60.0, tied=False)
 
     def request(self, method: str, path: str, body: bytes | dict[str, Any] | None = None, **headers: str) -> Answer:
         """Header names are written with ``_`` for ``-``."""
         sent = json.dumps(body).encode() if isinstance(body, dict) else body
         if isinstance(body, dict):
             headers.setdefault("content_type", "application/json")
-        with contextlib.closing(self.connect()) as connection:
-            connection.request(method, path, sent, {name.replace("_", "-"): value for name, value in headers.items()})
-            response = connection.getresponse()
-            data = response.read()
-            return Answer(response.status, data, {name.lower(): value for name, value in response.getheaders()})
+        return self.exchange(method, path, sent, {name.replace("_", "-"): value for name, value in headers.items()})
 
     def raw(self, text: bytes) -> bytes:
         """What comes back for these bytes, up to the end of the connection."""
@@ -97,14 +61,6 @@ class Instance:
             time.sleep(0.02)
         pytest.fail(f"it did not become true:\n{self.output()}")
 
-    def wait_ready(self) -> Instance:
-        self.until(lambda: self.request("GET", "/readyz").status == 200)
-        return self
-
-    def metric(self, name: str) -> float:
-        lines = self.request("GET", "/metrics").body.decode().splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((name + " ", name + "{")))
-
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGTERM)
 
@@ -118,13 +74,15 @@ def _instances() -> Iterator[Callable[..., Instance]]:
         extra = ("--handler", str(FUNCTIONS / handler)) if handler else ()
         # A short path: the engine's Unix socket lies under it, and such paths end at 107 bytes.
         started.append(Instance(Path(tempfile.mkdtemp(prefix="m")), env, *extra, *arguments))
-        return started[-1].wait_ready() if wait else started[-1]
+        if wait:
+            started[-1].wait_ready()
+        else:
+            assert started[-1].port
+        return started[-1]
 
     yield launch
     for instance in started:
-        if instance.process.poll() is None:
-            instance.process.kill()
-        instance.process.wait(10)
+        instance.close()
         subprocess.run(["rm", "-rf", instance.folder], check=True)
 
 

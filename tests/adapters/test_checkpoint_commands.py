@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from benchmarks.origin import Origin, Variant
+
 MEDUSA = Path(sys.executable).with_name("medusa")
 
 
@@ -44,15 +46,8 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture
 def origin(model: Path) -> Iterator[str]:
     """The folder over HTTP, with ranges."""
-    command = [sys.executable, "-m", "medusa_adapters.bench.ranged_server", str(model)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout
-    assert process.stdin
-    yield f"http://127.0.0.1:{int(process.stdout.readline())}"
-    process.terminate()
-    process.wait()
-    process.stdout.close()
-    process.stdin.close()
+    with Origin(model, model.parent / "origin", Variant("plain"), builtin=True) as served:
+        yield served.url
 
 
 def medusa(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

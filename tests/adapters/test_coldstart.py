@@ -1,4 +1,4 @@
-"""The cold-start benchmark: its contestants are real processes, and none outlives it."""
+"""`medusa bench coldstart`: what it measures are real processes, and none outlives it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 from medusa_adapters.bench import coldstart
-from medusa_adapters.bench.contestants import Medusa, Question, Sample, Script, ask, connect, stages_from_json
-from medusa_adapters.bench.openai_client import free_port
-from medusa_adapters.bench.origin import Origin, Variant
+from medusa_adapters.bench.contestants import Medusa, Question, Sample
 from medusa_adapters.bench.process import Process, pss_bytes, rss_bytes
-from medusa_runtime.errors import ConfigError, MedusaError
+from medusa_adapters.bench.rows import contestants
+from medusa_adapters.bench.served_instance import ServedInstance, stages_from_json
+from medusa_runtime.errors import MedusaError, MissingPackageError
 from medusa_runtime.timeline import Stage
 from process_tree import alive, descendants
 
+from benchmarks.origin import Origin, Variant
+
 MEDUSA = Path(sys.executable).with_name("medusa")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
-QUESTION = Question(model="m", folder="m", prompt="p", max_tokens=1)
 
 
 def bench(*arguments: str | Path, timeout_s: float = 110) -> subprocess.CompletedProcess[str]:
@@ -34,7 +34,7 @@ def bench(*arguments: str | Path, timeout_s: float = 110) -> subprocess.Complete
 
 def test_ours_from_exec_to_the_first_token(tmp_path: Path) -> None:
     result = bench(
-        *("--model", EXAMPLE, "--runs", "1", "--no-yardsticks", "--max-tokens", "4"),
+        *("--model", EXAMPLE, "--runs", "1", "--max-tokens", "4"),
         *("--json", tmp_path / "rows.json", "--report", tmp_path / "report.html"),
     )
     assert result.returncode == 0, result.stderr
@@ -51,24 +51,12 @@ def test_ours_from_exec_to_the_first_token(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ours_and_transformers_agree(tmp_path: Path) -> None:
-    result = bench("--model", EXAMPLE, "--runs", "1", "--vs", "transformers", "--json", tmp_path / "rows.json")
-    assert result.returncode == 0, result.stderr
-    names = {row["name"] for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
-    assert names == {"torch", "transformers", "torch-import", "floor"}
-    assert "transformers takes" in result.stdout
-
-
-@pytest.mark.slow
-def test_steady_state_and_sharing(tmp_path: Path) -> None:
-    common = ("--model", EXAMPLE, "--runs", "1", "--vs", "transformers")
-    steady = bench(*common, "--steady", "--steady-tokens", "8", "--json", tmp_path / "steady.json")
-    assert steady.returncode == 0, steady.stderr
-    rows = {(row["name"], row["metric"]) for row in json.loads((tmp_path / "steady.json").read_text())["rows"]}
-    assert rows == {(n, f"tokens_per_s_b{b}") for n in ("torch", "transformers") for b in (1, 8)}
-    sharing = bench(*common[:4], "--instances", "2", "--json", tmp_path / "sharing.json")
-    assert sharing.returncode == 0, sharing.stderr
-    medians = {row["metric"]: row["median"] for row in json.loads((tmp_path / "sharing.json").read_text())["rows"]}
+def test_a_second_instance_adds_less_than_the_first() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "sharing.json"
+        sharing = bench(EXAMPLE, "--runs", "1", "--instances", "2", "--json", out)
+        assert sharing.returncode == 0, sharing.stderr
+        medians = {row["metric"]: row["median"] for row in json.loads(out.read_text())["rows"]}
     assert 0 < medians["added_mb"] < medians["first_mb"]
 
 
@@ -76,11 +64,11 @@ def test_steady_state_and_sharing(tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (("--model", "/nowhere"), "config.json"),
-        (("--model", str(EXAMPLE), "--vs", "tgi"), "expected transformers"),
-        (("--model", str(EXAMPLE), "--rows", "torch,tgi"), "vllm-best-baseline"),
-        (("--model", str(EXAMPLE), "--origin", "ftp"), "local, http, s3"),
-        (("--model", str(EXAMPLE), "--runs", "0"), "above 0"),
-        (("--model", str(EXAMPLE), "--rows", "vllm-cold", "--vllm-python", "/nowhere/python"), "pip install vllm"),
+        ((), "expected a checkpoint"),
+        ((str(EXAMPLE), "--rows", "torch,tgi"), "vllm-prewarmed"),
+        ((str(EXAMPLE), "--runs", "0"), "above 0"),
+        ((str(EXAMPLE), "--node"), "--instances N"),
+        ((str(EXAMPLE), "--vs", "transformers"), "unrecognized arguments: --vs"),
     ],
 )
 def test_bad_calls_are_refused(arguments: tuple[str, ...], said: str) -> None:
@@ -90,24 +78,37 @@ def test_bad_calls_are_refused(arguments: tuple[str, ...], said: str) -> None:
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_a_contestant_that_fails_is_quoted() -> None:
-    script = Script("broken", lambda _: ["-c", "import sys; sys.exit('no such model')"])
-    with pytest.raises(MedusaError, match="no such model"):
-        script.sample(QUESTION)
+def test_vllm_must_be_installed() -> None:
+    with pytest.raises(MissingPackageError, match="pip install 'medusa-runtime"):
+        contestants(["vllm-cold"], python="/nowhere/python")
 
 
-def test_a_server_that_does_not_start_is_quoted() -> None:
+def test_a_process_that_fails_is_quoted() -> None:
+    command = [sys.executable, "-c", "import sys; sys.exit('no such model')"]
+    with Process(command) as process, pytest.raises(MedusaError, match="no such model"):
+        process.line()
+
+
+@pytest.mark.parametrize("port", [None, 9])
+def test_a_server_that_does_not_start_is_quoted(port: int | None) -> None:
     """Also one that never listens."""
     command = [sys.executable, "-c", "import sys; sys.exit('out of memory')"]
-    with Process(command) as process, pytest.raises(MedusaError, match="out of memory"):
-        connect(process, free_port())
+    with ServedInstance(command, port=port) as instance, pytest.raises(MedusaError, match="out of memory"):
+        instance.connect()
+
+
+def test_a_server_that_never_listens_is_given_up() -> None:
+    command = [sys.executable, "-c", "import time; print('thinking', flush=True); time.sleep(60)"]
+    said = r"printed no address within 1 s \(still running\): thinking"
+    with ServedInstance(command, start_timeout_s=1.0) as instance, pytest.raises(MedusaError, match=said):
+        instance.connect()
 
 
 def test_an_instance_that_fails_is_quoted_with_its_own_error(tmp_path: Path) -> None:
     """It accepts the request first and ends then: the client alone sees no more than a broken connection."""
     with Origin(tmp_path, tmp_path / "scratch", Variant("plain"), builtin=True) as origin:
         question = Question(f"{origin.url}/nothing", "", "x", 1)
-        said = r"(?s)serve --model .*status 1.*medusa: .*/nothing.*\[Storage\.NotFound\]"
+        said = r"(?s)serve .*--model .*status 1.*medusa: .*/nothing.*\[Storage\.NotFound\]"
         with pytest.raises(MedusaError, match=said):
             Medusa().sample(question)
 
@@ -116,7 +117,7 @@ def test_a_stream_that_breaks_off_waits_for_the_last_words() -> None:
     script = """
 import socket, sys, time
 server = socket.create_server(("127.0.0.1", 0))
-print(server.getsockname()[1], flush=True)
+print(f"listening on http://127.0.0.1:{server.getsockname()[1]}", flush=True)
 client, _ = server.accept()
 client.recv(65536)
 client.sendall(b"HTTP/1.1 200 OK\\r\\nContent-Length: 1000\\r\\n\\r\\ndata: {")
@@ -124,16 +125,10 @@ client.close()
 time.sleep(0.5)
 sys.exit("out of memory")
 """
-    with Process([sys.executable, "-c", script]) as process:
-        connection = connect(process, int(process.line()))
-        said = r"did not answer as expected .*status 1\): out of memory"
-        with closing(connection), pytest.raises(MedusaError, match=said):
-            ask(process, connection, Question("", "", "x", 1))
-
-
-def test_a_sample_is_timed_from_exec_to_the_first_line() -> None:
-    script = Script("sleeper", lambda _: ["-c", "import time; time.sleep(0.3); print(1, flush=True); time.sleep(60)"])
-    assert script.sample(QUESTION).ttft_s > 0.3
+    with ServedInstance([sys.executable, "-c", script]) as instance:
+        said = r"did not answer as expected .*status 1\): .*out of memory"
+        with pytest.raises(MedusaError, match=f"(?s){said}"):
+            instance.completion(Question("", "", "x", 1).body)
 
 
 def test_a_process_is_gone_with_its_children_even_those_that_ignore_sigterm() -> None:
@@ -154,7 +149,7 @@ def test_a_process_is_gone_with_its_children_even_those_that_ignore_sigterm() ->
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_bench_leaves_nothing(number: int) -> None:
     short = tempfile.mkdtemp(prefix="m")  # a Unix socket lies there
-    command = [MEDUSA, "bench", "coldstart", "--model", EXAMPLE, "--runs", "50", "--no-yardsticks"]
+    command = [MEDUSA, "bench", "coldstart", "--model", EXAMPLE, "--runs", "50"]
     env = os.environ | {"TMPDIR": short}
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env)
     deadline = time.monotonic() + 60
@@ -172,16 +167,9 @@ def test_an_interrupted_bench_leaves_nothing(number: int) -> None:
 
 def test_answers_that_differ_end_the_bench() -> None:
     samples = {"torch": [Sample(1.0, text=" quick brown")]}
-    coldstart._check_agreement("torch", "transformers", samples, Sample(1.0, text=" quick", first=" quick"))
+    coldstart.check_agreement("torch", "transformers", samples, Sample(1.0, text=" quick", first=" quick"))
     with pytest.raises(MedusaError, match="disagree"):
-        coldstart._check_agreement("torch", "transformers", samples, Sample(1.0, text=" lazy", first=" lazy"))
-
-
-def test_lists_are_checked() -> None:
-    assert coldstart._list("--vs", "a,b", ("a", "b")) == ["a", "b"]
-    assert coldstart._list("--vs", "", ("transformers",)) == []
-    with pytest.raises(ConfigError, match="'x'"):
-        coldstart._list("--vs", "x", ("transformers",))
+        coldstart.check_agreement("torch", "transformers", samples, Sample(1.0, text=" lazy", first=" lazy"))
 
 
 def test_stages_come_from_what_timeline_answers() -> None:

@@ -11,6 +11,8 @@ from medusa_adapters.bench.result import Result
 from medusa_adapters.report.html import html
 from medusa_runtime.timeline import Stage
 
+from benchmarks.coldstart.rows import LABELS
+
 MS = 1_000_000
 STAGES = (
     Stage("exec", "supervisor", 0, 30 * MS, {}),
@@ -46,7 +48,7 @@ class Balanced(HTMLParser):
 def page() -> str:
     result = Result()
     add_rows(result, SAMPLES)
-    return html(result, SAMPLES, "torch")
+    return html(result, STAGES, "torch", labels=LABELS)
 
 
 def test_the_page_is_whole_and_loads_nothing() -> None:
@@ -83,7 +85,7 @@ def test_a_reader_who_knows_no_docs_is_told_what_is_what() -> None:
     result = Result()
     add_rows(result, SAMPLES | {"torch-import": [Sample(0.6)], "floor": [Sample(0.7)]})
     subject = {"model": "tiny <llama>", "date": "2030-01-01 12:00 UTC", "torch": "2.9"}
-    text = html(result, SAMPLES, "torch", subject)
+    text = html(result, STAGES, "torch", subject, LABELS)
     answered, _, yardsticks = text.partition("work without an answer")
     first_token = answered.partition("Time to the first token")[2]
     assert "import torch</span>" not in first_token
@@ -108,7 +110,7 @@ def test_a_page_without_cold_starts() -> None:
     result = Result()
     result.add("torch", "tokens_per_s_b8", "tokens/s", [40.0, 44.0])
     parser = Balanced()
-    text = html(result, {}, "torch")
+    text = html(result, (), "torch")
     parser.feed(text)
     assert parser.open == []
     assert text.count('class="chart"') == 1

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from medusa_adapters.bench.ranged_server import RangedServer
 from medusa_adapters.deploy.manifests import values
 from medusa_runtime.errors import ConfigError
 from medusa_runtime.storage.base import redacted
+
+from benchmarks.ranged_server import RangedServer
 
 MEDUSA = Path(sys.executable).with_name("medusa")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"

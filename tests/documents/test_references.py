@@ -7,13 +7,17 @@ import re
 from pathlib import Path
 
 import pytest
-from medusa_adapters.bench.fetch import _names
-from medusa_adapters.bench.rows import ROWS
+from medusa_adapters.bench import fetch as product_fetch
+from medusa_adapters.bench.metrics import METRICS
 from medusa_adapters.cli.doctor import examine
 from medusa_adapters.trial import Trial
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import MedusaError
 from medusa_runtime.models.registry import ARCHITECTURES, ENCODERS
+
+from benchmarks.coldstart.others import yardsticks
+from benchmarks.coldstart.rows import ROWS
+from benchmarks.fetch.__main__ import UNITS, row_names
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -27,6 +31,15 @@ def first_cells(page: str, heading: str = "") -> list[str]:
         text = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
         assert text, f"{page} has no heading {heading}"
     return [name for cell in re.findall(r"(?m)^\| (`[^|]*) \|", text) for name in re.findall(r"`([^`]+)`", cell)]
+
+
+def metrics_of(heading: str) -> set[str]:
+    """The names in the tables of benchmarks.md that explain metrics, under one heading; rows' names end in a colon."""
+    section = (DOCS / "benchmarks.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    tables = re.findall(r"(?m)^\| metric \|.*\n\|[-|]+\n((?:\|.*\n)+)", section)
+    cells = [line.split("|")[1] for table in tables for line in table.splitlines()]
+    named = [part.rpartition(":")[2] for cell in cells for part in cell.split(";")]
+    return {name for part in named for name in re.findall(r"`([^`]+)`", part)}
 
 
 def kinds(metrics: str) -> dict[str, str]:
@@ -88,9 +101,14 @@ def test_checks_of_doctor_that_can_fail_are_explained() -> None:
 
 def test_rows_of_the_benchmarks_are_explained() -> None:
     listed = set(first_cells("benchmarks.md"))
-    assert set(ROWS) | {"torch-import", "floor"} <= listed
-    import_alone = {f"{name}-{how}" for name in _names() if name == "import-torch" for how in ("alone", "beside")}
-    assert {name for name in _names() if name != "import-torch"} | import_alone <= listed
+    assert set(ROWS) | {yardstick.name for yardstick in yardsticks()} <= listed
+    import_alone = {f"{name}-{how}" for name in row_names() if name == "import-torch" for how in ("alone", "beside")}
+    assert {name for name in row_names() if name != "import-torch"} | import_alone <= listed
+
+
+def test_metrics_of_the_benchmarks_are_explained_and_no_others() -> None:
+    assert metrics_of("Fetching") == set(UNITS) | set(product_fetch.METRICS)
+    assert metrics_of("Cold starts") == set(METRICS)
 
 
 def test_supported_architectures_are_those_of_the_registry() -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.client
 import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,56 +13,36 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from medusa_adapters.bench.served_instance import ServedInstance, serve_command
 from process_tree import alive, descendants
 
-MEDUSA = Path(sys.executable).with_name("medusa")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
 
 
-class Serving:
-    """One `medusa serve` process on a free port, its output kept in a file."""
+class Serving(ServedInstance):
+    """One `medusa serve` process with temporary files of its own, its output kept in a file."""
+
+    grace_s = 0.0  # what a test leaves running is killed
 
     def __init__(
         self, folder: Path, *arguments: str | Path, env: dict[str, str] | None = None, wrapper: Sequence[str] = ()
     ) -> None:
         self.folder = folder
-        self.log = folder / "serve.log"
         self.temporary = folder / "tmp"
         self.temporary.mkdir(exist_ok=True)
         environment = {k: v for k, v in os.environ.items() if not k.startswith("MEDUSA_")}
-        environment |= {"TMPDIR": str(self.temporary), "PYTHONUNBUFFERED": "1"} | (env or {})
-        with open(self.log, "wb") as log:
-            self.process = subprocess.Popen(
-                [*wrapper, MEDUSA, "serve", "--host", "127.0.0.1", "--port", "0", *arguments],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-            )
-
-    @property
-    def port(self) -> int:
-        for _ in range(6000):
-            for line in self.output().splitlines():
-                if "http://127.0.0.1:" in line:
-                    return int(line.split("http://127.0.0.1:")[1].split()[0].strip("/,;"))
-            if self.process.poll() is not None:
-                pytest.fail(f"medusa serve ended with {self.process.returncode}:\n{self.output()}")
-            time.sleep(0.01)
-        pytest.fail(f"medusa serve printed no address:\n{self.output()}")
-
-    def output(self) -> str:
-        return self.log.read_text(errors="replace")
+        environment |= {"TMPDIR": str(self.temporary)} | (env or {})
+        command = [*wrapper, *serve_command(*arguments)]
+        log = open(folder / "serve.log", "w+b")  # noqa: SIM115 (closed with the instance)
+        super().__init__(command, environment, inherit=False, log=log, start_timeout_s=60.0, tied=False)
 
     def request(
         self, method: str, path: str, body: Any = None, timeout_s: float = 60.0
     ) -> tuple[int, Any, dict[str, str]]:
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)) as connection:
-            encoded = None if body is None else json.dumps(body)
-            connection.request(method, path, encoded, {"Content-Type": "application/json"} if encoded else {})
-            response = connection.getresponse()
-            data = response.read()
-            headers = {key.lower(): value for key, value in response.getheaders()}
-        return response.status, (json.loads(data) if "json" in headers.get("content-type", "") else data), headers
+        """Status, body (parsed when it is JSON) and headers (lower case)."""
+        answer = self.exchange(method, path, None if body is None else json.dumps(body), timeout_s=timeout_s)
+        headers = {key.lower(): value for key, value in answer.headers.items()}
+        return answer.status, (answer.json if "json" in headers.get("content-type", "") else answer.body), headers
 
     def complete(self, prompt: str = "This function returns", **body: Any) -> dict[str, Any]:
         status, answer, _ = self.request(
@@ -74,16 +51,6 @@ class Serving:
         assert status == 200, answer
         assert isinstance(answer, dict)
         return answer
-
-    def wait_ready(self, timeout_s: float = 60.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            if self.process.poll() is not None:
-                pytest.fail(f"medusa serve ended with {self.process.returncode}:\n{self.output()}")
-            if self.request("GET", "/readyz")[0] == 200:
-                return
-            time.sleep(0.05)
-        pytest.fail(f"not ready within {timeout_s} s:\n{self.output()}")
 
     def children(self) -> dict[int, str]:
         """All descendants, by pid, with their command or role."""
@@ -128,13 +95,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Se
 
     yield start
     for serving in started:
-        if serving.process.poll() is None:
-            descendants = serving.children()
-            serving.process.kill()
-            serving.process.wait()
-            for pid in descendants:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        serving.close()
         subprocess.run(["rm", "-rf", serving.folder], check=True)
 
 

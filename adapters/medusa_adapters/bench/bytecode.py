@@ -10,7 +10,7 @@ import subprocess
 
 _COMPILE = """
 import compileall, importlib.util
-for name in ("medusa_runtime", "medusa_handler", "medusa_adapters"):
+for name in ("medusa_runtime", "medusa_vllm", "medusa_handler", "medusa_adapters"):
     spec = importlib.util.find_spec(name)
     for folder in spec.submodule_search_locations if spec else ():
         compileall.compile_dir(folder, quiet=2)
@@ -18,5 +18,5 @@ for name in ("medusa_runtime", "medusa_handler", "medusa_adapters"):
 
 
 def compile_packages(python: str) -> None:
-    """For this interpreter, those modules of ours that it has; only where they may be written to."""
+    """Compile the modules of ours that this interpreter has, where their folders may be written to."""
     subprocess.run([python, "-c", _COMPILE], check=False, stdout=subprocess.DEVNULL)

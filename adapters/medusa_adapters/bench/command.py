@@ -1,4 +1,4 @@
-"""`medusa bench`: one module for each benchmark."""
+"""`medusa bench`: what a user measures of their own model, one module for each benchmark."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import importlib
 import signal
 
 _BENCHES = (
-    ("coldstart", "medusa_adapters.bench.coldstart", "from exec to the first token, in turn with others"),
-    ("fetch", "medusa_adapters.bench.fetch", "the prefetcher against raw sockets and other clients"),
+    ("coldstart", "medusa_adapters.bench.coldstart", "from nothing running to the first token"),
+    ("fetch", "medusa_adapters.bench.fetch", "a checkpoint from its store into memory"),
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Measure on this machine, in turn with others, with real processes."
+    parser.description = "Measure a model of yours on this machine, with real processes."
     benches = parser.add_subparsers(metavar="benchmark", required=True)
     for name, module, text in _BENCHES:
         bench = benches.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")

@@ -1,270 +1,79 @@
-"""`medusa bench fetch`: our prefetcher, sockets alone and other packages fetch the same object from the same origin."""
+"""`medusa bench fetch`: how fast a checkpoint comes from its store into a new region, and what it costs."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import shutil
-import signal
-import subprocess
+import resource
 import sys
-import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 
-from medusa_runtime.errors import ConfigError, CorruptError, MissingPackageError
+from medusa_runtime.errors import ConfigError, MedusaError
 
-from medusa_adapters.bench.checkpoint import BUCKET, KEY, ServedCheckpoint, make_checkpoint
-from medusa_adapters.bench.client import Job
-from medusa_adapters.bench.origin import NGINX_HINT, VARIANTS, Origin, Variant, nginx_path
-from medusa_adapters.bench.peers import INSTALL
-from medusa_adapters.bench.result import Result, Target, targets_table
-from medusa_adapters.bench.sample import Contestant, Sample
+from ..cli.flags import add_model, given_model
+from ..cli.progress import note
+from .process import Process
+from .result import Result
 
-_UNITS = {"mb_per_s": "MB/s", "cpu_s": "s/GB", "extra_mb": "MB", "connections": "connections", "s": "s"}
-_OURS = ("medusa", "medusa-fresh")
-_IMPORT = "import-torch"
-# Sockets alone are the bound; how many it takes to reach it depends on what a connection gives.
-_RAW_THREADS = {"plain": (2, 4), "tls": (2, 4), "limited": (16,), "latency": (2, 4)}
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to measure: rounds, bytes, the origin's variants, whose turn it is (empty: everybody's), and with what."""
-
-    runs: int = 5
-    size_bytes: int = 1_000_000_000
-    variants: tuple[Variant, ...] = VARIANTS
-    only: tuple[str, ...] = ()
-    peer_pythons: tuple[tuple[str, str], ...] = ()
-    builtin_origin: bool = False
-
-    def wants(self, name: str) -> bool:
-        return not self.only or name in self.only
+NAME = "medusa"
+METRICS = {"fetch_s": "s", "mb_per_s": "MB/s", "cpu_s": "s/GB"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--runs", type=int, default=5, metavar="N", help="rounds; each samples everybody once")
+    add_model(parser)
+    parser.add_argument("--runs", type=int, default=5, metavar="N", help="fetches, each by a process of its own")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write machine and rows to this file")
-    parser.add_argument("--size-gb", type=float, default=1.0, metavar="GB", help="bytes to fetch, in 10^9")
-    names = ",".join(variant.name for variant in VARIANTS)
-    parser.add_argument("--variants", default=names, metavar="LIST", help=f"the origin's variants ({names})")
-    parser.add_argument("--only", default="", metavar="LIST", help=f"only these: {', '.join(_names())}")
-    parser.add_argument(
-        "--peer-python", action="append", default=[], metavar="NAME=PATH", help="a peer's interpreter; may be repeated"
-    )
-    parser.add_argument("--builtin-origin", action="store_true", help="do not use nginx though it is installed")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The command: prints the medians and the ratios against the targets. Raises ConfigError for a bad option."""
-    result = measure(plan_of(arguments))
+    """Prints the medians. Raises MedusaError with what the fetching process said when it fails."""
+    model = given_model(arguments)
+    if not model:
+        raise ConfigError("expected a checkpoint: medusa bench fetch URL, or --model URL")
+    if arguments.runs < 1:
+        raise ConfigError(f"--runs={arguments.runs} cannot be used: expected a whole number above 0")
+    samples: dict[str, list[float]] = {metric: [] for metric in METRICS}
+    for number in range(arguments.runs):
+        with Process([sys.executable, "-m", __name__, model]) as process:
+            found = json.loads(process.line())
+        for metric, taken in samples.items():
+            taken.append(found[metric])
+        note(f"run {number + 1}: {found['fetch_s']:.3f} s, {found['mb_per_s']:,.0f} MB/s")
+    result = Result()
+    for metric, taken in samples.items():
+        result.add(NAME, metric, METRICS[metric], taken)
     print(result.table())
-    targets = find_targets(result)
-    if targets:
-        print("\n" + targets_table(targets))
     if arguments.json:
         result.write(arguments.json)
     return 0
 
 
-def plan_of(arguments: argparse.Namespace) -> Plan:
-    variants = {variant.name: variant for variant in VARIANTS}
-    pythons = []
-    for text in arguments.peer_python:
-        name, _, path = text.partition("=")
-        if name not in INSTALL or not shutil.which(path):
-            raise ConfigError(
-                f"--peer-python {text!r}: expected NAME=PATH with one of {', '.join(INSTALL)}, and a program"
-            )
-        pythons.append((name, path))
-    if arguments.runs < 1 or arguments.size_gb <= 0:
-        raise ConfigError(f"--runs {arguments.runs} --size-gb {arguments.size_gb:g}: both must be above zero")
-    return Plan(
-        runs=arguments.runs,
-        size_bytes=int(arguments.size_gb * 1e9),
-        variants=tuple(variants[name] for name in _chosen("--variants", arguments.variants, tuple(variants))),
-        only=_chosen("--only", arguments.only, _names()),
-        peer_pythons=tuple(pythons),
-        builtin_origin=arguments.builtin_origin,
-    )
+def fetch_once(model: str) -> dict[str, float]:
+    """One fetch by this process, which has imported everything before the clock starts."""
+    from medusa_runtime.config import from_env
+    from medusa_runtime.fetch.prefetcher import prefetch
+    from medusa_runtime.region.reader import Region
+    from medusa_runtime.timeline import Timeline
+
+    settings = from_env(os.environ, model=model)
+    assert settings.model is not None
+    region, timeline = Region.create(), Timeline.create("prefetcher")
+    cpu_before, began = _cpu_s(), time.perf_counter()
+    prefetch(region, settings.model, settings=settings, timeline=timeline)
+    seconds, cpu = time.perf_counter() - began, _cpu_s() - cpu_before
+    fetched = region.progress().total_bytes
+    return {"fetch_s": seconds, "mb_per_s": fetched / seconds / 1e6, "cpu_s": cpu / max(fetched, 1) * 1e9}
 
 
-def measure(plan: Plan) -> Result:
-    """Run the whole plan. What it starts and writes is gone afterwards, also after Ctrl-C or SIGTERM."""
-    result = Result()
-    if not plan.builtin_origin and not nginx_path():
-        _say(NGINX_HINT)
-    with _stops_on_sigterm(), tempfile.TemporaryDirectory(prefix="medusa-bench-", dir=_memory_folder(plan)) as folder:
-        checkpoint = make_checkpoint(Path(folder, "root"), plan.size_bytes)
-        for variant in plan.variants:
-            with Origin(checkpoint.root, Path(folder), variant, builtin=plan.builtin_origin) as origin:
-                _say(f"{variant.name}: {checkpoint.size_bytes / 1e9:.2f} GB from {origin.server} on loopback")
-                _measure_variant(plan, checkpoint, origin, result)
-    return result
+def _cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
 
 
-def find_targets(result: Result) -> list[Target]:
-    """The ratios that were promised, as far as their two sides were measured."""
-    wanted = (
-        ("mb_per_s", "medusa", "raw", 0.85, True, "into touched memory, bandwidth over raw sockets"),
-        (
-            "mb_per_s",
-            "medusa-fresh",
-            "raw-populate",
-            0.85,
-            True,
-            "into fresh memory, over raw sockets with populated pages",
-        ),
-        ("mb_per_s", "medusa", "runai-model-streamer", 3.0, True, "bandwidth over runai-model-streamer"),
-        ("cpu_s", "medusa", "runai-model-streamer", 0.5, False, "CPU over runai-model-streamer"),
-        ("mb_per_s", "medusa-tls", "raw-tls", 0.9, True, "TLS, bandwidth over raw TLS"),
-        ("s", f"{_IMPORT}-beside", f"{_IMPORT}-alone", 1.15, False, "import torch beside the prefetcher, over alone"),
-    )
-    found = [
-        Target(text, ratio, bound, at_least)
-        for metric, name, other, bound, at_least, text in wanted
-        if (ratio := result.ratio(metric, name, other)) is not None
-    ]
-    speed, connections = result.median("medusa-limited", "mb_per_s"), result.median("medusa-limited", "connections")
-    if speed and connections:
-        found.append(Target("limited, bandwidth over connections x 100 MB/s", speed / (connections * 100), 0.9))
-    extra = result.median("medusa", "extra_mb")
-    if extra:
-        found.append(Target("private memory of the prefetcher, over 64 MB", extra / 64, 1.0, at_least=False))
-    return found
-
-
-def _measure_variant(plan: Plan, checkpoint: ServedCheckpoint, origin: Origin, result: Result) -> None:
-    job = Job(
-        url=origin.url, bucket=BUCKET, key=KEY, size_bytes=checkpoint.size_bytes, data_start=checkpoint.data_start,
-        ca_file=str(origin.ca_file) if origin.ca_file else None,
-    )  # fmt: skip
-    everybody = [who for who in _contestants(plan, origin.variant) if _verified(who, job, checkpoint)]
-    samples: dict[str, list[Sample]] = defaultdict(list)
-    connections: dict[str, list[float]] = defaultdict(list)
-    imports: dict[str, list[float]] = defaultdict(list)
-    for number in range(plan.runs):
-        # Back and forth: whoever comes first gets the warm or the cold machine every other time.
-        for who in everybody if number % 2 == 0 else reversed(everybody):
-            before = origin.connections()
-            samples[who.name].append(who.sample(_job_for(who, job)))
-            if before is not None:
-                connections[who.name].append((origin.connections() or 0) - before)
-            _say(f"  {number + 1}/{plan.runs} {who.name}: {samples[who.name][-1].mb_per_s:,.0f} MB/s")
-        if plan.wants(_IMPORT) and origin.variant.name == "plain" and _has_torch():
-            imports[f"{_IMPORT}-alone"].append(_import_torch_s())
-            imports[f"{_IMPORT}-beside"].append(_import_torch_s(job))
-    suffix = "" if origin.variant.name == "plain" else f"-{origin.variant.name}"
-    for name, taken in _best_raw(samples).items():
-        result.add(name + suffix, "mb_per_s", _UNITS["mb_per_s"], [sample.mb_per_s for sample in taken])
-        result.add(name + suffix, "cpu_s", _UNITS["cpu_s"], [sample.cpu_s for sample in taken])
-        if name in _OURS:
-            result.add(name + suffix, "extra_mb", _UNITS["extra_mb"], [sample.private_mb for sample in taken])
-            result.add(name + suffix, "connections", _UNITS["connections"], connections[name])
-    for name, seconds in imports.items():
-        result.add(name, "s", _UNITS["s"], seconds)
-
-
-def _contestants(plan: Plan, variant: Variant) -> list[Contestant]:
-    pythons = dict(plan.peer_pythons)
-    plain = variant.name == "plain"
-    found = [Contestant("medusa", "ours", "medusa")]
-    found += [Contestant("medusa-fresh", "ours", "medusa", fresh=True)] if plain else []
-    found += [Contestant(f"raw/{n}", "raw", "raw", threads=n) for n in _RAW_THREADS[variant.name]]
-    found += [Contestant(f"raw-populate/{n}", "raw", "raw-populate", threads=n) for n in (2, 4)] if plain else []
-    found += [Contestant(name, "peers", name, python=pythons.get(name, sys.executable)) for name in INSTALL]
-    return [who for who in found if plan.wants(who.name.partition("/")[0])]
-
-
-def _names() -> tuple[str, ...]:
-    return (*_OURS, "raw", "raw-populate", *INSTALL, _IMPORT)
-
-
-def _job_for(who: Contestant, job: Job) -> Job:
-    return replace(job, threads=who.threads, fresh=who.fresh)
-
-
-def _verified(who: Contestant, job: Job, checkpoint: ServedCheckpoint) -> bool:
-    """Whether the client is there; its bytes are compared once, outside the timing. CorruptError if they are wrong."""
+if __name__ == "__main__":
     try:
-        crc = who.sample(replace(_job_for(who, job), verify=True)).crc
-    except MissingPackageError as error:
-        _say(f"  left out: {error}")
-        return False
-    if crc != checkpoint.crc:
-        raise CorruptError(
-            f"{who.name} fetched other bytes than were served: CRC-32 {crc:#x}, expected {checkpoint.crc:#x}"
-        )
-    return True
-
-
-def _best_raw(samples: Mapping[str, list[Sample]]) -> dict[str, list[Sample]]:
-    """``name/threads`` become one ``name``: that number of threads whose median was the best."""
-    best: dict[str, list[Sample]] = {}
-    for label, taken in samples.items():
-        name = label.partition("/")[0]
-        if name not in best or _middle(taken) > _middle(best[name]):
-            best[name] = taken
-    return best
-
-
-def _middle(samples: Sequence[Sample]) -> float:
-    return sorted(sample.mb_per_s for sample in samples)[len(samples) // 2]
-
-
-def _import_torch_s(job: Job | None = None) -> float:
-    """Seconds of `python -c "import torch"`; with a job, while our prefetcher fetches it into fresh memory."""
-    if job:
-        job = replace(job, fresh=True, beside_imports=True)
-    with tempfile.TemporaryDirectory() as folder:
-        beside = Contestant("medusa", "ours", "medusa").start(job, Path(folder)) if job else None
-        try:
-            began = time.perf_counter()
-            subprocess.run([sys.executable, "-c", "import torch"], check=True, stdin=subprocess.DEVNULL)
-            seconds = time.perf_counter() - began
-            if beside:
-                beside.communicate()
-        finally:
-            if beside:
-                beside.kill()
-                beside.wait()
-    return seconds
-
-
-def _has_torch() -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec("torch") is not None
-
-
-def _chosen(option: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise ConfigError(f"{option}: unknown {', '.join(unknown)}; known are {', '.join(known)}")
-    return names
-
-
-def _memory_folder(plan: Plan) -> str | None:
-    """tmpfs where it has room: no write-back disturbs the samples. Else the default, and the page cache serves."""
-    folder = "/dev/shm"
-    fits = os.access(folder, os.W_OK) and shutil.disk_usage(folder).free > plan.size_bytes * 1.1
-    return folder if fits else None
-
-
-@contextmanager
-def _stops_on_sigterm() -> Iterator[None]:
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+        print(json.dumps(fetch_once(sys.argv[1])), flush=True)
+    except MedusaError as error:
+        sys.exit(f"{error} [{error.code}]")

@@ -11,6 +11,7 @@ from typing import Any
 from medusa_runtime.errors import MedusaError
 from medusa_runtime.node.client import NodeClient
 from medusa_runtime.node.regions.model_key import absolute
+from medusa_runtime.timeline import Stage
 
 from .process import Process
 
@@ -30,22 +31,14 @@ class Node:
         self.socket = str(Path(self._folder.name) / "node.sock")
 
     def wait_warm(self, model: str) -> None:
-        """Until an engine process waits for a function. Raises MedusaError with what the agent said when none comes.
+        """Wait until an engine process is warm. Raises MedusaError with what the agent printed when none comes.
 
         It may run the code in the bundle of the ``model`` that is named first.
         """
         if self._process is None:
-            command = [
-                *self._medusa,
-                "node",
-                "--socket",
-                self.socket,
-                "--prewarm",
-                f"{self._engine}=1",
-                "--trust-state",
-                absolute(model),
-            ]
-            self._process = Process([*command, "--log-level", "warning"], self._env)
+            command = [*self._medusa, "node", "--socket", self.socket, "--prewarm", f"{self._engine}=1"]
+            command += ["--trust-state", absolute(model), "--log-level", "warning"]
+            self._process = Process(command, self._env)
         deadline = time.monotonic() + _WARM_TIMEOUT_S
         while time.monotonic() < deadline:
             if not self._process.alive():
@@ -60,12 +53,12 @@ class Node:
 
     @property
     def process(self) -> Process:
-        """The agent, and with it all that it has forked. After ``wait_warm``."""
+        """The agent with all that it has forked; only after ``wait_warm``."""
         assert self._process is not None
         return self._process
 
     def _status(self) -> dict[str, Any]:
-        """Empty while there is nobody to ask."""
+        """The agent's status, empty while it does not answer."""
         try:
             client = NodeClient(self.socket)
         except (MedusaError, OSError):
@@ -79,6 +72,12 @@ class Node:
 
     def close(self) -> None:
         if self._process is not None:
-            self._process.__exit__(None, None, None)
+            self._process.close()
             self._process = None
         self._folder.cleanup()
+
+
+def taken_engine(stages: Sequence[Stage]) -> int | None:
+    """The engine process that a function took from the node; None when it started its own."""
+    taken = [stage.detail["pid"] for stage in stages if stage.name == "engine" and stage.detail.get("source") == "node"]
+    return int(taken[0]) if taken else None

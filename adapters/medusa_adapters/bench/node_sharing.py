@@ -8,15 +8,16 @@ from pathlib import Path
 from medusa_runtime.errors import MedusaError
 
 from ..cli.progress import note
-from . import openai_client
-from .contestants import Medusa, Question, ask, ask_stages, connect
-from .node import Node
-from .process import Process, pss_bytes
+from .contestants import Medusa, Question, weights_mb
+from .metrics import add
+from .node import Node, taken_engine
+from .process import pss_bytes
 from .result import Result, Target
+from .served_instance import ServedInstance
 
 
 def measure_node(result: Result, ours: Medusa, question: Question, *, runs: int, functions: int) -> None:
-    """Rows of PSS in MB, taken when every function has answered a request, so that all weights have been read.
+    """Add rows of PSS in MB, taken when every function has answered a request, so that all weights have been read.
 
     ``alone``: one function without an agent. ``function``: its supervisor, function process and the engine process
     that it took, the median one of all. ``agent``: the agent, its zygote and its idle engine process. ``node``: all of
@@ -27,20 +28,20 @@ def measure_node(result: Result, ours: Medusa, question: Question, *, runs: int,
     alone, each, agent, total, fall, sent = [], [], [], [], [], []
     for number in range(runs):
         with ExitStack() as stack:
-            process, text, _ = _serving(stack, ours, question)
-            alone.append(pss_bytes(process.tree()) / 1e6)
+            instance, text = _answered(stack, ours, question)
+            alone.append(pss_bytes(instance.tree()) / 1e6)
         with ExitStack() as stack:
             sent_before, available = question.sent_bytes() if question.sent_bytes else 0, _available_mb()
             node = stack.enter_context(closing(Node(ours.command, ours.engine, question.env)))
             started: list[list[int]] = []
             for _ in range(functions):
                 node.wait_warm(question.model)
-                process, answer, engine = _serving(stack, ours, question, "--node-socket", node.socket)
-                if engine is None:
-                    raise process.failure("started an engine of its own, expected it to take the node's")
+                instance, answer = _answered(stack, ours, question, "--node-socket", node.socket)
+                if (engine := taken_engine(instance.stages())) is None:
+                    raise instance.failure("started an engine of its own, expected it to take the node's")
                 if answer != text:
                     raise MedusaError(f"a function of the node says {answer[:80]!r}, one without it {text[:80]!r}")
-                started.append([*process.tree(), engine])
+                started.append([*instance.tree(), engine])
             node.wait_warm(question.model)
             fall.append(available - _available_mb())
             engines = {pid for pids in started for pid in pids}
@@ -51,7 +52,7 @@ def measure_node(result: Result, ours: Medusa, question: Question, *, runs: int,
             if question.sent_bytes:
                 sent.append((question.sent_bytes() - sent_before) / 1e6)
         note(f"run {number + 1}: {functions} functions and agent take {total[-1]:.0f} MB, one alone {alone[-1]:.0f} MB")
-    weights_mb = sum(path.stat().st_size for path in Path(question.folder).glob("*.safetensors")) / 1e6
+    weights = weights_mb(question)
     for name, metric, samples in (
         ("alone", "pss_mb", alone),
         ("function", "pss_mb", each),
@@ -59,13 +60,13 @@ def measure_node(result: Result, ours: Medusa, question: Question, *, runs: int,
         ("node", "pss_mb", total),
         ("node", "fall_mb", fall),
         ("origin", "sent_mb", sent),
-        ("weights", "size_mb", [weights_mb]),
+        ("weights", "size_mb", [weights] if weights else []),
     ):
-        result.add(name, metric, "MB", samples)
+        add(result, name, metric, samples)
 
 
 def node_targets(result: Result, functions: int) -> list[Target]:
-    """What the node needs against functions that share nothing, and what the origin sent against the weights."""
+    """Compare the node's memory with that of functions that share nothing, and the bytes sent with the weights."""
     found = []
     node, alone = result.median("node", "pss_mb"), result.median("alone", "pss_mb")
     sent, size = result.median("origin", "sent_mb"), result.median("weights", "size_mb")
@@ -79,15 +80,10 @@ def node_targets(result: Result, functions: int) -> list[Target]:
     return found
 
 
-def _serving(stack: ExitStack, ours: Medusa, question: Question, *flags: str) -> tuple[Process, str, int | None]:
-    """An instance that has answered, its answer, and the engine process it took from the node."""
-    port = openai_client.free_port()
-    process = stack.enter_context(ours.start(question, port, *flags))
-    connection = stack.enter_context(closing(connect(process, port)))
-    answer = ask(process, connection, question)
-    stages = ask_stages(process, connection)
-    taken = [stage.detail["pid"] for stage in stages if stage.name == "engine" and stage.detail.get("source") == "node"]
-    return process, answer.text, int(taken[0]) if taken else None
+def _answered(stack: ExitStack, ours: Medusa, question: Question, *flags: str) -> tuple[ServedInstance, str]:
+    """An instance that has answered a request, so that all its weights have been read, and its answer."""
+    instance = stack.enter_context(ours.start(question, *flags))
+    return instance, instance.completion(question.body).text
 
 
 def _available_mb() -> float:

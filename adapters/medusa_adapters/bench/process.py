@@ -1,4 +1,4 @@
-"""Processes that a benchmark starts: timed from exec, measured with their children, and never left behind."""
+"""Child processes that are timed from exec, measured with their children, and never left behind."""
 
 from __future__ import annotations
 
@@ -13,52 +13,62 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import BinaryIO, Self
 
 from medusa_runtime.errors import EngineError, MedusaError
 from medusa_runtime.storage.base import redacted
 
 _PR_SET_PDEATHSIG = 1
-_GRACE_S = 10.0
+_GONE_S = 10.0  # from SIGKILL to the end
 _LAST_WORDS_S = 5.0  # from a connection's end to that of the process, which says why
 _SHOWN_CHARACTERS = 1500
 
 
 class Process:
-    """One contestant, a context manager: it leads a process group of its own, and all of it is gone at the end.
+    """A child process, a context manager: it leads a process group of its own, and all of it is gone at the end.
 
-    ``started_ns`` (CLOCK_MONOTONIC) is taken just before the exec. Its stderr is kept for the message when it fails.
+    ``started_ns`` (CLOCK_MONOTONIC) is taken just before the exec. Its output is kept for the message when it fails:
+    stderr alone, as ``line`` reads stdout, or both where ``log`` names a file to write them to. ``env`` is added to
+    this process's environment, or with ``inherit=False`` all there is. ``tied``: killed when the thread that started it
+    ends; not where threads of a test come and go.
     """
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
-        libc = ctypes.CDLL(None)
+    grace_s = 10.0  # from SIGTERM to SIGKILL; 0 kills at once
 
-        def die_with_parent() -> None:
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-        self.command = command
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed in __exit__)
+    def __init__(
+        self,
+        command: Sequence[str | Path],
+        env: Mapping[str, str] | None = None,
+        *,
+        inherit: bool = True,
+        folder: Path | None = None,
+        log: BinaryIO | None = None,
+        tied: bool = True,
+    ) -> None:
+        self.command = [str(word) for word in command]
+        self._output = log or tempfile.TemporaryFile()  # noqa: SIM115 (closed in close)
         self.started_ns = time.monotonic_ns()
-        self._process = subprocess.Popen(
-            command,
+        self.process = subprocess.Popen(
+            self.command,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env={**os.environ, **(env or {})},
-            preexec_fn=die_with_parent,
+            stdout=log or subprocess.PIPE,
+            stderr=self._output,
+            cwd=folder,
+            env={**(os.environ if inherit else {}), **(env or {})},
+            preexec_fn=_die_with_parent if tied else None,
             process_group=0,
         )
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self.process.pid
 
     def line(self) -> str:
         """The next line of its output. Raises MedusaError with the end of its stderr when there is none."""
-        assert self._process.stdout
-        line = self._process.stdout.readline()
+        assert self.process.stdout
+        line = self.process.stdout.readline()
         if not line:
-            self._process.wait()
+            self.process.wait()
             raise self.failure("ended without an answer")
         return line.decode()
 
@@ -66,11 +76,11 @@ class Process:
         return (time.monotonic_ns() - self.started_ns) / 1e9
 
     def alive(self) -> bool:
-        return self._process.poll() is None
+        return self.process.poll() is None
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Around requests to this process: a broken connection or stream is raised as MedusaError with its last words.
+        """Raise a broken connection or stream to this process as MedusaError with the end of its output.
 
         An instance that fails closes its connections before it says why and ends, so it is given a moment for that.
         """
@@ -78,18 +88,23 @@ class Process:
             yield
         except (OSError, http.client.HTTPException, ValueError, EngineError) as error:  # ValueError: half an event
             try:
-                self._process.wait(_LAST_WORDS_S)
+                self.process.wait(_LAST_WORDS_S)
             except subprocess.TimeoutExpired:
                 pass
             raise self.failure(f"did not answer as expected ({error})") from error
 
     def failure(self, what: str) -> MedusaError:
         """The error to raise for this process: what went wrong, whether it still runs and the end of its stderr."""
-        said = os.pread(self._errors.fileno(), os.fstat(self._errors.fileno()).st_size, 0).decode(errors="replace")
-        status = self._process.poll()
+        status = self.process.poll()
         state = "still running" if status is None else f"status {status}"
-        last = said.strip()[-_SHOWN_CHARACTERS:] or "it wrote no error"
+        last = self.output().strip()[-_SHOWN_CHARACTERS:] or "it wrote no error"
         return MedusaError(f"`{' '.join(map(redacted, self.command))[:200]}` {what} ({state}): {last}")
+
+    def output(self) -> str:
+        """What it has written so far: to stderr, with a log to stdout as well."""
+        # A positioned read: the file's position is the writer's.
+        number = self._output.fileno()
+        return os.pread(number, os.fstat(number).st_size, 0).decode(errors="replace")
 
     def tree(self) -> list[int]:
         """This process and all that descend from it."""
@@ -110,25 +125,31 @@ class Process:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End it and all that descends from it, and wait until they are gone. May be called twice."""
+        if self._output.closed:
+            return
         tree = self.tree() if self.alive() else []
-        if self.alive():
-            self._process.terminate()
+        if self.alive() and self.grace_s:
+            self.process.terminate()
             try:
-                self._process.wait(_GRACE_S)
+                self.process.wait(self.grace_s)
             except subprocess.TimeoutExpired:
                 pass
         for pid in [*tree, self.pid]:
             # Descendants may have left the group; those that still are this process's are ended by their id.
             if pid != self.pid or self.alive():
                 _kill(pid)
-        self._process.wait()
+        self.process.wait()
         # What still runs takes memory, and a part of the next sample's CPUs.
-        deadline = time.monotonic() + _GRACE_S
+        deadline = time.monotonic() + _GONE_S
         while any(_runs(pid) for pid in tree) and time.monotonic() < deadline:
             time.sleep(0.005)
-        assert self._process.stdout
-        self._process.stdout.close()
-        self._errors.close()
+        if self.process.stdout:
+            self.process.stdout.close()
+        self._output.close()
 
 
 def pss_bytes(pids: Sequence[int]) -> int:
@@ -147,6 +168,10 @@ def _smaps(pid: int, field: str) -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(field)), 0)
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _runs(pid: int) -> bool:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Row:
-    """What ``runs`` samples of one metric of one contestant came to, in ``unit``."""
+    """The median and range of one contestant's samples of one metric, in ``unit``."""
 
     name: str
     metric: str
@@ -26,14 +26,14 @@ class Row:
 
     @classmethod
     def of(cls, name: str, metric: str, unit: str, samples: Sequence[float]) -> Row:
-        """Raises ValueError for no samples: a contestant that gave none has no row."""
+        """Summarize samples. Raises ValueError without any: a contestant that gave none has no row."""
         if not samples:
             raise ValueError(f"no samples of {metric} for {name}")
         return cls(name, metric, unit, statistics.median(samples), min(samples), max(samples), len(samples))
 
 
 class Target(NamedTuple):
-    """A ratio of two medians and what it must be: at least ``bound``, or at most."""
+    """A ratio of two medians and its bound, from below (``at_least``) or above."""
 
     text: str
     ratio: float

@@ -1,57 +1,51 @@
-"""The rows that `medusa bench coldstart --rows` can show, by name."""
+"""The rows that `medusa bench coldstart --rows` can show: the ways to start a model, by name."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from medusa_runtime.errors import ConfigError, MissingPackageError
 
-from .compiled import Compiled
-from .contestants import Contestant, Medusa, Script, Transformers
+from .contestants import Contestant, Medusa
 from .prewarmed import Prewarmed
-from .vllm_baselines import STARTS, VllmBaseline, has_module
 
 _EAGER = ("--compile", "never")
-_IMPORT = (
-    "import vllm; vllm.LLM; print(vllm.__version__, flush=True)"  # vllm itself imports its parts when they are used
-)
+Maker = Callable[[str], Contestant]
 
 # Name → what makes the contestant, of the interpreter that has vLLM.
-_MAKERS: dict[str, Callable[[str], Contestant]] = {
+ROWS: dict[str, Maker] = {
     "torch": lambda _: Medusa(),
     "torch-prewarmed": lambda _: Prewarmed("torch", name="torch-prewarmed", python=sys.executable),
     "vllm-cold": lambda python: Medusa("vllm", name="vllm-cold", python=python, flags=_EAGER),
     "vllm-prewarmed": lambda python: Prewarmed("vllm", name="vllm-prewarmed", python=python, flags=_EAGER),
-    "vllm-compiled": lambda python: Compiled(name="vllm-compiled", python=python),
-    "vllm-import": lambda python: Script("vllm-import", lambda _: ["-c", _IMPORT], python=python),
-    "transformers": lambda _: Transformers(),
 }
-_MAKERS |= {name: lambda python, name=name: VllmBaseline(name, python) for name in STARTS}  # type: ignore[misc]
-ROWS = tuple(_MAKERS)
-
-# Greedy decoding gives these the same tokens, as they run the same code on the same weights.
-SAME_TOKENS = (
-    frozenset({"vllm-compiled", "vllm-default-baseline", "vllm-warm-cache-baseline", "vllm-best-baseline"}),
-    frozenset({"vllm-cold", "vllm-prewarmed", "vllm-eager-baseline"}),
-)
 
 
-def contestants(names: list[str], vllm_python: str) -> list[Contestant]:
-    """In the order of ``names``. Raises ConfigError for an unknown name, MissingPackageError without vLLM."""
+def contestants(
+    names: Sequence[str], known: Mapping[str, Maker] = ROWS, python: str = sys.executable
+) -> list[Contestant]:
+    """Make the contestants of these names. Raises ConfigError for an unknown one, MissingPackageError without vLLM."""
     for name in names:
-        if name not in _MAKERS:
-            raise ConfigError(f"--rows: expected names of {', '.join(ROWS)}, found {name!r}")
-    if any(name.startswith("vllm") for name in names) and not has_vllm(vllm_python):
+        if name not in known:
+            raise ConfigError(f"--rows: expected names of {', '.join(known)}, found {name!r}")
+    if any(name.startswith("vllm") for name in names) and not has_module(python, "vllm"):
         raise MissingPackageError(
-            f"{vllm_python} has no vllm; pip install vllm there, or name another interpreter that has it and "
-            "medusa-runtime with --vllm-python"
+            f"{python} has no vllm: pip install 'medusa-runtime[vllm]' there, or run the command of an environment "
+            "that has it"
         )
-    return [_MAKERS[name](vllm_python) for name in names]
+    return [known[name](python) for name in names]
 
 
-def has_vllm(python: str) -> bool:
-    return has_module(python, "vllm")
+def has_module(python: str, name: str) -> bool:
+    return succeeds(python, f"import importlib.util, sys; sys.exit(importlib.util.find_spec({name!r}) is None)")
 
 
-__all__ = ["ROWS", "SAME_TOKENS", "contestants", "has_vllm"]
+def succeeds(python: str, program: str) -> bool:
+    """Whether this interpreter exists and runs the program to its end."""
+    try:
+        ran = subprocess.run([python, "-c", program], check=False, stderr=subprocess.DEVNULL, timeout=60)
+    except OSError:
+        return False
+    return ran.returncode == 0

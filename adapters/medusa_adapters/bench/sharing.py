@@ -6,9 +6,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ..cli.progress import note
-from . import openai_client
-from .contestants import Medusa, Question, ask, connect
-from .process import Process, pss_bytes
+from .contestants import Medusa, Question, weights_mb
+from .metrics import add
+from .process import pss_bytes
 from .result import Result
 
 
@@ -20,31 +20,22 @@ def measure_sharing(result: Result, ours: Medusa, question: Question, *, runs: i
     first, added, system = [], [], []
     for number in range(runs):
         with ExitStack() as stack:
-            processes, memory, used = [], [0.0], [_system_mb()]
+            started, memory, used = [], [0.0], [_system_mb()]
             for _ in range(instances):
-                processes.append(_serving(stack, ours, question))
-                memory.append(sum(pss_bytes(process.tree()) for process in processes) / 1e6)
+                started.append(stack.enter_context(ours.start(question)))
+                started[-1].completion(question.body)  # then all its weights have been read
+                memory.append(sum(pss_bytes(instance.tree()) for instance in started) / 1e6)
                 used.append(_system_mb())
         further = instances - 1
         first.append(memory[1])
         added.append((memory[-1] - memory[1]) / further)
         system.append((used[-1] - used[1]) / further)
         note(f"run {number + 1}: the first takes {first[-1]:.0f} MB, each further one adds {added[-1]:.0f} MB")
-    weights_mb = sum(path.stat().st_size for path in Path(question.folder).glob("*.safetensors")) / 1e6
-    result.add(ours.name, "first_mb", "MB", first)
-    result.add(ours.name, "added_mb", "MB", added)
-    result.add(ours.name, "added_system_mb", "MB", system)
-    result.add("weights", "size_mb", "MB", [weights_mb])
-
-
-def _serving(stack: ExitStack, ours: Medusa, question: Question) -> Process:
-    """An instance that has answered a request, so that all its weights have been read."""
-    port = openai_client.free_port()
-    process = stack.enter_context(ours.start(question, port))
-    connection = connect(process, port)
-    stack.callback(connection.close)
-    ask(process, connection, question)
-    return process
+    weights = weights_mb(question)
+    add(result, ours.name, "first_mb", first)
+    add(result, ours.name, "added_mb", added)
+    add(result, ours.name, "added_system_mb", system)
+    add(result, "weights", "size_mb", [weights] if weights else [])
 
 
 def _system_mb() -> float:

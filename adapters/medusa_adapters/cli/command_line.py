@@ -28,7 +28,7 @@ _COMMANDS = (
     ("deploy", "medusa_adapters.deploy.command", "print what a platform needs to run a function, or bring it there"),
     ("materialize", "medusa_adapters.cli.materialize", "make the state bundle that lets starts skip work"),
     ("inspect", "medusa_adapters.cli.inspect", "show what a checkpoint contains"),
-    ("bench", "medusa_adapters.bench.command", "measure cold starts and fetches against others"),
+    ("bench", "medusa_adapters.bench.command", "measure cold starts and fetches of a model"),
     ("node", "medusa_adapters.cli.node", "keep models and warm engine processes for all functions of this node"),
     ("doctor", "medusa_adapters.cli.doctor", "check this machine, and say what to do"),
 )

@@ -20,8 +20,7 @@ from medusa_runtime.state.materialize import Made, Materialization, beside
 from medusa_runtime.state.stage_times import StageTimes, summarize
 from medusa_runtime.storage.base import redacted
 
-from ..bench import openai_client
-from ..bench.contestants import Medusa, Question, ask, ask_stages, connect, wait_ready
+from ..bench.contestants import Medusa, Question
 from .flags import add_model, given_model
 from .leftovers import Leftovers
 from .progress import note, size
@@ -193,14 +192,12 @@ def measure(settings: Settings, folder: Path, starts: int) -> StageTimes:
     )
     engine, timelines, decode_s = Medusa(settings.engine), [], []
     for number in range(starts):
-        port = openai_client.free_port()
-        with engine.start(question, port) as process:
-            connection = connect(process, port)
-            answer = ask(process, connection, question)
-            wait_ready(process, connection, 0.01)
-            timelines.append(ask_stages(process, connection))
+        with engine.start(question) as instance:
+            answer = instance.completion(question.body)
+            instance.wait_ready()
+            timelines.append(instance.stages())
         decode_s.append((answer.end_ns - answer.first_token_ns) / 1e9 / (_TOKENS - 1))
-        note(f"start {number + 1}: first token after {(answer.first_token_ns - process.started_ns) / 1e6:.0f} ms")
+        note(f"start {number + 1}: first token after {(answer.first_token_ns - instance.started_ns) / 1e6:.0f} ms")
     return summarize(timelines, decode_s)
 
 

@@ -9,17 +9,19 @@ from medusa_runtime.timeline import Stage
 
 from ..bench.result import Row
 from .gantt import MS, Track, gaps, moment, tracks, window
+from .labels import Labels
 
 
-def bars(rows: Sequence[Row], labels: dict[str, str], ours: str) -> str:
+def bars(rows: Sequence[Row], labels: Labels, ours: str) -> str:
     """Horizontal bars of medians, all from zero, with a thin line from the least to the most."""
     top = max(row.max for row in rows) or 1.0
     lines = []
     for row in rows:
         kind = "ours" if row.name == ours else "other"
         width, low, high = (f"{value / top * 100:.2f}%" for value in (row.median, row.min, row.max))
+        name = labels[row.name].name if row.name in labels else row.name
         lines.append(
-            f'<div class="row {kind}"><span class="label">{escape(labels.get(row.name, row.name))}</span>'
+            f'<div class="row {kind}"><span class="label">{escape(name)}</span>'
             f'<span class="lane"><i class="bar" style="width:{width}"></i>'
             f'<i class="range" style="left:{low};width:calc({high} - {low})"></i></span>'
             f'<span class="value">{_value(row.median)} {escape(row.unit)}</span></div>'

@@ -4,73 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
 from medusa_runtime.timeline import Stage
 
+from ..bench.metrics import METRICS, Metric
 from ..bench.result import Result, Row
 from .charts import bars, timeline
 from .gantt import MS, gaps, moment, tracks, window
+from .labels import OURS, Label, Labels
 
-if TYPE_CHECKING:
-    from ..bench.contestants import Sample
-
-_METRICS = {
-    "ttft_s": (
-        "Time to the first token",
-        "from exec of a fresh process to the first token at the client; less is better",
-    ),
-    "ready_s": ("Time until ready", "from exec to the first 200 of /readyz"),
-    "pss_mb": ("Memory", "proportional set size of all processes after the first answer"),
-    "rss_mb": ("Resident sets", "summed over all processes; shared pages count once for each"),
-    "gap_ms": ("Unaccounted time", "the longest time before the first token that lies in no stage"),
-    "tokens_per_s_b1": ("Throughput at batch 1", "tokens per second; more is better"),
-    "tokens_per_s_b8": ("Throughput at batch 8", "tokens per second; more is better"),
-    "first_mb": ("Memory of one instance", "proportional set size"),
-    "added_mb": ("Memory of a further instance", "what the proportional set sizes grow by"),
-    "added_system_mb": ("The same, seen by the machine", "growth of its anonymous and shared memory"),
-    "size_mb": ("Size of the weights", ""),
-}
 _CHARTED = ("ttft_s", "tokens_per_s_b1", "tokens_per_s_b8")
-# Rows that answer no request: they say how much of the time is not ours to save.
-_YARDSTICKS = ("torch-import", "vllm-import", "floor")
-_LABELS = {
-    "torch": "medusa-runtime",
-    "torch-prewarmed": "medusa-runtime, pre-warmed",
-    "vllm-cold": "medusa-runtime with vLLM",
-    "vllm-prewarmed": "medusa-runtime with vLLM, pre-warmed",
-    "vllm-compiled": "medusa-runtime with vLLM, compiled",
-    "transformers": "transformers",
-    "torch-import": "import torch",
-    "vllm-import": "import vllm",
-    "floor": "plain floor",
-}
-_MEANINGS = {
-    "torch": "`medusa serve`, from a process that does not exist yet to the first token over HTTP.",
-    "torch-prewarmed": "The same with a node agent, which holds the weights and an idle engine process.",
-    "vllm-cold": "`medusa serve --engine vllm`, without compiled code.",
-    "vllm-prewarmed": "The same with a node agent, which holds the weights and an idle engine process.",
-    "vllm-compiled": "`medusa serve --engine vllm` with compiled code from a state bundle.",
-    "transformers": "A bare Python script with Hugging Face transformers, without a server.",
-    "torch-import": "Python, and the ordinary `import torch`; nothing is read or computed.",
-    "vllm-import": "Python, and the ordinary `import vllm`; nothing is read or computed.",
-    "floor": (
-        "A script with the ordinary `import torch`, the tokenizer, one look at all weights and one small product: "
-        "about the least that a program which imports torch as usual can do. medusa-runtime can be below it: it "
-        "imports only the parts of torch that inference uses, and reads the weights at the same time."
-    ),
-}
 
 
 def html(
-    result: Result, samples: Mapping[str, Sequence[Sample]], ours: str, subject: Mapping[str, str] | None = None
+    result: Result,
+    stages: Sequence[Stage],
+    ours: str,
+    subject: Mapping[str, str] | None = None,
+    labels: Labels = OURS,
 ) -> str:
-    """The page. The timeline shown is that of our run with the median TTFT; ``subject`` says what was measured."""
-    sections = [_headline(result, ours, subject or {}), *_charts(result, ours), _yardsticks(result)]
-    ordered = sorted(samples.get(ours, ()), key=lambda sample: sample.ttft_s)
-    if ordered and (stages := ordered[(len(ordered) - 1) // 2].stages):
-        sections.append(_timeline(stages))
-    sections += [_rows(result), _facts("What was measured", subject or {}), _facts("Machine", result.machine)]
+    """The page. ``stages`` are those of our run with the median TTFT; ``subject`` says what was measured."""
+    sections = [
+        _headline(result, ours, subject or {}, labels),
+        *_charts(result, ours, labels),
+        _yardsticks(result, labels),
+        _timeline(stages) if stages else "",
+        _rows(result, labels),
+        _facts("What was measured", subject or {}),
+        _facts("Machine", result.machine),
+    ]
     body = "\n".join(section for section in sections if section)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -81,21 +43,17 @@ def html(
 """
 
 
-def label(name: str) -> str:
-    """What a reader who knows no row names would call it."""
-    return _LABELS.get(name, name)
-
-
-def _headline(result: Result, ours: str, subject: Mapping[str, str]) -> str:
+def _headline(result: Result, ours: str, subject: Mapping[str, str], labels: Labels) -> str:
     median = result.median(ours, "ttft_s")
     if median is None:
         return "<h1>medusa-runtime</h1>"
     ratios = [
         f"<strong>{max(ratio, 1 / ratio):.1f}×</strong> {'faster' if ratio >= 1 else 'slower'} than "
-        f"{escape(label(row.name))}"
+        f"{escape(_label(labels, row).name)}"
         for row in result.rows
         if row.metric == "ttft_s"
-        and row.name not in (ours, *_YARDSTICKS)
+        and row.name != ours
+        and not _label(labels, row).yardstick
         and (ratio := result.ratio("ttft_s", row.name, ours))
     ]
     versus = f'<p class="versus">{", ".join(ratios)}</p>' if ratios else ""
@@ -109,33 +67,39 @@ def _headline(result: Result, ours: str, subject: Mapping[str, str]) -> str:
     )
 
 
-def _charts(result: Result, ours: str) -> list[str]:
+def _charts(result: Result, ours: str, labels: Labels) -> list[str]:
     sections = []
     for metric in _CHARTED:
-        rows = [row for row in result.rows if row.metric == metric and row.name not in _YARDSTICKS]
+        rows = [row for row in result.rows if row.metric == metric and not _label(labels, row).yardstick]
         if rows:
-            title, text = _METRICS[metric]
+            title, text = METRICS[metric].title, METRICS[metric].meaning
             runs = f"Medians of {rows[0].runs} runs, taken in turn; the thin lines go from the least to the most"
             text = text[0].upper() + text[1:]
-            sections.append(
-                f"<section><h2>{title}</h2><p>{text}. {runs}.</p>{bars(rows, _LABELS, ours)}{_meanings(rows)}</section>"
-            )
+            chart = bars(rows, labels, ours) + _meanings(rows, labels)
+            sections.append(f"<section><h2>{title}</h2><p>{text}. {runs}.</p>{chart}</section>")
     return sections
 
 
-def _yardsticks(result: Result) -> str:
-    rows = [row for row in result.rows if row.metric == "ttft_s" and row.name in _YARDSTICKS]
+def _yardsticks(result: Result, labels: Labels) -> str:
+    rows = [row for row in result.rows if row.metric == "ttft_s" and _label(labels, row).yardstick]
     if not rows:
         return ""
     return (
         "<section><h2>For comparison: work without an answer</h2><p>These scripts produce no token. They show how long "
-        f"parts of a start take by themselves on this machine.</p>{bars(rows, _LABELS, '')}{_meanings(rows)}</section>"
+        f"parts of a start take by themselves on this machine.</p>{bars(rows, labels, '')}{_meanings(rows, labels)}"
+        "</section>"
     )
 
 
-def _meanings(rows: Sequence[Row]) -> str:
-    known = [row.name for row in rows if row.name in _MEANINGS]
-    return "".join(f"<p class='note'><b>{escape(label(name))}</b>: {_prose(_MEANINGS[name])}</p>" for name in known)
+def _label(labels: Labels, row: Row) -> Label:
+    return labels.get(row.name, Label(row.name))
+
+
+def _meanings(rows: Sequence[Row], labels: Labels) -> str:
+    found = [_label(labels, row) for row in rows]
+    return "".join(
+        f"<p class='note'><b>{escape(label.name)}</b>: {_prose(label.meaning)}</p>" for label in found if label.meaning
+    )
 
 
 def _prose(text: str) -> str:
@@ -171,9 +135,9 @@ def _width(stages: Sequence[Stage]) -> str:
     return f"{(end - start) / MS:.0f}"
 
 
-def _rows(result: Result) -> str:
+def _rows(result: Result, labels: Labels) -> str:
     lines = "".join(
-        f"<tr><td>{_named(row.name)}</td><td>{_metric(row)}</td>"
+        f"<tr><td>{_named(row, labels)}</td><td>{_metric(row, labels)}</td>"
         f"<td>{_number(row.median)} {escape(row.unit)}<small>{_number(row.min)} to {_number(row.max)}, "
         f"{row.runs} run{'s' * (row.runs != 1)}</small></td></tr>"
         for row in result.rows
@@ -184,17 +148,17 @@ def _rows(result: Result) -> str:
     )
 
 
-def _named(name: str) -> str:
+def _named(row: Row, labels: Labels) -> str:
     """A row's label, with the name that the command and its JSON have for it."""
-    shown = escape(label(name))
-    return shown if label(name) == name else f"{shown}<small><code>{escape(name)}</code></small>"
+    shown = escape(_label(labels, row).name)
+    return f"{shown}<small><code>{escape(row.name)}</code></small>" if row.name in labels else shown
 
 
-def _metric(row: Row) -> str:
-    if row.name in _YARDSTICKS and row.metric == "ttft_s":
+def _metric(row: Row, labels: Labels) -> str:
+    if _label(labels, row).yardstick and row.metric == "ttft_s":
         return "Time until done<small>it produces no token</small>"
-    title, text = _METRICS.get(row.metric, (row.metric, ""))
-    return f"{escape(title)}<small>{escape(text)}</small>"
+    _, title, meaning = METRICS.get(row.metric, Metric(row.unit, row.metric))
+    return f"{escape(title)}<small>{escape(meaning)}</small>"
 
 
 def _number(value: float) -> str:

@@ -15,7 +15,7 @@ def test_our_packages_are_compiled_for_an_interpreter(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    module = importlib.util.cache_from_source(str(package / "cli.py"))
+    module = importlib.util.cache_from_source(str(package / "trial.py"))
     assert not os.path.exists(module)
     compile_packages(str(python))
     assert os.path.exists(module)

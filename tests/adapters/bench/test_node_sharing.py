@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from medusa_adapters.bench.node_sharing import node_targets
 from medusa_adapters.bench.result import Result
-from medusa_adapters.cli.main import main
+
+from benchmarks.coldstart.__main__ import main
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "pydoc-lm"
 
@@ -14,7 +15,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "pydoc-lm"
 def test_functions_of_a_node_fetch_once_and_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rows.json"
     flags = ["--model", str(EXAMPLE), "--origin", "http", "--instances", "2", "--node", "--runs", "1"]
-    assert main(["bench", "coldstart", *flags, "--json", str(out)]) == 0
+    assert main([*flags, "--json", str(out)]) == 0
     rows = {(row["name"], row["metric"]): row["median"] for row in json.loads(out.read_text())["rows"]}
     weights_mb = (EXAMPLE / "model.safetensors").stat().st_size / 1e6
     assert weights_mb <= rows["origin", "sent_mb"] < 1.5 * weights_mb  # once; beside it small files and a first look

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from medusa_adapters.bench.origin import Origin, Variant
 from medusa_runtime.errors import ConfigError, ForbiddenError, MissingPackageError, UnreachableError
 from medusa_runtime.storage import wire
 from medusa_runtime.storage.endpoint import Endpoint
@@ -18,6 +17,8 @@ from medusa_runtime.storage.http import HttpStore
 from medusa_runtime.storage.proxy import Proxies
 from medusa_runtime.storage.retry import RetryPolicy
 from medusa_runtime.storage.s3 import S3Store
+
+from benchmarks.origin import Origin, Variant
 
 QUICK = RetryPolicy(attempts=2, patience_s=10.0, stall_s=5.0, first_pause_s=0.01)
 BODY = os.urandom(3_000_000)

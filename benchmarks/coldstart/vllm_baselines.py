@@ -1,18 +1,22 @@
-"""vLLM as it is, as contestants of the cold-start benchmark: what a user gets who starts it himself."""
+"""vLLM as it is: what its users get who start it themselves."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
+import socket
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .contestants import OFFLINE, SCRIPTS, Question, Sample
-from .process import Process, pss_bytes, rss_bytes
+from medusa_adapters.bench.contestants import Question, Sample
+from medusa_adapters.bench.process import Process, pss_bytes, rss_bytes
+from medusa_adapters.bench.rows import has_module, succeeds
+from medusa_adapters.bench.served_instance import ServedInstance
+
+from benchmarks.coldstart.others import OFFLINE, SCRIPTS
 
 # Its default on a CPU is most of the machine's memory, which it writes zeros to: with that it would start later still.
 _ENV = {**OFFLINE, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
@@ -66,12 +70,14 @@ class VllmBaseline:
                 rss_mb=rss_bytes(pids) / 1e6,
             )
 
-    def start(self, question: Question, port: int) -> Process:
+    def start(self, question: Question) -> ServedInstance:
         """vLLM's own OpenAI server, with the same settings; its model has the name ``model``."""
+        with socket.create_server(("127.0.0.1", 0)) as free:  # it prints no port that it found itself
+            port = int(free.getsockname()[1])
         command = [self._python, "-m", "vllm.entrypoints.openai.api_server", "--model", question.folder]
         command += ["--served-model-name", self.model, "--host", "127.0.0.1", "--port", str(port)]
         command += ["--enforce-eager"] if self._start.options.get("enforce_eager") else []
-        return Process(command, self._env())
+        return ServedInstance(command, self._env(), port=port)
 
     def close(self) -> None:
         self._caches.cleanup()
@@ -95,21 +101,10 @@ class VllmBaseline:
         return {**_ENV, **self._start.env, **caches, **(self._named(root) if self._streams else {})}
 
     def _named(self, root: Path) -> dict[str, str]:
-        """For the streamer vLLM asks for the metadata of a package `vllm`, which its build for CPUs does not have."""
-        if _succeeds(self._python, "import importlib.metadata; importlib.metadata.version('vllm')"):
+        """The environment in which vLLM finds metadata of a package `vllm`, which its streamer needs on a CPU."""
+        if succeeds(self._python, "import importlib.metadata; importlib.metadata.version('vllm')"):
             return {}
         metadata = root / "names" / "vllm-0.32.0+cpu.dist-info" / "METADATA"
         metadata.parent.mkdir(parents=True, exist_ok=True)
         metadata.write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
         return {"PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(root / "names")]))}
-
-
-def has_module(python: str, name: str) -> bool:
-    return _succeeds(python, f"import importlib.util, sys; sys.exit(importlib.util.find_spec({name!r}) is None)")
-
-
-def _succeeds(python: str, check: str) -> bool:
-    try:
-        return subprocess.run([python, "-c", check], check=False, stderr=subprocess.DEVNULL, timeout=60).returncode == 0
-    except OSError:
-        return False

@@ -26,9 +26,9 @@ Client = Callable[["Job"], Callable[[], Buffers]]
 
 @dataclass(frozen=True)
 class Job:
-    """What to fetch: ``url``/``bucket``/``key``. ``fresh`` asks for memory that nobody has touched yet.
+    """What to fetch: ``url``/``bucket``/``key``. ``fresh`` asks for memory that has not been touched yet.
 
-    ``beside_imports`` tells ours to behave as in `medusa serve`, where something else is imported meanwhile.
+    ``beside_imports`` makes ours behave as in `medusa serve`, where something else is imported meanwhile.
     """
 
     url: str

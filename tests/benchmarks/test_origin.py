@@ -12,9 +12,10 @@ from email.message import Message
 from pathlib import Path
 
 import pytest
-from medusa_adapters.bench.checkpoint import BUCKET, KEY, ServedCheckpoint, make_checkpoint
-from medusa_adapters.bench.origin import VARIANTS, Origin, Variant, nginx_path
-from medusa_adapters.bench.ranged_server import parse_range
+
+from benchmarks.fetch.checkpoint import BUCKET, KEY, ServedCheckpoint, make_checkpoint
+from benchmarks.origin import VARIANTS, Origin, Variant, nginx_path
+from benchmarks.ranged_server import parse_range
 
 SIZE_BYTES = 3_000_000
 SERVERS = [

@@ -10,13 +10,16 @@ import time
 from pathlib import Path
 
 import pytest
-from medusa_adapters.bench import fetch
-from medusa_adapters.bench.checkpoint import BUCKET, KEY, make_checkpoint
-from medusa_adapters.bench.client import Job
-from medusa_adapters.bench.origin import VARIANTS, Origin
 from medusa_adapters.bench.result import Result
-from medusa_adapters.bench.sample import Contestant
 from medusa_runtime.errors import ConfigError, CorruptError, MedusaError, MissingPackageError
+
+from benchmarks.fetch import __main__ as fetch
+from benchmarks.fetch.checkpoint import BUCKET, KEY, make_checkpoint
+from benchmarks.fetch.client import Job
+from benchmarks.fetch.sample import Contestant
+from benchmarks.origin import VARIANTS, Origin
+
+ROOT = Path(__file__).parents[2]
 
 
 def parsed(*options: str) -> argparse.Namespace:
@@ -33,7 +36,7 @@ def test_a_small_run_has_all_rows_and_leaves_nothing(
     report = tmp_path / "fetch.json"
 
     only = "medusa,medusa-fresh,raw,raw-populate"
-    assert fetch.run(parsed("--runs", "1", "--size-gb", "0.006", "--only", only, "--json", str(report))) == 0
+    assert fetch.main(["--runs", "1", "--size-gb", "0.006", "--only", only, "--json", str(report)]) == 0
 
     rows = {(row["name"], row["metric"]): row for row in json.loads(report.read_text())["rows"]}
     names = ["medusa", "medusa-fresh", "raw", "raw-populate"]
@@ -79,14 +82,14 @@ def test_a_peer_in_another_environment_gets_this_package_and_no_more(tmp_path: P
 
 def test_terminating_a_run_stops_and_removes_all_it_started(tmp_path: Path) -> None:
     program = (
-        "import argparse, sys\nfrom medusa_adapters.bench import fetch\n"
+        "import sys\nfrom benchmarks.fetch import __main__ as fetch\n"
         "fetch._memory_folder = lambda plan: sys.argv[-1]\n"
-        "parser = argparse.ArgumentParser()\nfetch.add_arguments(parser)\n"
-        "fetch.run(parser.parse_args(sys.argv[1:-1]))"
+        "fetch.main(sys.argv[1:-1])"
     )
     options = ["--runs", "1000", "--size-gb", "0.004", "--only", "raw", "--variants", "plain"]
     with subprocess.Popen(
         [sys.executable, "-c", program, *options, str(tmp_path)],
+        cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,

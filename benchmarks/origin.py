@@ -74,7 +74,7 @@ class Origin:
         self._stack.close()
 
     def connections(self) -> int | None:
-        """How many connections have carried an object's bytes so far, or None where the server does not tell."""
+        """How many connections have carried an object's bytes so far; None where the server keeps no log."""
         if self._log is None or not self._log.exists():
             return None
         return len({connection for connection, sent in self._sent() if sent > 1 << 20})
@@ -90,7 +90,7 @@ class Origin:
         return [(line.split()[0], int(line.split()[1])) for line in lines if line.count(" ") == 1]
 
     def _start_builtin(self) -> int:
-        command = [sys.executable, "-m", "medusa_adapters.bench.ranged_server", str(self._root)]
+        command = [sys.executable, str(Path(__file__).with_name("ranged_server.py")), str(self._root)]
         command += ["--latency", str(self.variant.latency_s)]
         command += ["--rate", str(self.variant.rate_bytes_per_s)] if self.variant.rate_bytes_per_s else []
         command += ["--cert", str(self.ca_file)] if self.ca_file else []

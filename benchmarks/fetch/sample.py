@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 from medusa_runtime.errors import MedusaError, MissingPackageError
 
-import medusa_adapters
-from medusa_adapters.bench.client import MISSING_PACKAGE, Job
-from medusa_adapters.bench.peers import INSTALL, environment
+from benchmarks.fetch.client import MISSING_PACKAGE, Job
+from benchmarks.fetch.peers import INSTALL, environment
 
 _TIMEOUT_S = 300.0
 _WATCH_EVERY_S = 0.01
@@ -33,7 +32,7 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Contestant:
-    """Who fetches: ``client`` of the module ``medusa_adapters.bench.<module>``, on the interpreter ``python``."""
+    """A row: ``client`` of the module ``benchmarks.fetch.<module>``, run by the interpreter ``python``."""
 
     name: str
     module: str
@@ -63,12 +62,13 @@ class Contestant:
         )
 
     def start(self, job: Job, folder: Path) -> subprocess.Popen[str]:
-        """The child, started; ``folder`` is empty and outlives it."""
-        # Another interpreter must find this package and nothing else of ours, so it gets a folder with one link.
-        (folder / "medusa_adapters").symlink_to(Path(medusa_adapters.__file__).parent)
-        path = {} if self.python == sys.executable else {"PYTHONPATH": str(folder)}
+        """Start the child; ``folder`` is empty and outlives it."""
+        # Another interpreter must find these modules and nothing else of ours, so it gets a folder with one link.
+        (folder / "benchmarks").symlink_to(Path(__file__).parents[1])
+        others = os.environ.get("PYTHONPATH") if self.python == sys.executable else None
+        path = {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), others)))}
         return subprocess.Popen(
-            [self.python, "-m", f"medusa_adapters.bench.{self.module}", self.client, json.dumps(asdict(job))],
+            [self.python, "-m", f"benchmarks.fetch.{self.module}", self.client, json.dumps(asdict(job))],
             env={**os.environ, **environment(job), **path},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -78,7 +78,7 @@ class Contestant:
 
 
 def _watch(child: subprocess.Popen[str]) -> float:
-    """Until the child ends; returns the highest anonymous memory seen, in MB. Shared memory is not in it."""
+    """Wait for the child's end; return the most anonymous memory seen, in MB, without shared memory."""
     peak_kb, deadline = 0, time.monotonic() + _TIMEOUT_S
     status = Path(f"/proc/{child.pid}/status")
     while child.poll() is None:

@@ -11,19 +11,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from medusa_adapters.bench import coldstart
-from medusa_adapters.bench.compiled import Bundled, check_attached, check_nothing_compiled
 from medusa_adapters.bench.contestants import Question, Sample
 from medusa_adapters.bench.node import Node
-from medusa_adapters.bench.process import Process
 from medusa_adapters.bench.result import Result
-from medusa_adapters.bench.rows import ROWS, contestants
-from medusa_adapters.bench.vllm_baselines import STARTS, VllmBaseline
+from medusa_adapters.bench.rows import contestants
+from medusa_adapters.bench.served_instance import ServedInstance
 from medusa_runtime.errors import ConfigError, MedusaError, MissingPackageError
 from medusa_runtime.timeline import Stage
 
-MEDUSA = Path(sys.executable).with_name("medusa")
-EXAMPLE = Path(__file__).parents[3] / "examples" / "pydoc-lm"
+from benchmarks.coldstart import __main__ as command
+from benchmarks.coldstart.compiled import Bundled, check_attached, check_nothing_compiled
+from benchmarks.coldstart.rows import ROWS
+from benchmarks.coldstart.vllm_baselines import STARTS, VllmBaseline
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
 QUESTION = Question(model="m", folder="m", prompt="p", max_tokens=3)
 
 # As much of vLLM as the script asks for: it logs to stdout, and says what it was started with.
@@ -69,7 +70,7 @@ def with_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_each_baseline_starts_vllm_in_its_way(name: str, texts: list[str]) -> None:
     assert set(STARTS) <= set(ROWS)
-    (baseline,) = contestants([name], sys.executable)
+    (baseline,) = contestants([name], ROWS, sys.executable)
     try:
         for text in texts:
             sample = baseline.sample(QUESTION)
@@ -92,18 +93,18 @@ def test_a_baseline_that_fails_is_quoted() -> None:
 
 def test_names_and_interpreters_are_checked() -> None:
     with pytest.raises(ConfigError, match="torch-prewarmed"):
-        contestants(["torch", "tgi"], sys.executable)
-    with pytest.raises(MissingPackageError, match="--vllm-python"):
-        contestants(["vllm-cold"], "/nowhere/python")
+        contestants(["torch", "tgi"], ROWS)
+    with pytest.raises(MissingPackageError, match="/nowhere/python has no vllm"):
+        contestants(["vllm-cold"], ROWS, "/nowhere/python")
 
 
 def test_the_same_code_must_give_the_same_text() -> None:
-    samples = coldstart.Samples({"vllm-warm-cache-baseline": [Sample(1.0, "a b")], "vllm-compiled": []})
+    samples = {"vllm-warm-cache-baseline": [Sample(1.0, "a b")], "vllm-compiled": []}
     samples |= {name: [] for name in ROWS if name not in samples}
-    coldstart._check_same_tokens("vllm-compiled", samples, Sample(1.0, "a b"))
-    coldstart._check_same_tokens("vllm-prewarmed", samples, Sample(1.0, "a c"))  # eager, and rounds otherwise
+    command.check_same_tokens(samples, "vllm-compiled", Sample(1.0, "a b"))
+    command.check_same_tokens(samples, "vllm-prewarmed", Sample(1.0, "a c"))  # eager, and rounds otherwise
     with pytest.raises(MedusaError, match="vllm-compiled and vllm-warm-cache-baseline disagree"):
-        coldstart._check_same_tokens("vllm-compiled", samples, Sample(1.0, "a c"))
+        command.check_same_tokens(samples, "vllm-compiled", Sample(1.0, "a c"))
 
 
 def test_an_eager_start_is_no_compiled_one() -> None:
@@ -137,13 +138,12 @@ def metrics() -> Iterator[http.server.ThreadingHTTPServer]:
 @pytest.mark.parametrize(("page", "said"), [("_total 0", ""), ("_total 2", "found 2"), ("s 0", "found no count")])
 def test_one_compilation_ends_the_bench(metrics: http.server.ThreadingHTTPServer, page: str, said: str) -> None:
     metrics.page = f"# HELP\nmedusa_engine_compilations{page}\n".encode()  # type: ignore[attr-defined]
-    with Process([sys.executable, "-c", "input()"]) as process:
-        process.alive = lambda: True  # type: ignore[method-assign]
+    with ServedInstance(["sleep", "60"], port=metrics.server_port) as instance:
         if not said:
-            check_nothing_compiled(process, metrics.server_port)
+            check_nothing_compiled(instance)
             return
         with pytest.raises(MedusaError, match=said):
-            check_nothing_compiled(process, metrics.server_port)
+            check_nothing_compiled(instance)
 
 
 def test_a_bundle_that_cannot_be_made_and_a_node_without_its_engine_are_quoted(tmp_path: Path) -> None:
@@ -162,15 +162,17 @@ def test_promised_ratios_are_told() -> None:
     result = Result({})
     for name, seconds in {"vllm-compiled": 2.0, "vllm-warm-cache-baseline": 15.0, "vllm-cold": 1.0}.items():
         result.add(name, "ttft_s", "s", [seconds])
-    (target,) = coldstart._targets(result, "vllm-compiled")
+    (target,) = command.targets(result, "vllm-compiled")
     assert (target.ratio, target.met) == (7.5, False)
 
 
 @pytest.mark.slow
 def test_a_warm_engine_process_serves_the_first_request(tmp_path: Path) -> None:
-    command = [str(MEDUSA), "bench", "coldstart", "--model", str(EXAMPLE), "--rows", "torch-prewarmed,transformers"]
+    command = [sys.executable, "-m", "benchmarks.coldstart", "--model", EXAMPLE]
+    flags = ["--rows", "torch-prewarmed,transformers", "--runs", "1", "--max-tokens", "4"]
     ran = subprocess.run(
-        [*command, "--runs", "1", "--max-tokens", "4", "--json", str(tmp_path / "rows.json")],
+        [*command, *flags, "--json", tmp_path / "rows.json"],
+        cwd=EXAMPLE.parents[1],
         capture_output=True,
         text=True,
         check=False,

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from typing import Any
 
-from medusa_adapters.bench.client import Buffers, Client, Job, main, shared_memory
+from benchmarks.fetch.client import Buffers, Client, Job, main, shared_memory
 
 REGION = "us-east-1"
 _RANGE_BYTES = 16 << 20

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from medusa_adapters.bench.client import Buffers, Client, Job, main, shared_memory
+from benchmarks.fetch.client import Buffers, Client, Job, main, shared_memory
 
 _MADV_POPULATE_WRITE = 23
 _AHEAD_BYTES = 16 << 20

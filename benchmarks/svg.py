@@ -1,19 +1,54 @@
-"""The timeline of a start as SVG, for figures; it takes its colours from the style sheet around it."""
+"""Charts as SVG for the documents and for figures; they take their colours from the style sheet around them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
 
+from medusa_adapters.bench.result import Row
+from medusa_adapters.report.gantt import MS, Track, gaps, moment, tracks, window
 from medusa_runtime.timeline import Stage
-
-from .gantt import MS, Track, gaps, moment, tracks, window
 
 _WIDTH = 920
 _LABELS = 170
 _VALUES = 90
 _ROW = 22
 _BAR = 14
+STYLE = """
+:root{color-scheme:light dark;--back:#fff;--text:#1b1f24;--soft:#616b76;--line:#e3e7eb;--ours:#0b7a75;--other:#b4bec9;
+--gap:#d9483b;--token:#c2410c}
+@media(prefers-color-scheme:dark){:root{--back:#14171a;--text:#e8ebee;--soft:#98a3ae;--line:#2a3037;--ours:#35b8ae;
+--other:#4b5661;--gap:#ff7a6b;--token:#fb923c}}
+svg{display:block;width:100%;height:auto;font-size:12px;overflow:visible}
+svg text{fill:var(--text)}svg .end{text-anchor:end}svg .tick{text-anchor:middle}
+svg .tick,svg .value{fill:var(--soft);font-variant-numeric:tabular-nums}svg .strong{font-weight:600}
+.ours,.stage{fill:var(--ours)}.other{fill:var(--other)}.mark{fill:var(--text)}
+.range{stroke:var(--text);stroke-width:1.2;fill:none;opacity:.75}.grid,.rule{stroke:var(--line);fill:none}
+.gap{fill:var(--gap);opacity:.22}.token{stroke:var(--token);stroke-width:1.5;fill:none}
+"""
+
+
+def bars(rows: Sequence[Row], ours: str) -> str:
+    """Horizontal bars of medians, all from zero, with a thin line from least to most."""
+    top = max(row.max for row in rows) or 1.0
+    room = _WIDTH - _LABELS - _VALUES
+    height = len(rows) * (_ROW + 8) + 8
+    parts = [_open(height, "Medians as bars, the range of the runs as lines")]
+    for number, row in enumerate(rows):
+        y = number * (_ROW + 8) + 8
+        middle = y + _BAR / 2 + 2
+        kind = "ours" if row.name == ours else "other"
+        width, low, high = (value / top * room for value in (row.median, row.min, row.max))
+        parts.append(_text(_LABELS - 12, middle + 4, row.name, "label end" + (" strong" if kind == "ours" else "")))
+        parts.append(
+            f'<rect class="{kind}" x="{_LABELS}" y="{y}" width="{max(width, 1):.1f}" height="{_BAR + 4}" rx="2"/>'
+        )
+        parts.append(
+            f'<path class="range" d="M{_LABELS + low:.1f} {middle}H{_LABELS + high:.1f}'
+            f'M{_LABELS + low:.1f} {middle - 4}v8M{_LABELS + high:.1f} {middle - 4}v8"/>'
+        )
+        parts.append(_text(_LABELS + high + 8, middle + 4, f"{_value(row.median)} {row.unit}", "value"))
+    return "".join([*parts, "</svg>"])
 
 
 def gantt(stages: Sequence[Stage]) -> str:
@@ -94,3 +129,7 @@ def _open(height: float, title: str) -> str:
 
 def _text(x: float, y: float, text: str, kind: str) -> str:
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
+
+
+def _value(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -7,12 +7,10 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from medusa_adapters.bench.contestants import Question, Sample
+from medusa_adapters.bench.prewarmed import Prewarmed
+from medusa_adapters.bench.served_instance import ServedInstance
 from medusa_runtime.errors import MedusaError
-
-from . import openai_client
-from .contestants import Question, Sample
-from .prewarmed import Prewarmed, metric
-from .process import Process
 
 _MATERIALIZE_TIMEOUT_S = 3600.0
 
@@ -26,7 +24,10 @@ class Bundled:
         self._made: dict[str, Path] = {}
 
     def of(self, folder: str) -> str:
-        """Takes a minute or more, once. Raises MedusaError with what `medusa materialize` said when it fails."""
+        """The folder with links and a bundle; takes a minute or more, once.
+
+        Raises MedusaError with what `medusa materialize` printed when it fails.
+        """
         if folder not in self._made:
             place = Path(self._scratch.name) / str(len(self._made))
             place.mkdir()
@@ -59,8 +60,8 @@ class Compiled(Prewarmed):
         check_attached(self.name, sample)
         return sample
 
-    def check(self, process: Process, port: int) -> None:
-        check_nothing_compiled(process, port)
+    def check(self, instance: ServedInstance) -> None:
+        check_nothing_compiled(instance)
 
     def close(self) -> None:
         super().close()
@@ -74,14 +75,9 @@ def check_attached(name: str, sample: Sample) -> None:
         raise MedusaError(f"{name}: expected a compiled start, found an eager one: {'; '.join(reasons) or 'no cache'}")
 
 
-def check_nothing_compiled(process: Process, port: int) -> None:
+def check_nothing_compiled(instance: ServedInstance) -> None:
     """Raises MedusaError when the engine process has traced, generated or built anything."""
-    connection = openai_client.connect(port, process.alive, 10.0)
-    try:
-        with process.answering():
-            count = metric(connection, "medusa_engine_compilations_total")
-    finally:
-        connection.close()
+    count = instance.metric("medusa_engine_compilations_total")
     if count != 0:
         found = "no count" if count is None else f"{count:.0f}"
-        raise process.failure(f"compiled something: expected 0 compilations, found {found}")
+        raise instance.failure(f"compiled something: expected 0 compilations, found {found}")

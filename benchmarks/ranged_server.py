@@ -2,7 +2,7 @@
 
 Stands in for nginx where that is not installed, and is the origin with added latency, which nginx alone cannot be.
 Like nginx it follows symbolic links under its root, wherever they lead; a URL's own `..` never leaves the root.
-`python -m medusa_adapters.bench.ranged_server ROOT [--rate BYTES] [--latency S] [--cert PEM] [--log FILE]`
+`python benchmarks/ranged_server.py ROOT [--rate BYTES] [--latency S] [--cert PEM] [--log FILE]`
 prints its port.
 """
 
@@ -57,7 +57,7 @@ class RangedServer(ThreadingHTTPServer):
             self.tls.load_cert_chain(cert, cert.with_suffix(".key"))
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        # The handshake belongs in the connection's own thread: in accept() it would hold up everybody else.
+        # The handshake belongs in the connection's own thread: in accept() it would hold up all others.
         if self.tls:
             request = self.tls.wrap_socket(request, server_side=True)
         _Handler(request, client_address, self)
@@ -80,7 +80,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, *, body: bool) -> None:
         time.sleep(self.server.latency_s)
-        # Joined to "/", ".." ends there. Links are followed: whoever made the root put them there.
+        # Joined to "/", ".." ends there. Links are followed: they are part of the root.
         path = self.server.root / posixpath.normpath("/" + unquote(urlsplit(self.path).path)).lstrip("/")
         if not path.is_file():
             return self._error(404, b"NoSuchKey", body)

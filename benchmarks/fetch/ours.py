@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from medusa_adapters.bench.client import Buffers, Client, Job, main
+from benchmarks.fetch.client import Buffers, Client, Job, main
 
 _ROOM_BYTES = 4 << 20  # beside the data a region holds its header, the chunk table, the index and small files
 
 
 def prepare(job: Job) -> Callable[[], Buffers]:
-    """Into a region whose memory was reserved before, or into a new one where the job says fresh."""
+    """Fetch into a region whose memory was reserved before, or into a new one where the job says fresh."""
     import medusa_runtime.storage.s3  # noqa: F401  what the URL's scheme would import
     from medusa_runtime.config import Settings
     from medusa_runtime.fetch.prefetcher import BESIDE_IMPORTS, prefetch

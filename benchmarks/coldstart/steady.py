@@ -7,26 +7,19 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from typing import Any
 
+from medusa_adapters.bench.contestants import Contestant, Medusa, Question
+from medusa_adapters.bench.metrics import add
+from medusa_adapters.bench.openai_client import stream
+from medusa_adapters.bench.process import Process
+from medusa_adapters.bench.result import Result
+from medusa_adapters.bench.served_instance import ServedInstance
+from medusa_adapters.cli.progress import note
 from medusa_runtime.errors import ConfigError, MedusaError
 
-from ..cli.progress import note
-from . import openai_client
-from .contestants import (
-    OFFLINE,
-    SCRIPTS,
-    START_TIMEOUT_S,
-    Contestant,
-    Medusa,
-    Question,
-    Transformers,
-    connect,
-    wait_ready,
-)
-from .process import Process
-from .result import Result
-from .vllm_baselines import VllmBaseline
+from benchmarks.coldstart.others import OFFLINE, SCRIPTS, Transformers
+from benchmarks.coldstart.vllm_baselines import VllmBaseline
 
 BATCHES = (1, 8)
 
@@ -46,53 +39,45 @@ def measure_steady(
             for batch, rate in by_batch.items():
                 found.setdefault((name, batch), []).append(rate)
     for (name, batch), rates_found in found.items():
-        result.add(name, f"tokens_per_s_b{batch}", "tokens/s", rates_found)
+        add(result, name, f"tokens_per_s_b{batch}", rates_found)
 
 
 def _rates(contestant: Contestant, question: Question, tokens: int) -> dict[int, float]:
-    if isinstance(contestant, Medusa):
-        return _served(contestant, contestant.prepared(question), tokens)
     if isinstance(contestant, Transformers):
         return _transformers(question, tokens)
+    if isinstance(contestant, Medusa):
+        with contestant.start(contestant.prepared(question)) as instance:
+            instance.wait_ready(every_s=0.05)
+            return _served(instance, question, tokens, {})
     if isinstance(contestant, VllmBaseline):
-        return _served(contestant, question, tokens)
+        with contestant.start(question) as instance:  # it listens when it is ready
+            return _served(instance, question, tokens, {"model": contestant.model})
     raise ConfigError(f"--steady: {contestant.name} generates no text")
 
 
-def _served(server: Medusa | VllmBaseline, question: Question, tokens: int) -> dict[int, float]:
-    """Over HTTP, from the same client; vLLM listens when it is ready, ours before."""
-    port = openai_client.free_port()
-    with server.start(question, port) as process:
-        connection = connect(process, port)
-        if isinstance(server, Medusa):
-            wait_ready(process, connection, 0.05)
-        body = {
-            "prompt": question.prompt,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream_options": {"include_usage": True},
-        } | ({"model": server.model} if server.model else {})
-        with process.answering():
-            openai_client.stream(connection, body | {"max_tokens": 4})
-            return {batch: _together(port, body | {"max_tokens": tokens}, batch) for batch in BATCHES}
+def _served(instance: ServedInstance, question: Question, tokens: int, named: dict[str, str]) -> dict[int, float]:
+    """Measure over HTTP, from the same client."""
+    body = question.body | {"stream_options": {"include_usage": True}} | named
+    instance.completion(body | {"max_tokens": 4})
+    with instance.answering():
+        return {batch: _together(instance, body | {"max_tokens": tokens}, batch) for batch in BATCHES}
 
 
-def _together(port: int, body: dict[str, object], batch: int) -> float:
+def _together(instance: ServedInstance, body: dict[str, Any], batch: int) -> float:
     """Tokens per second of ``batch`` streams that start at once."""
-    connections = [openai_client.connect(port, lambda: True, START_TIMEOUT_S) for _ in range(batch)]
+    connections = [instance.connect() for _ in range(batch)]
     with ThreadPoolExecutor(batch) as pool:
         began = time.monotonic_ns()
-        done = list(pool.map(lambda connection: openai_client.stream(connection, body), connections))
+        done = list(pool.map(lambda connection: stream(connection, body), connections))
     for connection in connections:
         connection.close()
-    expected = body["max_tokens"]
-    if any(completion.tokens != expected for completion in done):
-        raise MedusaError(f"expected {expected} tokens of each stream, found {[c.tokens for c in done]}")
+    if any(completion.tokens != body["max_tokens"] for completion in done):
+        raise MedusaError(f"expected {body['max_tokens']} tokens of each stream, found {[c.tokens for c in done]}")
     return sum(c.tokens for c in done) / ((max(c.end_ns for c in done) - began) / 1e9)
 
 
 def _transformers(question: Question, tokens: int) -> dict[int, float]:
-    script = str(Path(SCRIPTS) / "transformers_generate.py")
+    script = str(SCRIPTS / "transformers_generate.py")
     batches = ",".join(map(str, BATCHES))
     with Process([sys.executable, script, question.folder, question.prompt, str(tokens), batches], OFFLINE) as process:
         process.line()

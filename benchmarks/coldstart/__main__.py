@@ -1,0 +1,146 @@
+"""Measure cold starts in turn with others: ``python -m benchmarks.coldstart --model DIR --vs transformers``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from medusa_adapters.bench import coldstart
+from medusa_adapters.bench.bytecode import compile_packages
+from medusa_adapters.bench.coldstart import Samples
+from medusa_adapters.bench.contestants import Contestant, Medusa, Question, Sample
+from medusa_adapters.bench.result import Result, Target
+from medusa_adapters.bench.rows import contestants
+from medusa_adapters.cli.flags import unify
+from medusa_runtime.errors import ConfigError, MedusaError
+
+from benchmarks import command_line
+from benchmarks.coldstart.others import Script, transformers, yardsticks
+from benchmarks.coldstart.rows import LABELS, ROWS, SAME_TOKENS
+from benchmarks.origin import Origin, Variant
+
+_OTHERS = ("transformers",)
+_ORIGINS = ("local", "http", "s3")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parsed(argv)
+    others = listed("--vs", arguments.vs, _OTHERS)
+    listed("--origin", arguments.origin, _ORIGINS)
+    question = coldstart.question_of(arguments)
+    if not question.folder:
+        raise ConfigError(f"--model={question.model!r}: expected a folder, which all contestants read; see --origin")
+    ours = Medusa(arguments.engine, python=arguments.vllm_python if arguments.engine == "vllm" else sys.executable)
+    if arguments.rows:
+        taking_part = contestants(arguments.rows.split(","), ROWS, arguments.vllm_python)
+    else:
+        measured_by = [] if arguments.no_yardsticks else yardsticks()
+        taking_part = [ours, *(transformers() for _ in others), *measured_by]
+    for python in {sys.executable, arguments.vllm_python}:
+        compile_packages(python)
+    result = Result()
+    with origin(question, arguments.origin, counting=arguments.instances > 1) as question:
+        samples = measure(result, arguments, taking_part, ours, question)
+    found = targets(result, taking_part[0].name)
+    coldstart.present(result, samples, arguments, taking_part[0].name, question, targets=found, labels=LABELS)
+    return 0
+
+
+def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.coldstart", description=(__doc__ or "").partition(":")[0] + "."
+    )
+    coldstart.add_arguments(parser, ROWS)
+    parser.add_argument("--vs", default="", metavar="LIST", help=f"compare with these, of {','.join(_OTHERS)}")
+    parser.add_argument(
+        "--origin", default="local", metavar="WHERE", help=f"where ours reads from: {', '.join(_ORIGINS)}"
+    )
+    parser.add_argument("--vllm-python", default=sys.executable, metavar="PATH", help="the interpreter that has vLLM")
+    parser.add_argument("--no-yardsticks", action="store_true", help="leave out torch-import and floor")
+    parser.add_argument("--steady", action="store_true", help="tokens/s at batch 1 and 8 instead of starts")
+    parser.add_argument("--steady-tokens", type=int, default=64, metavar="N", help="tokens of each sequence then")
+    unify(parser)
+    return parser.parse_args(argv)
+
+
+def measure(
+    result: Result,
+    arguments: argparse.Namespace,
+    taking_part: Sequence[Contestant],
+    ours: Medusa,
+    question: Question,
+) -> Samples:
+    if not arguments.steady:
+        return coldstart.measure(result, arguments, taking_part, ours, question, check_same_tokens)
+    from benchmarks.coldstart.steady import measure_steady
+
+    with ExitStack() as stack:
+        for contestant in taking_part:
+            stack.callback(contestant.close)
+        timed = [contestant for contestant in taking_part if not isinstance(contestant, Script)]
+        measure_steady(result, timed, question, tokens=arguments.steady_tokens, runs=arguments.runs)
+    return {}
+
+
+def check_same_tokens(samples: Samples, name: str, sample: Sample) -> None:
+    """Raises MedusaError when contestants that run the same code give different texts."""
+    for group in SAME_TOKENS:
+        for other in group if name in group else ():
+            for earlier in samples[other][:1]:
+                if earlier.text != sample.text:
+                    raise MedusaError(f"{name} and {other} disagree: {sample.text[:80]!r} and {earlier.text[:80]!r}")
+
+
+@contextmanager
+def origin(question: Question, where: str, *, counting: bool) -> Iterator[Question]:
+    """The question with the checkpoint at a store on loopback, for as long as it is needed."""
+    if where == "local":
+        yield question
+        return
+    with tempfile.TemporaryDirectory(prefix="medusa-bench-") as scratch:
+        root = Path(scratch) / "root"
+        (root / "bucket").mkdir(parents=True)
+        (root / "bucket" / "model").symlink_to(question.folder)
+        Path(scratch).chmod(0o755)
+        with Origin(root, Path(scratch) / "origin", Variant("plain"), counting=counting) as store:
+            env = {"AWS_ENDPOINT_URL": store.url, "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
+            env |= {"AWS_DEFAULT_REGION": "us-east-1"}
+            model = "s3://bucket/model" if where == "s3" else f"{store.url}/bucket/model"
+            yield replace(question, model=model, env=env, sent_bytes=store.sent_bytes if counting else None)
+
+
+def listed(flag: str, text: str, known: Sequence[str]) -> list[str]:
+    """The names of a list with commas. Raises ConfigError for one that is not known."""
+    names = [name for name in text.split(",") if name]
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"{flag}={text!r} cannot be used: expected {', '.join(known)}, found {name!r}")
+    return names
+
+
+def targets(result: Result, ours: str) -> list[Target]:
+    """The ratios this project holds itself to, where both sides were measured."""
+    found = []
+    for metric, name, other, bound, text in (
+        ("tokens_per_s_b1", ours, "transformers", 1.0, "tokens/s at batch 1, ours to transformers"),
+        ("tokens_per_s_b8", ours, "transformers", 2.0, "tokens/s at batch 8, ours to transformers"),
+        ("tokens_per_s_b1", "vllm-compiled", "vllm-warm-cache-baseline", 0.95, "tokens/s at batch 1, ours to vLLM"),
+        ("tokens_per_s_b8", "vllm-compiled", "vllm-warm-cache-baseline", 0.95, "tokens/s at batch 8, ours to vLLM"),
+        ("ttft_s", "vllm-eager-baseline", "vllm-prewarmed", 20.0, "first token, vLLM eager to ours pre-warmed"),
+        ("ttft_s", "vllm-eager-baseline", "vllm-cold", 2.5, "first token, vLLM eager to ours cold"),
+        ("ttft_s", "vllm-warm-cache-baseline", "vllm-compiled", 8.0, "first token, vLLM's warm cache to ours compiled"),
+        ("ttft_s", "transformers", "torch-prewarmed", 30.0, "first token, transformers to ours pre-warmed"),
+    ):
+        ratio = result.ratio(metric, name, other)
+        if ratio is not None:
+            found.append(Target(text, ratio, bound))
+    return found
+
+
+if __name__ == "__main__":
+    command_line.run(main)

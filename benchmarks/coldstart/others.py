@@ -1,0 +1,66 @@
+"""Contestants that are not ours: transformers, and yardsticks, which do a part of the work and answer nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from medusa_adapters.bench.contestants import Contestant, Question, Sample
+from medusa_adapters.bench.process import Process
+from medusa_runtime.errors import MissingPackageError
+
+SCRIPTS = Path(__file__).parent / "scripts"
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+class _Nothing:
+    """A contestant that keeps nothing from one sample to the next."""
+
+    def close(self) -> None:
+        pass
+
+
+class Transformers(_Nothing):
+    """A bare script: AutoTokenizer and AutoModelForCausalLM from the folder, then one forward pass."""
+
+    name = "transformers"
+
+    def sample(self, question: Question) -> Sample:
+        script = str(SCRIPTS / "transformers_generate.py")
+        command = [sys.executable, script, question.folder, question.prompt, str(question.max_tokens)]
+        with Process(command, OFFLINE) as process:
+            first = json.loads(process.line())["text"]
+            ttft_s = process.since_start_s()
+            text = json.loads(process.line())["text"]
+            return Sample(ttft_s, text, first)
+
+
+class Script(_Nothing):
+    """A process that does a part of the work, as a yardstick; its first line of output ends the sample."""
+
+    def __init__(self, name: str, arguments: Callable[[Question], list[str]], *, python: str = sys.executable) -> None:
+        self.name = name
+        self._arguments = arguments
+        self._python = python
+
+    def sample(self, question: Question) -> Sample:
+        with Process([self._python, *self._arguments(question)]) as process:
+            process.line()
+            return Sample(process.since_start_s())
+
+
+def yardsticks() -> list[Contestant]:
+    return [
+        Script("torch-import", lambda _: ["-c", "import torch; print(torch.__version__, flush=True)"]),
+        Script("floor", lambda question: [str(SCRIPTS / "floor.py"), question.folder, question.prompt]),
+    ]
+
+
+def transformers() -> Transformers:
+    """Raises MissingPackageError with the command that installs it."""
+    if importlib.util.find_spec("transformers") is None:
+        raise MissingPackageError("--vs transformers: it is not installed; pip install transformers")
+    return Transformers()

@@ -1,0 +1,51 @@
+"""All rows of the cold-start benchmark: ours (`medusa bench coldstart`), compiled vLLM, and what they compare with."""
+
+from __future__ import annotations
+
+from medusa_adapters.bench.rows import ROWS as OURS
+from medusa_adapters.bench.rows import Maker
+from medusa_adapters.report.labels import OURS as OUR_LABELS
+from medusa_adapters.report.labels import Label, Labels
+
+from benchmarks.coldstart.compiled import Compiled
+from benchmarks.coldstart.others import Script, Transformers
+from benchmarks.coldstart.vllm_baselines import STARTS, VllmBaseline
+
+# vllm imports its parts when they are used.
+_IMPORT = "import vllm; vllm.LLM; print(vllm.__version__, flush=True)"
+
+ROWS: dict[str, Maker] = {
+    **OURS,
+    "vllm-compiled": lambda python: Compiled(name="vllm-compiled", python=python),
+    "vllm-import": lambda python: Script("vllm-import", lambda _: ["-c", _IMPORT], python=python),
+    "transformers": lambda _: Transformers(),
+    **{name: lambda python, name=name: VllmBaseline(name, python) for name in STARTS},  # type: ignore[misc]
+}
+
+LABELS: Labels = {
+    **OUR_LABELS,
+    "vllm-compiled": Label(
+        "medusa-runtime with vLLM, compiled",
+        "`medusa serve --engine vllm` with compiled code from a state bundle.",
+    ),
+    "transformers": Label("transformers", "A bare Python script with Hugging Face transformers, without a server."),
+    "torch-import": Label(
+        "import torch", "Python, and the ordinary `import torch`; nothing is read or computed.", yardstick=True
+    ),
+    "vllm-import": Label(
+        "import vllm", "Python, and the ordinary `import vllm`; nothing is read or computed.", yardstick=True
+    ),
+    "floor": Label(
+        "plain floor",
+        "A script with the ordinary `import torch`, the tokenizer, one look at all weights and one small product: "
+        "about the least that a program which imports torch as usual can do. medusa-runtime can be below it: it "
+        "imports only the parts of torch that inference uses, and reads the weights at the same time.",
+        yardstick=True,
+    ),
+}
+
+# Greedy decoding gives these the same tokens, as they run the same code on the same weights.
+SAME_TOKENS = (
+    frozenset({"vllm-compiled", "vllm-default-baseline", "vllm-warm-cache-baseline", "vllm-best-baseline"}),
+    frozenset({"vllm-cold", "vllm-prewarmed", "vllm-eager-baseline"}),
+)

@@ -1,0 +1,79 @@
+"""Cold starts in turn with others: the contestants, what is compared, and what ends a run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from medusa_adapters.bench.contestants import Question
+from medusa_runtime.errors import ConfigError, MedusaError
+
+from benchmarks.coldstart.__main__ import listed
+from benchmarks.coldstart.others import Script
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "pydoc-lm"
+QUESTION = Question(model="m", folder="m", prompt="p", max_tokens=1)
+
+
+def bench(*arguments: str | Path, timeout_s: float = 110) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.coldstart", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+@pytest.mark.slow
+def test_ours_and_transformers_agree(tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    files = ("--json", tmp_path / "rows.json", "--report", report)
+    result = bench("--model", EXAMPLE, "--runs", "1", "--vs", "transformers", *files)
+    assert result.returncode == 0, result.stderr
+    names = {row["name"] for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
+    assert names == {"torch", "transformers", "torch-import", "floor"}
+    assert "transformers takes" in result.stdout
+    assert "work without an answer" in report.read_text()
+
+
+@pytest.mark.slow
+def test_steady_state(tmp_path: Path) -> None:
+    common = ("--model", EXAMPLE, "--runs", "1", "--vs", "transformers")
+    steady = bench(*common, "--steady", "--steady-tokens", "8", "--json", tmp_path / "steady.json")
+    assert steady.returncode == 0, steady.stderr
+    rows = {(row["name"], row["metric"]) for row in json.loads((tmp_path / "steady.json").read_text())["rows"]}
+    assert rows == {(n, f"tokens_per_s_b{b}") for n in ("torch", "transformers") for b in (1, 8)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--vs", "tgi"), "expected transformers"),
+        (("--rows", "torch,tgi"), "vllm-best-baseline"),
+        (("--origin", "ftp"), "local, http, s3"),
+        (("--rows", "vllm-cold", "--vllm-python", "/nowhere/python"), "/nowhere/python has no vllm"),
+    ],
+)
+def test_bad_calls_are_refused(arguments: tuple[str, ...], said: str) -> None:
+    result = bench("--model", EXAMPLE, *arguments)
+    assert result.returncode == 2
+    assert said in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_contestant_that_fails_is_quoted() -> None:
+    script = Script("broken", lambda _: ["-c", "import sys; sys.exit('no such model')"])
+    with pytest.raises(MedusaError, match="no such model"):
+        script.sample(QUESTION)
+
+
+def test_a_sample_is_timed_from_exec_to_the_first_line() -> None:
+    script = Script("sleeper", lambda _: ["-c", "import time; time.sleep(0.3); print(1, flush=True); time.sleep(60)"])
+    assert script.sample(QUESTION).ttft_s > 0.3
+
+
+def test_lists_are_checked() -> None:
+    assert listed("--vs", "a,b", ("a", "b")) == ["a", "b"]
+    assert listed("--vs", "", ("transformers",)) == []
+    with pytest.raises(ConfigError, match="'x'"):
+        listed("--vs", "x", ("transformers",))
