@@ -30,7 +30,7 @@ def blueprints(graphs: int, nodes: int) -> Blueprints:
     digest = next(iter(images.data))
     cubin = images.cubin(digest)
     kernels = tuple(KernelRecord(name, digest, cubin.kernels[name].parameters, ()) for name in ("add_checked", "gemv"))
-    regions = (
+    ranges = (
         MemoryRange("weights", RangeKind.NAMED, BASE, 4 << 20),
         MemoryRange("pool", RangeKind.SLAB, BASE + (1 << 30), 4 << 20),
     )
@@ -48,7 +48,7 @@ def blueprints(graphs: int, nodes: int) -> Blueprints:
             listed.append(Node(0, 0, kernel, (16, 1, 1), (128, 1, 1), 0, start, len(blob) - start - 4 * (1 - kernel)))
         edges = tuple(Edge(number, number + 1, bytes(8)) for number in range(nodes - 1))
         made.append(GraphBlueprint(f"decode-{graph}", tuple(listed), edges, bytes(blob), tuple(relocations)))
-    return Blueprints(regions=regions, kernels=kernels, graphs=tuple(made), images=dict(images.data))
+    return Blueprints(ranges=ranges, kernels=kernels, graphs=tuple(made), images=dict(images.data))
 
 
 def main() -> int:
@@ -68,7 +68,7 @@ def main() -> int:
         start = time.perf_counter()
         loaded = Blueprints.load(data)
         read = time.perf_counter()
-        with place(driver, loaded.regions) as placement:
+        with place(driver, loaded.ranges) as placement:
             keys = [graph.key for graph in loaded.graphs]
             built = time.perf_counter()
             with restore_graphs(

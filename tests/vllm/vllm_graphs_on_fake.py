@@ -298,8 +298,8 @@ def offline(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> dict
     runner, manager, recording = record(cuda, config, options)
     made = recording.state.materialize(recording, cuda.kernels.images, second, stream=cuda.current)
     made.save(Path(options["out"]))
-    names = {made.regions[r.region].name for graph in made.graphs for r in graph.relocations}
-    inputs = {made.regions[piece.region].name for graph in made.graphs for piece in graph.inputs}
+    names = {made.ranges[r.memory_range].name for graph in made.graphs for r in graph.relocations}
+    inputs = {made.ranges[piece.memory_range].name for graph in made.graphs for piece in graph.inputs}
     pinned = [graph.key for graph in made.graphs if graph.pinned]
     found = {"refused": made.refused, "names": sorted(names), "inputs": sorted(inputs), "pinned": pinned}
     if options.get("pieces"):

@@ -18,7 +18,6 @@ from medusa_runtime.errors import EngineError
 from ..offline import fetch_and_import, load
 
 _SHIFTS = (3 << 20, 24 << 20, 1 << 30)  # before weights, KV cache and captures of the second process
-_LIBRARIES = ("libtorch_cuda.", "libcublas")  # whose kernel images need not be saved
 
 
 def main(arguments: list[str]) -> int:
@@ -70,12 +69,10 @@ def _record(settings: Settings, *, shifted: bool) -> tuple[Any, Any, Any]:
 
 def _materialize(recording: Any, state: Any, images: list[bytes], second: Any) -> Any:
     import torch
-    from medusa_runtime.state.graphs.materialization.mapped import mapped_libraries
 
-    libraries = [path for name, path in mapped_libraries().items() if name.startswith(_LIBRARIES)]
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
-    return state.materialize(recording, images, second, stream=stream, libraries=libraries)
+    return state.materialize(recording, images, second, stream=stream)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ _PLAIN = (str, bytes, int, float, bool, type(None), torch.dtype, torch.device)
 _UNSAID = ("_modules", "_parameters", "_buffers")
 
 
-def named_regions(root: object, wanted: Callable[[Tensor], bool]) -> list[MemoryRange]:
-    """One region for each storage that is reached from ``root``; ``wanted``: whether a tensor is on the device."""
+def named_ranges(root: object, wanted: Callable[[Tensor], bool]) -> list[MemoryRange]:
+    """One range for each storage that is reached from ``root``; ``wanted``: whether a tensor is on the device."""
     found: dict[int, MemoryRange] = {}
     for name, tensor in _tensors(root):
         if wanted(tensor):
@@ -31,12 +31,12 @@ def named_regions(root: object, wanted: Callable[[Tensor], bool]) -> list[Memory
     return apart(found.values())
 
 
-def apart(regions: Iterable[MemoryRange]) -> list[MemoryRange]:
+def apart(ranges: Iterable[MemoryRange]) -> list[MemoryRange]:
     """Without those that begin inside of another: views that were made of an address."""
     kept: list[MemoryRange] = []
-    for region in sorted(regions, key=lambda region: (region.address, -region.size)):
-        if not kept or region.address >= kept[-1].address + kept[-1].size:
-            kept.append(region)
+    for memory_range in sorted(ranges, key=lambda memory_range: (memory_range.address, -memory_range.size)):
+        if not kept or memory_range.address >= kept[-1].address + kept[-1].size:
+            kept.append(memory_range)
     return kept
 
 
@@ -67,4 +67,4 @@ def _children(thing: object) -> Iterable[tuple[object, object]]:
     return ()
 
 
-__all__ = ["apart", "named_regions"]
+__all__ = ["apart", "named_ranges"]

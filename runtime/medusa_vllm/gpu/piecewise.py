@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from .graphs import Replayable, key_of
 
 _MARK = " piece="
-Results = Any  # JSON: numbers, None, ["tuple", …], ["list", …], ["tensor", region, offset, dtype, shape, strides]
+Results = Any  # JSON: numbers, None, ["tuple", …], ["list", …], ["tensor", range, offset, dtype, shape, strides]
 
 
 def piece_key(description: BatchExecutionDescriptor, name: str) -> str:
@@ -78,9 +78,9 @@ def _descriptor(description: BatchExecutionDescriptor) -> BatchDescriptor:
     return BatchDescriptor(num_tokens=description.num_tokens, num_active_loras=description.num_active_loras)
 
 
-def results_of(output: Any, regions: Sequence[MemoryRange]) -> Results:
+def results_of(output: Any, ranges: Sequence[MemoryRange]) -> Results:
     """What a function returned, with tensors as places. GraphMismatch where it is none that can be made again."""
-    places = RangeMap(regions)
+    places = RangeMap(ranges)
 
     def told(value: Any) -> Results:
         if isinstance(value, Tensor):
@@ -88,7 +88,7 @@ def results_of(output: Any, regions: Sequence[MemoryRange]) -> Results:
             if not found:
                 raise GraphMismatch(Reason.FOREIGN_POINTER, "a compiled function returns memory that nobody named")
             dtype = str(value.dtype).removeprefix("torch.")
-            return ["tensor", found[0].region, found[0].offset, dtype, list(value.shape), list(value.stride())]
+            return ["tensor", found[0].memory_range, found[0].offset, dtype, list(value.shape), list(value.stride())]
         if isinstance(value, tuple | list):
             return [type(value).__name__, *map(told, value)]
         if value is None or isinstance(value, int | float):
@@ -98,10 +98,8 @@ def results_of(output: Any, regions: Sequence[MemoryRange]) -> Results:
     return told(output)
 
 
-def made_of(
-    results: Results, regions: Sequence[MemoryRange], addresses: Mapping[str, int], device: torch.device
-) -> Any:
-    """The reverse, of places that regions have now. GraphMismatch where there are no such places."""
+def made_of(results: Results, ranges: Sequence[MemoryRange], addresses: Mapping[str, int], device: torch.device) -> Any:
+    """The reverse, of places that ranges have now. GraphMismatch where there are no such places."""
     kinds: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "list": list}
 
     def made(value: Results) -> Any:
@@ -110,13 +108,13 @@ def made_of(
         kind, *rest = value
         if kind in kinds:
             return kinds[kind]([made(one) for one in rest])
-        region, offset, name, shape, strides = rest
+        memory_range, offset, name, shape, strides = rest
         dtype = getattr(torch, name)
         last = sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
         size = (last + 1) * dtype.itemsize
-        if min([offset, last, *shape, *strides]) < 0 or offset + size > regions[region].size:
-            raise ValueError(f"{size} bytes at {offset} of {regions[region].name}")
-        base = tensor_at(addresses[regions[region].name] + offset, size, device)
+        if min([offset, last, *shape, *strides]) < 0 or offset + size > ranges[memory_range].size:
+            raise ValueError(f"{size} bytes at {offset} of {ranges[memory_range].name}")
+        base = tensor_at(addresses[ranges[memory_range].name] + offset, size, device)
         return base.view(dtype).as_strided(shape, strides)
 
     try:

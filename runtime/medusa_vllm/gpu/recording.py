@@ -59,7 +59,7 @@ class RecordingManager(ModelCudaGraphManager, _Kept):  # type: ignore[misc]
 
 
 class Recording:
-    """One capture of all graphs. ``inputs``: description → what its reference replay reads, as regions and bytes."""
+    """One capture of all graphs. ``inputs``: description → what its reference replay reads, as ranges and bytes."""
 
     def __init__(self, *, shifts: Iterable[int] = ()) -> None:
         """``shifts``: bytes to allocate at each stage of a start, so that nothing lies where it lay in another one."""
@@ -95,15 +95,15 @@ class Recording:
             ids = runner.input_buffers.input_ids[: description.num_tokens]
             ids.copy_(torch.arange(len(ids), device=ids.device) * 37 % runner.model_config.get_vocab_size())
         if not self._small:  # nothing of it is made or moved between two captures
-            self._small = [region for region in self.state.named() if is_input(region)]
-        self.inputs[description] = tuple((region, self.state.read(region)) for region in self._small)
+            self._small = [memory_range for memory_range in self.state.named() if is_input(memory_range)]
+        self.inputs[description] = tuple((memory_range, self.state.read(memory_range)) for memory_range in self._small)
 
 
-def is_input(region: MemoryRange) -> bool:
+def is_input(memory_range: MemoryRange) -> bool:
     """Whether a replay may read something here that each step writes anew."""
-    if region.name.startswith(("model.", "kv_caches.")) or region.name == HIDDEN:
+    if memory_range.name.startswith(("model.", "kv_caches.")) or memory_range.name == HIDDEN:
         return False
-    return region.size <= _LARGEST_INPUT_BYTES
+    return memory_range.size <= _LARGEST_INPUT_BYTES
 
 
 def lay_out(buffers: Any, tables: Any, rows: int, *, blocks: int, vocab: int) -> None:

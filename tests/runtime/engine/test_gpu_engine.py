@@ -67,11 +67,11 @@ class HostLink:
     def __init__(self) -> None:
         self.open = threading.Event()
         self.open.set()
-        self.regions: dict[str, Tensor] = {}
+        self.ranges: dict[str, Tensor] = {}
 
     def memory(self, name: str, size_bytes: int) -> Tensor:
-        self.regions[name] = torch.full((size_bytes,), 0xFF, dtype=torch.uint8)
-        return self.regions[name]
+        self.ranges[name] = torch.full((size_bytes,), 0xFF, dtype=torch.uint8)
+        return self.ranges[name]
 
     def copy(self, target: Tensor, source: Tensor, *, urgent: bool) -> Arrived:
         assert self.open.wait(60)

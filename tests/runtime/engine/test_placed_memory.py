@@ -42,7 +42,7 @@ def test_regions_lie_behind_each_other_from_the_base_on(driver: CudaDriver) -> N
     cache.fill_(6)
     assert (weights == 5).all()
     assert weights.nbytes == 3 << 20
-    assert memory.regions["KV cache"].size == 1000
+    assert memory.ranges["KV cache"].size == 1000
 
 
 def test_another_process_has_the_same_addresses(driver: CudaDriver) -> None:

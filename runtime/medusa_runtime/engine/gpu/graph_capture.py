@@ -13,21 +13,15 @@ import subprocess
 import sys
 import threading
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ...config import Settings
-from ...errors import DeviceError, EngineError
+from ...errors import EngineError
 from ...registry import engine_kind
-
-if TYPE_CHECKING:
-    from ...state.graphs.materialization.allocation_recorder import AllocationRecorder
 
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 600.0
-_LIBRARIES = ("libtorch_cuda.", "libcublas")  # whose kernel images need not be saved
 _SHIFTS = (3 << 20, 24 << 20, 1 << 30)  # bytes allocated first by the second process: torch's own segments move, too
 
 
@@ -79,13 +73,11 @@ def main(arguments: list[str]) -> int:
         from ...fetch.prefetcher import prefetch
         from ...region.reader import Region
         from ...state.graphs.blueprint import Blueprints
-        from ...state.graphs.materialization.allocation_recorder import trace_of
-        from ...state.graphs.materialization.mapped import mapped_libraries
         from ...timeline import Timeline
         from ..torch.engine import TorchEngine
         from .capture import CudaCapturer
         from .device import Gpu
-        from .graph_state import GraphState, key_of, summary
+        from .graph_state import GraphState, summary
         from .placed_memory import BASE, OTHER_BASE
         from .runner import GpuRunner
 
@@ -112,39 +104,18 @@ def main(arguments: list[str]) -> int:
         graphs = runner.graphs
         capturer = graphs.capturer
         assert isinstance(capturer, CudaCapturer)
-        allocations = _allocations(out.parent) if second else None
-        captures: dict[str, tuple[int, int]] = {}
         while graphs.pending:
-            key, start = key_of(graphs.pending[0]), len(allocations or ())
             graphs.capture_next()
-            captures[key] = start, len(allocations or ())
         state = GraphState(runner.model, graphs, gpu.placed)
         if second is None:
             state.dump(capturer, recorder.images).save(out)
         else:
-            libraries = [path for name, path in mapped_libraries().items() if name.startswith(_LIBRARIES)]
-            trace = None
-            if allocations is not None:
-                allocations.close()
-                trace = partial(trace_of, allocations.events(), captures)
-            dumped = Blueprints.load(second.read_bytes())
-            made = state.materialize(capturer, recorder.images, dumped, libraries, trace)
+            made = state.materialize(capturer, recorder.images, Blueprints.load(second.read_bytes()))
             made.save(out)
             print(summary(made))
         del shifts
         engine.close()
     return 0
-
-
-def _allocations(folder: Path) -> AllocationRecorder | None:
-    """For the paper's indirect index pointers; without them pointers are by region and offset alone."""
-    from ...state.graphs.materialization.allocation_recorder import AllocationRecorder
-
-    try:
-        return AllocationRecorder(folder)
-    except DeviceError as error:
-        print(f"allocations are not traced: {error}", file=sys.stderr)
-        return None
 
 
 if __name__ == "__main__":

@@ -11,14 +11,14 @@ from ...state.graphs.blueprint import MemoryRange, RangeKind
 Segments = Iterable[Mapping[str, Any]]
 
 
-def other_regions(named: Iterable[MemoryRange], segments: Segments, pool: tuple[int, int]) -> list[MemoryRange]:
+def other_ranges(named: Iterable[MemoryRange], segments: Segments, pool: tuple[int, int]) -> list[MemoryRange]:
     """What torch has allocated besides: the graphs' pool, live blocks that have no name (workspaces of cuBLAS), and
     what it holds though nobody has it: parameters passed by value carry old bytes, and so addresses of what was there.
 
     ``segments``: torch.cuda.memory_snapshot's. They are called after their sizes, and a number where these are equal.
     Another process may have others before them: which is which there, two captures tell (``relocate.py``).
     """
-    known = sorted((region.address, region.address + region.size) for region in named)
+    known = sorted((memory_range.address, memory_range.address + memory_range.size) for memory_range in named)
     counts: Counter[tuple[RangeKind, int]] = Counter()
     found = []
     for kind, address, size in sorted(_blocks(segments, tuple(pool)), key=lambda block: (block[0], block[2], block[1])):
@@ -39,4 +39,4 @@ def _blocks(segments: Segments, pool: tuple[int, ...]) -> Iterator[tuple[RangeKi
                 yield RangeKind.WORKSPACE if used else RangeKind.FREE, int(block["address"]), int(block["size"])
 
 
-__all__ = ["Segments", "other_regions"]
+__all__ = ["Segments", "other_ranges"]

@@ -1,7 +1,7 @@
 """Device memory whose addresses are ours to choose, so that a graph's pointers are right again in another process.
 
 Regions lie behind each other from a fixed base on. Offline and online sizes and order are the same, and so are the
-addresses, unless somebody else has taken one: then the region lies elsewhere and pointers to it are relocated.
+addresses, unless somebody else has taken one: then the range lies elsewhere and pointers to it are relocated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...state.graphs.placement import Placement, place
 BASE = 0x6000_0000_0000  # no mapping of a host's process lies there: those are at 0x55.. and 0x7f..
 OTHER_BASE = 0x5000_0000_0000  # of a second capture, which proves what is a pointer
 _GRANULE = 2 << 20
-_GAP = 64 << 20  # so that a pointer past a region's end is in none
+_GAP = 64 << 20  # so that a pointer past a range's end is in none
 
 
 class PlacedMemory:
@@ -28,35 +28,35 @@ class PlacedMemory:
         """In a thread whose current context is the device's."""
         self.driver = driver
         self._context = driver.current_context()
-        self.regions: dict[str, MemoryRange] = {}
+        self.ranges: dict[str, MemoryRange] = {}
         self.device = device
         self._next = base
         self._placements: list[Placement] = []
 
     def __call__(self, name: str, size_bytes: int) -> Tensor:
         """uint8 [size_bytes], not cleared. DeviceError when the GPU has too little memory."""
-        if name in self.regions:
-            raise DeviceError(f"expected one region named {name}, asked for a second")
+        if name in self.ranges:
+            raise DeviceError(f"expected one range named {name}, asked for a second")
         self.make_current()
-        region = MemoryRange(name, RangeKind.NAMED, self._next, max(size_bytes, 1))
+        memory_range = MemoryRange(name, RangeKind.NAMED, self._next, max(size_bytes, 1))
         try:
-            placement = place(self.driver, [region])
+            placement = place(self.driver, [memory_range])
         except GraphMismatch as mismatch:
             raise DeviceError(
                 f"the {name} cannot be placed: {mismatch}; use a larger GPU, or end what else runs on this one"
             ) from mismatch
         self._placements.append(placement)
         address = placement.addresses[name]
-        self.regions[name] = region._replace(address=address)
-        self._next += -(-region.size // _GRANULE) * _GRANULE + _GAP
-        return tensor_at(address, region.size, self.device)
+        self.ranges[name] = memory_range._replace(address=address)
+        self._next += -(-memory_range.size // _GRANULE) * _GRANULE + _GAP
+        return tensor_at(address, memory_range.size, self.device)
 
     def make_current(self) -> None:
         """For the driver's calls in this thread: the loader's, or the engine's, may not have used the device yet."""
         self.driver.call("cuCtxSetCurrent", self._context)
 
     def addresses(self) -> dict[str, int]:
-        return {name: region.address for name, region in self.regions.items()}
+        return {name: memory_range.address for name, memory_range in self.ranges.items()}
 
 
 def tensor_at(address: int, size_bytes: int, device: torch.device) -> Tensor:

@@ -13,14 +13,12 @@ from .fingerprint import fingerprint
 from .materialization.dump import dump_graphs
 from .materialization.images import ImageStore
 from .materialization.materialize import Capture, materialize_graphs
-from .materialization.trace import AllocationTrace
 from .mismatch import GraphMismatch, Reason
-from .placement import Placement, place, replayed
+from .placement import Placement, place
 from .restoration.kernels import Trigger
 from .restoration.restore import RestoredGraph, RestoredGraphs, restore_graphs
 
 __all__ = [
-    "AllocationTrace",
     "Blueprints",
     "Capture",
     "CudaDriver",
@@ -38,6 +36,5 @@ __all__ = [
     "fingerprint",
     "materialize_graphs",
     "place",
-    "replayed",
     "restore_graphs",
 ]

@@ -39,7 +39,7 @@ class MemoryRange(NamedTuple):
 class Piece(NamedTuple):
     """Bytes at a place: an input of a reference replay, its output, or permanent contents."""
 
-    region: int
+    memory_range: int
     offset: int
     data: bytes
 
@@ -52,15 +52,6 @@ class KernelRecord(NamedTuple):
     image: str
     parameters: tuple[tuple[int, int], ...]
     attributes: tuple[tuple[int, int], ...]
-
-
-class LibraryImage(NamedTuple):
-    """Where an image lies in a library that the process has mapped: the fat binary around it, and that one's digest."""
-
-    library: str
-    start: int
-    size: int
-    digest: str
 
 
 class Node(NamedTuple):
@@ -86,21 +77,18 @@ class Edge(NamedTuple):
 
 
 class Relocation(NamedTuple):
-    """The eight bytes at ``position`` of the blob are an address: ``offset`` into ``region``, and ``allocation_offset``
-    into what the ``allocation``-th allocation returned (the indirect index pointer of MEDUSA §4.1; -1: not traced).
-    ``map``: it is a tensor map that begins there, and has the address inside."""
+    """The eight bytes at ``position`` of the blob are an address: ``offset`` into the range of this number. ``map``: a
+    tensor map begins there instead, with the address inside."""
 
     position: int
-    region: int
+    memory_range: int
     offset: int
-    allocation: int = -1
-    allocation_offset: int = 0
     map: bool = False
 
 
 @dataclass(frozen=True)
 class GraphBlueprint:
-    """``pinned``: regions that must lie at their captured addresses, because not every address in the blob is known."""
+    """``pinned``: ranges that must lie at their captured addresses, because not every address in the blob is known."""
 
     key: str
     nodes: tuple[Node, ...]
@@ -112,13 +100,6 @@ class GraphBlueprint:
     outputs: tuple[Piece, ...] = ()
 
 
-class TraceEvent(NamedTuple):
-    """An allocation (``size`` > 0, numbered in order) or the release of one (``size`` 0, ``address`` its number)."""
-
-    address: int
-    size: int
-
-
 AttributeSet = tuple[tuple[int, bytes], ...]
 
 
@@ -128,14 +109,12 @@ class Blueprints:
     what else its engine needs to use it, as JSON; see there."""
 
     fingerprint: dict[str, str] = field(default_factory=dict)
-    regions: tuple[MemoryRange, ...] = ()
+    ranges: tuple[MemoryRange, ...] = ()
     kernels: tuple[KernelRecord, ...] = ()
     attribute_sets: tuple[AttributeSet, ...] = ((),)
     graphs: tuple[GraphBlueprint, ...] = ()
     images: dict[str, bytes] = field(default_factory=dict)
-    libraries: dict[str, LibraryImage] = field(default_factory=dict)
     contents: tuple[Piece, ...] = ()
-    events: tuple[TraceEvent, ...] = ()
     refused: dict[str, str] = field(default_factory=dict)
     results: dict[str, Any] = field(default_factory=dict)
 
@@ -154,10 +133,10 @@ class Blueprints:
     def graph(self, key: str) -> GraphBlueprint:
         return next(graph for graph in self.graphs if graph.key == key)
 
-    def used_regions(self) -> set[int]:
+    def used_ranges(self) -> set[int]:
         """Those that any graph points into, or must find where they were."""
         pinned = {number for graph in self.graphs for number in graph.pinned}
-        return pinned | {relocation.region for graph in self.graphs for relocation in graph.relocations}
+        return pinned | {relocation.memory_range for graph in self.graphs for relocation in graph.relocations}
 
     def words(self, node: Node) -> list[tuple[int, int]]:
         """(start, stop) in the blob of each parameter of a node that can hold addresses."""
@@ -174,12 +153,10 @@ __all__ = [
     "Edge",
     "GraphBlueprint",
     "KernelRecord",
-    "LibraryImage",
     "MemoryRange",
     "Node",
     "NodeKind",
     "Piece",
     "RangeKind",
     "Relocation",
-    "TraceEvent",
 ]

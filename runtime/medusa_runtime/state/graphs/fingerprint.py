@@ -8,7 +8,6 @@ from ctypes import byref, c_int
 from pathlib import Path
 
 from .driver import CudaDriver
-from .materialization.mapped import mapped_libraries
 from .mismatch import GraphMismatch, Reason
 
 # Their kernels, or the choice among them, are in the graphs.
@@ -42,6 +41,16 @@ def fingerprint(driver: CudaDriver, extra: Mapping[str, str] | None = None) -> d
         if library.startswith(_LIBRARIES):
             found[f"library.{library}"] = str(path.stat().st_size)
     return {**found, **(extra or {})}
+
+
+def mapped_libraries() -> dict[str, Path]:
+    """The shared libraries in this process: file name → path."""
+    found = {}
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line[line.find("/") :] if "/" in line else ""
+        if ".so" in path.rpartition("/")[2]:
+            found[Path(path).name] = Path(path)
+    return found
 
 
 def compare(recorded: Mapping[str, str], here: Mapping[str, str]) -> None:

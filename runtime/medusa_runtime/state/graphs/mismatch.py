@@ -14,7 +14,7 @@ class Reason(StrEnum):
     LIBRARY = "library"  # made with another torch or CUDA library, model or setting
     MEMORY = "memory"  # not enough device memory
     ADDRESS = "address"  # needs the recorded addresses, and they are taken
-    REGION = "region"  # a region it refers to was not placed
+    MEMORY_RANGE = "memory-range"  # a range that it points into was not placed
     KERNEL_MISSING = "kernel-missing"
     KERNEL_AMBIGUOUS = "kernel-ambiguous"
     NODE_KIND = "node-kind"  # a node that cannot be materialized

@@ -40,7 +40,7 @@ def toy(fake_cuda: Path, cubins: Path) -> Toy:
 
 @pytest.fixture(scope="session")
 def second(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The dump of a capture with every region and every handle elsewhere."""
+    """The dump of a capture with every range and every handle elsewhere."""
     path = tmp_path_factory.mktemp("second") / "dump"
     toy("dump", {"dump": str(path), "order": 1}, base=0x500000000000, FAKE_CUDA_HANDLES="0x540000000000")
     return path

@@ -98,7 +98,7 @@ def test_kernels_that_cannot_be_told_apart_are_triggered(
     bundle = tmp_path / "bundle"
     toy("materialize", {"out": str(bundle), "second": str(second), "ambiguous": True})
     restored = toy("restore", {"bundle": str(bundle)}, base=OTHER_BASE)
-    missing = "kernel-missing: scale is in no saved image, library or triggered module"
+    missing = "kernel-missing: scale is in no saved image or triggered module"
     assert set(restored["reasons"].values()) == {missing}
 
     restored = toy("restore", {"bundle": str(bundle), "trigger": "once"}, base=OTHER_BASE)

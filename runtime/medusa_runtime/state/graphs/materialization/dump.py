@@ -59,11 +59,11 @@ _DEFAULTS = {9: b"\0\1", 14: b"\xff\xff\xff\xff"}
 
 
 def dump_graphs(
-    driver: CudaDriver, graphs: Mapping[str, int], regions: Iterable[MemoryRange], *, images: ImageStore | None = None
+    driver: CudaDriver, graphs: Mapping[str, int], ranges: Iterable[MemoryRange], *, images: ImageStore | None = None
 ) -> Blueprints:
     """Captured graphs as they are, without relocations: key → CUgraph (torch's ``raw_cuda_graph()``, ``keep_graph``).
 
-    ``regions``: all device memory that they may point into; the variables of ``images`` (the cubins that were loaded
+    ``ranges``: all device memory that they may point into; the variables of ``images`` (the cubins that were loaded
     while capturing) are added. A graph with a node that cannot be materialized is not in the result but in its
     ``refused``. Needs a current context.
     """
@@ -80,7 +80,7 @@ def dump_graphs(
                 raise
             refused[key] = str(GraphMismatch(Reason.DRIVER_CALL, str(error)))
     return Blueprints(
-        regions=(*regions, *reader.variables.values()),
+        ranges=(*ranges, *reader.variables.values()),
         kernels=tuple(reader.kernels),
         attribute_sets=tuple(reader.sets),
         graphs=tuple(read),

@@ -60,9 +60,9 @@ def _right(
     graph: GraphBlueprint, launch: Launch, replayer: Replayer, saved: Sequence[Piece], poisoned: Sequence[Piece]
 ) -> bool:
     """Whether the outputs are the reference with these pieces overwritten."""
-    overwritten = {(piece.region, piece.offset) for piece in poisoned}
+    overwritten = {(piece.memory_range, piece.offset) for piece in poisoned}
     # The pool may have gigabytes: what is poisoned next is not written first.
-    replayer.write(piece for piece in saved if (piece.region, piece.offset) not in overwritten)
+    replayer.write(piece for piece in saved if (piece.memory_range, piece.offset) not in overwritten)
     for piece in poisoned:
         replayer.fill(piece, _POISON)
     return all(replayer.run(launch, graph.inputs, graph.outputs) == graph.outputs for _ in range(_REPLAYS))
@@ -71,15 +71,17 @@ def _right(
 def _pieces(blueprints: Blueprints) -> tuple[Piece, ...]:
     """Workspaces and pool, cut where pointers point to: each piece belongs to the pointer at its start."""
     cuts: dict[int, set[int]] = {}
-    given = {(piece.region, piece.offset) for graph in blueprints.graphs for piece in (*graph.inputs, *graph.outputs)}
+    given = {
+        (piece.memory_range, piece.offset) for graph in blueprints.graphs for piece in (*graph.inputs, *graph.outputs)
+    }
     for graph in blueprints.graphs:
         for relocation in graph.relocations:
-            if blueprints.regions[relocation.region].kind in (RangeKind.SLAB, RangeKind.WORKSPACE):
-                cuts.setdefault(relocation.region, set()).add(relocation.offset)
+            if blueprints.ranges[relocation.memory_range].kind in (RangeKind.SLAB, RangeKind.WORKSPACE):
+                cuts.setdefault(relocation.memory_range, set()).add(relocation.offset)
     pieces = []
-    for region, offsets in cuts.items():
-        ends = sorted({*offsets, blueprints.regions[region].size})
+    for memory_range, offsets in cuts.items():
+        ends = sorted({*offsets, blueprints.ranges[memory_range].size})
         for start, stop in pairwise(ends):
-            if (region, start) not in given:
-                pieces.append(Piece(region, start, bytes(stop - start)))
+            if (memory_range, start) not in given:
+                pieces.append(Piece(memory_range, start, bytes(stop - start)))
     return tuple(pieces)

@@ -1,7 +1,7 @@
-"""Which bytes of a graph are addresses: proved by two captures with every region elsewhere.
+"""Which bytes of a graph are addresses: proved by two captures with every range elsewhere.
 
 A word that looks like an address need not be one: structures passed by value carry stale bytes of the stack, so that no
-look at one capture is safe. What is an address moves with its region; what does not move is a constant.
+look at one capture is safe. What is an address moves with its range; what does not move is a constant.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Proof(NamedTuple):
 
 
 def prove(first: Blueprints, second: Blueprints | None, replace_address: Replace = lambda data, address: None) -> Proof:
-    """``first`` with relocations. ``second``: the same graphs captured with the regions of the same names elsewhere.
+    """``first`` with relocations. ``second``: the same graphs captured with the ranges of the same names elsewhere.
 
-    Without a second dump, or for a region that did not move, addresses are found but not proved: such a graph is pinned
+    Without a second dump, or for a range that did not move, addresses are found but not proved: such a graph is pinned
     to the captured addresses. A graph whose captures differ otherwise is refused. ``replace_address``: the
     driver's, for tensor maps.
     """
@@ -60,30 +60,36 @@ def prove(first: Blueprints, second: Blueprints | None, replace_address: Replace
 
 
 class _Pairs:
-    """Which region of the second capture is which of the first. By name; but what torch has allocated for itself has
+    """Which range of the second capture is which of the first. By name; but what torch has allocated for itself has
     none that would be the same in two processes. There the first word that points to the same offset of two equally
     large ones decides, and from then on every other word must agree."""
 
     def __init__(self, first: Blueprints, second: Blueprints) -> None:
-        self._regions = first.regions, second.regions
-        numbers = {region.name: n for n, region in enumerate(first.regions) if region.kind not in _UNNAMED}
-        self._second = {numbers[region.name]: n for n, region in enumerate(second.regions) if region.name in numbers}
+        self._ranges = first.ranges, second.ranges
+        numbers = {
+            memory_range.name: n for n, memory_range in enumerate(first.ranges) if memory_range.kind not in _UNNAMED
+        }
+        self._second = {
+            numbers[memory_range.name]: n
+            for n, memory_range in enumerate(second.ranges)
+            if memory_range.name in numbers
+        }
         self._first = {two: one for one, two in self._second.items()}
 
     def same(self, one: Place, two: Place) -> bool:
         if one.offset != two.offset:
             return False
-        if one.region in self._second or two.region in self._first:
-            return self._second.get(one.region) == two.region
-        a, b = self._regions[0][one.region], self._regions[1][two.region]
+        if one.memory_range in self._second or two.memory_range in self._first:
+            return self._second.get(one.memory_range) == two.memory_range
+        a, b = self._ranges[0][one.memory_range], self._ranges[1][two.memory_range]
         if a.kind not in _UNNAMED or (a.kind, a.size) != (b.kind, b.size):
             return False
-        self._second[one.region], self._first[two.region] = two.region, one.region
+        self._second[one.memory_range], self._first[two.memory_range] = two.memory_range, one.memory_range
         return True
 
-    def moved(self, region: int) -> bool:
+    def moved(self, memory_range: int) -> bool:
         """Of the first capture, once a word has pointed to it."""
-        return self._regions[0][region].address != self._regions[1][self._second[region]].address
+        return self._ranges[0][memory_range].address != self._ranges[1][self._second[memory_range]].address
 
 
 class _Comparison:
@@ -99,13 +105,13 @@ class _Comparison:
     ) -> None:
         self._dumps = first, second
         self._graphs = a, b
-        self._maps = RangeMap(first.regions), RangeMap(second.regions)
-        self._free = RangeMap(first.regions, free=True), RangeMap(second.regions, free=True)
+        self._maps = RangeMap(first.ranges), RangeMap(second.ranges)
+        self._free = RangeMap(first.ranges, free=True), RangeMap(second.ranges, free=True)
         self._pairs = pairs
-        addresses = {region.address for region in second.regions}
+        addresses = {memory_range.address for memory_range in second.ranges}
         # A variable of a kernel image is asked for by name when restored: it is never where it was.
-        self._own = {n for n, region in enumerate(first.regions) if region.kind not in _NOT_PLACED}
-        self._unmoved = {n for n in self._own if first.regions[n].address in addresses}
+        self._own = {n for n, memory_range in enumerate(first.ranges) if memory_range.kind not in _NOT_PLACED}
+        self._unmoved = {n for n in self._own if first.ranges[n].address in addresses}
         self._pinned: set[int] = set()
         self._words = words
         self._replace = replace_address
@@ -122,12 +128,12 @@ class _Comparison:
             for start, stop in self._dumps[0].words(node):
                 found = self._parameter(number, node, start, stop)
                 if not found and node.kind != NodeKind.KERNEL:
-                    raise GraphMismatch(Reason.FOREIGN_POINTER, f"node {number} is at no region's address")
+                    raise GraphMismatch(Reason.FOREIGN_POINTER, f"node {number} is at no range's address")
                 relocations += found
         return replace(a, relocations=tuple(relocations), pinned=tuple(sorted(self._pinned)))
 
     def _parameter(self, number: int, node: Node, start: int, stop: int) -> list[Relocation]:
-        if stop - start >= MAP_BYTES:  # an address inside a map stays, too, where its region did
+        if stop - start >= MAP_BYTES:  # an address inside a map stays, too, where its range did
             self._pinned.update(self._unmoved)
         found: list[Relocation] = []
         behind = start  # of a tensor map
@@ -136,7 +142,7 @@ class _Comparison:
                 continue
             place = self._word(number, position)
             if place is not None:
-                found.append(Relocation(position, place.region, place.offset))
+                found.append(Relocation(position, place.memory_range, place.offset))
             elif self._changed(position):
                 first = max(start, behind, found[-1].position + 8 if found else start)
                 relocation = self._map(range(first + -(first - node.start) % 8, stop - MAP_BYTES + 1, 8), position)
@@ -161,9 +167,9 @@ class _Comparison:
             common = self._common(*known) if known else []
             if common:
                 self._words["map"] += 1
-                if common[0].region in self._own and not self._pairs.moved(common[0].region):
-                    self._pinned.add(common[0].region)
-                return Relocation(start, common[0].region, common[0].offset, map=True)
+                if common[0].memory_range in self._own and not self._pairs.moved(common[0].memory_range):
+                    self._pinned.add(common[0].memory_range)
+                return Relocation(start, common[0].memory_range, common[0].offset, map=True)
         return None
 
     def _common(self, one: int, two: int) -> list[Place]:
@@ -181,8 +187,8 @@ class _Comparison:
         common = self._common(one, two)
         if common:
             place = common[0]
-            if place.region in self._own and not self._pairs.moved(place.region):
-                self._pinned.add(place.region)
+            if place.memory_range in self._own and not self._pairs.moved(place.memory_range):
+                self._pinned.add(place.memory_range)
             self._words["pointer"] += 1
             return place
         places = self._maps[0].places(one), self._maps[1].places(two)

@@ -1,4 +1,4 @@
-"""Finds a graph's kernels in a fresh process: in saved images, in mapped libraries, or by triggering (MEDUSA §5.2)."""
+"""Finds a graph's kernels in a fresh process: in saved images, or by triggering (MEDUSA §5.2)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ from typing import NamedTuple
 from ..blueprint import Blueprints, KernelRecord, NodeKind
 from ..driver import CudaDriver, CudaError
 from ..materialization.dump import IDENTITY, describe, kernel_of, node_kind, nodes_of
-from ..materialization.mapped import read_image
 from ..mismatch import GraphMismatch, Reason
 
 Trigger = Callable[[str], int]
 """Graph key → a CUgraph that was captured from the first layer at that batch size."""
-
-_WRAPPER_MAGIC = 0x466243B1  # __fatBinC_Wrapper_t, which the driver takes fat binaries in
 
 
 class KernelHandle(NamedTuple):
@@ -36,7 +33,7 @@ class KernelFinder:
         self._trigger = trigger
         self._libraries: dict[str, int] = {}
         self._modules: dict[str, int] = {}  # image → the module that a triggered kernel of it is in
-        self._kept: list[object] = []
+        self._kept: list[bytes] = []
         self._found: dict[int, KernelHandle] = {}
         self._triggered: defaultdict[str, list[KernelHandle]] = defaultdict(list)
         self._done: set[str] = set()
@@ -76,19 +73,13 @@ class KernelFinder:
         self._found.clear()
 
     def _library(self, image: str) -> int:
-        """The loaded image, from the bundle or else from a mapped library; 0 when it is in neither."""
+        """The bundle's image, loaded; 0 when the bundle does not have it."""
         if image not in self._libraries:
-            self._libraries[image] = 0
-            if data := self._blueprints.images.get(image):
-                self._libraries[image] = self._load(data)
-            elif (place := self._blueprints.libraries.get(image)) and (data := read_image(place)):
-                buffer = ctypes.create_string_buffer(data, len(data))
-                wrapper = (c_uint64 * 3)(_WRAPPER_MAGIC | 1 << 32, ctypes.addressof(buffer), 0)
-                self._kept.append(buffer)
-                self._libraries[image] = self._load(wrapper)
+            data = self._blueprints.images.get(image)
+            self._libraries[image] = self._load(data) if data else 0
         return self._libraries[image]
 
-    def _load(self, code: object) -> int:
+    def _load(self, code: bytes) -> int:
         # The driver may read the image later, when a kernel of it is first used.
         self._kept.append(code)
         try:
@@ -120,9 +111,7 @@ class KernelFinder:
         if not matches:
             if candidates:
                 raise GraphMismatch(Reason.KERNEL_MISSING, f"{record.name} is another kernel here")
-            raise GraphMismatch(
-                Reason.KERNEL_MISSING, f"{record.name} is in no saved image, library or triggered module"
-            )
+            raise GraphMismatch(Reason.KERNEL_MISSING, f"{record.name} is in no saved image or triggered module")
         if len(matches) > 1:
             raise GraphMismatch(Reason.KERNEL_AMBIGUOUS, f"{record.name} is defined in {len(matches)} loaded modules")
         if record.image:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from ....errors import DeviceError, StateError
-from ..blueprint import Blueprints, GraphBlueprint, Piece, RangeKind, Relocation
+from ..blueprint import Blueprints, GraphBlueprint, Piece, RangeKind
 from ..driver import CudaDriver, CudaError
 from ..fingerprint import compare
 from ..mismatch import GraphMismatch, Reason
@@ -86,7 +86,7 @@ def restore_graphs(
 ) -> RestoredGraphs:
     """The graphs of these keys, where all fits; the others with a reason, logged once. Never raises for a bundle.
 
-    ``placement``: where the regions are now (``place``), the weights' bytes and all else that the reference outputs
+    ``placement``: where the ranges are now (``place``), the weights' bytes and all else that the reference outputs
     depend on already in them. ``stream``: for uploads and validation; ``current_stream``: what ``replay`` launches on,
     by default that same. ``trigger``: captures a first layer, asked for only where a kernel is found nowhere else.
     ``validate``: replay the graphs against their stored outputs before anybody uses them: "all", "ends" (the first
@@ -154,26 +154,28 @@ def _restore(
         kernels[number] = finder.handle(number, graph.key)
     addresses = []
     for relocation in graph.relocations:
-        region = blueprints.regions[relocation.region]
-        if region.kind == RangeKind.MODULE:
-            variable = finder.variable(region.name)
+        memory_range = blueprints.ranges[relocation.memory_range]
+        if memory_range.kind == RangeKind.MODULE:
+            variable = finder.variable(memory_range.name)
             if variable is None:
                 raise GraphMismatch(
-                    Reason.REGION, f"the variable {region.name.partition(':')[2]} is in no loaded image"
+                    Reason.MEMORY_RANGE, f"the variable {memory_range.name.partition(':')[2]} is in no loaded image"
                 )
             addresses.append(variable + relocation.offset)
         else:
-            addresses.append(placement.address(relocation, region))
+            addresses.append(placement.address(memory_range, relocation.offset))
     return build(driver, blueprints, graph, kernels=kernels, addresses=addresses, stream=stream)
 
 
 def _check_pins(blueprints: Blueprints, graph: GraphBlueprint, placement: Placement) -> None:
     for number in graph.pinned:
-        region = blueprints.regions[number]
-        address = placement.addresses.get(region.name)
-        if address != region.address:
+        memory_range = blueprints.ranges[number]
+        address = placement.addresses.get(memory_range.name)
+        if address != memory_range.address:
             where = "nowhere" if address is None else f"{address:#x}"
-            raise GraphMismatch(Reason.ADDRESS, f"expected {region.name} at {region.address:#x}, found it {where}")
+            raise GraphMismatch(
+                Reason.ADDRESS, f"expected {memory_range.name} at {memory_range.address:#x}, found it {where}"
+            )
 
 
 def _validate(
@@ -185,11 +187,9 @@ def _validate(
     validate: str,
 ) -> GraphMismatch | None:
     """Permanent contents first, then replays: MEDUSA §4's validation, here before the first token."""
-    pointers = {(r.region, r.offset): r for graph in blueprints.graphs for r in graph.relocations}
 
     def at(piece: Piece) -> int:
-        known = pointers.get((piece.region, piece.offset), Relocation(0, piece.region, piece.offset))
-        return placement.address(known, blueprints.regions[piece.region])
+        return placement.address(blueprints.ranges[piece.memory_range], piece.offset)
 
     replayer = Replayer(driver, at, stream)
     keys = list(restored.graphs)
