@@ -36,7 +36,7 @@ Span = list[int]
 
 
 class _Body:
-    """Bytes one after the other, equal ones once: the 35 graphs of a model share much."""
+    """Bytes one after the other. Equal bytes are stored once, because the 35 graphs of a model share much."""
 
     def __init__(self) -> None:
         self.data = bytearray()
@@ -90,7 +90,7 @@ def _encode_graph(graph: GraphBlueprint, body: _Body) -> dict[str, Any]:
 
 
 def decode(data: bytes) -> Blueprints:
-    """StateError when the bytes are damaged, cut, or of another version."""
+    """Read what ``encode`` wrote. Raises StateError when the bytes are damaged, cut or of another version."""
     if len(data) < _PROLOGUE.size:
         raise StateError(f"expected materialized CUDA graphs, found {len(data)} bytes; materialize again")
     magic, digest, version, header_bytes, body_bytes = _PROLOGUE.unpack_from(data)
@@ -166,7 +166,10 @@ class _Reader:
 
 
 def check(blueprints: Blueprints) -> None:
-    """Every reference is to something that is there. ValueError otherwise: a wrong one would become a wrong address."""
+    """Check that every reference is to something that is there.
+
+    Raises ValueError otherwise: a wrong reference would become a wrong address.
+    """
     for _, _, address, size in blueprints.ranges:
         _whole(address, size)
     for kernel in blueprints.kernels:

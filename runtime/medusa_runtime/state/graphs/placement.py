@@ -1,4 +1,4 @@
-"""Device memory by name, at the addresses at which it was when captured, or elsewhere where those are taken."""
+"""Device memory by name: at its captured addresses, or elsewhere where those are taken."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DEVICE, _PINNED, _READ_WRITE = 1, 1, 3
 
 
 class _Span(NamedTuple):
-    """One reservation; ranges on one page share it."""
+    """One reservation, which ranges on the same page share."""
 
     start: int
     size: int
@@ -40,7 +40,7 @@ class Placement:
         self.close()
 
     def address(self, memory_range: MemoryRange, offset: int) -> int:
-        """Where this byte of a range is now. GraphMismatch when the range was not placed."""
+        """Where this byte of a range is now. Raises GraphMismatch when the range was not placed."""
         if memory_range.name not in self.addresses:
             raise GraphMismatch(Reason.MEMORY_RANGE, f"{memory_range.name} was not placed")
         return self.addresses[memory_range.name] + offset
@@ -75,8 +75,8 @@ def place(
 ) -> Placement:
     """Map every range that is not in ``placed`` (name → address), each at its captured address if that is free.
 
-    A taken address is no failure: the range lies elsewhere and its pointers are relocated. GraphMismatch when the
-    device has too little free memory; then nothing stays mapped.
+    A taken address is no failure: the range lies elsewhere, and pointers into it are relocated. Raises GraphMismatch
+    when the device has too little free memory; then nothing stays mapped.
     """
     placement = Placement(driver, dict(placed or {}))
     device = driver.current_device()
@@ -113,7 +113,7 @@ def place(
 
 
 def _spans(ranges: Sequence[MemoryRange], granule: int) -> list[_Span]:
-    """Whole granules, one span where ranges share one."""
+    """Round ranges to whole granules, with one span for ranges that share a granule."""
     spans: list[_Span] = []
     for memory_range in sorted(ranges, key=lambda memory_range: memory_range.address):
         start = memory_range.address // granule * granule

@@ -23,12 +23,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Capture:
-    """What the side that captured hands over, beside the dump of its graphs.
+    """What the engine that captured hands over, besides the dump of its graphs.
 
-    ``launches``: key → replay of that graph, and of those that it takes and that have no launch of their own.
-    ``inputs``: key → what to write before a reference replay, ``outputs``: key → what to compare after it (their data
-    is only a length). ``stream``: what the launches are on. ``reads_host``: whether kernels may read pinned memory of
-    the host; where they do not, an address of it is a stale one, of copies that came before a launch.
+    ``launches``: key → a replay of that graph, which includes graphs without a launch of their own. ``inputs``: key →
+    what to write before a reference replay. ``outputs``: key → what to compare after it; of their data only the length
+    counts. ``stream``: of the launches. ``reads_host``: whether kernels may read pinned memory of the host. Where they
+    do not, such an address is stale: it was left by copies before a launch.
     """
 
     launches: Mapping[str, Launch]
@@ -43,11 +43,11 @@ class Capture:
 def materialize_graphs(
     driver: CudaDriver, dump: Blueprints, capture: Capture, *, second: Blueprints | None = None
 ) -> Blueprints:
-    """Blueprints of the graphs in ``dump`` (``dump_graphs``), which are still alive in this process.
+    """Make blueprints of the graphs in ``dump``, which are still alive in this process.
 
-    ``second``: a dump of the same graphs captured with every range at another address, by this process or another; it
-    proves what is a pointer. Without it the graphs can only be restored at their captured addresses. What cannot be
-    materialized is in ``refused`` with its reason, and logged.
+    ``second``: a dump of the same graphs, captured with every range at another address, by this process or another. It
+    proves which words are pointers; without it graphs can only be restored at their captured addresses. A graph that
+    cannot be materialized is in ``refused`` with its reason, which is also logged.
     """
     proof = prove(_with_images(dump, capture.images), second, replacer(driver))
     logger.info("words of %d graphs: %s", len(proof.blueprints.graphs), dict(proof.words))
@@ -70,7 +70,7 @@ def materialize_graphs(
 
 
 def _with_images(blueprints: Blueprints, images: ImageStore) -> Blueprints:
-    """For a dump that was made without: each kernel's image. Where the dump knew better, it stays."""
+    """Add each kernel's image to a dump that was made without images. What the dump knows stays."""
     kernels = []
     for kernel in blueprints.kernels:
         image = kernel.image or images.of(kernel.name, kernel.parameters, dict(kernel.attributes).get(REGISTERS, 0))
@@ -79,7 +79,7 @@ def _with_images(blueprints: Blueprints, images: ImageStore) -> Blueprints:
 
 
 def _foreign(driver: CudaDriver, blueprints: Blueprints, reads_host: bool) -> dict[str, str]:
-    """Graphs with a word that is an address for the device, though of no range: memory inside of some library."""
+    """Graphs with a word that is an address on the device in no known range, such as a library's own memory."""
     known: dict[int, bool] = {}
     free = RangeMap(blueprints.ranges, free=True)
     found = {}
@@ -98,7 +98,7 @@ def _foreign(driver: CudaDriver, blueprints: Blueprints, reads_host: bool) -> di
                         found_range = None if free.places(word) else driver.range_of(word)
                         known[word] = found_range is not None and (reads_host or not driver.on_host(word))
                     if known[word]:
-                        detail = f"node {number} points to {word:#x}, which is in no named range"
+                        detail = f"node {number} points to {word:#x}, which is memory without a name"
                         found[graph.key] = f"{Reason.FOREIGN_POINTER}: {detail}"
     return found
 
@@ -109,7 +109,7 @@ def _without(blueprints: Blueprints, refused: Mapping[str, str]) -> Blueprints:
 
 
 def _with_references(blueprints: Blueprints, capture: Capture, replayer: Replayer) -> Blueprints:
-    """Outputs of a replay of each graph; one whose replays differ among themselves is refused."""
+    """Add the outputs of a replay to each graph. A graph whose replays differ is refused."""
     graphs, refused = [], {}
     for graph in blueprints.graphs:
         if graph.key not in capture.launches:

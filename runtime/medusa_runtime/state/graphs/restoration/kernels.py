@@ -1,4 +1,4 @@
-"""Finds a graph's kernels in a fresh process: in saved images, or by triggering (MEDUSA §5.2)."""
+"""Finds a graph's kernels in a fresh process: in the saved images, or by triggering (MEDUSA §5.2)."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ from ..materialization.dump import IDENTITY, describe, kernel_of, node_kind, nod
 from ..mismatch import GraphMismatch, Reason
 
 Trigger = Callable[[str], int]
-"""Graph key → a CUgraph that was captured from the first layer at that batch size."""
+"""Captures the first layer at the batch size of a graph's key, and returns the CUgraph."""
 
 
 class KernelHandle(NamedTuple):
-    """One of the two is set: a CUfunction, or a CUkernel of a library."""
+    """A CUfunction, or a CUkernel of a library; the other one is 0."""
 
     func: int
     kern: int
 
 
 class KernelFinder:
-    """Loads each image once. A context manager; closing unloads the images, so no graph may use them any more."""
+    """Loads each image once, and finds kernels in it.
+
+    A context manager. Closing unloads the images, so no graph may use them any more.
+    """
 
     def __init__(self, driver: CudaDriver, blueprints: Blueprints, trigger: Trigger | None = None) -> None:
         self._driver = driver
@@ -39,7 +42,7 @@ class KernelFinder:
         self._done: set[str] = set()
 
     def handle(self, number: int, graph: str) -> KernelHandle:
-        """The kernel of this number. GraphMismatch when it cannot be found, or more than one could be meant."""
+        """The kernel of this number. Raises GraphMismatch when it is not found, or when several fit."""
         if number not in self._found:
             record = self._blueprints.kernels[number]
             library = self._library(record.image) if record.image else 0
@@ -55,7 +58,7 @@ class KernelFinder:
         return self._found[number]
 
     def variable(self, name: str) -> int | None:
-        """Where a variable "<image>:<name>" is, once its image's kernels were found; None when it is not loaded."""
+        """The address of a variable "<image>:<variable>"; None when its image is not loaded yet."""
         image, _, variable = name.partition(":")
         library, module = self._library(image), self._modules.get(image)
         if not library and not module:
@@ -92,7 +95,7 @@ class KernelFinder:
             self._done.add(graph)
             try:
                 self._collect(self._trigger(graph))
-            except Exception as error:  # whatever the capture of a layer raises, capturing all of them is right
+            except Exception as error:  # the capture of a layer may raise anything; then all graphs are captured
                 raise GraphMismatch(Reason.KERNEL_MISSING, f"triggering {graph} failed: {error}") from error
         wanted = _identity(record)
         if (
@@ -119,7 +122,7 @@ class KernelFinder:
         return matches[0]
 
     def _collect(self, graph: int) -> None:
-        """The kernels of a captured graph's nodes, and all others of their modules (MEDUSA §5)."""
+        """Collect the kernels of a captured graph's nodes, and all others of their modules (MEDUSA §5)."""
         seen: set[int] = set()
         for node in nodes_of(self._driver, graph):
             if node_kind(self._driver, node) != NodeKind.KERNEL:
@@ -130,9 +133,9 @@ class KernelFinder:
                 module = self._driver.handle("cuFuncGetModule", func)
                 functions = self._functions(module) if module not in seen else []
                 seen.add(module)
-            except CudaError:  # of the rest of its module nothing is known, itself it is there
+            except CudaError:  # the rest of its module stays unknown
                 functions = []
-            # Names alone: the driver loads a function that it is asked more about, and a module may have hundreds.
+            # Only names: asked for more, the driver loads the function, and a module may have hundreds.
             for function in functions:
                 self._triggered[self._driver.text("cuFuncGetName", function)].append(KernelHandle(function, 0))
             if name not in self._triggered:
@@ -154,7 +157,7 @@ class KernelFinder:
         return *describe(self._driver, func=handle.func, kern=0), tuple(values)
 
     def _set_attributes(self, handle: KernelHandle, record: KernelRecord) -> None:
-        """More than 48 KiB of dynamic shared memory, among others, must be allowed before a node asks for it."""
+        """Allow what nodes will ask for, such as more than 48 KiB of dynamic shared memory."""
         for attribute, value in record.attributes:
             if attribute in IDENTITY:
                 continue
@@ -165,6 +168,6 @@ class KernelFinder:
 
 
 def _identity(record: KernelRecord) -> tuple[str, tuple[tuple[int, int], ...], tuple[int, ...]]:
-    """What tells a kernel whose image is not known from others of its name."""
+    """What distinguishes a kernel without a known image from others of its name."""
     attributes = dict(record.attributes)
     return record.name, record.parameters, tuple(attributes.get(one, 0) for one in IDENTITY)
