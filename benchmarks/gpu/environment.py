@@ -52,9 +52,9 @@ def _placement(machine: Machine) -> dict[str, object]:
         tensor = memory("probe", 64 << 20)
         tensor.fill_(7)
         found[hex(base)] = {
-            "at": hex(memory.addresses()["probe"]),
+            "at": hex(memory.ranges["probe"].address),
             "writes": bool((tensor == 7).all()),
-            "granted": memory.addresses()["probe"] == base,
+            "granted": memory.ranges["probe"].address == base,
         }
     return found
 

@@ -11,6 +11,7 @@ import sys
 import threading
 from typing import Any
 
+import medusa_vllm  # noqa: F401  makes --engine vllm known
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.base import Delta, GenerateRequest, SamplingParams
 from medusa_runtime.fetch.prefetcher import prefetch

@@ -32,12 +32,15 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> CudaDriver:
     return driver
 
 
-def test_regions_lie_behind_each_other_from_the_base_on(driver: CudaDriver) -> None:
+def test_ranges_lie_behind_each_other_from_the_base_on(driver: CudaDriver) -> None:
     memory = PlacedMemory(driver, HOST, BASE)
     weights, cache = memory("weights", 3 << 20), memory("KV cache", 1000)
     assert weights.data_ptr() == BASE
     assert cache.data_ptr() > BASE + (3 << 20)
-    assert memory.addresses() == {"weights": weights.data_ptr(), "KV cache": cache.data_ptr()}
+    assert {name: one.address for name, one in memory.ranges.items()} == {
+        "weights": weights.data_ptr(),
+        "KV cache": cache.data_ptr(),
+    }
     weights.fill_(5)
     cache.fill_(6)
     assert (weights == 5).all()
@@ -59,7 +62,7 @@ def test_a_taken_address_is_no_failure(driver: CudaDriver) -> None:
     second = PlacedMemory(driver, HOST, BASE + 3 * FREE_GAP)
     elsewhere = second("weights", 1 << 20)
     assert elsewhere.data_ptr() != taken.data_ptr()
-    assert second.addresses()["weights"] == elsewhere.data_ptr()
+    assert second.ranges["weights"].address == elsewhere.data_ptr()
     elsewhere.fill_(9)
     taken.fill_(1)
     assert (elsewhere == 9).all()

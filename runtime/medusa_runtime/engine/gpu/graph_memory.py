@@ -1,4 +1,4 @@
-"""Device memory that graphs point into and that nobody has named: what torch has allocated for itself."""
+"""Finds the device memory that graphs point into and that has no name: what torch has allocated for itself."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ Segments = Iterable[Mapping[str, Any]]
 
 
 def other_ranges(named: Iterable[MemoryRange], segments: Segments, pool: tuple[int, int]) -> list[MemoryRange]:
-    """What torch has allocated besides: the graphs' pool, live blocks that have no name (workspaces of cuBLAS), and
-    what it holds though nobody has it: parameters passed by value carry old bytes, and so addresses of what was there.
+    """Everything that torch has allocated beyond the named ranges.
 
-    ``segments``: torch.cuda.memory_snapshot's. They are called after their sizes, and a number where these are equal.
-    Another process may have others before them: which is which there, two captures tell (``relocate.py``).
+    That is the graphs' pool, live blocks (such as cuBLAS' workspaces), and cached blocks that are not in use:
+    parameters that are passed by value contain old bytes, and so addresses of what was there before.
+
+    ``segments``: from torch.cuda.memory_snapshot. The ranges are named after their sizes, with a number where sizes are
+    equal. Another process may count other ranges before them; comparing two captures (``relocate.py``) shows which is
+    which.
     """
     known = sorted((memory_range.address, memory_range.address + memory_range.size) for memory_range in named)
     counts: Counter[tuple[RangeKind, int]] = Counter()

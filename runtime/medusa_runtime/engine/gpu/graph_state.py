@@ -1,4 +1,4 @@
-"""Between the engine's decode graphs and the state bundle's blueprints: names, references, what they are valid for."""
+"""Translates between the engine's decode graphs and a state bundle's blueprints."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def key_of(size: int) -> str:
 
 
 class GraphState:
-    """One engine's graphs: ``dump`` and ``materialize`` where they were captured, ``restore`` where they were not."""
+    """One engine's graphs.
+
+    ``dump`` and ``materialize`` are for the process that captured them, ``restore`` for one that did not.
+    """
 
     def __init__(self, model: DecoderModel, graphs: DecodeGraphs, memory: PlacedMemory) -> None:
         self._model = model
@@ -50,7 +53,7 @@ class GraphState:
         self.restored: RestoredGraphs | None = None
 
     def restore(self, data: Blueprints | bytes, *, validate: str = "ends") -> dict[int, Any]:
-        """Graphs by size, as many as fit here; why the others do not is logged once. Weights must be there."""
+        """Restore the graphs that fit: size → graph. Why others do not is logged once. Weights must be loaded."""
         blueprints = self._fitting(Blueprints.load(data) if isinstance(data, bytes) else data)
         used = blueprints.used_ranges()
         wanted = [
@@ -64,10 +67,10 @@ class GraphState:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
         sizes = {key_of(size): size for size in self._graphs.sizes}
-        triggered: list[CudaGraph] = []  # alive until the kernels were taken from them
+        triggered: list[CudaGraph] = []  # kept until their kernels are found
 
         def trigger(key: str) -> int:
-            # A pool of its own: what is captured here is never run.
+            # In a pool of its own, since what is captured here is never run.
             capturer = CudaCapturer(self._memory.device, keep_graph=True, instantiate=False)
             layer = self._graphs.capture_first_layer(sizes[key], capturer)
             assert isinstance(layer, CudaGraph)
@@ -85,7 +88,7 @@ class GraphState:
             trigger=trigger,
             validate=validate,
         )
-        self._placement, self.restored = placement, restored  # the graphs' memory lives as long as they do
+        self._placement, self.restored = placement, restored  # the graphs' memory must live as long as they do
         return {sizes[key]: graph for key, graph in restored.graphs.items()}
 
     def dump(self, capturer: CudaCapturer, images: Sequence[bytes] = ()) -> Blueprints:
@@ -99,7 +102,10 @@ class GraphState:
         images: Sequence[bytes],
         second: Blueprints | None,
     ) -> Blueprints:
-        """``images``: of all modules loaded so far; ``second``: a dump by another process with another base."""
+        """Make blueprints of the captured graphs.
+
+        ``images``: of all modules loaded so far. ``second``: the dump of a process whose memory lies elsewhere.
+        """
         dump = self.dump(capturer, images)
         numbers = {memory_range.name: number for number, memory_range in enumerate(dump.ranges)}
         captured = self._captured()
@@ -119,7 +125,7 @@ class GraphState:
         return materialize_graphs(self._driver, dump, capture, second=second)
 
     def fingerprint(self) -> dict[str, str]:
-        """What must be equal where the graphs are restored: all that their kernels, sizes or offsets depend on."""
+        """What must be equal at a restore: everything that kernels, sizes or offsets depend on."""
         config = hashlib.sha256(repr(self._model.config).encode()).hexdigest()[:16]
         named = self._memory.ranges.items()
         sizes = {f"range.{name}": str(memory_range.size) for name, memory_range in named if name != KV_CACHE}
@@ -127,14 +133,16 @@ class GraphState:
         return fingerprint(self._driver, own)
 
     def ranges(self, pool: Any) -> list[MemoryRange]:
-        """All device memory that a graph may point into: by name, the graphs' pool, and what else torch has."""
+        """All device memory that a graph may point into: named, the graphs' pool, and what else torch holds."""
         named = self._named()
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         return [*named, *other_ranges(named, segments, pool)]
 
     def _named(self) -> list[MemoryRange]:
-        """The KV cache is a range for each layer's keys and values: where each begins is all that graphs know of it,
-        unless one was captured with the number of blocks, too."""
+        """The named memory, with a range for each layer's keys and values.
+
+        Graphs know no more of the KV cache than where these begin, unless one contains the number of blocks.
+        """
         named = [memory_range for memory_range in self._memory.ranges.values() if memory_range.name != KV_CACHE]
         for layer, parts in enumerate(self._cache.layers):
             for kind, part in zip(("keys", "values"), parts, strict=True):
@@ -143,17 +151,17 @@ class GraphState:
         return named
 
     def _resized(self, other: Blueprints) -> bool:
-        """Whether all of the KV cache had another size there."""
+        """Whether every part of the KV cache had another size there."""
         sizes = {memory_range.name: memory_range.size for memory_range in other.ranges}
         parts = [memory_range for memory_range in self._named() if memory_range.name.startswith(KV_CACHE)]
         return all(sizes.get(part.name, part.size) != part.size for part in parts)
 
     def _blocks(self, proved: bool) -> dict[str, str]:
-        """Of the fingerprint: graphs fit any KV cache if captures with caches of other sizes were alike."""
+        """The KV cache's entry of the fingerprint: any size, if captures with different sizes were alike."""
         return {KV_BLOCKS: _ANY if proved else str(len(self._cache.layers[0][0]))}
 
     def _fitting(self, blueprints: Blueprints) -> Blueprints:
-        """Without the graphs that have a word nobody can explain, where the KV cache has another size than theirs."""
+        """The blueprints without graphs that have an unexplained word, if the KV cache has another size than theirs."""
         if not self._resized(blueprints):
             return blueprints
         why = f"{Reason.ADDRESS}: captured with a KV cache of another size, which something in it may depend on"
@@ -184,7 +192,7 @@ def _launch(capturer: CudaCapturer, graph: CudaGraph) -> Any:
 
 
 def summary(blueprints: Blueprints) -> Mapping[str, object]:
-    """For a report."""
+    """Count what was materialized, for a report."""
     return {
         "graphs": len(blueprints.graphs),
         "nodes": sum(len(graph.nodes) for graph in blueprints.graphs),
