@@ -1,7 +1,7 @@
-"""Between vLLM's graphs and a state bundle's blueprints: names, references, what they are valid for.
+"""Translates between vLLM's graphs and a state bundle's blueprints.
 
-The scheme is the torch engine's, but for memory: vLLM's stays where torch has put it, and
-graphs are relocated to it. Only their pool, and workspaces that have no name, are placed here.
+It works as for the torch engine, except for memory: vLLM's stays where torch has put it, and graphs are relocated to
+it. Only their pool, and workspaces without a name, are placed here.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _PLACED = (RangeKind.SLAB, RangeKind.WORKSPACE)
 
 
 def obstacle(runner: Any, manager: Any) -> str | None:
-    """Why this configuration's graphs are captured each time; None where they can be materialized."""
+    """Why this configuration's graphs are captured at each start; None where they can be materialized."""
     if not (manager.is_first_pp_rank and manager.is_last_pp_rank) or manager.tp_size > 1 or manager.dp_size > 1:
         return "the model is spread over several GPUs"
     if runner.lora_config is not None:
@@ -68,7 +68,10 @@ def obstacle(runner: Any, manager: Any) -> str | None:
 
 
 class VllmGraphState:
-    """One worker's graphs: ``dump`` and ``materialize`` where they were captured, ``restore`` where they were not."""
+    """One worker's graphs.
+
+    ``dump`` and ``materialize`` are for the process that captured them, ``restore`` for one that did not.
+    """
 
     def __init__(
         self,
@@ -83,7 +86,7 @@ class VllmGraphState:
         self._segments = segments or torch.cuda.memory_snapshot
         self._device = device
         self._restored: tuple[Blueprints, Placement, Any] | None = None
-        self._kept: list[RestoredGraphs | Placement] = []  # the graphs' memory and kernels live as long as they do
+        self._kept: list[RestoredGraphs | Placement] = []  # memory and kernels must live as long as the graphs
 
     def named(self) -> list[MemoryRange]:
         return named_ranges(self._runner, lambda tensor: tensor.device.type == self._device)
@@ -92,14 +95,14 @@ class VllmGraphState:
         return self._driver.read(memory_range.address, memory_range.size)
 
     def fingerprint(self) -> dict[str, str]:
-        """What must be equal where the graphs are restored. Sizes of memory are compared range by range."""
+        """What must be equal at a restore. Sizes of memory are compared for each range."""
         config = self._runner.model_config
         model = hashlib.sha256(repr(config.hf_config).encode()).hexdigest()[:16]
         own = {"torch": torch.__version__, "vllm": __version__, "model": model, "dtype": str(config.dtype)}
         return fingerprint(self._driver, own)
 
     def dump(self, images: Sequence[bytes]) -> Blueprints:
-        """All captured full graphs as they are. ``images``: of all modules loaded so far."""
+        """All captured graphs as they are. ``images``: of all modules loaded so far."""
         handles = {key_of(one): int(graph.raw_cuda_graph()) for one, graph in self._full()}
         handles |= {key: int(entry.cudagraph.raw_cuda_graph()) for key, (_, _, entry) in self._pieces().items()}
         named = self.named()
@@ -114,7 +117,7 @@ class VllmGraphState:
         *,
         stream: Any,
     ) -> Blueprints:
-        """``second``: the same by another process, in which nothing lies where it does here."""
+        """Make blueprints. ``second``: the dump of another process, in which nothing lies where it does here."""
         dump = self.dump(images)
         numbers = {memory_range.name: number for number, memory_range in enumerate(dump.ranges)}
         full = dict(self._full())
@@ -158,7 +161,10 @@ class VllmGraphState:
     def restore(
         self, data: Blueprints | bytes, *, trigger: Trigger | None = None, validate: str = "ends"
     ) -> Restored | None:
-        """As many graphs as fit here; why the others do not is logged once. DeviceError when the context is lost."""
+        """Restore the full graphs that fit. Why others do not is logged once.
+
+        Raises DeviceError when the context is broken.
+        """
         blueprints = Blueprints.load(data) if isinstance(data, bytes) else data
         used = blueprints.used_ranges()
         recorded = {memory_range.name: memory_range for n, memory_range in enumerate(blueprints.ranges) if n in used}
@@ -168,7 +174,7 @@ class VllmGraphState:
             return None
         here = {memory_range.name: memory_range for memory_range in self.named()}
         here[HIDDEN] = MemoryRange(HIDDEN, RangeKind.NAMED, hidden.data_ptr(), hidden.nbytes)
-        # One of another size has other strides or rows: as if it were not there, which each graph's reason will say.
+        # A range of another size has other strides or rows. It counts as missing, and each graph's reason will say so.
         placed = {
             name: here[name].address
             for name, memory_range in recorded.items()
@@ -202,8 +208,11 @@ class VllmGraphState:
         return Restored(restored.graphs, hidden) if restored.graphs else None
 
     def restore_pieces(self, create_forward: Callable[..., Any]) -> list[BatchExecutionDescriptor]:
-        """The batches whose piecewise graphs are restored, after ``restore``, and after a first forward has made the
-        compiled functions. ``create_forward``: vLLM's, of a batch."""
+        """Restore piecewise graphs, and return the batches whose graphs are all there.
+
+        Call it after ``restore``, and after a first forward has made the compiled functions. ``create_forward``: vLLM's
+        function that makes the forward of a batch.
+        """
         if self._restored is None:
             return []
         blueprints, placement, stream = self._restored
@@ -237,8 +246,10 @@ class VllmGraphState:
         return whole
 
     def _check(self, one: BatchExecutionDescriptor, forward: Callable[[CUDAGraphMode], None]) -> None:
-        """MEDUSA §4's validation, of a forward through all its pieces: two runs against the stored outputs.
-        GraphMismatch (OUTPUT), DeviceError when the context is lost."""
+        """Validate (MEDUSA §4) a forward through all pieces of a batch: two runs against the stored outputs.
+
+        Raises GraphMismatch (OUTPUT) when they differ, and DeviceError when the context is broken.
+        """
         assert self._restored is not None
         blueprints, placement, stream = self._restored
 
@@ -276,7 +287,7 @@ class VllmGraphState:
     def _hidden_states(
         self, memory_range: MemoryRange | None, full: Sequence[BatchExecutionDescriptor]
     ) -> Tensor | None:
-        """What vLLM allocates in its first warm-up: rows of the largest batch."""
+        """The tensor that vLLM allocates in its first warm-up: rows of the largest batch."""
         if memory_range is None or not full:
             return None
         dtype, rows = self._runner.model_config.dtype, max(one.num_tokens for one in full)
@@ -306,7 +317,7 @@ def _launch(run: Callable[[], object], stream: Any) -> None:
 
 
 def _tensors(results: Results) -> list[list[Any]]:
-    """[range, offset, dtype, shape, strides] of each."""
+    """The [range, offset, dtype, shape, strides] of each tensor in a function's results."""
     if not isinstance(results, list):
         return []
     if results[0] == "tensor":
@@ -315,7 +326,7 @@ def _tensors(results: Results) -> list[list[Any]]:
 
 
 def _output(place: list[Any], rows: int) -> Piece:
-    """The last row of the batch, where it has one."""
+    """Where the last row of the batch is, or the start of a result without rows."""
     memory_range, offset, dtype, shape, strides = place
     size = getattr(torch, dtype).itemsize
     row = (rows - 1) * strides[0] * size if shape and shape[0] >= rows else 0
@@ -324,8 +335,10 @@ def _output(place: list[Any], rows: int) -> Piece:
 
 
 def _without_stale_state(made: Blueprints) -> Blueprints:
-    """Refuse all graphs if one needs what is in a workspace: each step may write it anew, at an address that is not
-    known here. And inputs that no graph reads are left out."""
+    """Refuse all graphs if one needs the contents of a workspace, and drop inputs that no graph reads.
+
+    Each step may write a workspace anew, at an address that is not known here.
+    """
     for piece in made.contents:
         memory_range = made.ranges[piece.memory_range]
         if memory_range.kind == RangeKind.WORKSPACE:

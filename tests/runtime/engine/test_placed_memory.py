@@ -86,5 +86,5 @@ def test_a_thread_that_never_used_the_device(driver: CudaDriver) -> None:
 def test_names_are_used_once(driver: CudaDriver) -> None:
     memory = PlacedMemory(driver, HOST, BASE + 5 * FREE_GAP)
     memory("weights", 10)
-    with pytest.raises(DeviceError, match="one region named weights"):
+    with pytest.raises(DeviceError, match="expected to map weights once"):
         memory("weights", 10)

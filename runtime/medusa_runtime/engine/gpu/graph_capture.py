@@ -37,7 +37,7 @@ def capture(model: str, settings: Settings, folder: Path) -> Path | None:
         return None
     if settings.tensor_parallel > 1:
         raise EngineError(
-            "CUDA graphs are materialized for one GPU, found --tensor-parallel above 1; leave it out, or each start captures"
+            "CUDA graphs are materialized for one GPU, found --tensor-parallel above 1; each start captures them"
         )
     asked = replace(settings, model=model, device="cuda", state="none")
     second, result = folder / "second.dump", folder / "cuda-graphs"
