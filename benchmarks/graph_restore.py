@@ -1,9 +1,9 @@
-"""How long building graphs from blueprints takes, but for the driver's own part: on a driver that does nothing slow.
+"""Measures how long building graphs from blueprints takes, apart from the driver.
 
     python -m benchmarks.graph_restore --library libcuda.so.1 [--graphs 35] [--nodes 400]
 
-``--library``: the fake driver of tests/runtime/state/graphs/fakecuda, compiled with cc -O2 -shared -fPIC … -lm. What a
-real driver takes for the same calls comes on top; benchmarks/gpu measures the sum on a GPU.
+``--library`` is the fake driver of tests/runtime/state/graphs/fakecuda, compiled with cc -O2 -shared -fPIC … -lm. A
+real driver's time for the same calls comes on top; benchmarks/gpu measures the sum on a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BASE = 0x6000_0000_0000
 
 
 def blueprints(graphs: int, nodes: int) -> Blueprints:
-    """Chains of add_checked and gemv, as a decode step has: 4 parameters and 1 of 64 bytes, 6 pointers in two nodes."""
+    """Chains of two kernels, as in a decode step: one with 4 parameters, one with a structure of 64 bytes."""
     images = ImageStore([CUBIN.read_bytes()])
     digest = next(iter(images.data))
     cubin = images.cubin(digest)

@@ -32,7 +32,7 @@ _PLACES = (
     "GOMP_CPU_AFFINITY",
     "OMP_PLACES",
     "KMP_AFFINITY",
-)  # vLLM sets one of them, depending on the OpenMP that is loaded
+)  # vLLM sets that of the loaded OpenMP
 _QUIET = "ignore::UserWarning:multiprocessing.resource_tracker"
 
 
@@ -86,9 +86,7 @@ def _leave_sockets() -> None:
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         try:
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                os.dup2(
-                    nothing, descriptor, inheritable=False
-                )  # the number must stay taken, because Python objects own it
+                os.dup2(nothing, descriptor, inheritable=False)  # Python objects own the number, so it stays taken
         except OSError:
             pass  # the descriptor that listed the others
     os.close(nothing)

@@ -22,7 +22,7 @@ from ...locate import FOLDER
 
 logger = logging.getLogger(__name__)
 
-FILE = "distrusted.json"  # sha256 of the graphs' blob → {"driver": its version, "reason": one line}
+FILE = "quarantine.json"  # sha256 of the graphs' blob → {"driver": its version, "reason": one line}
 _REASON_CHARACTERS = 300
 
 
@@ -74,7 +74,7 @@ class Quarantine:
 
 
 def _write(folder: Path, entries: dict[str, dict[str, str]]) -> None:
-    descriptor, name = tempfile.mkstemp(prefix=".distrusted-", dir=folder)
+    descriptor, name = tempfile.mkstemp(prefix=".quarantine-", dir=folder)
     try:
         with os.fdopen(descriptor, "w") as file:
             json.dump(entries, file, indent=1)
