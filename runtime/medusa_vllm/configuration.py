@@ -118,7 +118,7 @@ def _refusal(error: Exception) -> MedusaError:
     reason = next((line for line in lines if line.startswith(("Value error, ", "Assertion failed, "))), None)
     text = reason.split(", ", 1)[1].partition(" [type=")[0] if reason else " ".join(lines)
     kind = ModelError if "architecture" in text or "quantization" in text else ConfigError
-    return kind(f"vLLM cannot serve this model with these settings: {text}")
+    return kind(f"vLLM cannot serve this model: {text}")
 
 
 __all__ = ["configure"]

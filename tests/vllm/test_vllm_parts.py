@@ -202,7 +202,7 @@ def test_vllms_reason_is_told_without_pydantics_frame() -> None:
     )
     told = _refusal(error)
     assert isinstance(told, ModelError)
-    assert str(told) == "vLLM cannot serve this model so: Model architectures ['X'] are not supported for now."
+    assert str(told) == "vLLM cannot serve this model: Model architectures ['X'] are not supported for now."
     assert isinstance(_refusal(ValueError("max_model_len is too large")), ConfigError)
 
 
