@@ -48,7 +48,7 @@ def _sampling(params: SamplingParams, sequence: Sequence, vocab_size: int) -> An
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )
-    # How vLLM's own front end tells its core what ends a text.
+    # vLLM's own front end does the same to tell its core what ends a text.
     sampling.update_from_generation_config({"eos_token_id": sorted(sequence.eos_token_ids)})
     return sampling
 

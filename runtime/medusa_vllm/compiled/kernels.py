@@ -24,7 +24,7 @@ _ENTRY = "kernel"  # the extension's init function is PyInit_kernel, and its one
 
 
 class CompiledKernels:
-    """A folder of extension modules. ``recorded`` counts what was added, ``loaded`` what was found."""
+    """A folder of extension modules. ``recorded`` counts those that were added, ``loaded`` those that were found."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -326,7 +326,7 @@ def _tensors(results: Results) -> list[list[Any]]:
 
 
 def _output(place: list[Any], rows: int) -> Piece:
-    """Where the last row of the batch is, or the start of a result without rows."""
+    """The place of the batch's last row, or the start of a result that has no rows."""
     memory_range, offset, dtype, shape, strides = place
     size = getattr(torch, dtype).itemsize
     row = (rows - 1) * strides[0] * size if shape and shape[0] >= rows else 0

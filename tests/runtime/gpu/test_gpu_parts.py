@@ -1,4 +1,4 @@
-"""On a real GPU: the context, the link, attention, capture. What they do without one is tested beside their modules."""
+"""The context, the link, attention and capture on a real GPU."""
 
 from __future__ import annotations
 

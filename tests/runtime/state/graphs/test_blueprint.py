@@ -1,4 +1,4 @@
-"""Blueprints as bytes: what goes in comes out, and what refers to nothing is refused though its digest is right."""
+"""Blueprints as bytes are read as they were written, and wrong references are refused despite a right digest."""
 
 from __future__ import annotations
 

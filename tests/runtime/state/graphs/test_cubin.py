@@ -22,7 +22,10 @@ RMS_NORM = "_Z8rms_normILi4EEvPKfS1_Pfif"
 
 
 def fat_cubins(data: bytes, arch: int = 90) -> Iterator[bytes]:
-    """The cubins for one architecture in the fat binaries of a file; one in a library begins at a multiple of 8."""
+    """The cubins for one architecture in the fat binaries of a file.
+
+    In a library a fat binary begins at a multiple of 8 bytes.
+    """
     start = data.find(FATBIN)
     while start >= 0:
         header, size = struct.unpack_from("<HQ", data, start + 6) if start % 8 == 0 else (4, 0)
@@ -71,7 +74,7 @@ def test_one_name_in_several_images(cubins: Path) -> None:
 
 
 def test_cubins_in_a_fat_binary(cubins: Path) -> None:
-    """Compressed, as NVIDIA's libraries have them."""
+    """The cubins are compressed, as in NVIDIA's libraries."""
     parsed, alone = (
         parse_cubin(data)
         for data in (*fat_cubins((cubins / "toy_packed.fatbin").read_bytes()), (cubins / "toy_a.cubin").read_bytes())
@@ -88,7 +91,7 @@ def test_damaged_cubins(cubins: Path) -> None:
             parse_cubin(data[:size])
     with pytest.raises(StateError, match="another machine"):
         parse_cubin(Path(sys.executable).resolve().read_bytes())
-    for at in range(len(data)):  # whatever it says then, it is an answer or a StateError
+    for at in range(len(data)):  # any result is fine, but no other error
         try:
             parse_cubin(data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :])
         except StateError:
@@ -108,7 +111,7 @@ def test_the_kept_cubins_are_what_nvcc_makes(cubins: Path, tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_nvidias_own_libraries(tmp_path: Path) -> None:
-    """nvidia-nvjpeg is a small wheel with kernels for sm_90; its fat binaries are compressed as those of cuBLAS are."""
+    """nvidia-nvjpeg is a small wheel with kernels for sm_90, compressed like those of cuBLAS."""
     wheel = os.environ.get("MEDUSA_TEST_CUDA_WHEEL", "nvidia-nvjpeg==13.*")
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(tmp_path), wheel]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500)

@@ -1,6 +1,6 @@
-"""Every call, structure and constant that is used of the driver and of CUPTI, against NVIDIA's own headers.
+"""Every call, structure and constant of the driver and of CUPTI that is used, compared with NVIDIA's own headers.
 
-The fake driver is ours, and so is what we believe of the real one: only a header tells them apart.
+The fake driver is ours, so it shares our wrong beliefs. The headers do not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from medusa_runtime.state.graphs.restoration import build
 
 
 def _folders() -> Iterator[Path]:
-    """With CUDA 13's headers: a toolkit's, or those of NVIDIA's packages (nvidia-cuda-runtime, nvidia-cuda-cupti)."""
+    """Folders with CUDA 13's headers, from a toolkit or NVIDIA's packages (nvidia-cuda-runtime, nvidia-cuda-cupti)."""
     spec = importlib.util.find_spec("nvidia")
     packages = [Path(folder) for folder in spec.submodule_search_locations or ()] if spec is not None else []
     toolkits = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")), *sorted(Path("/usr/local").glob("cuda-13*"))]
@@ -80,7 +80,7 @@ template <> void show(const char *name, CUresult (*)()) { printf("%s\n", name); 
 
 
 def compiled(source: str, folder: Path, *include: str) -> list[list[str]]:
-    """What a program prints, in words."""
+    """The words of each line that a program prints."""
     assert FOLDER is not None
     (folder / "program.cpp").write_text(source)
     command = ["c++", "-std=c++17", "-I", str(FOLDER), *include, "-c", "-o"]
@@ -93,7 +93,7 @@ def compiled(source: str, folder: Path, *include: str) -> list[list[str]]:
 
 
 def test_calls(tmp_path: Path) -> None:
-    """Each by the name that today's header gives it: a plain name can be an older call with other structures."""
+    """Calls have the names that today's header gives them: a plain name can be an older call."""
     calls = SIGNATURES | UNTYPED
     lines = [f"show(NAME({base}), {base});" for base in (re.sub(r"_v\d+$", "", name) for name in calls)]
     found = compiled(CALLS + "int main() {\n" + "\n".join(lines) + "\n}\n", tmp_path)

@@ -1,4 +1,4 @@
-"""Damaged blobs and cubins: thousands of flipped, cut and doubled bytes; always an error with a name."""
+"""Damaged blobs and cubins: thousands of flipped, cut and doubled bytes always give a StateError."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def survives(parse: Callable[[bytes], Any], data: bytes) -> bool:
 
 
 def sealed(data: bytes) -> bytes:
-    """With the digest of what is there, as of a broken writer: the reader's checks alone stand against it."""
+    """Make the digest right again, as a broken writer would: only the reader's checks are left."""
     header = struct.unpack_from("<Q", data, 44)[0] if len(data) > 60 else 0
     body = len(data) - 60 - header
     rest = data[40:44] + struct.pack("<QQ", header, max(body, 0)) + data[60:]

@@ -1,4 +1,4 @@
-"""What two captures say of each word, on made-up graphs."""
+"""How two captures classify each word, on graphs made by hand."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def test_what_looks_like_a_pointer_and_stays_is_a_constant() -> None:
 
 
 def test_one_past_the_end() -> None:
-    """Alone it could be the start of the next range; the two captures tell."""
+    """One capture cannot distinguish it from the start of the next range; two can."""
     assert found([NEXT], [OTHER["pool"] + 0x1000]) == [(0, "pool", 0x1000)]
     assert found([NEXT], [OTHER["next"]]) == [(0, "next", 0)]
 
 
 def test_what_nobody_named_is_known_by_what_points_to_it() -> None:
-    """In the other process there was something of the same size before: numbers and addresses name nothing."""
+    """The other process had a block of the same size before, so numbers and addresses identify nothing."""
 
     def made(addresses: list[int], words: list[int], size: int = 0x100) -> Blueprints:
         ranges = (MemoryRange(f"workspace {size} {n}", RangeKind.WORKSPACE, at, size) for n, at in enumerate(addresses))
@@ -75,7 +75,7 @@ def test_what_nobody_named_is_known_by_what_points_to_it() -> None:
 
 
 def test_addresses_of_what_was_given_back_are_stale() -> None:
-    """Parameters passed by value carry what was on the stack: of the warm-up before, whose memory torch still holds."""
+    """Parameters passed by value contain old stack: addresses of the warm-up's memory, which torch still holds."""
     free = MemoryRange("free 256 0", RangeKind.FREE, 0x7000_0000, 0x100)
     first = dump([free.address + 8, WEIGHTS], (*RANGES, free))
     moved = free._replace(name="free 512 0", address=0x9000_0000, size=0x200)
@@ -156,7 +156,7 @@ def test_random_words(seed: int) -> None:
 
 
 def test_words_of_a_parameter_are_aligned_to_the_parameters_block() -> None:
-    """A structure at offset 4 has its pointer at 8; four bytes and four bytes are no pointer together."""
+    """A structure at offset 4 has its pointer at 8. Two neighbours of four bytes are no pointer together."""
     kernel = KernelRecord("k", "", ((0, 4), (4, 20)), ())
     node = Node(0, 0, 0, (1, 1, 1), (1, 1, 1), 0, 16, 24)
 

@@ -71,7 +71,7 @@ def test_a_driver_that_gives_no_chosen_address(toy: Any, materialized: dict[str,
 
 
 def test_allocations_made_again_lead_to_the_same_memory(toy: Any, materialized: dict[str, Any]) -> None:
-    """The oracle: MEDUSA §4.2, with an allocator that gives other addresses than the one that was traced."""
+    """The oracle (MEDUSA §4.2), with an allocator that returns other addresses than the traced one."""
     restored = toy("restore", {"bundle": materialized["path"], "mode": "replay"}, base=OTHER_BASE)
     assert "allocation 0" in restored["through"]
     assert "pool" not in restored["through"], "each pointer into the pool is one into an allocation"
@@ -80,7 +80,7 @@ def test_allocations_made_again_lead_to_the_same_memory(toy: Any, materialized: 
 
 
 def test_the_papers_false_positive_is_seen(toy: Any, materialized: dict[str, Any]) -> None:
-    """Figure 6: matched by address alone, a pointer gets another allocation, and validation tells."""
+    """Figure 6: matched by address alone, a pointer gets another allocation, and validation notices it."""
     options = {"bundle": materialized["path"], "mode": "replay", "first_match": True, "validate": "all"}
     restored = toy("restore", options, base=OTHER_BASE)
     assert restored["restored"] == []
@@ -95,7 +95,7 @@ def test_what_is_left_out_is_noticed(toy: Any, materialized: dict[str, Any], cha
 
 
 def test_kernels_by_triggering(toy: Any, materialized: dict[str, Any]) -> None:
-    """MEDUSA §5.2: no image at all; a captured first layer gives the modules, with all their kernels and variables."""
+    """MEDUSA §5.2: without images, a captured first layer leads to the modules with all kernels and variables."""
     options = {"bundle": materialized["path"], "change": "images", "trigger": "once"}
     restored = toy("restore", options, base=OTHER_BASE)
     assert restored["restored"] == KEYS
@@ -109,7 +109,7 @@ def test_saved_images_missing(toy: Any, materialized: dict[str, Any]) -> None:
 
 
 def test_what_the_driver_refuses_is_named(toy: Any, materialized: dict[str, Any]) -> None:
-    """More shared memory than a kernel may have unless it was allowed to."""
+    """A kernel asks for more shared memory than it was allowed."""
     restored = toy("restore", {"bundle": materialized["path"], "change": "allowances"}, base=OTHER_BASE)
     assert restored["restored"] == []
     (reason,) = set(restored["reasons"].values())
@@ -153,7 +153,7 @@ def test_too_little_memory(toy: Any, materialized: dict[str, Any]) -> None:
 
 
 def test_memory_that_is_taken_meanwhile(toy: Any, materialized: dict[str, Any]) -> None:
-    """Enough is free when looked at, and not when asked for: nothing stays mapped, and it is no crash."""
+    """Enough memory is free when asked, but not when allocated: nothing stays mapped, and nothing crashes."""
     restored = toy("restore", {"bundle": materialized["path"]}, FAKE_CUDA_LIES="1", FAKE_CUDA_MEMORY=str(4 << 20))
     assert restored["placement"] == "memory: cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY (2)"
 
@@ -164,7 +164,7 @@ def test_ranges_that_were_not_placed(toy: Any, materialized: dict[str, Any]) -> 
 
 
 def test_a_replay_that_breaks_the_context(toy: Any, materialized: dict[str, Any]) -> None:
-    """Reported before any token, and as an error: nothing can be captured in this process either."""
+    """It is reported before any token, as an error, because nothing can be captured in this process either."""
     options = {"bundle": materialized["path"], "misplace": {"kv cache": 0x123400000000}}
     lost = toy("restore", options, base=OTHER_BASE)["lost"]
     assert "broke the context (cuGraphLaunch failed: CUDA_ERROR_ILLEGAL_ADDRESS (700)); start with --state none" in lost

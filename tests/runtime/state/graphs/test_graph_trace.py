@@ -1,4 +1,4 @@
-"""The oracle's indirect index pointers, against a search that looks at every event."""
+"""The oracle's indirect index pointers, compared with a search through every event."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from allocation_trace import AllocationTrace, replay
 
 
 def test_figure_6() -> None:
-    """The i-th and the (i + 1)-th allocation return one address; a pointer at a launch is of the one that is live."""
+    """Two allocations return one address; a pointer at a launch belongs to the one that is live."""
     trace = AllocationTrace()
     trace.malloc(0xA000, 512)
     trace.launch("g")
@@ -33,7 +33,7 @@ def test_what_is_unknown_is_left_out() -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_random_traces(seed: int) -> None:
-    """Backwards from each launch, the first allocation that holds the pointer and was not released since."""
+    """Search backwards from each launch for the first allocation with the pointer that was not released since."""
     numbers = random.Random(seed)
     trace, live, history = AllocationTrace(), {}, []
     pointers: dict[tuple[str, int], list[int]] = {}

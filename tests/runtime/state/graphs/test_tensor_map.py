@@ -1,4 +1,4 @@
-"""Addresses inside of tensor maps: found whatever their form is, proved by two captures, relocated by the driver."""
+"""Addresses in tensor maps are found in any form, proved by two captures, and relocated by the driver."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SWAPPED = bytes(range(16, 144))  # a map's other fields
 
 
 def split(data: bytes, address: int, alignment: int = 16) -> bytes | None:
-    """A form of its own: the address shifted, its halves apart, one of them inverted."""
+    """A form of its own: the address is shifted, its halves are apart, and one of them is inverted."""
     if address % alignment or not address or len(data) != MAP_BYTES:
         return None
     low, high = address >> 4 & 0xFFFFFFFF, address >> 36
@@ -60,7 +60,7 @@ def dump(memory_range: MemoryRange, offset: int, *, before: int = 0, behind: byt
 
 @pytest.mark.parametrize("before", [0, 3])
 def test_a_map_anywhere_in_a_structure_is_relocated(before: int) -> None:
-    """As in the arguments of a CUTLASS kernel: pointers in front of it and behind."""
+    """Like the arguments of a CUTLASS kernel, with pointers before and behind it."""
     pointers = [(memory_range.address + 64).to_bytes(8, "little") for memory_range in (RANGES[0], ELSEWHERE[0])]
     one, two = (
         dump(memory_range, 0x400, before=before, behind=pointer)
@@ -83,7 +83,7 @@ def test_a_map_that_moved_otherwise_is_not() -> None:
 
 
 def test_a_map_into_memory_that_did_not_move_pins_it() -> None:
-    """Its bytes are those of a constant: only where its range is the same is it right."""
+    """Its bytes are those of a constant, and right only where its range is the same."""
     (graph,) = prove(dump(RANGES[0], 0x400), dump(RANGES[0], 0x400), split).blueprints.graphs
     assert graph.pinned == (0,)
 

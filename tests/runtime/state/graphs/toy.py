@@ -1,8 +1,8 @@
-"""A decode step on the fake driver, a process of its own: ``toy.py dump|materialize|restore`` (JSON in and out).
+"""A decode step on the fake driver, in a new process: ``toy.py dump|materialize|restore`` (JSON in and out).
 
-Everything a real one has: weights, KV cache, static inputs and outputs, a pool whose addresses are used again, a
-workspace with contents from before, structures with garbage in them, a module's variable, clusters, shared memory over
-48 KiB, programmatic edges, two streams, memsets and copies, and two kernels of one name.
+It has everything that a real one has: weights, KV cache, static inputs and outputs, a pool whose addresses are used
+again, a workspace with earlier contents, structures with garbage in them, a module's variable, clusters, shared memory
+over 48 KiB, programmatic edges, two streams, memsets and copies, and two kernels of one name.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def open_driver() -> tuple[CudaDriver, int]:
 
 
 def twin(image: bytes) -> bytes:
-    """A cubin with other instructions in its kernel ``scale``, which nothing else tells from the original's."""
+    """A cubin whose kernel ``scale`` has other instructions, and is otherwise like the original."""
     (table,), (_, count, names) = struct.unpack_from("<Q", image, 0x28), struct.unpack_from("<HHH", image, 0x3A)
     headers = [struct.unpack_from("<IIQQQQ", image, table + 64 * number) for number in range(count)]
     start = next(h[4] for h in headers if image.startswith(b".text.scale\0", headers[names][4] + h[0]))
@@ -93,7 +93,7 @@ def twin(image: bytes) -> bytes:
 
 
 class Pool:
-    """A caching allocator: what was freed last is given out first, or (``patient``) only every second time."""
+    """A caching allocator, which returns what was freed last, or (``patient``) only every second time."""
 
     def __init__(self, address: int, *, patient: bool = False) -> None:
         self._next = address
