@@ -41,6 +41,7 @@ from vllm.v1.worker.gpu.input_batch import InputBuffers
 
 WIDTH, LAYERS, VOCAB, SIZES, BLOCK, BLOCKS = 16, 3, 64, (4, 2, 1), 4, 40
 ROW = WIDTH * 4
+OURS = ("medusa_runtime", "medusa_vllm")
 
 
 def p(value: int) -> bytes:
@@ -370,9 +371,11 @@ def main(phase: str, starts: dict[str, dict[str, Any]]) -> dict[str, Any]:
     for name, options in starts.items():
         said = io.StringIO()
         handler = logging.StreamHandler(said)
-        logging.getLogger("medusa_runtime").addHandler(handler)
+        for ours in OURS:
+            logging.getLogger(ours).addHandler(handler)
         found[name] = {**(offline if phase == "materialize" else online)(cuda, config, options), "log": said.getvalue()}
-        logging.getLogger("medusa_runtime").removeHandler(handler)
+        for ours in OURS:
+            logging.getLogger(ours).removeHandler(handler)
     return found
 
 
