@@ -63,9 +63,9 @@ class UserFunction:
         service = self._service
         assert service.settings.handler is not None
         if service.settings.torch_import != "plain":
-            from medusa_runtime.imports.lazy_torch import await_users_import
+            from medusa_runtime.imports.lazy_torch import make_handlers_import_lean
 
-            await_users_import(service.settings.torch_import)
+            make_handlers_import_lean(service.settings.torch_import)
         model = Model(service) if service.engine is not None else None
         weights = Weights(service.region, service.settings, service.timeline, self._unloadable)
         self._code.load(service.settings.handler, Context(model, service.settings, weights))

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from ...config import Settings
 from ...errors import StateError
-from ...load.upload import Link
 from ...region.reader import Region
 from ...state.kinds import CUDA_GRAPHS, file_name
 from ...timeline import Timeline
 
 if TYPE_CHECKING:  # a start on a CPU does not import these
     from ...load.loader import Loader
+    from ...load.upload.link import Link
     from ...models import DecoderModel
     from ..torch.kv_cache import KvCache
     from .decode_graphs import Capturer, DecodeGraphs, Graph
@@ -79,7 +79,7 @@ class Gpu:
         ``way``: how weights reach it, see CudaLink. ``base``: the address from which memory is placed. ``keep_graph``:
         see CudaCapturer.
         """
-        from ...load.cuda_link import CudaLink
+        from ...load.upload.cuda_link import CudaLink
         from ...state.graphs.driver import CudaDriver
         from .placed_memory import BASE, PlacedMemory
 
