@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from medusa_runtime.device import context, cupti
-from medusa_runtime.load import cuda_link
+from medusa_runtime.load.upload import cuda_link
 from medusa_runtime.state.graphs import placement, structs
 from medusa_runtime.state.graphs.blueprint import NodeKind
 from medusa_runtime.state.graphs.driver import HOST_MEMORY, INVALID_VALUE, OUT_OF_MEMORY, SIGNATURES, STICKY
