@@ -1,9 +1,9 @@
-"""How long building graphs from blueprints takes, but for the driver's own part: on a driver that does nothing slow.
+"""Measures how long building graphs from blueprints takes, apart from the driver.
 
     python -m benchmarks.graph_restore --library libcuda.so.1 [--graphs 35] [--nodes 400]
 
-``--library``: the fake driver of tests/runtime/state/graphs/fakecuda, compiled with cc -O2 -shared -fPIC … -lm. What a
-real driver takes for the same calls comes on top; benchmarks/gpu measures the sum on a GPU.
+``--library`` is the fake driver of tests/runtime/state/graphs/fakecuda, compiled with cc -O2 -shared -fPIC … -lm. A
+real driver's time for the same calls comes on top; benchmarks/gpu measures the sum on a GPU.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ BASE = 0x6000_0000_0000
 
 
 def blueprints(graphs: int, nodes: int) -> Blueprints:
-    """Chains of add_checked and gemv, as a decode step has: 4 parameters and 1 of 64 bytes, 6 pointers in two nodes."""
+    """Chains of two kernels, as in a decode step: one with 4 parameters, one with a structure of 64 bytes."""
     images = ImageStore([CUBIN.read_bytes()])
     digest = next(iter(images.data))
     cubin = images.cubin(digest)
     kernels = tuple(KernelRecord(name, digest, cubin.kernels[name].parameters, ()) for name in ("add_checked", "gemv"))
-    regions = (
+    ranges = (
         MemoryRange("weights", RangeKind.NAMED, BASE, 4 << 20),
         MemoryRange("pool", RangeKind.SLAB, BASE + (1 << 30), 4 << 20),
     )
@@ -48,7 +48,7 @@ def blueprints(graphs: int, nodes: int) -> Blueprints:
             listed.append(Node(0, 0, kernel, (16, 1, 1), (128, 1, 1), 0, start, len(blob) - start - 4 * (1 - kernel)))
         edges = tuple(Edge(number, number + 1, bytes(8)) for number in range(nodes - 1))
         made.append(GraphBlueprint(f"decode-{graph}", tuple(listed), edges, bytes(blob), tuple(relocations)))
-    return Blueprints(regions=regions, kernels=kernels, graphs=tuple(made), images=dict(images.data))
+    return Blueprints(ranges=ranges, kernels=kernels, graphs=tuple(made), images=dict(images.data))
 
 
 def main() -> int:
@@ -68,7 +68,7 @@ def main() -> int:
         start = time.perf_counter()
         loaded = Blueprints.load(data)
         read = time.perf_counter()
-        with place(driver, loaded.regions) as placement:
+        with place(driver, loaded.ranges) as placement:
             keys = [graph.key for graph in loaded.graphs]
             built = time.perf_counter()
             with restore_graphs(

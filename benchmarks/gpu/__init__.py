@@ -1,1 +1,1 @@
-"""What a GPU's presence is used for: everything that cannot be measured without one, in four short runs."""
+"""Everything that cannot be measured without a GPU, in four short runs."""

@@ -1,4 +1,4 @@
-"""Decode steps: captured against launched by hand, and whether two processes' graphs compute the same bits."""
+"""Measures decode steps, captured and launched by hand, and compares the bits of two processes' graphs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REPLAYS = 2
 
 
 def capture_all(one: Started) -> dict[str, Any]:
-    """Warm up and capture every size; seconds of each part, from the timeline."""
+    """Warm up and capture every size. Returns the seconds of each part, from the timeline."""
     begin = time.perf_counter()
     while one.graphs.pending:
         one.graphs.capture_next()
@@ -32,7 +32,10 @@ def capture_all(one: Started) -> dict[str, Any]:
 
 
 def fill(one: Started, size: int, seed: int, context: int | None = None) -> None:
-    """Inputs and a KV cache that depend on the seed alone; ``context`` for all, else each sequence has its own."""
+    """Fill inputs and a KV cache from the seed alone.
+
+    Every sequence has ``context`` tokens, or, without it, a length of its own.
+    """
     graphs, cache = one.graphs, one.engine.runner.cache  # type: ignore[attr-defined]
     inputs, width = graphs.inputs, graphs.inputs.tables.shape[1]
     dice = torch.Generator().manual_seed(seed)
@@ -52,7 +55,7 @@ def fill(one: Started, size: int, seed: int, context: int | None = None) -> None
 
 
 def fill_cache(one: Started) -> None:
-    """The same bits in every process: one random block, written to all."""
+    """Fill the cache with the same bits in every process: one random block, written to all."""
     pool = one.engine.runner.cache.pool  # type: ignore[attr-defined]
     block = torch.randn(pool.shape[3:], generator=torch.Generator().manual_seed(0)).to(pool.dtype).to(pool.device)
     pool[:] = block
@@ -61,7 +64,7 @@ def fill_cache(one: Started) -> None:
 
 
 def hashes(machine: Machine, one: Started) -> dict[str, list[str]]:
-    """For each size the digests of its logits: three inputs, two replays each."""
+    """The digests of the logits of each size, for three inputs with two replays each."""
     found: dict[str, list[str]] = {}
     for size, graph in sorted(one.graphs.graphs.items()):
         digests = []
@@ -81,7 +84,7 @@ def hashes(machine: Machine, one: Started) -> dict[str, list[str]]:
 
 
 def steps(machine: Machine, one: Started, repeats: int = 20) -> dict[str, dict[str, float]]:
-    """Milliseconds of a step, eager and replayed, at 512 tokens of context; medians."""
+    """The median milliseconds of a step at 512 tokens of context, eager and replayed."""
     found: dict[str, dict[str, float]] = {}
     graphs = one.graphs
     shown = [size for size in (1, 2, 4, 8, 16, 32, 64, 128, 256) if size in graphs.graphs]
@@ -96,7 +99,7 @@ def steps(machine: Machine, one: Started, repeats: int = 20) -> dict[str, dict[s
 
 
 def against_eager(machine: Machine, one: Started) -> dict[str, float]:
-    """How far a replay's logits are from the same step launched by hand: largest relative difference of a size."""
+    """The largest relative difference of each size between a replay's logits and the same step launched by hand."""
     worst = 0.0
     fill_cache(one)
     with torch.inference_mode():

@@ -1,4 +1,7 @@
-"""E0: what the machine has, and whether the driver does what restoring relies on. Each fact stands for itself."""
+"""Reports what the machine has, and whether the driver does what restoring relies on (E0).
+
+A fact that cannot be found does not affect the others.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ def _driver(machine: Machine) -> str:
 
 
 def _placement(machine: Machine) -> dict[str, object]:
-    """Whether memory can be had at the addresses that graphs are captured with."""
+    """Whether memory can be mapped at the addresses that graphs are captured with."""
     from medusa_runtime.engine.gpu.placed_memory import BASE, OTHER_BASE, PlacedMemory
     from medusa_runtime.state.graphs.driver import CudaDriver
 
@@ -52,15 +55,15 @@ def _placement(machine: Machine) -> dict[str, object]:
         tensor = memory("probe", 64 << 20)
         tensor.fill_(7)
         found[hex(base)] = {
-            "at": hex(memory.addresses()["probe"]),
+            "at": hex(memory.ranges["probe"].address),
             "writes": bool((tensor == 7).all()),
-            "granted": memory.addresses()["probe"] == base,
+            "granted": memory.ranges["probe"].address == base,
         }
     return found
 
 
 def _cupti(machine: Machine) -> dict[str, int]:
-    """How many kernel images CUPTI tells of when a product is computed."""
+    """How many kernel images CUPTI reports when a product is computed."""
     from medusa_runtime.device.cupti import ModuleRecorder
 
     with ModuleRecorder() as recorder:

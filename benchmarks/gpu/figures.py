@@ -1,4 +1,4 @@
-"""MEDUSA's figures 1, 2, 3, 7, 8 and 9, from our own timeline, as one page: ``python -m benchmarks.gpu.figures``."""
+"""Draws MEDUSA's figures 1, 2, 3, 7, 8 and 9 from our own timeline: ``python -m benchmarks.gpu.figures``."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _timelines(phased: Mapping[str, Mapping[str, Results]]) -> Iterable[str]:
 
 
 def _breakdown(phased: Mapping[str, Mapping[str, Results]], strategy: str) -> dict[str, dict[str, float]]:
-    """Seconds of each kind of stage in the engine; weights are the time in which any was applied."""
+    """The seconds of each kind of stage in the engine. Weights count while any is being applied."""
     found: dict[str, dict[str, float]] = {}
     for shape, runs in phased.items():
         if strategy not in runs:
@@ -111,7 +111,7 @@ def _steps(steps: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
 
 
 def _bars(rows: Mapping[str, Mapping[str, float]], unit: str) -> str:
-    """A bar a row, its parts side by side from zero."""
+    """One bar a row, its parts side by side from zero."""
     top = max((sum(row.values()) for row in rows.values()), default=1.0) or 1.0
     room = _WIDTH - _LABELS - 90
     used = list(dict.fromkeys(name for row in rows.values() for name in row))

@@ -30,10 +30,10 @@ class Machine(Protocol):
     def materialize(self, settings: Settings, folder: Path) -> Path | None: ...
 
     def summary(self, bundle: bytes) -> Mapping[str, object]:
-        """What is in it, and what was refused, and why."""
+        """What a bundle contains, and what was refused for which reason."""
 
     def without_images(self, bundle: bytes) -> bytes:
-        """The same graphs without the kernels' images and the places of these in libraries."""
+        """The same graphs without the kernels' images."""
 
 
 def machine(*, dry_run: bool) -> Machine:
@@ -81,11 +81,11 @@ class CudaMachine:
         from medusa_runtime.state.graphs.blob_format import encode
         from medusa_runtime.state.graphs.blueprint import Blueprints
 
-        return encode(replace(Blueprints.load(bundle), images={}, libraries={}))
+        return encode(replace(Blueprints.load(bundle), images={}))
 
 
 class HostMachine:
-    """Numbers from it mean nothing; it is there so that nothing is run for the first time when a GPU is lent."""
+    """Host memory in place of a GPU. Its numbers mean nothing; it runs every part before a GPU is there."""
 
     name = "dry run, no GPU"
     device = torch.device("cpu")

@@ -1,4 +1,7 @@
-"""One part of the check, in this process: ``python -m benchmarks.gpu.part NAME OUT [options]``. Writes OUT, JSON."""
+"""Runs one part of the check in this process, and writes its result as JSON.
+
+python -m benchmarks.gpu.part NAME OUT [options]
+"""
 
 from __future__ import annotations
 
@@ -30,9 +33,9 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     began = time.monotonic_ns()
     timeline = Timeline.create("engine")
-    context = None if options.dry_run else DeviceContext(timeline=timeline)  # beside the imports, as the engine does
+    context = None if options.dry_run else DeviceContext(timeline=timeline)  # during the imports, as in the engine
     with timeline.stage("import"):
-        import tokenizers  # noqa: F401  as the zygote does
+        import tokenizers  # noqa: F401  imported, as in the zygote
 
         from benchmarks.gpu.machine import machine
     info = context.wait() if context is not None else None
@@ -68,7 +71,7 @@ def loading(machine: Machine, options: Any) -> dict[str, Any]:
 
 
 def materialize(machine: Machine, options: Any) -> dict[str, Any]:
-    """The offline phase (figure 9)."""
+    """Run the offline phase (figure 9)."""
     began = time.perf_counter()
     made = machine.materialize(_settings(options), options.bundle.parent)
     seconds = time.perf_counter() - began
@@ -80,7 +83,7 @@ def materialize(machine: Machine, options: Any) -> dict[str, Any]:
 
 
 def captured(machine: Machine, options: Any) -> dict[str, Any]:
-    """Warm-up and capture, and what the graphs compute (figures 2 and 3)."""
+    """Warm up and capture, and report what the graphs compute (figures 2 and 3)."""
     from benchmarks.gpu.decoding import against_eager, capture_all, hashes, steps
     from benchmarks.gpu.started import started
 
@@ -93,7 +96,7 @@ def captured(machine: Machine, options: Any) -> dict[str, Any]:
 
 
 def restored(machine: Machine, options: Any) -> dict[str, Any]:
-    """The same of graphs that were restored, in this process, which captures nothing."""
+    """Report the same of restored graphs, in this process, which captures nothing."""
     from benchmarks.gpu.decoding import hashes, steps
     from benchmarks.gpu.started import started
 
@@ -111,7 +114,7 @@ def restored(machine: Machine, options: Any) -> dict[str, Any]:
 
 
 def triggered(machine: Machine, options: Any) -> dict[str, Any]:
-    """Restored without one saved image: all kernels come out of a captured first layer (MEDUSA §5.2)."""
+    """Restore without a saved image: all kernels come from a captured first layer (MEDUSA §5.2)."""
     from benchmarks.gpu.decoding import hashes
     from benchmarks.gpu.started import started
 

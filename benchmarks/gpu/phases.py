@@ -60,7 +60,7 @@ def phase(machine: Machine, settings: Settings, strategy: str, bundle: Path | No
 
 
 def profile(one: Started, settings: Settings) -> None:
-    """The largest forward there can be (MEDUSA §6: what the record makes unnecessary)."""
+    """Run the largest possible forward, which the recorded plan (MEDUSA §6) makes unnecessary."""
     cache, graphs, device = one.engine.runner.cache, one.graphs, one.gpu.device  # type: ignore[attr-defined]
     tokens = min(settings.max_batched_tokens, settings.max_concurrency * 8)
     places = torch.zeros(tokens, dtype=torch.long, device=device)
@@ -74,7 +74,7 @@ def profile(one: Started, settings: Settings) -> None:
 
 
 def first_token(one: Started) -> int:
-    """When the first token of a request came, of an engine that begins to run now."""
+    """The time of a request's first token, from an engine that starts to run now."""
     stop, came = threading.Event(), threading.Event()
     at: list[int] = []
 

@@ -1,4 +1,4 @@
-"""An engine on the machine's GPU, up to where its weights are there, with nothing captured yet."""
+"""Starts an engine on the machine's GPU, up to where its weights are loaded, with nothing captured yet."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SETTINGS = Settings(max_concurrency=256, max_waiting=512, max_model_len=2048, st
 
 
 def settings_for(model: str, *, dry_run: bool) -> Settings:
-    """The KV cache has a fixed size, so that two processes have the same addresses and the same offsets."""
+    """Settings with a KV cache of fixed size, so that two processes have the same addresses and offsets."""
     if dry_run:
         return replace(SETTINGS, model=model, max_concurrency=8, max_model_len=64, kv_cache_mb=4, threads=1)
     return replace(SETTINGS, model=model, kv_cache_mb=16384, device="cuda")
@@ -50,7 +50,10 @@ class Started:
 
 @contextmanager
 def started(machine: Machine, settings: Settings, *, way: str = "auto", wait: bool = True) -> Iterator[Started]:
-    """``wait`` for the weights; the checkpoint is a folder here, whose files are in the page cache if memory allows."""
+    """A started engine. ``wait``: wait for the weights.
+
+    The checkpoint is a folder on this machine, whose files are in the page cache if memory allows.
+    """
     assert settings.model is not None
     timeline = Timeline.create("engine")
     region = Region.create()

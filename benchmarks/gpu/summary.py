@@ -1,4 +1,4 @@
-"""What the results say of the targets, in lines: a number, what it was measured against, and whether it is enough."""
+"""Compares the results with the targets, in lines: a number, its target, and whether it is enough."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _graphs(shape: str, captured: Results, restored: Results) -> list[str]:
 
 
 def differing(captured: dict[str, list[str]], restored: dict[str, list[str]]) -> list[str]:
-    """Sizes of which any replay of any input gave other bits, there, here, or twice."""
+    """The sizes with other bits in any replay, between two processes or within one."""
     return [
         size
         for size, digests in captured.items()
@@ -133,7 +133,7 @@ def differing(captured: dict[str, list[str]], restored: dict[str, list[str]]) ->
 
 
 def medians(shape: str, results: Results) -> dict[str, Results]:
-    """For each strategy the run of median length."""
+    """The run of median length for each strategy."""
     found: dict[str, list[Results]] = {}
     for key, value in results.items():
         if key.startswith(f"{shape} phase ") and "failed" not in value:

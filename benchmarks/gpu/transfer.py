@@ -1,4 +1,4 @@
-"""How fast bytes reach the device: the limit, and each way of the loader's, over the same bytes."""
+"""Measures how fast bytes reach the device: the limit, and each of the loader's ways, over the same bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PIECE = 64 << 20
 
 
 def transfer(machine: Machine, *, total_bytes: int, repeats: int = 5) -> dict[str, Any]:
-    """GB/s into the device: pinned (the limit), pageable, and through a link from a read-only memfd, both ways."""
+    """The GB/s into the device: pinned (the limit), pageable, and by both ways of a link from a read-only memfd."""
     found: dict[str, Any] = {"bytes": total_bytes}
     target = torch.empty(total_bytes, dtype=torch.uint8, device=machine.device)
     pinned = torch.empty(total_bytes, dtype=torch.uint8, pin_memory=machine.device.type == "cuda").fill_(1)
@@ -42,7 +42,7 @@ def _rate(machine: Machine, size: int, repeats: int, work: Any) -> float:
 
 
 def _memfd(total_bytes: int) -> torch.Tensor:
-    """A region's memory as a reader has it, all of it there."""
+    """A complete region's memory, as a reader maps it."""
     fd = os.memfd_create("transfer")
     os.ftruncate(fd, total_bytes)
     with mmap.mmap(fd, total_bytes) as writable:
@@ -54,7 +54,7 @@ def _memfd(total_bytes: int) -> torch.Tensor:
 
 
 def _through(machine: Machine, way: str, target: torch.Tensor, source: torch.Tensor) -> dict[str, Any]:
-    """Twice: the second time nothing is registered or allocated any more."""
+    """Copy twice: the second time nothing has to be registered or allocated."""
     link: Link = machine.gpu(way).link
     seconds = []
     for _ in range(2):
@@ -76,7 +76,7 @@ def _through(machine: Machine, way: str, target: torch.Tensor, source: torch.Ten
 
 
 def loading(machine: Machine, settings: Settings) -> dict[str, Any]:
-    """The whole loader on a checkpoint whose files are in the page cache, once a way."""
+    """Run the whole loader, each way once, on a checkpoint whose files are in the page cache."""
     found: dict[str, Any] = {}
     with started(machine, settings):  # reads the files
         pass

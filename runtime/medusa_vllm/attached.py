@@ -1,7 +1,7 @@
-"""The region and the timeline as vLLM's processes are told of them: by paths, in the load configuration.
+"""Hands the region and the timeline to vLLM's processes: as paths, in the load configuration.
 
-Descriptors are inherited by forks only; on a GPU vLLM may start ranks as new interpreters. A path through /proc names
-the same memory from any process of this user.
+Only forks inherit descriptors, and on a GPU vLLM may start ranks as new interpreters. A path through /proc names the
+same memory in any process of this user.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _SHARED = "medusa_shared"
 
 
 def settings_for(region: Region, timeline: Timeline, settings: Settings) -> dict[str, str]:
-    """``model_loader_extra_config`` for processes that load from this region."""
+    """The ``model_loader_extra_config`` of processes that load from this region."""
     own = f"/proc/{os.getpid()}/fd"
     paths = {_REGION: f"{own}/{region.fd}", _TIMELINE: f"{own}/{timeline.fd}", _KERNELS: settings.kernels}
     return paths | ({_SHARED: "1"} if region.shared else {})
 
 
 class Attached:
-    """A region and a timeline, opened by a process that was given their paths; ``kernels`` as in the settings."""
+    """A region and a timeline, opened by a process that was given their paths. ``kernels`` is the setting."""
 
     def __init__(self, region: str, timeline: str, kernels: str, shared: bool) -> None:
         self._paths = region, timeline
@@ -36,7 +36,7 @@ class Attached:
 
     @classmethod
     def of(cls, load_config: Any) -> Attached:
-        """Raises ConfigError where vLLM was not started by us."""
+        """The region and the timeline of a load configuration. Raises ConfigError where vLLM was not started by us."""
         extra = load_config.model_loader_extra_config
         if not isinstance(extra, dict) or _REGION not in extra:
             raise ConfigError(
@@ -47,7 +47,7 @@ class Attached:
 
     @cached_property
     def region(self) -> Region:
-        """Mapped private and writable: what vLLM changes in place is this process's copy of a page."""
+        """The region, mapped private and writable: what vLLM changes in place is this process's own copy of a page."""
         return Region(os.open(self._paths[0], os.O_RDONLY | os.O_CLOEXEC), private=True, shared=self._shared)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The checkpoint's small files in a folder, which is where vLLM reads a model's configuration."""
+"""Writes the checkpoint's small files to a folder, from which vLLM reads a model's configuration."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class CheckpointFolder:
 
 
 def _with_dtype(config: dict[str, Any], region: Region) -> dict[str, Any]:
-    """A config that names no dtype gets that of the weights, as with our own engine."""
+    """Give a config that names no dtype that of the weights, as the torch engine does."""
     if config.get("dtype") is None and config.get("torch_dtype") is None:
         return config | {"dtype": weights_dtype(region.wait_index())}
     return config

@@ -1,4 +1,4 @@
-"""vLLM's configuration from ours: one model, out of a region, in this process."""
+"""Makes vLLM's configuration from ours: one model, out of a region, in this process."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _PLACEHOLDER_BYTES = 1 << 30
 def configure(
     folder: CheckpointFolder, region: Region, settings: Settings, timeline: Timeline, compiled: CompiledStart
 ) -> tuple[Any, KvPlan]:
-    """A VllmConfig with the KV cache's size. Raises ModelError and ConfigError for what vLLM cannot serve."""
-    architectures = folder.config["architectures"]  # models/backend.py has looked at it
+    """A VllmConfig with the KV cache's size. Raises ModelError or ConfigError for what vLLM cannot serve."""
+    architectures = folder.config["architectures"]  # checked by models/backend.py
     with timeline.stage("config"):
         for architecture in architectures:
             import_model(str(architecture))
@@ -54,7 +54,7 @@ def _create(
     arguments: dict[str, Any] = {
         "model": str(folder.path),
         "skip_tokenizer_init": True,  # text is tokenized here, by tokenizer.json
-        "generation_config": "vllm",  # no sampling defaults of the checkpoint's; what ends a text is read here
+        "generation_config": "vllm",  # without the checkpoint's sampling defaults; what ends a text is read in eos.py
         "load_format": LOAD_FORMAT,
         "model_loader_extra_config": settings_for(region, timeline, settings)
         | bundle_arguments(settings)
@@ -105,7 +105,7 @@ def _executor(settings: Settings) -> Any:
 
 
 def _dtype(folder: CheckpointFolder, settings: Settings) -> str:
-    """``auto`` is the checkpoint's own type, also for float32, from which vLLM's auto goes down to 16 bits."""
+    """For ``auto`` the checkpoint's own type. vLLM's auto would reduce float32 to 16 bits."""
     if settings.dtype != "auto":
         return settings.dtype
     named = folder.config.get("dtype") or folder.config.get("torch_dtype")
@@ -113,12 +113,12 @@ def _dtype(folder: CheckpointFolder, settings: Settings) -> str:
 
 
 def _refusal(error: Exception) -> MedusaError:
-    """vLLM's reason without pydantic's frame around it."""
+    """vLLM's reason, without the text that pydantic puts around it."""
     lines = [line.strip() for line in str(error).splitlines()]
     reason = next((line for line in lines if line.startswith(("Value error, ", "Assertion failed, "))), None)
     text = reason.split(", ", 1)[1].partition(" [type=")[0] if reason else " ".join(lines)
     kind = ModelError if "architecture" in text or "quantization" in text else ConfigError
-    return kind(f"vLLM cannot serve this model so: {text}")
+    return kind(f"vLLM cannot serve this model: {text}")
 
 
 __all__ = ["configure"]

@@ -1,4 +1,4 @@
-"""Our requests as vLLM's."""
+"""Translates our requests to vLLM's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from medusa_runtime.engine.serving.sequence import Sequence
 
 
 def core_request(sequence: Sequence, *, vocab_size: int) -> Any:
-    """An EngineCoreRequest. Stop strings stay here, where the text is made; vLLM sees tokens only."""
+    """An EngineCoreRequest. Stop strings are left out: text is made here, and vLLM sees only tokens."""
     from vllm.v1.engine import EngineCoreRequest
 
     return EngineCoreRequest(
@@ -48,7 +48,7 @@ def _sampling(params: SamplingParams, sequence: Sequence, vocab_size: int) -> An
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )
-    # As vLLM's own front end tells its core what ends a text.
+    # vLLM's own front end does the same to tell its core what ends a text.
     sampling.update_from_generation_config({"eos_token_id": sorted(sequence.eos_token_ids)})
     return sampling
 

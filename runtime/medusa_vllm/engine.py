@@ -1,8 +1,8 @@
-"""vLLM's engine core behind our protocol, in this process: no server, no second import, no socket between.
+"""vLLM's engine core behind our protocol, in this process: no server, no second import, no socket in between.
 
     add ─▶ inbox ─▶ vLLM's scheduler, worker, sampler ─token▶ completion ─delta▶ sink
 
-Text is made and stop strings are found here, as with the torch engine; vLLM sees token ids only.
+Text is made and stop strings are found here, as in the torch engine. vLLM sees only token ids.
 """
 
 from __future__ import annotations
@@ -39,12 +39,15 @@ from .eos import eos_token_ids
 
 logger = logging.getLogger(__name__)
 
-_set_num_threads = torch.set_num_threads  # vLLM's worker puts a function there that does nothing
+_set_num_threads = torch.set_num_threads  # kept, because vLLM's worker replaces it with a function that does nothing
 _IDLE_S = 0.2  # how often an idle engine looks at its stop event, which a signal handler may set
 
 
 class VllmEngine:
-    """Construction waits for the checkpoint's index and configures vLLM; ``run`` loads and serves."""
+    """vLLM as an engine.
+
+    Construction waits for the checkpoint's index and configures vLLM; ``run`` loads and serves.
+    """
 
     def __init__(self, region: Region, settings: Settings, timeline: Timeline, *, capture: Path | None = None) -> None:
         """``capture``: the folder to write what is compiled into (offline)."""
@@ -141,7 +144,7 @@ class VllmEngine:
         core.model_executor.shutdown()
         core.scheduler.shutdown()
 
-    # From here on: the thread of run.
+    # The methods from here on run in the thread of ``run``.
 
     def _load(self) -> None:
         from vllm.v1.engine.core import EngineCore
@@ -202,13 +205,13 @@ class VllmEngine:
             self._requests.end(sequence, "cancelled")
 
     def _release(self, sequence: Sequence) -> None:
-        """Free a sequence's blocks; vLLM ignores the ids of what it has ended itself."""
+        """Free a sequence's blocks. vLLM ignores ids of requests that it has ended itself."""
         if self._core is not None:
             self._core.abort_requests([sequence.id])
 
 
 def _sampled(output: Any, position: int, token: int) -> Sampled:
-    """vLLM's arrays have the sampled token first, then the most likely ones."""
+    """A sampled token. vLLM's arrays have it first, then the most likely tokens."""
     found = output.new_logprobs
     if found is None:
         return Sampled(token)
@@ -217,7 +220,7 @@ def _sampled(output: Any, position: int, token: int) -> Sampled:
 
 
 def _missing_kernel(error: Exception) -> ModelError | None:
-    """Some quantizations load on any CPU, and miss their kernel at the first forward."""
+    """The error for a quantization that loads on any CPU and lacks its kernel at the first forward; else None."""
     missing = re.search(r"'_OpNamespace' '(\w+)' object has no attribute '(\w+)'", str(error))
     if missing is None:
         return None
@@ -228,7 +231,7 @@ def _missing_kernel(error: Exception) -> ModelError | None:
 
 
 def _reason(error: Exception) -> MedusaError:
-    """Why a model could not be loaded, as an error of ours."""
+    """Why a model could not be loaded, as one of our errors."""
     if (missing := _missing_kernel(error)) is not None:
         return missing
     if isinstance(error, ValueError | NotImplementedError | AssertionError | KeyError):

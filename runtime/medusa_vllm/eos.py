@@ -1,4 +1,4 @@
-"""Which tokens end a text, of a model whose configuration vLLM has read."""
+"""Finds the tokens that end a text, for a model whose configuration vLLM has read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from medusa_runtime.region.reader import Region
 
 
 def eos_token_ids(region: Region, config: Any) -> tuple[int, ...]:
-    """The ids in config.json (its text part, where it has several) and generation_config.json together."""
+    """The ids in config.json (or its text part) and in generation_config.json together."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     generation = (read_json(region, "generation_config.json") or {}).get("eos_token_id")
     found: set[int] = set()

@@ -1,4 +1,4 @@
-"""vLLM's executor of one process, without what was done before the fork."""
+"""vLLM's executor for one process, without what was done before the fork."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 
 class OneProcessExecutor(UniProcExecutor):  # type: ignore[misc]
-    """One rank in the engine's own process: no messages between ranks, for which vLLM takes 160 MB of /dev/shm."""
+    """One rank in the engine's own process.
+
+    There are no messages between ranks, for which vLLM takes 160 MB of /dev/shm.
+    """
 
     def _init_executor(self) -> None:
         self.driver_worker = PreparedWorker(rpc_rank=0)
@@ -28,15 +31,18 @@ class OneProcessExecutor(UniProcExecutor):  # type: ignore[misc]
         current_platform.update_block_size_for_backend(self.vllm_config)
 
     def shutdown(self) -> None:
-        """The groups stay: a process may run a second engine."""
+        """Keep the process groups, since a process may run a second engine."""
         envs.disable_envs_cache()
 
 
 class PreparedWorker(WorkerWrapperBase):  # type: ignore[misc]
     def init_worker(self, all_kwargs: list[dict[str, Any]]) -> None:
-        """As vLLM's, without replacing Triton's kernels: that looks through all modules, and ``preimport`` did it."""
+        """Make the worker, like vLLM's method, without replacing Triton's kernels.
+
+        That goes through all modules, and ``preimport`` has done it.
+        """
         kwargs = all_kwargs[self.rpc_rank]
-        kwargs.pop("shared_worker_lock", None)  # for encoders' caches, which text does not have
+        kwargs.pop("shared_worker_lock", None)  # for the caches of encoders, which text models do not have
         self.vllm_config = kwargs["vllm_config"]
         self.mm_receiver_cache = None
         with set_current_vllm_config(self.vllm_config):
@@ -44,7 +50,7 @@ class PreparedWorker(WorkerWrapperBase):  # type: ignore[misc]
 
 
 def join_group_of_one(config: Any) -> None:
-    """What vLLM asks of torch.distributed, with a store in memory. Idempotent."""
+    """Set up what vLLM needs of torch.distributed, with a store in memory. May be called twice."""
     if not distributed.is_initialized():
         backend = current_platform.dist_backend
         distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)

@@ -1,4 +1,4 @@
-"""What an engine process needs of vLLM's 3,000 modules, imported before the model is known."""
+"""Imports what an engine needs of vLLM's 3,000 modules, before the model is known."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from medusa_runtime.region.reader import Region
 from .lean_imports import functions_as_they_are, lean_imports
 from .version import check_version
 
-# What vLLM reads from the environment, most of it once. What a user has set stays.
+# Variables that vLLM reads, most of them once. What a user has set stays.
 _ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core in this process: no second import, no socket between
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core in this process: no second import, no socket in between
     "VLLM_CONFIGURE_LOGGING": "0",  # the command line configures logging
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
-    "VLLM_PLUGINS": "medusa",  # others' plugins import what they like
-    "HF_HUB_OFFLINE": "1",  # what is not in the checkpoint is not there; nothing is asked of the network
+    "VLLM_PLUGINS": "medusa",  # other plugins import what they like
+    "HF_HUB_OFFLINE": "1",  # everything comes from the checkpoint, nothing from the network
     "TOKENIZERS_PARALLELISM": "false",
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # each worker warns that its memory is bound to the only NUMA node there is
 }
@@ -49,22 +49,22 @@ _OURS = tuple(f"medusa_vllm.{name}" for name in ("executor", "loader", "cpu.work
 def preimport(settings: Settings, region: Region | None = None) -> None:
     """Import all that a start needs, and the model's module where the region already knows the model.
 
-    For a process that will only fork: touches no device and starts no thread. Raises MissingPackageError,
+    This is for a process that will only fork: it touches no device and starts no thread. Raises MissingPackageError,
     ConfigError and ImportError.
     """
     check_version()
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if settings.log_level != "debug":
-        logging.getLogger("vllm").setLevel(logging.ERROR)  # its warnings are about what is decided here on purpose
-    # A process that waits for its model has the time to import all.
+        logging.getLogger("vllm").setLevel(logging.ERROR)  # it warns about settings that are made here on purpose
+    # A process that waits for its model has time to import everything.
     lean = region is not None and settings.compile != "always"
     with lean_imports() if lean else nullcontext(), functions_as_they_are(), no_cache_folder():
         _import_all()
     from vllm.platforms import current_platform
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it looks at every name of every module, deprecated ones included
+        warnings.simplefilter("ignore")  # it touches every name of every module, deprecated ones included
         current_platform.register_triton_kernel_overrides()
     from .plugin import register
 
@@ -72,7 +72,7 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
     if region is None and settings.device != "cuda":
         from .compiled.imports import import_compiled
 
-        import_compiled()  # a process that waits may as well know how to run a compiled model
+        import_compiled()  # a process that waits also has time to import what a compiled model needs
     if region is not None and region.progress().state != "empty":
         for architecture in _architectures(region):
             import_model(architecture)
@@ -89,7 +89,10 @@ def _import_all() -> None:
 
 @contextmanager
 def no_cache_folder() -> Iterator[None]:
-    """Importing torch's compiler, or having it wrap a function, makes a folder of caches; here one that is there."""
+    """Name an existing folder as torch's cache of compiled code in this context.
+
+    Importing torch's compiler, or letting it wrap a function, would make one.
+    """
     given = _CACHE_FOLDER in os.environ
     os.environ.setdefault(_CACHE_FOLDER, gettempdir())
     yield
@@ -100,7 +103,7 @@ def no_cache_folder() -> Iterator[None]:
 def import_model(architecture: str) -> None:
     """Import a model's module and register its class, so that vLLM does not start a process to look at it.
 
-    An architecture vLLM does not know is left to its own message.
+    An architecture that vLLM does not know is ignored: vLLM's own message follows.
     """
     from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel
 
@@ -113,7 +116,7 @@ def _architectures(region: Region) -> Iterator[str]:
     try:
         named = json.loads(region.file("config.json") or b"{}").get("architectures")
     except (ValueError, AttributeError):
-        return  # told when the config is read
+        return  # reported when the config is read
     for name in named if isinstance(named, list) else ():
         if isinstance(name, str):
             yield name

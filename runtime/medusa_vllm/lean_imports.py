@@ -1,7 +1,8 @@
-"""``import vllm`` without what only its HTTP server and its compiler need: about a quarter of the time it takes.
+"""Imports vLLM without what only its HTTP server and its compiler need, which saves about a quarter of the time.
 
-Nothing of vLLM is changed. It does without Inductor where that cannot be imported; modules that parse tool calls and
-reasoning, which pull in an OpenAI client, FastAPI and MCP, are empty classes here: our engine hands out tokens.
+Nothing of vLLM is changed: it does without Inductor where that cannot be imported. Modules that parse tool calls and
+reasoning, which import an OpenAI client, FastAPI and MCP, are empty classes here, because our engine returns only
+tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-# Modules, and the classes that others bind at import and look at only when they parse text.
+# Modules, and their classes: others import them, and use them only to parse text.
 _NEVER_USED: dict[str, tuple[str, ...]] = {
     "vllm.entrypoints.mcp": (),
     "vllm.entrypoints.mcp.tool_server": ("ToolServer",),
@@ -28,12 +29,12 @@ _NO_DYNAMO = "TORCHDYNAMO_DISABLE"
 
 @contextmanager
 def lean_imports() -> Iterator[None]:
-    """In this context ``import vllm`` is lean. For an engine that will not compile."""
+    """Make ``import vllm`` lean in this context, for an engine that will not compile."""
     finder = _Placeholders()
     sys.meta_path.insert(0, finder)
     blocked = _INDUCTOR not in sys.modules
     if blocked:
-        vars(sys)["modules"][_INDUCTOR] = None  # what makes an import of it fail
+        vars(sys)["modules"][_INDUCTOR] = None  # makes its import fail
     try:
         yield
     finally:
@@ -44,10 +45,10 @@ def lean_imports() -> Iterator[None]:
 
 @contextmanager
 def functions_as_they_are() -> Iterator[None]:
-    """In this context ``@torch.compile`` changes nothing; compiling a model later is not concerned.
+    """Make ``@torch.compile`` leave functions as they are in this context. Models can still be compiled later.
 
-    vLLM has it on small functions, which are compiled at their first use, also in an eager engine: the first request
-    with logprobs takes seconds.
+    vLLM decorates small functions with it, which would be compiled at their first use, even in an eager engine. The
+    first request with logprobs would take seconds.
     """
     disabled = os.environ.get(_NO_DYNAMO)
     os.environ[_NO_DYNAMO] = "1"

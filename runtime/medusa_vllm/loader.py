@@ -1,4 +1,4 @@
-"""vLLM's loader over our region: hands out each tensor as soon as its bytes are there, in execution order."""
+"""vLLM's loader over our region: returns each tensor as soon as its bytes are there, in execution order."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from .sharing import share
 
 
 class RegionLoader(DefaultModelLoader):  # type: ignore[misc]
-    """``load_format="medusa"``. Names, quantization, checks and slices for tensor parallel ranks are all vLLM's.
+    """The loader for ``load_format="medusa"``. Names, quantization, checks and slices for ranks are vLLM's.
 
-    What it reads of a tensor are views: a rank that takes a slice touches the slice's pages and no others.
+    It reads views of tensors, so a rank that takes a slice touches only that slice's pages.
     """
 
     def __init__(self, load_config: Any) -> None:
-        super().__init__(replace(load_config, model_loader_extra_config={}))  # it refuses settings it does not know
+        # vLLM's class refuses settings that it does not know.
+        super().__init__(replace(load_config, model_loader_extra_config={}))
         self.load_config = load_config
         self._attached = Attached.of(load_config)
 
@@ -43,7 +44,7 @@ class RegionLoader(DefaultModelLoader):  # type: ignore[misc]
         with self._attached.timeline.stage("apply") as detail, share(model):
             if (
                 model_config.enforce_eager and self._attached.kernels == "auto"
-            ):  # torch.compile cannot look into kernels
+            ):  # torch.compile cannot trace our kernels
                 detail["stored"] = use_stored_weights(model)
             super().load_weights(model, model_config)
 

@@ -1,4 +1,4 @@
-"""What every process does that starts vLLM offline: all that an instance's processes have done before its engine."""
+"""Starts vLLM offline: does what an instance's other processes have done before its engine starts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def fetch_and_import(settings: Settings) -> tuple[Region, Timeline]:
-    """A region with ``settings.model``, and vLLM imported for it."""
+    """Fetch ``settings.model`` into a region, and import vLLM for it."""
     assert settings.model is not None
     region, timeline = Region.create(), Timeline.create("offline")
     prefetch(region, settings.model, settings=settings, timeline=timeline)
@@ -26,7 +26,7 @@ def fetch_and_import(settings: Settings) -> tuple[Region, Timeline]:
 
 
 def load(engine: VllmEngine) -> None:
-    """Let an engine do what it does before it serves: load, compile, capture."""
+    """Let an engine do what it does before it serves: load, compile and capture."""
     stop = threading.Event()
     stop.set()
     engine.run(stop)

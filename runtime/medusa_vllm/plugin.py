@@ -1,4 +1,4 @@
-"""``--load-format medusa``: vLLM calls this in each of its processes (entry point ``vllm.general_plugins``)."""
+"""Registers ``--load-format medusa``. vLLM calls this in each of its processes (``vllm.general_plugins``)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ LOAD_FORMAT = "medusa"
 
 
 def register() -> None:
-    """Register the loader, once; vLLM may call this more often."""
+    """Register the loader once; vLLM may call this more often."""
     global _registered
     if _registered:
         return

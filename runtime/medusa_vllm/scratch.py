@@ -1,4 +1,4 @@
-"""A folder for the moment in which vLLM or torch wants paths; it is gone when that ends, also by SIGKILL."""
+"""A temporary folder for when vLLM or torch wants paths. It is removed even if the process is killed."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# Ends when nobody has the other end of its standard input: this process has left the context, or has died.
+# Ends when the other end of its standard input is closed: this process has left the context, or has died.
 _GUARD = ("/bin/sh", "-c", 'read -r _; exec rm -rf -- "$0"')
 
 
 @contextmanager
 def scratch_folder(name: str) -> Iterator[Path]:
-    """A private folder in the temporary one. Raises OSError where none can be made."""
+    """A private temporary folder. Raises OSError where none can be made."""
     path = Path(tempfile.gettempdir(), f"{name}-{secrets.token_hex(8)}")
-    guard = _guard(path)  # before there is anything to remove
+    guard = _guard(path)  # started before there is anything to remove
     try:
         path.mkdir(mode=0o700)
         yield path
@@ -31,9 +31,9 @@ def scratch_folder(name: str) -> Iterator[Path]:
 
 def _guard(path: Path) -> subprocess.Popen[bytes] | None:
     try:
-        # A session of its own: what ends a process group does not end this.
+        # In its own session, so that a signal to the process group does not end it.
         return subprocess.Popen([*_GUARD, os.fspath(path)], stdin=subprocess.PIPE, start_new_session=True)
-    except OSError:  # no shell, or no more processes: only a killed engine then leaves its folder
+    except OSError:  # no shell, or no more processes: then only a killed engine leaves its folder behind
         return None
 
 

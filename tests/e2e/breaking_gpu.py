@@ -13,7 +13,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[2]))
 
-from medusa_runtime import zygote
+from medusa_runtime import registry, zygote
 from medusa_runtime.config import Settings
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
@@ -60,7 +60,7 @@ def main() -> int:
     sys.modules["breaking_gpu"] = sys.modules["__main__"]
     zygote.choose = lambda *_: "cuda"
     zygote.DeviceContext = Context  # type: ignore[assignment, misc]
-    zygote._ENGINES["torch"] = "breaking_gpu:open_engine"
+    registry.register(registry.engine_kind("torch")._replace(open="breaking_gpu:open_engine"))
     return main(sys.argv[2:])
 
 

@@ -32,7 +32,7 @@ def test_the_next_engine_captures_what_broke_the_one_before(start: Start, exampl
     assert output.count("a restored CUDA graph broke the device's context") == 1
     assert output.count("the engine process was killed by SIGABRT; forking a new one") == 1
     assert output.count("CUDA graphs are captured, not restored: they broke the device's context before") == 1
-    (entry,) = json.loads((cache / "medusa/distrusted.json").read_text()).values()
+    (entry,) = json.loads((cache / "medusa/quarantine.json").read_text()).values()
     assert entry["reason"] == "a restored CUDA graph broke the context"
     timeline = serving.request("GET", "/timeline")[1]["stages"]
     assert sum(stage["name"] == "fetch" for stage in timeline) == 1, "the region outlives its engines"

@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import http.server
 import json
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_driver import fake_cuda
 
 
 class FaultyOrigin(http.server.ThreadingHTTPServer):
@@ -169,11 +168,4 @@ def safetensors_file() -> Callable[..., bytes]:
     return _safetensors
 
 
-@pytest.fixture(scope="session")
-def fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The fake driver's library, compiled once."""
-    library = tmp_path_factory.mktemp("fakecuda") / "libcuda.so.1"
-    sources = sorted((Path(__file__).parent / "state/graphs/fakecuda").glob("*.c"))
-    command = ["cc", "-O1", "-shared", "-fPIC", "-o", str(library), *map(str, sources), "-lm"]
-    subprocess.run(command, check=True, timeout=120)
-    return library
+__all__ = ["fake_cuda"]

@@ -11,6 +11,7 @@ import sys
 import threading
 from typing import Any
 
+import medusa_vllm  # noqa: F401  makes --engine vllm known
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.base import Delta, GenerateRequest, SamplingParams
 from medusa_runtime.fetch.prefetcher import prefetch
@@ -52,7 +53,7 @@ def ours(checkpoint: str, kernels: str) -> dict[str, Any]:
 
 
 def shared_bytes(engine: Any, region: Region) -> int:
-    """Of the weights that products use, how many lie in the checkpoint's own files as they are mapped."""
+    """How many bytes of the weights that products use lie in the checkpoint's mapped files."""
     worker = engine._core.model_executor.driver_worker.worker
     total = 0
     with open("/proc/self/maps") as maps:

@@ -1,4 +1,4 @@
-"""The file that carries a compiled model from one machine to another, without anything that compiles."""
+"""The file that carries a compiled model from one machine to another, without compiling."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_file_names_nothing_of_where_it_was_made(blob: Path, tmp_path: Path)
 
 
 def test_every_damage_is_noticed(blob: Path, tmp_path: Path) -> None:
-    """Each cut, and a flipped bit anywhere: an error of ours, or (in what nobody reads) the right bytes."""
+    """Cuts and flipped bits anywhere give an error of ours or, in bytes that nobody reads, the right content."""
     data = blob.read_bytes()
     for size in range(0, len(data) - 1, max(1, len(data) // 40)):
         with pytest.raises(StateError, match="materialize it again"):

@@ -1,4 +1,4 @@
-"""vLLM starts from a compile cache in a container without a compiler, elsewhere, and compiles nothing."""
+"""vLLM starts from a compile cache, without a compiler and in other folders, and compiles nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def blob(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Callable[..., Any]:
-    """Another home, folder and PATH than those of the capture, and a compiler that only fails."""
+    """Start with another home, folder and PATH than at the capture, and a compiler that only fails."""
 
     def run(blob: Path | str, **settings: Any) -> dict[str, Any]:
         elsewhere = tmp_path / "elsewhere"
@@ -76,7 +76,7 @@ def test_another_configuration_starts_eagerly_and_says_so_once(blob: Path, start
 def test_a_part_that_is_missing_or_cut_costs_the_compiled_start_alone(
     blob: Path, start: Callable[..., Any], tmp_path: Path, damage: str
 ) -> None:
-    """Whole as a file, so that only vLLM's worker finds out."""
+    """The file itself is whole, so that only vLLM's worker finds out."""
     damaged = tmp_path / "damaged"
     with zipfile.ZipFile(blob) as old, zipfile.ZipFile(damaged, "w") as new:
         for name in old.namelist():

@@ -1,4 +1,4 @@
-"""Inductor's kernels, taken from the process that compiled them to one that cannot."""
+"""Inductor's kernels, taken from the process that compiled them to one that cannot compile."""
 
 from __future__ import annotations
 

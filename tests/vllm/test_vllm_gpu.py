@@ -1,4 +1,4 @@
-"""What the worker for GPUs does with vLLM's own classes, as far as a machine without a GPU can tell."""
+"""How the worker for GPUs uses vLLM's own classes, as far as a machine without a GPU can show."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class FakeGraph:
 
 @pytest.fixture
 def parts() -> Any:
-    """vLLM's classes: imported here, as collecting tests must not take twenty seconds."""
+    """vLLM's classes, imported here because collecting tests must not take twenty seconds."""
     import torch
 
     with warnings.catch_warnings():
@@ -91,7 +91,7 @@ def adopt(parts: Any, manager: Any, restore: Any) -> Any:
 
 
 def test_the_classes_are_the_ones_that_these_hooks_were_written_for(parts: Any) -> None:
-    """A vLLM that renames what is overridden must be noticed here, and not on a GPU."""
+    """If vLLM renames what is overridden, it must be noticed here and not on a GPU."""
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.gpu_worker import Worker
 
@@ -324,7 +324,7 @@ def clean(manager: Any) -> Any:
 
 
 def test_a_plan_for_a_gpu_looks_at_the_gpus_memory(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the weights, which are there once; each rank has a part of them."""
+    """The weights are there once, and each rank has a part of them."""
     from medusa_vllm.cpu import kv_budget
     from vllm.platforms import current_platform
 

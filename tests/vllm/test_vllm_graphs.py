@@ -1,4 +1,4 @@
-"""vLLM's CUDA graphs from one process into another: its own manager and inputs, on the fake driver."""
+"""vLLM's CUDA graphs, taken from one process into another: its own manager and inputs, on the fake driver."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(fake_cuda: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def made(run: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the offline phase said, of a model, and of one that reads memory of which nobody knows."""
+    """The offline phase's answers: of a model, of one that reads memory without a name, and of a piecewise one."""
     folder = tmp_path_factory.mktemp("bundle")
     starts = {"plain": {"out": str(folder / "plain")}, "unnamed": {"out": str(folder / "unnamed"), "unnamed": True}}
     starts["pieces"] = {"out": str(folder / "pieces"), "pieces": True}
@@ -63,7 +63,7 @@ _STARTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def restored(run: Run, made: dict[str, Any]) -> dict[str, Any]:
-    """Several starts in another process, each with memory of its own."""
+    """Several starts in another process, each in its own memory."""
     paths = {name: made["pieces path" if "pieces" in one else "path"] for name, one in _STARTS.items()}
     return run("restore", 0x580000000000, {name: {**one, "bundle": paths[name]} for name, one in _STARTS.items()})
 
@@ -79,7 +79,7 @@ def test_memory_has_the_names_of_where_it_hangs(made: dict[str, Any]) -> None:
 
 
 def test_contents_of_memory_without_a_name_are_not_trusted(made: dict[str, Any]) -> None:
-    """They may be what vLLM writes at each step, at an address of which a restored graph knows nothing."""
+    """vLLM may write them at each step, at an address that a restored graph does not know."""
     refused = made["unnamed"]["refused"]
     assert len(refused) == 3
     assert all(why.startswith("contents: they read workspace 4096 0") for why in refused.values())
@@ -129,7 +129,7 @@ def test_what_does_not_fit_is_captured(restored: dict[str, Any], made: dict[str,
 
 
 def test_piecewise_graphs_are_restored_but_for_the_smallest(restored: dict[str, Any], made: dict[str, Any]) -> None:
-    """vLLM captures that one, since its first forward compiles; all others are put into its wrappers' entries."""
+    """vLLM captures the smallest, since its first forward compiles. The others become entries of its wrappers."""
     found, offline = restored["pieces"], made["pieces"]
     assert offline["refused"] == {}
     assert found["log"] == ""

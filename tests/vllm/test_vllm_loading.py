@@ -1,4 +1,4 @@
-"""Weights through the region into vLLM's models: the tokens are those of vLLM's own loader."""
+"""Weights through the region into vLLM's models give the tokens of vLLM's own loader."""
 
 from __future__ import annotations
 

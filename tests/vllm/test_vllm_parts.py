@@ -1,4 +1,4 @@
-"""The parts of the vLLM engine that need no vLLM: what it accepts, how much memory, what is put off."""
+"""The parts of the vLLM engine that need no vLLM: accepted settings, the memory budget, deferred imports."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_without_vllm_the_message_says_how_to_install_it(tmp_path: Path, monkeyp
 
 
 def resident_bytes(tensor: torch.Tensor) -> int:
-    """What this tensor's own pages have taken of memory. Its mapping may be one with its neighbours'."""
+    """The resident bytes of this tensor's own pages. Its mapping may be shared with its neighbours."""
     page = mmap.PAGESIZE
     first = tensor.data_ptr() // page * page
     length = tensor.data_ptr() + tensor.nbytes - first
@@ -109,7 +109,7 @@ TOKEN_BYTES = 2 * 4 * 64 * 2 * 8  # keys and values, heads, head size, bfloat16,
 
 
 class Weights:
-    """What a budget asks of a region."""
+    """The part of a region that a budget uses."""
 
     def __init__(self, recorded: KvPlan | None = None) -> None:
         self.recorded = recorded
@@ -202,7 +202,7 @@ def test_vllms_reason_is_told_without_pydantics_frame() -> None:
     )
     told = _refusal(error)
     assert isinstance(told, ModelError)
-    assert str(told) == "vLLM cannot serve this model so: Model architectures ['X'] are not supported for now."
+    assert str(told) == "vLLM cannot serve this model: Model architectures ['X'] are not supported for now."
     assert isinstance(_refusal(ValueError("max_model_len is too large")), ConfigError)
 
 

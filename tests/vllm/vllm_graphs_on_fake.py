@@ -1,7 +1,7 @@
 """vLLM's own graph manager, inputs and capture on the fake driver: ``materialize|restore`` (JSON in and out).
 
-The manager, its loop of warm-ups and captures, the input buffers and what lays dummy batches out are vLLM's. The model
-is of the toy's kernels, and reads what vLLM gives it.
+The manager, its warm-ups and captures, the input buffers and the layout of dummy batches are vLLM's. The model consists
+of the toy's kernels, and reads what vLLM gives it.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from vllm.v1.worker.gpu.input_batch import InputBuffers
 
 WIDTH, LAYERS, VOCAB, SIZES, BLOCK, BLOCKS = 16, 3, 64, (4, 2, 1), 4, 40
 ROW = WIDTH * 4
+OURS = ("medusa_runtime", "medusa_vllm")
 
 
 def p(value: int) -> bytes:
@@ -52,7 +53,10 @@ def i(value: int) -> bytes:
 
 
 class Model(nn.Module):
-    """Embeds, scales through a layer, adds what a workspace allows; ``unnamed``: reads memory that hangs nowhere."""
+    """Embeds, scales through a layer, and adds what a workspace allows.
+
+    ``unnamed``: it reads memory that no attribute leads to.
+    """
 
     def __init__(self, cuda: FakeCuda, weights: Tensor, unnamed: bool) -> None:
         super().__init__()
@@ -84,7 +88,7 @@ class Model(nn.Module):
 
 
 class Piece:
-    """A compiled function, as far as vLLM's wrapper looks at it."""
+    """A compiled function, with the attributes that vLLM's wrapper reads."""
 
     def __init__(self, index: int, run: Any) -> None:
         self.vllm_backend = SimpleNamespace(prefix="backbone")
@@ -97,7 +101,7 @@ class Piece:
 
 
 class PiecewiseModel(Model):
-    """Two compiled functions, with something between them that no graph has."""
+    """Two compiled functions, with a launch between them that is in no graph."""
 
     def __init__(self, cuda: FakeCuda, weights: Tensor, unnamed: bool, config: VllmConfig) -> None:
         super().__init__(cuda, weights, unnamed)
@@ -139,7 +143,7 @@ class PiecewiseModel(Model):
 
 
 class Placed:
-    """Tensors in device memory that are allocated one by one, as vLLM does."""
+    """Puts tensors into device memory one by one, as vLLM does."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         self._cuda = cuda
@@ -180,7 +184,7 @@ def runner_of(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> An
 
 
 def manager_of(config: VllmConfig) -> Any:
-    """Made without the distributed state that its constructor asks for."""
+    """vLLM's manager, made without the distributed state that its constructor asks for."""
     made = ModelCudaGraphManager.__new__(ModelCudaGraphManager)
     full = [
         BatchExecutionDescriptor(CUDAGraphMode.FULL, num_tokens=size, num_reqs=size, uniform_token_count=1)
@@ -200,7 +204,7 @@ def manager_of(config: VllmConfig) -> Any:
 
 @contextmanager
 def captured(cuda: FakeCuda, graph: Any, pool: Any, stream: Any) -> Any:
-    """torch.cuda.graph."""
+    """A stand-in for torch.cuda.graph."""
     with cuda.stream(stream):
         graph.capture_begin(pool=pool)
         try:
@@ -217,7 +221,7 @@ def capture(manager: Any, runner: Any) -> None:
 
 @torch.inference_mode()
 def answers(manager: Any, runner: Any) -> dict[str, list[str]]:
-    """Through vLLM's own dispatch and replay."""
+    """The digests of hidden states, through vLLM's own dispatch and replay."""
     found: dict[str, list[str]] = {}
     for size in SIZES:
         for ids in ([1, 2, 3, 4], [31, 0, 7, 7], [5, 5, 60, 12]):
@@ -232,7 +236,7 @@ def answers(manager: Any, runner: Any) -> dict[str, list[str]]:
 
 @torch.inference_mode()
 def piecewise(config: VllmConfig, runner: Any) -> dict[str, list[str]]:
-    """As vLLM's runner steps through a batch with a prefill."""
+    """The same for piecewise graphs, as vLLM's runner steps through a batch with a prefill."""
     found: dict[str, list[str]] = {}
     for size in SIZES:
         for ids in ([1, 2, 3, 4], [31, 0, 7, 7]):
@@ -247,7 +251,7 @@ def piecewise(config: VllmConfig, runner: Any) -> dict[str, list[str]]:
 
 
 def fakes(cuda: FakeCuda) -> list[Any]:
-    """What of vLLM and torch asks for a device."""
+    """Patches for the parts of vLLM and torch that need a device."""
     return [
         patch.object(cudagraph_utils, "graph_capture", lambda device: nullcontext()),
         patch.object(cudagraph_utils, "current_stream", lambda: cuda.current),
@@ -265,7 +269,7 @@ def fakes(cuda: FakeCuda) -> list[Any]:
 
 
 def start(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> tuple[Any, Any]:
-    """A runner and its manager, in memory where nothing else was yet."""
+    """A runner and its manager, in memory that nothing else has used."""
     cuda.renew(pool_first=options.get("pool_first", False))
     cuda.driver.write(cuda.at["workspace"] + 64, struct.pack("<II", 0x4D454455, 0))
     gc.collect()  # wrappers of the start before
@@ -298,8 +302,8 @@ def offline(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> dict
     runner, manager, recording = record(cuda, config, options)
     made = recording.state.materialize(recording, cuda.kernels.images, second, stream=cuda.current)
     made.save(Path(options["out"]))
-    names = {made.regions[r.region].name for graph in made.graphs for r in graph.relocations}
-    inputs = {made.regions[piece.region].name for graph in made.graphs for piece in graph.inputs}
+    names = {made.ranges[r.memory_range].name for graph in made.graphs for r in graph.relocations}
+    inputs = {made.ranges[piece.memory_range].name for graph in made.graphs for piece in graph.inputs}
     pinned = [graph.key for graph in made.graphs if graph.pinned]
     found = {"refused": made.refused, "names": sorted(names), "inputs": sorted(inputs), "pinned": pinned}
     if options.get("pieces"):
@@ -348,7 +352,7 @@ def online(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> dict[
 
 
 def other_outputs(graph: Any) -> Any:
-    """Of piecewise graphs alone."""
+    """Change the stored outputs of piecewise graphs."""
     other = tuple(piece._replace(data=bytes(len(piece.data))) for piece in graph.outputs)
     return replace(graph, outputs=other) if "PIECEWISE" in graph.key else graph
 
@@ -358,7 +362,7 @@ def sorted_entries(wrapper: Any) -> Any:
 
 
 def main(phase: str, starts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Each start by its name; what it logged is its ``log``."""
+    """Run each start by its name, and return its answer with what it logged as ``log``."""
     config, cuda = VllmConfig(), FakeCuda()
     cuda.install()
     for fake in fakes(cuda):
@@ -367,9 +371,11 @@ def main(phase: str, starts: dict[str, dict[str, Any]]) -> dict[str, Any]:
     for name, options in starts.items():
         said = io.StringIO()
         handler = logging.StreamHandler(said)
-        logging.getLogger("medusa_runtime").addHandler(handler)
+        for ours in OURS:
+            logging.getLogger(ours).addHandler(handler)
         found[name] = {**(offline if phase == "materialize" else online)(cuda, config, options), "log": said.getvalue()}
-        logging.getLogger("medusa_runtime").removeHandler(handler)
+        for ours in OURS:
+            logging.getLogger(ours).removeHandler(handler)
     return found
 
 
@@ -378,7 +384,7 @@ def placed_like(cuda: FakeCuda, other: Tensor) -> Tensor:
 
 
 def made_on(cuda: FakeCuda, original: Any) -> Any:
-    """Device memory where the device is named, as a restore does for the hidden states."""
+    """Allocate device memory where the call names the device, as a restore does for the hidden states."""
 
     def empty(*sizes: Any, **options: Any) -> Tensor:
         if options.get("device") is HOST and sizes != (0,):

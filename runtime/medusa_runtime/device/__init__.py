@@ -1,1 +1,1 @@
-"""The GPU before there is a torch: whether one is there, its driver, and its context."""
+"""The GPU before torch is imported: whether there is one, its driver, and its context."""

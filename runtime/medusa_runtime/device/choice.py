@@ -1,4 +1,4 @@
-"""CPU or GPU: decided from files alone, so that a process which must stay free of CUDA can ask."""
+"""Chooses CPU or GPU from files alone, so that a process which must not touch CUDA can call it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _HIDDEN = ("", "-1", "NoDevFiles")
 
 
 def choose(asked: str, environ: Mapping[str, str], *, root: Path = _ROOT, torch: Path | None = None) -> str:
-    """``cpu`` or ``cuda`` for ``auto``, ``cpu`` or ``cuda``. DeviceError when ``cuda`` is asked for and cannot be."""
+    """Return ``cpu`` or ``cuda`` for what was asked: ``auto``, ``cpu`` or ``cuda``.
+
+    Raises DeviceError when ``cuda`` is asked for and cannot be used.
+    """
     if asked == "cpu":
         return "cpu"
     found = obstacle(environ, root, torch)
@@ -27,7 +30,7 @@ def choose(asked: str, environ: Mapping[str, str], *, root: Path = _ROOT, torch:
 
 
 def obstacle(environ: Mapping[str, str], root: Path = _ROOT, torch: Path | None = None) -> str | None:
-    """What stands against using a GPU here, with what to do; None when nothing does."""
+    """Why no GPU can be used here, with what to do; None when one can."""
     if not any((root / node).exists() for node in _NODES):
         return "expected a GPU's device files (/dev/nvidiactl), found none; give the container a GPU"
     if environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in _HIDDEN:
@@ -42,7 +45,7 @@ def _installed_torch() -> Path | None:
 
 
 def _cuda_of(torch: Path | None) -> str | None:
-    """The CUDA version that a torch was built for; importing it would take a second, so its version.py is read."""
+    """The CUDA version that a torch was built for, from its version.py: importing torch would take a second."""
     try:
         text = (torch / "version.py").read_text() if torch is not None else ""
     except OSError:

@@ -1,7 +1,7 @@
-"""The device's context, made while Python imports (ParaServe §5: CUDA context initialization is prioritized).
+"""Makes the device's context while Python imports (ParaServe §5: CUDA context initialization is prioritized).
 
-Creating a context takes a quarter of a second and more, and most of it needs no CPU. torch works in the device's
-*primary* context, so whoever retains that one first has done the work for it.
+Creating a context takes a quarter of a second and more, most of it without using the CPU. torch works in the device's
+*primary* context, so retaining that one first does torch's work for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MIN
 
 
 class DeviceInfo(NamedTuple):
-    """``capability`` as 90 for 9.0; ``driver`` as cuDriverGetVersion gives it, 13000 for CUDA 13.0."""
+    """A device and its context.
+
+    ``capability``: 90 for 9.0. ``driver``: as cuDriverGetVersion returns it, 13000 for CUDA 13.0.
+    """
 
     name: str
     capability: int
@@ -29,7 +32,7 @@ class DeviceInfo(NamedTuple):
 
 
 class DeviceContext:
-    """Retains the primary context of one device in a thread, from construction on.
+    """Retains the primary context of one device, in a thread that construction starts.
 
     Never construct it in a process that forks afterwards: a context does not survive a fork.
     """
@@ -46,7 +49,7 @@ class DeviceContext:
         self._thread.start()
 
     def wait(self) -> DeviceInfo:
-        """Until the context is there. Raises DeviceError with what the driver says."""
+        """Wait for the context. Raises DeviceError with the driver's reason."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -54,7 +57,7 @@ class DeviceContext:
         return self._info
 
     def close(self) -> None:
-        """Give the context back; it goes with its last user. May be called twice."""
+        """Release the context, which its last user destroys. May be called twice."""
         self._thread.join()
         if self._info is not None and self._driver is not None:
             self._driver.call("cuDevicePrimaryCtxRelease_v2", self._device)

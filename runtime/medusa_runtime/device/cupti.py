@@ -1,7 +1,7 @@
-"""The kernel images that the driver loads, seen through CUPTI; offline only.
+"""Records the kernel images that the driver loads, through CUPTI; offline only.
 
-CUPTI tells of every module, whoever loads it: torch, cuBLAS, triton, what is compiled while running. Start it before
-anything runs on the device: a module that was loaded earlier is not told of.
+CUPTI reports every module, whoever loads it: torch, cuBLAS, triton, code that is compiled at run time. Start the
+recorder before anything runs on the device, because modules that were loaded earlier are not reported.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ class _Resource(ctypes.Structure):
 
 
 class ModuleRecorder:
-    """While open, ``images`` collects each loaded image once. One subscriber a process: no profiler beside it.
+    """Collects each loaded image once in ``images``, while it is open.
 
-    ``error`` says why nothing is recorded, where there is no CUPTI, or it refuses: kernels are then found another way.
+    A process can have one subscriber, so no profiler can run beside it. ``error`` says why nothing is recorded where
+    there is no CUPTI, or it refuses; kernels are then found by triggering.
     """
 
     def __init__(self, library: str | None = None) -> None:
@@ -52,7 +53,7 @@ class ModuleRecorder:
         self._taken = 0
         self._native = _compiled()
         kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.POINTER(_Resource))
-        # Kept: CUPTI calls it until the end. Without a compiler, Python's: right, if nothing else runs beside it.
+        # Kept, because CUPTI calls it until the end. Without a compiler it is Python's, which works in a single thread.
         self._callback = kind(self._loaded) if self._native is None else self._native.medusa_module_loaded
         self.error: DeviceError | None = None
         try:
@@ -86,7 +87,7 @@ class ModuleRecorder:
         self.close()
 
     def _loaded(self, user: Any, domain: int, number: int, resource: Any) -> None:
-        """Called by CUPTI, in the thread that loads: copies, and calls nothing of CUDA or torch."""
+        """Called by CUPTI in the thread that loads: copy the image, and call nothing of CUDA or torch."""
         module = resource.contents.described
         if module and module.contents.image and module.contents.size:
             self._add(ctypes.string_at(module.contents.image, module.contents.size))
@@ -104,7 +105,7 @@ class ModuleRecorder:
 
 
 def _compiled() -> ctypes.CDLL | None:
-    """The callback in C, made here and now; None where there is no compiler."""
+    """The callback in C, compiled now; None where there is no compiler."""
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder, "module_recorder.so")
         command = [*shlex.split(os.environ.get("CC") or "cc"), "-O2", "-shared", "-fPIC", "-pthread", "-o", str(made)]
@@ -130,7 +131,7 @@ def _load(library: str | None) -> ctypes.CDLL:
 
 
 def _installed() -> Iterator[Path]:
-    """In the packages that torch brings: nvidia/cu13/lib, nvidia/cuda_cupti/lib."""
+    """CUPTI in the packages that torch installs: nvidia/cu13/lib, nvidia/cuda_cupti/lib."""
     spec = importlib.util.find_spec("nvidia")
     for folder in spec.submodule_search_locations or () if spec is not None else ():
         yield from sorted(Path(folder).glob("*/lib/libcupti.so*"))

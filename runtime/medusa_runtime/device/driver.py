@@ -1,4 +1,4 @@
-"""The CUDA driver by ctypes, for what must not wait until torch is imported."""
+"""The CUDA driver through ctypes, for what must not wait until torch is imported."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ LIBRARY = "libcuda.so.1"
 
 
 class Driver:
-    """One loaded driver library. Calls release the interpreter's lock, so they overlap with imports."""
+    """A loaded driver library. Its calls release the interpreter's lock, so they overlap with imports."""
 
     def __init__(self, library: str = LIBRARY) -> None:
-        """Load it; nothing is initialised. DeviceError where there is no driver."""
+        """Load the library without initializing it. Raises DeviceError where there is no driver."""
         self.library = library
         try:
             self._functions = ctypes.CDLL(library)
@@ -25,7 +25,7 @@ class Driver:
             ) from None
 
     def call(self, function: str, *arguments: Any) -> None:
-        """Call a function that returns a CUresult. DeviceError names the function and the driver's own reason."""
+        """Call a function that returns a CUresult. Raises DeviceError with its name and the driver's reason."""
         try:
             result = getattr(self._functions, function)(*arguments)
         except AttributeError:

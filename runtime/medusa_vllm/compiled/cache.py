@@ -1,9 +1,9 @@
-"""The compile cache of a state bundle: what compiling a model made, as one file for any process on a like machine.
+"""The compile cache of a state bundle: compiled code as one file, for any process on a similar machine.
 
-Offline, ``capture`` starts the engine once in a process of its own, with empty caches, and packs what came of it.
-Online, the engine's worker unpacks that with ``restore`` and attaches it to its model. The file holds no path, host
-name or user of the machine it was made on. What it is valid for (engine, torch, Python, CPU, model) is its key in the
-manifest; what only vLLM can tell is checked before it is used.
+Offline, ``capture`` starts the engine once in a new process, with empty caches, and packs what was compiled. Online,
+the engine's worker unpacks it with ``restore`` and attaches it to its model. The file contains no path, host name or
+user of the machine it was made on. What it is valid for (engine, torch, Python, CPU, model) is its key in the manifest;
+what only vLLM can tell is checked before it is used.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from medusa_runtime.errors import StateError
 from medusa_runtime.state.offline import run_module
 
 _CAPTURE = "medusa_vllm.compiled.capture"
-_MODEL = "model-1"  # the folder within; another number is another format
+_MODEL = "model-1"  # the folder in the archive; another number is another format
 # What zipfile raises for bytes that are no archive, or an archive with wrong bytes in it.
 _DAMAGE: tuple[type[Exception], ...] = (zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, OverflowError)
 _DAMAGE += (KeyError, ValueError, RuntimeError)
 
 
 def capture(model: str, settings: Settings, folder: Path) -> Path:
-    """Start the engine on ``model`` so that it compiles, in a new process; the file, which lies in ``folder``.
+    """Start the engine on ``model`` in a new process so that it compiles, and return the file, in ``folder``.
 
-    Raises StateError with the last thing that the process said when it fails or takes an hour.
+    Raises StateError with the last line of the process's output when it fails or takes an hour.
     """
     made, blob = folder / "made", folder / "compile-cache"
     made.mkdir(parents=True)
@@ -40,7 +40,7 @@ def capture(model: str, settings: Settings, folder: Path) -> Path:
 
 
 def pack(folder: Path, blob: Path) -> Path:
-    """Write what lies in ``folder`` (a CompiledModel's) into the file ``blob``, and return it."""
+    """Write the content of ``folder`` (a CompiledModel's) to the file ``blob``, and return it."""
     with zipfile.ZipFile(blob, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         for path in sorted(folder.rglob("*")):
             if path.is_file():
@@ -49,9 +49,9 @@ def pack(folder: Path, blob: Path) -> Path:
 
 
 def restore(blob: bytes, folder: Path) -> Path:
-    """Unpack into ``folder``, which is private to this process; the folder within that is a CompiledModel's.
+    """Unpack into ``folder``, which is private to this process, and return the CompiledModel's folder in it.
 
-    Raises StateError when the file is damaged or of another format; the engine then starts as if there were none.
+    Raises StateError when the file is damaged or of another format. The engine then starts as if there were none.
     """
     with _opened(blob) as archive:
         for name in archive.namelist():
@@ -60,7 +60,7 @@ def restore(blob: bytes, folder: Path) -> Path:
 
 
 def read_file(blob: bytes, name: str) -> bytes:
-    """One file of those that were packed. Raises StateError."""
+    """Read one of the packed files. Raises StateError."""
     with _opened(blob) as archive:
         return archive.read(f"{_MODEL}/{name}")
 
@@ -75,7 +75,7 @@ def _opened(blob: bytes) -> Iterator[zipfile.ZipFile]:
 
 
 def cache_folders(folder: Path) -> dict[str, str]:
-    """The environment that keeps every cache of vLLM, Inductor and Triton within ``folder``."""
+    """The environment that keeps every cache of vLLM, Inductor and Triton in ``folder``."""
     return {
         "VLLM_CACHE_ROOT": str(folder / "vllm"),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),

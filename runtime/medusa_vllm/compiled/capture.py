@@ -1,4 +1,4 @@
-"""Offline, a process of its own: start vLLM once on a model so that it compiles, and keep what it made.
+"""Starts vLLM once on a model so that it compiles, and keeps the result; a new process, offline.
 
 Arguments: model, folder. Standard input: the settings as JSON.
 """

@@ -1,4 +1,4 @@
-"""How often this process compiled something with torch.compile, from the times that torch keeps of every such step."""
+"""Counts what this process compiled with torch.compile, from the times that torch keeps of each step."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import NamedTuple
 
 
 class Compilations(NamedTuple):
-    """``traced``: functions that Dynamo took apart. ``generated``: graphs that Inductor made code for. ``built``: files
-    that a C++ compiler was started for, its probes of the CPU among them."""
+    """Numbers of compilations.
+
+    ``traced``: functions that Dynamo traced. ``generated``: graphs that Inductor generated code for. ``built``: files
+    that a C++ compiler was started for, including its probes of the CPU.
+    """
 
     traced: int
     generated: int
@@ -16,7 +19,7 @@ class Compilations(NamedTuple):
 
 
 def compilations() -> Compilations:
-    """Since the process started; those of processes it was forked from count too. Imports nothing."""
+    """Count since the process started, including the processes that it was forked from. Imports nothing."""
     utils = sys.modules.get("torch._dynamo.utils")
     times = {} if utils is None else utils.compilation_time_metrics
 

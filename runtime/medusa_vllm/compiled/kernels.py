@@ -1,8 +1,8 @@
-"""The machine code of the C++ kernels that TorchInductor made for a CPU, by a digest of their source.
+"""Keeps the machine code of C++ kernels that TorchInductor made for a CPU, by a digest of their source.
 
-Inductor finds a kernel again by the compiler's command line: it runs the compiler to learn its version, compiles a
-probe for each vector instruction set, and its key holds the paths of torch and Python. A container without a compiler
-cannot use such a cache. A digest of the kernel's own source names the same code everywhere, and asks nobody.
+Inductor finds a kernel by the compiler's command line: it runs the compiler to learn its version, compiles a probe for
+each vector instruction set, and uses the paths of torch and Python. A container without a compiler cannot use such a
+cache. A digest of the kernel's own source names the same code everywhere, without a compiler.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ENTRY = "kernel"  # the extension's init function is PyInit_kernel, and its one
 
 
 class CompiledKernels:
-    """A folder of extension modules. ``recorded`` counts what was added, ``loaded`` what was found."""
+    """A folder of extension modules. ``recorded`` counts those that were added, ``loaded`` those that were found."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -33,7 +33,7 @@ class CompiledKernels:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """While Inductor compiles: copy each kernel that it builds, or finds in its own cache, into the folder."""
+        """Copy each kernel that Inductor builds in this context, or finds in its own cache, to the folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
 
         def substitute(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,7 +56,7 @@ class CompiledKernels:
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """While a compiled graph is loaded: its kernels come from the folder. One that is not there is a StateError."""
+        """Load kernels from the folder in this context. A missing one raises StateError."""
 
         def substitute(_: Callable[..., Any]) -> Callable[..., Any]:
             def load(
@@ -71,7 +71,7 @@ class CompiledKernels:
             yield
 
     def _keep(self, name: str, kernel: Kernel) -> None:
-        # A builtin's __self__ is the extension module that it comes from.
+        # The __self__ of a builtin is the extension module that it comes from.
         library = getattr(getattr(kernel, "__self__", None), "__file__", None)
         if library is None:
             raise StateError(f"expected a compiled kernel from a library, found {kernel!r}; it cannot be stored")

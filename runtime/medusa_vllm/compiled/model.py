@@ -1,8 +1,8 @@
-"""vLLM's compiled model, taken out of one process and put into another, without vLLM's own cache.
+"""Takes vLLM's compiled model out of one process and puts it into another, without vLLM's own cache.
 
-vLLM keeps what it compiled under a hash of, among others, the checkpoint's path; and where it compiles with plain
-Inductor, as on a CPU, it cannot load what it kept: it calls ``finalize_loading`` on a function that has none, and
-compiles again. But a decorated module runs whatever its ``aot_compiled_fn`` is, so a worker may put it there itself.
+vLLM's cache depends on the checkpoint's path, among others. And where vLLM compiles with plain Inductor, as on a CPU,
+it cannot load what it kept: it calls ``finalize_loading`` on a function that has none, and compiles again. But a
+decorated module runs its ``aot_compiled_fn``, whatever that is, so a worker may set it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _KERNELS = "kernels"
 class CompiledModel:
     """A folder with a model's compiled functions and their kernels.
 
-    ``record`` surrounds the first forward, which compiles, and keeps what it made. ``attach`` gives a model of another
-    process the same functions, before its first forward: nothing is traced and nothing compiled.
+    ``record`` surrounds the first forward, which compiles, and keeps the result. ``attach`` gives the same functions to
+    a model of another process before its first forward: nothing is traced and nothing compiled.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -38,9 +38,9 @@ class CompiledModel:
     def record(self, model: Any, config: Any) -> Iterator[None]:
         """Serialize what is compiled of ``model`` (a loaded vLLM module) in this context.
 
-        Raises StateError at its end when that is nothing.
+        Raises StateError at its end when nothing was compiled.
         """
-        key = config_key(config)  # before the first forward: that changes the configuration
+        key = config_key(config)  # computed before the first forward, which changes the configuration
         with self.kernels.recording():
             yield
         names = []
@@ -55,10 +55,10 @@ class CompiledModel:
         (self.folder / INDEX).write_text(json.dumps({"modules": names, "config": key}))
 
     def attach(self, model: Any, config: Any) -> int:
-        """Load the functions and hand them to the modules they were made from; how many they were.
+        """Load the functions into the modules that they were made from, and return how many there are.
 
-        For a configuration that ``check_index`` has accepted. Raises StateError when they were made from another
-        source, or cannot be read; the model is then as it was, and compiles at its first forward.
+        ``check_index`` must have accepted the configuration. Raises StateError when the functions were made from
+        another source or cannot be read. The model is then as before, and compiles at its first forward.
         """
         try:
             names = _parse((self.folder / INDEX).read_bytes())[0]
@@ -74,7 +74,7 @@ class CompiledModel:
                 ]
         except StateError:
             raise
-        except Exception as error:  # unpickling and torch's checks raise anything
+        except Exception as error:  # unpickling and torch's checks may raise anything
             raise StateError(f"the compile cache cannot be loaded ({type(error).__name__}: {error})") from error
         for name, function in zip(names, functions, strict=True):
             modules[name].aot_compiled_fn = function
@@ -83,7 +83,7 @@ class CompiledModel:
 
 
 def check_index(index: bytes, config: Any) -> None:
-    """Raises StateError when functions of this index were made for another configuration than this VllmConfig."""
+    """Raise StateError when these functions were made for another configuration than this VllmConfig."""
     key, found = _parse(index)[1], config_key(config)
     if found != key:
         raise StateError(
@@ -94,7 +94,7 @@ def check_index(index: bytes, config: Any) -> None:
 def config_key(config: Any) -> str:
     """vLLM's own hash of what shapes a graph (versions, configuration, environment).
 
-    Without where the model lies, and without the settings of a compiler that does not run again.
+    It leaves out the model's path, and the settings of a compiler that does not run again.
     """
     from vllm import envs
     from vllm.config.utils import hash_factors
@@ -130,7 +130,7 @@ def _compiled_modules(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _load(module: Any, config: Any, path: Path) -> Any:
-    """As vLLM loads its own: the function, a check that the traced source is the same, and no guards."""
+    """Load a function as vLLM loads its own: check that the traced source is the same, and drop the guards."""
     import torch
     from vllm.compilation.decorators import _verify_source_unchanged
     from vllm.config import set_current_vllm_config
@@ -141,6 +141,6 @@ def _load(module: Any, config: Any, path: Path) -> Any:
     if not config.compilation_config.dynamic_shapes_config.evaluate_guards:
         function.disable_guard_check()
     finish = getattr(function._artifacts.compiled_fn, "finalize_loading", None)
-    if finish is not None:  # vLLM's own backend (on a GPU) has a second step, Inductor's function has none
+    if finish is not None:  # only functions of vLLM's own backend (on a GPU) have this second step
         finish(config)
     return function

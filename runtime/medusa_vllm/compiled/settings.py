@@ -1,4 +1,4 @@
-"""Whether vLLM runs a compiled model here, and where what was compiled comes from."""
+"""Decides whether vLLM runs a compiled model, and where the compiled code comes from."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _RESTORED, _CAPTURED, _ALWAYS = "medusa_compiled", "medusa_capture", "medusa_com
 
 
 class CompiledStart:
-    """Of one engine: ``wanted`` compiled or eager, and with the bundle's compile cache if there is one.
+    """How one engine starts: compiled or eager (``wanted``), and with the bundle's compile cache if there is one.
 
-    ``auto`` compiles only where a bundle saves the compiler; ``always`` compiles where there is none. ``extra`` tells
-    the workers, in the load configuration.
+    ``auto`` compiles only where a bundle makes the compiler unnecessary; ``always`` compiles where there is no bundle.
+    ``extra`` passes that to the workers, in the load configuration.
     """
 
     def __init__(self, region: Region, settings: Settings, timeline: Timeline, capture: Path | None = None) -> None:
@@ -39,7 +39,7 @@ class CompiledStart:
         self._fd = -1
         self._blob: bytes | None = None
         if settings.compile != "never" and capture is None:
-            with timeline.stage("compiled_restore"):  # waits for it: the configuration depends on it
+            with timeline.stage("compiled_restore"):  # waits for the blob, because the configuration depends on it
                 self._blob = region.code(file_name(COMPILE_CACHE.name))
 
     @property
@@ -47,7 +47,10 @@ class CompiledStart:
         return self._always or self._blob is not None
 
     def suits(self, config: Any) -> bool:
-        """Whether a VllmConfig is the one that was compiled for; False, once, when it has to be made anew without."""
+        """Whether this VllmConfig is the one that was compiled for.
+
+        Returns False once; then the configuration has to be made again, for a start without the cache.
+        """
         if self._blob is None:
             return True
         try:
@@ -59,7 +62,7 @@ class CompiledStart:
             self._timeline.mark("compiled", left_out=str(error)[:300])
             self._blob = None
             return False
-        # As with the region: a path names the same memory in a rank that is a new interpreter.
+        # A path, as for the region, because a rank may be a new interpreter.
         self._fd = os.memfd_create("medusa-compile-cache", os.MFD_CLOEXEC)
         with open(self._fd, "wb", closefd=False) as file:
             file.write(self._blob)
@@ -68,7 +71,7 @@ class CompiledStart:
         return True
 
     def close(self) -> None:
-        """When the workers have loaded."""
+        """Remove what only loading workers need."""
         self._blob = None
         if self._fd >= 0:
             os.close(self._fd)
@@ -76,7 +79,7 @@ class CompiledStart:
 
 
 class WorkerCompilation:
-    """A worker's part: attach what was restored to its model, or record what its warm-up compiles."""
+    """A worker's part: attach the restored code to its model, or record what its warm-up compiles."""
 
     def __init__(self, load_config: Any, timeline: Timeline) -> None:
         extra = load_config.model_loader_extra_config
@@ -107,7 +110,7 @@ class WorkerCompilation:
 
 
 def _attach(blob: Path, model: Any, config: Any) -> int:
-    """Through a folder that lives as long as this takes: what is in it is mapped or read then."""
+    """Attach the code from a temporary folder: it is mapped or read at once."""
     from unittest.mock import patch
 
     with scratch_folder("medusa-compiled") as scratch:
@@ -117,7 +120,10 @@ def _attach(blob: Path, model: Any, config: Any) -> int:
 
 
 def _run_eagerly(model: Any) -> None:
-    """Compiling now would take longer than any request waits. vLLM also compiles some operators for themselves."""
+    """Run a model eagerly that could not be attached, because compiling now would take longer than a request waits.
+
+    This includes operators that vLLM compiles by themselves.
+    """
     import torch
 
     torch.compiler.set_stance("force_eager")

@@ -1,6 +1,6 @@
-"""How much memory vLLM's KV cache may take: as recorded, or from the model's shape, and the machine as it is now.
+"""Decides how much memory vLLM's KV cache may take, from a recorded plan or the model's shape, and what is free.
 
-No forward is run for it, where vLLM profiles one of the largest batch (``state/kv_plan.py`` tells how).
+vLLM would run a forward of the largest batch to measure it; this runs none (``state/kv_plan.py`` explains how).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from medusa_runtime.state.kv_plan import Geometry, KvPlan, activation_bytes, pla
 
 
 def kv_budget(config: Any, region: Region, settings: Settings) -> KvPlan:
-    """For a VllmConfig whose KV size is not set yet. Raises ConfigError when what was asked for does not fit."""
+    """The plan for a VllmConfig without a KV size. Raises ConfigError when the requested size does not fit."""
     shape = geometry(config)
     return plan(
         shape,
@@ -26,7 +26,7 @@ def kv_budget(config: Any, region: Region, settings: Settings) -> KvPlan:
 
 
 def geometry(config: Any) -> Geometry:
-    """Of the caches of all ranks that share this machine's memory: a block is a part of it in each."""
+    """The caches of all ranks that share this machine's memory as one: each rank has a part of every block."""
     model, block_tokens = config.model_config, config.cache_config.block_size
     block_bytes = block_tokens * token_bytes(config) * _ranks(config)
     return Geometry(block_tokens, block_bytes, (), str(model.dtype).removeprefix("torch."), model.max_model_len)
@@ -44,26 +44,29 @@ def computed_activations(config: Any, region: Region, settings: Settings) -> int
 
 
 def cache_bytes(found: KvPlan, config: Any) -> int:
-    """What vLLM is told, for each rank: of its blocks one is padding, which no sequence gets."""
+    """The size for vLLM, for each rank. One of the blocks is padding, which no sequence gets."""
     return (found.cache_bytes + found.block_bytes) // _ranks(config)
 
 
 def _ranks(config: Any) -> int:
-    """How many share a memory: each GPU has its own."""
+    """How many ranks share one memory. On GPUs each has its own."""
     return int(config.parallel_config.world_size) if config.device_config.device_type == "cpu" else 1
 
 
 def token_bytes(config: Any) -> int:
-    """KV bytes of one token in all layers of one rank."""
+    """The KV bytes of one token in all layers of one rank."""
     model, parallel = config.model_config, config.parallel_config
     size = 1 if config.cache_config.cache_dtype.startswith("fp8") else model.dtype.itemsize
-    parts = 1 if model.use_mla else 2  # a compressed latent, or keys and values
+    parts = 1 if model.use_mla else 2  # one compressed latent, or keys and values
     return int(parts * model.get_num_kv_heads(parallel) * model.get_head_size() * size * model.get_num_layers(parallel))
 
 
 def _free_bytes(region: Region, settings: Settings) -> int:
-    """What can be allocated once the weights are there: in the region, and once more as vLLM packs them. On a GPU they
-    are there once, each rank's part on a GPU of its own."""
+    """What can be allocated once the weights are loaded.
+
+    On a CPU these take memory in the region, and once more as vLLM packs them. On a GPU they take it once, and each
+    rank's part is on a GPU of its own.
+    """
     from vllm.platforms import current_platform
 
     index, progress = region.wait_index(), region.progress()

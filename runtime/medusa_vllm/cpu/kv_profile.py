@@ -1,4 +1,4 @@
-"""Offline, a process of its own: how much memory a forward of vLLM's takes on this CPU, for the KV plan (MEDUSA §6).
+"""Measures the memory that a forward of vLLM takes on this CPU, for the KV plan (MEDUSA §6); a new process, offline.
 
 Arguments: model, file to write. Standard input: the settings as JSON.
 """
@@ -30,9 +30,9 @@ _PLENTY_BYTES = 1 << 60
 
 
 def capture(model: str, settings: Settings, folder: Path) -> Path | None:
-    """A file with the plan; None for the other engine, and on a GPU, whose memory vLLM's worker looks at itself.
+    """Write a file with the plan. None for the other engine, and on a GPU, where vLLM's worker looks at memory itself.
 
-    Raises StateError with the last thing that the process said when it fails.
+    Raises StateError with the last line of the process's output when it fails.
     """
     if settings.engine != "vllm" or choose(settings.device, os.environ) == "cuda":
         return None
@@ -43,7 +43,7 @@ def capture(model: str, settings: Settings, folder: Path) -> Path | None:
 
 def main() -> int:
     model, out = sys.argv[1], Path(sys.argv[2])
-    # What is free here and now says nothing about another start, which looks for itself.
+    # Another start looks itself at what is free then.
     settings = replace(Settings(**json.load(sys.stdin)), model=model, compile="never", state="none", kv_cache_mb=None)
     settings = replace(settings, tensor_parallel=1)
     region, timeline = fetch_and_import(settings)
@@ -65,14 +65,14 @@ def main() -> int:
 
 
 def _measured(engine: VllmEngine, settings: Settings, tokens: int, stays_bytes: int) -> int | None:
-    """Of the second forward, beside the engine's loop, which has this thread."""
+    """Measure the second forward, in a thread beside the engine's loop."""
     stop, found = threading.Event(), queue.SimpleQueue[int | None | Exception]()
     vocabulary = engine.info.vocab_size
 
     def drive() -> None:
         try:
             engine.wait_ready()
-            _forward(engine, 1 % vocabulary, tokens)  # makes threads and buffers that stay
+            _forward(engine, 1 % vocabulary, tokens)  # makes threads and buffers that stay, so it is not measured
             found.put(
                 measure(
                     lambda: _forward(engine, 2 % vocabulary, tokens),
@@ -82,7 +82,7 @@ def _measured(engine: VllmEngine, settings: Settings, tokens: int, stays_bytes: 
                     stays_bytes=stays_bytes,
                 )
             )
-        except Exception as error:  # noqa: BLE001  it is raised where it is waited for
+        except Exception as error:  # noqa: BLE001  raised again in the thread that waits
             found.put(error)
         finally:
             stop.set()
@@ -99,7 +99,7 @@ def _measured(engine: VllmEngine, settings: Settings, tokens: int, stays_bytes: 
 
 
 def _forward(engine: VllmEngine, token: int, tokens: int) -> None:
-    """One of so many tokens, none of which vLLM has cached."""
+    """Run a forward of so many tokens, none of which vLLM has cached."""
     ended = queue.SimpleQueue[Delta]()
 
     def sink(delta: Delta) -> None:

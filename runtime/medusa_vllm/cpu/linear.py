@@ -1,7 +1,8 @@
 """vLLM's linear layers on a CPU without 16-bit products: computed from the checkpoint's own bytes by our kernels.
 
-There vLLM packs each weight for oneDNN and multiplies in fp32: two and a half times the work of our kernels, after a
-copy of the whole model. A layer's ``quant_method`` is vLLM's own seam for how its weight is kept and multiplied.
+There vLLM packs each weight for oneDNN and multiplies in fp32, which takes two and a half times as long as our kernels,
+after a copy of the whole model. A layer's ``quant_method`` is where vLLM lets others decide how a weight is kept and
+multiplied.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ _Loader = Callable[..., Any]
 
 
 def use_stored_weights(model: nn.Module) -> int:
-    """Before a model's weights are loaded, for an eager engine; how many of its layers multiply with our kernels.
+    """Let a model's layers multiply with our kernels, and return how many do.
 
-    A layer that is quantized, not 16 bits wide, or of a class of its model's own stays as it is.
+    Call it before the weights are loaded, for an eager engine. A layer that is quantized, not 16 bits wide, or of the
+    model's own class stays as it is.
     """
     count = 0
     for layer in model.modules():
@@ -45,7 +47,7 @@ def use_stored_weights(model: nn.Module) -> int:
 
 
 class StoredLinear(UnquantizedLinearMethod):  # type: ignore[misc]
-    """Of one layer. A fused layer keeps the tensors that it is made of where they are, side by side in one product."""
+    """The ``quant_method`` of one layer. Parts of a fused layer stay where they are, and one product uses them."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -58,7 +60,7 @@ class StoredLinear(UnquantizedLinearMethod):  # type: ignore[misc]
             layer.weight.weight_loader = self._take
 
     def _take(self, parameter: nn.Parameter, loaded: Tensor, shard_id: Hashable = None) -> None:
-        """A fused layer's weight loader: keep what is a whole part; vLLM copies what is not."""
+        """The weight loader of a fused layer: it keeps whole parts, and lets vLLM copy others."""
         rows = self._ids.get(shard_id)
         whole = rows is not None and loaded.shape == (rows, parameter.shape[1]) and loaded.is_contiguous()
         if whole and loaded.dtype == parameter.dtype:
@@ -75,7 +77,7 @@ class StoredLinear(UnquantizedLinearMethod):  # type: ignore[misc]
             self.weights = (layer.weight.data,)
         self._given = {}
         self._rows = [weight.shape[0] for weight in self.weights]
-        # As vLLM does when it has packed a weight. That of a fused layer was never written: it has taken no memory.
+        # As vLLM does after packing a weight. A fused layer's was never written, so it has taken no memory.
         layer.weight = nn.Parameter(layer.weight.new_empty(0), requires_grad=False)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -85,7 +87,7 @@ class StoredLinear(UnquantizedLinearMethod):  # type: ignore[misc]
 
 
 class StoredHead(UnquantizedEmbeddingMethod):  # type: ignore[misc]
-    """The last layer, whose weight may be the embedding's."""
+    """The ``quant_method`` of the last layer, whose weight may be the embedding's."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -98,7 +100,7 @@ class StoredHead(UnquantizedEmbeddingMethod):  # type: ignore[misc]
 
 
 def _part_ids(layer: Any) -> dict[Hashable, int]:
-    """Of a fused layer that has all of its rows: vLLM's name of each part, and the part's rows; in order."""
+    """For a fused layer that has all of its rows: vLLM's name and the rows of each part, in order."""
     if layer.tp_size > 1 or not isinstance(layer, MergedColumnParallelLinear | QKVParallelLinear):
         return {}
     names: tuple[Hashable, ...] = ("q", "k", "v")

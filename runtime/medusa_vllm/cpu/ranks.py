@@ -1,7 +1,8 @@
-"""Tensor parallel ranks on a CPU: forked from the engine's process, which has imported vLLM, each with its CPUs.
+"""Tensor parallel ranks on a CPU, forked from the engine's process, which has imported vLLM. Each has its own CPUs.
 
-vLLM starts an interpreter for each, so that OpenMP reads the rank's threads and CPUs from its environment, and each
-imports everything anew. A forked rank sets them itself: in its parent the thread that forks has computed nothing yet.
+vLLM starts an interpreter for each rank, because OpenMP reads the rank's threads and CPUs from its environment, and
+each interpreter imports everything again. A forked rank sets them itself, which is possible because the thread that
+forks has computed nothing yet.
 """
 
 from __future__ import annotations
@@ -27,23 +28,27 @@ from vllm.v1.executor import multiproc_executor
 from ..executor import PreparedWorker
 from ..scratch import scratch_folder
 
-_PLACES = ("GOMP_CPU_AFFINITY", "OMP_PLACES", "KMP_AFFINITY")  # vLLM sets one, by the OpenMP that is loaded
+_PLACES = (
+    "GOMP_CPU_AFFINITY",
+    "OMP_PLACES",
+    "KMP_AFFINITY",
+)  # vLLM sets that of the loaded OpenMP
 _QUIET = "ignore::UserWarning:multiprocessing.resource_tracker"
 
 
 class RanksExecutor(multiproc_executor.MultiprocExecutor):  # type: ignore[misc]
-    """vLLM's executor of many processes, by fork."""
+    """vLLM's executor for several processes, which forks them."""
 
     def _init_executor(self) -> None:
         self._scratch = ExitStack()
-        if distributed.is_initialized():  # by a rehearsal; its threads would be missing in a rank
+        if distributed.is_initialized():  # set by a warm-up, whose threads would be missing in a rank
             parallel_state.destroy_model_parallel()
             parallel_state.destroy_distributed_environment()
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # the CPU's platform has set spawn
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM's CPU platform has set spawn
         with patch.object(sys, "warnoptions", [*sys.warnoptions, _QUIET]):
-            resource_tracker.ensure_running()  # which removes the ranks' shared memory at the end, as vLLM does not
+            resource_tracker.ensure_running()  # removes the ranks' shared memory at the end, which vLLM does not
         folder = self._scratch.enter_context(scratch_folder("medusa"))
-        # The ranks' sockets and the file they meet by lie in it, and nothing is done again that was before the fork.
+        # It holds the ranks' sockets and the file by which they meet. Nothing from before the fork is repeated.
         with (
             patch.object(tempfile, "tempdir", str(folder)),
             patch.object(multiproc_executor, "WorkerWrapperBase", PreparedWorker),
@@ -56,7 +61,7 @@ class RanksExecutor(multiproc_executor.MultiprocExecutor):  # type: ignore[misc]
 
 
 def share_cpus(settings: Settings) -> None:
-    """Give each rank its CPUs; without being told so vLLM wants a NUMA node for each."""
+    """Give each rank its CPUs. Otherwise vLLM wants a NUMA node for each."""
     ranks, cpus = settings.tensor_parallel, sorted(os.sched_getaffinity(0))[: settings.threads]
     if len(cpus) < ranks:
         raise ConfigError(f"--tensor-parallel={ranks} cannot be used: expected a CPU for each, found {len(cpus)}")
@@ -65,7 +70,7 @@ def share_cpus(settings: Settings) -> None:
 
 
 def become_rank() -> None:
-    """In a rank, before it computes: end with the engine, keep none of its connections open, take this rank's CPUs."""
+    """Make this process a rank: end with the engine, drop its connections, and take this rank's CPUs."""
     die_with_parent(os.getppid())
     _leave_sockets()
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
@@ -76,14 +81,14 @@ def become_rank() -> None:
 
 
 def _leave_sockets() -> None:
-    """Whoever talks to the engine sees its end only when no rank has a connection open."""
+    """Drop the engine's connections: its clients see its end only when no rank has one open."""
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         try:
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                os.dup2(nothing, descriptor, inheritable=False)  # the number stays taken: Python objects own it
+                os.dup2(nothing, descriptor, inheritable=False)  # Python objects own the number, so it stays taken
         except OSError:
-            pass  # the one that listed them
+            pass  # the descriptor that listed the others
     os.close(nothing)
 
 

@@ -1,4 +1,4 @@
-"""vLLM's worker on a CPU, with what it does before a request timed and put off."""
+"""vLLM's worker on a CPU: times what it does before a request, and defers what can wait."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .lazy_zeros import LazyZeros
 
 
 class CpuWorker(CPUWorker):  # type: ignore[misc]
-    """``worker_cls``, which vLLM's documentation offers for this."""
+    """The ``worker_cls`` for a CPU, an option of vLLM that its documentation offers for this."""
 
     def init_device(self) -> None:
         if self.parallel_config.world_size > 1:  # in a process of its own

@@ -11,9 +11,9 @@ WORKER = "medusa_vllm.gpu.worker.GpuWorker"
 
 
 def gpu_arguments(settings: Settings, *, compiled: bool) -> dict[str, Any]:
-    """Of EngineArgs: our worker, and full graphs of decodes for MEDUSA's batch sizes; those that can be restored.
+    """The part of EngineArgs for a GPU: our worker, and full graphs of decodes for MEDUSA's batch sizes.
 
-    Piecewise graphs belong to compiled models, and are vLLM's own: each holds a piece of one of its compiled functions.
+    Piecewise graphs belong to compiled models and are vLLM's own: each holds a piece of one of its compiled functions.
     """
     compilation: dict[str, Any] = {"cudagraph_capture_sizes": list(sizes_for(settings.max_concurrency))}
     if not compiled:
@@ -22,7 +22,10 @@ def gpu_arguments(settings: Settings, *, compiled: bool) -> dict[str, Any]:
 
 
 def bundle_arguments(settings: Settings) -> dict[str, str | None]:
-    """Of ``model_loader_extra_config``: whose bundle a worker's region has, so that it can note what broke there."""
+    """The part of ``model_loader_extra_config`` that says whose bundle a worker's region has.
+
+    The worker writes there that a graph broke the context.
+    """
     return {"medusa_model": settings.model, "medusa_state": settings.state}
 
 

@@ -1,6 +1,6 @@
-"""Offline: vLLM captures its decode graphs on this GPU, and they are materialized.
+"""Lets vLLM capture its decode graphs on this GPU, and materializes them, offline.
 
-Two processes, started one after the other, in which nothing lies at the same address.
+Two processes do so one after the other, and nothing lies at the same address in both.
 """
 
 from __future__ import annotations
@@ -17,15 +17,21 @@ from medusa_runtime.errors import EngineError
 
 from ..offline import fetch_and_import, load
 
-_SHIFTS = (3 << 20, 24 << 20, 1 << 30)  # before weights, KV cache and captures of the second process
-_LIBRARIES = ("libtorch_cuda.", "libcublas")  # whose kernel images need not be saved
+_SHIFTS = (
+    3 << 20,
+    24 << 20,
+    1 << 30,
+)  # bytes allocated for the dump before weights, KV cache and captures
 
 
 def main(arguments: list[str]) -> int:
-    """``out [second]``, with the settings on standard input: a dump, or, given the second one, the blueprints."""
+    """Write a dump to ``out``, or, given the dump ``second`` of another process, the blueprints.
+
+    The settings come as JSON on standard input.
+    """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     settings = Settings(**json.load(sys.stdin))
-    if settings.compile == "auto":  # as an instance with this bundle will run it: what was compiled is in there, too
+    if settings.compile == "auto":  # as an instance runs it, since the bundle has the compiled code, too
         settings = replace(settings, compile="always")
     out, second = Path(arguments[0]), Path(arguments[1]) if len(arguments) > 1 else None
     from medusa_runtime.device.cupti import ModuleRecorder
@@ -48,7 +54,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _record(settings: Settings, *, shifted: bool) -> tuple[Any, Any, Any]:
-    """Start vLLM as an instance does, with a manager that keeps what it captures."""
+    """Start vLLM as an instance does, with a graph manager that keeps what it captures."""
     region, timeline = fetch_and_import(settings)
     from medusa_runtime.state.graphs import CudaDriver
 
@@ -70,12 +76,10 @@ def _record(settings: Settings, *, shifted: bool) -> tuple[Any, Any, Any]:
 
 def _materialize(recording: Any, state: Any, images: list[bytes], second: Any) -> Any:
     import torch
-    from medusa_runtime.state.graphs.materialization.mapped import mapped_libraries
 
-    libraries = [path for name, path in mapped_libraries().items() if name.startswith(_LIBRARIES)]
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
-    return state.materialize(recording, images, second, stream=stream, libraries=libraries)
+    return state.materialize(recording, images, second, stream=stream)
 
 
 if __name__ == "__main__":

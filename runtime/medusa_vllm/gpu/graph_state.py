@@ -1,7 +1,7 @@
-"""Between vLLM's graphs and a state bundle's blueprints: names, references, what they are valid for.
+"""Translates between vLLM's graphs and a state bundle's blueprints.
 
-The scheme is the torch engine's, but for memory: vLLM's stays where torch has put it, and
-graphs are relocated to it. Only their pool, and workspaces that have no name, are placed here.
+It works as for the torch engine, except for memory: vLLM's stays where torch has put it, and graphs are relocated to
+it. Only their pool, and workspaces without a name, are placed here.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from medusa_runtime.engine.gpu.graph_memory import Segments, other_regions
+from medusa_runtime.engine.gpu.graph_memory import Segments, other_ranges
 from medusa_runtime.errors import DeviceError
 from medusa_runtime.state.graphs import (
     Blueprints,
@@ -45,7 +44,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from .graphs import Restored, key_of
-from .memory import named_regions
+from .memory import named_ranges
 from .piecewise import Results, batch_of, entry_of, functions, is_last, made_of, piece_key, put, results_of
 from .recording import HIDDEN, Recording, is_input
 
@@ -58,7 +57,7 @@ _PLACED = (RangeKind.SLAB, RangeKind.WORKSPACE)
 
 
 def obstacle(runner: Any, manager: Any) -> str | None:
-    """Why this configuration's graphs are captured each time; None where they can be materialized."""
+    """Why this configuration's graphs are captured at each start; None where they can be materialized."""
     if not (manager.is_first_pp_rank and manager.is_last_pp_rank) or manager.tp_size > 1 or manager.dp_size > 1:
         return "the model is spread over several GPUs"
     if runner.lora_config is not None:
@@ -69,7 +68,10 @@ def obstacle(runner: Any, manager: Any) -> str | None:
 
 
 class VllmGraphState:
-    """One worker's graphs: ``dump`` and ``materialize`` where they were captured, ``restore`` where they were not."""
+    """One worker's graphs.
+
+    ``dump`` and ``materialize`` are for the process that captured them, ``restore`` for one that did not.
+    """
 
     def __init__(
         self,
@@ -84,28 +86,28 @@ class VllmGraphState:
         self._segments = segments or torch.cuda.memory_snapshot
         self._device = device
         self._restored: tuple[Blueprints, Placement, Any] | None = None
-        self._kept: list[RestoredGraphs | Placement] = []  # the graphs' memory and kernels live as long as they do
+        self._kept: list[RestoredGraphs | Placement] = []  # memory and kernels must live as long as the graphs
 
     def named(self) -> list[MemoryRange]:
-        return named_regions(self._runner, lambda tensor: tensor.device.type == self._device)
+        return named_ranges(self._runner, lambda tensor: tensor.device.type == self._device)
 
-    def read(self, region: MemoryRange) -> bytes:
-        return self._driver.read(region.address, region.size)
+    def read(self, memory_range: MemoryRange) -> bytes:
+        return self._driver.read(memory_range.address, memory_range.size)
 
     def fingerprint(self) -> dict[str, str]:
-        """What must be equal where the graphs are restored. Sizes of memory are compared region by region."""
+        """What must be equal at a restore. Sizes of memory are compared for each range."""
         config = self._runner.model_config
         model = hashlib.sha256(repr(config.hf_config).encode()).hexdigest()[:16]
         own = {"torch": torch.__version__, "vllm": __version__, "model": model, "dtype": str(config.dtype)}
         return fingerprint(self._driver, own)
 
     def dump(self, images: Sequence[bytes]) -> Blueprints:
-        """All captured full graphs as they are. ``images``: of all modules loaded so far."""
+        """All captured graphs as they are. ``images``: of all modules loaded so far."""
         handles = {key_of(one): int(graph.raw_cuda_graph()) for one, graph in self._full()}
         handles |= {key: int(entry.cudagraph.raw_cuda_graph()) for key, (_, _, entry) in self._pieces().items()}
         named = self.named()
-        regions = [*named, *other_regions(named, self._segments(), self._manager.pool)]
-        return dump_graphs(self._driver, handles, regions, images=ImageStore(images))
+        ranges = [*named, *other_ranges(named, self._segments(), self._manager.pool)]
+        return dump_graphs(self._driver, handles, ranges, images=ImageStore(images))
 
     def materialize(
         self,
@@ -114,16 +116,17 @@ class VllmGraphState:
         second: Blueprints | None,
         *,
         stream: Any,
-        libraries: Sequence[Path] = (),
     ) -> Blueprints:
-        """``second``: the same by another process, in which nothing lies where it does here."""
+        """Make blueprints. ``second``: the dump of another process, in which nothing lies where it does here."""
         dump = self.dump(images)
-        numbers = {region.name: number for number, region in enumerate(dump.regions)}
+        numbers = {memory_range.name: number for number, memory_range in enumerate(dump.ranges)}
         full = dict(self._full())
 
         def inputs_of(one: BatchExecutionDescriptor) -> tuple[Piece, ...]:
-            known = [(region, data) for region, data in recording.inputs[one] if region.name in numbers]
-            return tuple(Piece(numbers[region.name], 0, data) for region, data in known)
+            known = [
+                (memory_range, data) for memory_range, data in recording.inputs[one] if memory_range.name in numbers
+            ]
+            return tuple(Piece(numbers[memory_range.name], 0, data) for memory_range, data in known)
 
         read = {key_of(one): inputs_of(one) for one in full}
         launches = {key_of(one): partial(_launch, graph.replay, stream) for one, graph in full.items()}
@@ -131,7 +134,7 @@ class VllmGraphState:
         results, refused = {}, {}
         for key, (one, wrapper, entry) in self._pieces().items():
             try:
-                results[key] = results_of(entry.output, dump.regions)
+                results[key] = results_of(entry.output, dump.ranges)
             except GraphMismatch as mismatch:
                 refused[key] = str(mismatch)
                 continue
@@ -152,35 +155,41 @@ class VllmGraphState:
             stream.cuda_stream,
             ImageStore(images),
             fingerprint=self.fingerprint() | {KV_BYTES: str(self._kv_bytes())},
-            libraries=libraries,
         )
         return _without_stale_state(materialize_graphs(self._driver, dump, capture, second=second))
 
     def restore(
         self, data: Blueprints | bytes, *, trigger: Trigger | None = None, validate: str = "ends"
     ) -> Restored | None:
-        """As many graphs as fit here; why the others do not is logged once. DeviceError when the context is lost."""
+        """Restore the full graphs that fit. Why others do not is logged once.
+
+        Raises DeviceError when the context is broken.
+        """
         blueprints = Blueprints.load(data) if isinstance(data, bytes) else data
-        used = blueprints.used_regions()
-        recorded = {region.name: region for n, region in enumerate(blueprints.regions) if n in used}
+        used = blueprints.used_ranges()
+        recorded = {memory_range.name: memory_range for n, memory_range in enumerate(blueprints.ranges) if n in used}
         full = self._manager._capture_descs.get(CUDAGraphMode.FULL, [])
         hidden = self._hidden_states(recorded.get(HIDDEN), full)
         if hidden is None:
             return None
-        here = {region.name: region for region in self.named()}
+        here = {memory_range.name: memory_range for memory_range in self.named()}
         here[HIDDEN] = MemoryRange(HIDDEN, RangeKind.NAMED, hidden.data_ptr(), hidden.nbytes)
-        # One of another size has other strides or rows: as if it were not there, which each graph's reason will say.
+        # A range of another size has other strides or rows. It counts as missing, and each graph's reason will say so.
         placed = {
             name: here[name].address
-            for name, region in recorded.items()
-            if name in here and region.size == here[name].size
+            for name, memory_range in recorded.items()
+            if name in here and memory_range.size == here[name].size
         }
-        wanted = [region for region in recorded.values() if region.kind in _PLACED]
+        wanted = [memory_range for memory_range in recorded.values() if memory_range.kind in _PLACED]
         placement = place(self._driver, wanted, placed=placed)
         self._kept.append(placement)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
-        before = [(region, self.read(region)) for name, region in here.items() if name in recorded and is_input(region)]
+        before = [
+            (memory_range, self.read(memory_range))
+            for name, memory_range in here.items()
+            if name in recorded and is_input(memory_range)
+        ]
         restored = restore_graphs(
             self._driver,
             blueprints,
@@ -192,15 +201,18 @@ class VllmGraphState:
             trigger=trigger,
             validate=validate,
         )
-        for region, contents in before:
-            self._driver.write(region.address, contents)
+        for memory_range, contents in before:
+            self._driver.write(memory_range.address, contents)
         self._kept.append(restored)
         self._restored = blueprints, placement, stream
         return Restored(restored.graphs, hidden) if restored.graphs else None
 
     def restore_pieces(self, create_forward: Callable[..., Any]) -> list[BatchExecutionDescriptor]:
-        """The batches whose piecewise graphs are restored, after ``restore``, and after a first forward has made the
-        compiled functions. ``create_forward``: vLLM's, of a batch."""
+        """Restore piecewise graphs, and return the batches whose graphs are all there.
+
+        Call it after ``restore``, and after a first forward has made the compiled functions. ``create_forward``: vLLM's
+        function that makes the forward of a batch.
+        """
         if self._restored is None:
             return []
         blueprints, placement, stream = self._restored
@@ -222,7 +234,7 @@ class VllmGraphState:
             for one in whole:
                 for name, wrapper in wrappers.items():
                     results = blueprints.results[piece_key(one, name)]
-                    output = made_of(results, blueprints.regions, placement.addresses, device)
+                    output = made_of(results, blueprints.ranges, placement.addresses, device)
                     put(wrapper, one, restored.graphs[piece_key(one, name)], output)
             for one in dict.fromkeys((*whole[:1], *whole[-1:])):
                 self._check(one, create_forward(one, warmup=True))
@@ -234,13 +246,15 @@ class VllmGraphState:
         return whole
 
     def _check(self, one: BatchExecutionDescriptor, forward: Callable[[CUDAGraphMode], None]) -> None:
-        """MEDUSA §4's validation, of a forward through all its pieces: two runs against the stored outputs.
-        GraphMismatch (OUTPUT), DeviceError when the context is lost."""
+        """Validate (MEDUSA §4) a forward through all pieces of a batch: two runs against the stored outputs.
+
+        Raises GraphMismatch (OUTPUT) when they differ, and DeviceError when the context is broken.
+        """
         assert self._restored is not None
         blueprints, placement, stream = self._restored
 
         def at(piece: Piece) -> int:
-            return placement.addresses[blueprints.regions[piece.region].name] + piece.offset
+            return placement.addresses[blueprints.ranges[piece.memory_range].name] + piece.offset
 
         replayer = Replayer(self._driver, at, stream.cuda_stream)
         last = [graph for graph in blueprints.graphs if batch_of(graph.key) == key_of(one) and graph.outputs]
@@ -270,14 +284,16 @@ class VllmGraphState:
             if (entry := entry_of(wrapper, one)) is not None
         }
 
-    def _hidden_states(self, region: MemoryRange | None, full: Sequence[BatchExecutionDescriptor]) -> Tensor | None:
-        """What vLLM allocates in its first warm-up: rows of the largest batch."""
-        if region is None or not full:
+    def _hidden_states(
+        self, memory_range: MemoryRange | None, full: Sequence[BatchExecutionDescriptor]
+    ) -> Tensor | None:
+        """The tensor that vLLM allocates in its first warm-up: rows of the largest batch."""
+        if memory_range is None or not full:
             return None
         dtype, rows = self._runner.model_config.dtype, max(one.num_tokens for one in full)
-        width, rest = divmod(region.size, rows * dtype.itemsize)
+        width, rest = divmod(memory_range.size, rows * dtype.itemsize)
         if rest:
-            detail = f"{HIDDEN} has {region.size} bytes for batches of up to {rows}"
+            detail = f"{HIDDEN} has {memory_range.size} bytes for batches of up to {rows}"
             raise GraphMismatch(Reason.LIBRARY, detail)
         return torch.empty(rows, width, dtype=dtype, device=self._runner.device)
 
@@ -289,10 +305,10 @@ class VllmGraphState:
         listed = [(one, graph) for one, graph in self._manager.graphs.items() if one.num_ubatches == 1]
         return [(one, graph) for one, graph in listed if one.cg_mode == CUDAGraphMode.FULL]
 
-    def _outputs(self, one: BatchExecutionDescriptor, region: int) -> tuple[Piece, ...]:
+    def _outputs(self, one: BatchExecutionDescriptor, memory_range: int) -> tuple[Piece, ...]:
         row_bytes = self._manager.hidden_states[0].nbytes
         rows = sorted({*range(min(one.num_tokens, _REFERENCE_ROWS)), one.num_tokens - 1})
-        return tuple(Piece(region, row * row_bytes, bytes(min(_REFERENCE_BYTES, row_bytes))) for row in rows)
+        return tuple(Piece(memory_range, row * row_bytes, bytes(min(_REFERENCE_BYTES, row_bytes))) for row in rows)
 
 
 def _launch(run: Callable[[], object], stream: Any) -> None:
@@ -301,7 +317,7 @@ def _launch(run: Callable[[], object], stream: Any) -> None:
 
 
 def _tensors(results: Results) -> list[list[Any]]:
-    """[region, offset, dtype, shape, strides] of each."""
+    """The [range, offset, dtype, shape, strides] of each tensor in a function's results."""
     if not isinstance(results, list):
         return []
     if results[0] == "tensor":
@@ -310,29 +326,31 @@ def _tensors(results: Results) -> list[list[Any]]:
 
 
 def _output(place: list[Any], rows: int) -> Piece:
-    """The last row of the batch, where it has one."""
-    region, offset, dtype, shape, strides = place
+    """The place of the batch's last row, or the start of a result that has no rows."""
+    memory_range, offset, dtype, shape, strides = place
     size = getattr(torch, dtype).itemsize
     row = (rows - 1) * strides[0] * size if shape and shape[0] >= rows else 0
     width = (shape[-1] if shape else 1) * size
-    return Piece(region, offset + row, bytes(min(_REFERENCE_BYTES, width)))
+    return Piece(memory_range, offset + row, bytes(min(_REFERENCE_BYTES, width)))
 
 
 def _without_stale_state(made: Blueprints) -> Blueprints:
-    """Refuse all graphs if one needs what is in a workspace: each step may write it anew, at an address that is not
-    known here. And inputs that no graph reads are left out."""
+    """Refuse all graphs if one needs the contents of a workspace, and drop inputs that no graph reads.
+
+    Each step may write a workspace anew, at an address that is not known here.
+    """
     for piece in made.contents:
-        region = made.regions[piece.region]
-        if region.kind == RangeKind.WORKSPACE:
-            why = f"{Reason.CONTENTS}: they read {region.name}, which has no name and may change with each step"
+        memory_range = made.ranges[piece.memory_range]
+        if memory_range.kind == RangeKind.WORKSPACE:
+            why = f"{Reason.CONTENTS}: they read {memory_range.name}, which has no name and may change with each step"
             refused = {**made.refused, **{graph.key: why for graph in made.graphs}}
             return replace(made, graphs=(), contents=(), images={}, refused=refused)
     read: defaultdict[str, set[int]] = defaultdict(set)
     for graph in made.graphs:
-        read[batch_of(graph.key)].update(relocation.region for relocation in graph.relocations)
+        read[batch_of(graph.key)].update(relocation.memory_range for relocation in graph.relocations)
     graphs = []
     for graph in made.graphs:
-        inputs = tuple(piece for piece in graph.inputs if piece.region in read[batch_of(graph.key)])
+        inputs = tuple(piece for piece in graph.inputs if piece.memory_range in read[batch_of(graph.key)])
         graphs.append(replace(graph, inputs=inputs))
     return replace(made, graphs=tuple(graphs))
 

@@ -1,8 +1,8 @@
-"""vLLM's CUDA graphs, restored where there is a blueprint, captured where there is none (vLLM 0.32, model runner V2).
+"""vLLM's CUDA graphs: restored where there is a blueprint, else captured (vLLM 0.32, model runner V2).
 
-A full graph of vLLM's is an entry in the manager's ``graphs``, by the description of its batch; its outputs are copied
-inside the graph into the manager's ``hidden_states``. So a restored graph takes its place by being put there, and
-``hidden_states`` must lie where the graph writes.
+A full graph is an entry in the manager's ``graphs``, by the description of its batch. The graph copies its outputs to
+the manager's ``hidden_states``. So a restored graph becomes an entry like any other, and ``hidden_states`` must lie
+where the graph writes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Replayable(Protocol):
 
 
 class Restored(NamedTuple):
-    """Graphs by their keys (see ``key_of``), and the tensor that they write their hidden states to."""
+    """Graphs by key (see ``key_of``), and the tensor that they write their hidden states to."""
 
     graphs: Mapping[str, Replayable]
     hidden_states: Any
 
 
 class NoTimeline:
-    """Of a vLLM that somebody else has started, with our worker."""
+    """A timeline that keeps nothing, for a vLLM that somebody else started with our worker."""
 
     def stage(self, name: str, **detail: Any) -> nullcontext[dict[str, Any]]:
         return nullcontext(detail)
@@ -50,7 +50,7 @@ Restore = Callable[[Any], Restored | None]  # given the manager; None: there is 
 
 
 def key_of(description: BatchExecutionDescriptor) -> str:
-    """A batch's description as a bundle names it; equal for equal descriptions in every process."""
+    """The name of a batch's description in a bundle: equal for equal descriptions in every process."""
     return "vllm " + " ".join(f"{name}={value}" for name, value in _fields(description))
 
 
@@ -67,7 +67,7 @@ def _fields(description: BatchExecutionDescriptor) -> list[tuple[str, object]]:
 
 
 def lost(error: Exception) -> bool:
-    """Whether the device's context broke, as a restored graph's validation says."""
+    """Whether the device's context broke, according to the validation of a restored graph."""
     found = error.__cause__ if isinstance(error, DeviceError) else None
     return isinstance(found, CudaError) and found.sticky
 
@@ -76,7 +76,7 @@ Manager = TypeVar("Manager", bound=ModelCudaGraphManager)
 
 
 def remade(kind: type[Manager], manager: ModelCudaGraphManager) -> Manager:
-    """A manager of another kind out of vLLM's own, which has captured nothing yet."""
+    """Turn vLLM's own manager, which has captured nothing yet, into a manager of another class."""
     assert not manager.graphs
     made: Manager = object.__new__(kind)
     made.__dict__.update(manager.__dict__)
@@ -84,13 +84,16 @@ def remade(kind: type[Manager], manager: ModelCudaGraphManager) -> Manager:
 
 
 def keeping_nodes() -> AbstractContextManager[Any]:
-    """What is captured inside can be read, and is not instantiated."""
+    """Keep the nodes of graphs captured in this context readable. Such graphs are not instantiated."""
     return patch.object(torch.cuda, "CUDAGraph", partial(torch.cuda.CUDAGraph, keep_graph=True))
 
 
 @contextmanager
 def _one_layer(model: Any) -> Iterator[None]:
-    """While inside, vLLM's model runs its first layer only. EngineError where its layers are not listed as in most."""
+    """Let vLLM's model run only its first layer in this context.
+
+    Raises EngineError where the layers are not listed as in most models.
+    """
     stacks = [one for one in model.modules() if hasattr(one, "start_layer") and hasattr(one, "end_layer")]
     if len(stacks) != 1:
         raise EngineError("the layers of this model cannot be run one by one")
@@ -103,15 +106,15 @@ def _one_layer(model: Any) -> Iterator[None]:
 
 
 class _Pieces(CudaGraphManager):  # type: ignore[misc]
-    """What vLLM's manager of a model calls to capture: restores piecewise graphs, too, where it can."""
+    """The part of a manager that vLLM calls to capture: restores piecewise graphs where it can."""
 
     def capture(self, create_forward_fn: Any, *arguments: Any, **options: Any) -> None:
         batches = self._capture_descs.get(CUDAGraphMode.PIECEWISE, [])
-        # Nothing was restored: vLLM's own order, the largest first, whose memory serves the others.
+        # Nothing was restored, so keep vLLM's own order: the largest first, whose memory serves the others.
         if self._pieces is None or not self.graphs or len(batches) < 2 or self.use_breakable_cg:
             super().capture(create_forward_fn, *arguments, **options)
             return
-        # vLLM captures the smallest: the first forward compiles, or loads what was compiled, and makes the wrappers.
+        # vLLM captures the smallest: its first forward compiles, or loads compiled code, and makes the wrappers.
         with _only(self._capture_descs, {CUDAGraphMode.PIECEWISE: batches[-1:]}):
             super().capture(create_forward_fn, *arguments, **options)
         start_ns = time.monotonic_ns()
@@ -133,7 +136,7 @@ class _Pieces(CudaGraphManager):  # type: ignore[misc]
 
 
 class GraphManager(ModelCudaGraphManager, _Pieces):  # type: ignore[misc]
-    """Made of vLLM's own manager, right after vLLM has made it; nothing is captured by then."""
+    """vLLM's own manager, turned into this one right after vLLM made it, before it captures anything."""
 
     @classmethod
     def of(
@@ -151,9 +154,9 @@ class GraphManager(ModelCudaGraphManager, _Pieces):  # type: ignore[misc]
         return made
 
     def first_layer(self, key: str) -> int:
-        """A captured step of one layer with this batch: what its kernels are in is loaded then (MEDUSA §5.2)."""
+        """Capture a step of one layer with this batch, which loads the modules of its kernels (MEDUSA §5.2)."""
         (one,) = [one for one in self._capture_descs[CUDAGraphMode.FULL] if key_of(one) == key]
-        # A pool of its own: what is captured here is never run.
+        # In a pool of its own, since what is captured here is never run.
         own = {"_capture_descs": {CUDAGraphMode.FULL: [one]}, "graphs": {}, "hidden_states": None}
         scratch = remade(ModelCudaGraphManager, self)
         scratch.__dict__.update(own, pool=torch.cuda.graph_pool_handle())
@@ -164,7 +167,7 @@ class GraphManager(ModelCudaGraphManager, _Pieces):  # type: ignore[misc]
         return int(scratch.graphs[one].raw_cuda_graph())
 
     def capture(self, *arguments: Any, **options: Any) -> None:
-        """Restore what can be, and let vLLM capture the rest. Never fails for a bundle's sake."""
+        """Restore what fits, and let vLLM capture the rest. Never fails because of a bundle."""
         start_ns = time.monotonic_ns()
         self._arguments = arguments, options
         restored = self._restored()
@@ -184,7 +187,7 @@ class GraphManager(ModelCudaGraphManager, _Pieces):  # type: ignore[misc]
             return None
         try:
             restored: Restored | None = self._restore(self)
-            self._triggered.clear()  # their kernels were taken from them
+            self._triggered.clear()  # their kernels have been found
         except Exception as error:
             if lost(error):
                 raise  # nothing can be captured in this process either
@@ -205,7 +208,7 @@ class GraphManager(ModelCudaGraphManager, _Pieces):  # type: ignore[misc]
 
 @contextmanager
 def _only(descriptions: dict[Any, list[Any]], wanted: dict[Any, list[Any]]) -> Iterator[None]:
-    """While inside, these are to be captured, and no others."""
+    """In this context only these descriptions are to be captured."""
     everything = dict(descriptions)
     descriptions.clear()
     descriptions.update(wanted)
@@ -217,7 +220,7 @@ def _only(descriptions: dict[Any, list[Any]], wanted: dict[Any, list[Any]]) -> I
 
 
 class _without:
-    """While inside, descriptions that have a graph are not among those to be captured."""
+    """In this context descriptions that have a graph are not to be captured."""
 
     def __init__(self, descriptions: dict[Any, list[Any]], graphs: Mapping[Any, Any]) -> None:
         self._descriptions = descriptions

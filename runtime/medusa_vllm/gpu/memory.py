@@ -1,8 +1,8 @@
-"""All device memory that vLLM's graphs may point into, by names that are the same in every process.
+"""Names all device memory that vLLM's graphs may point into, equally in every process.
 
-vLLM allocates weights, KV cache and its static inputs where torch puts them. What they are called is where they hang: a
-tensor's name is the shortest path of attributes to it from the model runner, ``input_buffers.positions`` or
-``model.layers.0.self_attn.qkv_proj.weight``. So nothing of vLLM's has to be listed here, and what is new is found.
+vLLM allocates weights, KV cache and its static inputs where torch puts them. A tensor's name is the shortest path of
+attributes to it from the model runner, such as ``input_buffers.positions`` or
+``model.layers.0.self_attn.qkv_proj.weight``. So nothing of vLLM's has to be listed here, and new tensors are found.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from medusa_runtime.state.graphs.blueprint import MemoryRange, RangeKind
 from torch import Tensor, nn
 
-_OURS = ("vllm", "medusa_runtime")
+_OURS = ("vllm", "medusa_vllm")  # whose objects are searched for tensors
 _PLAIN = (str, bytes, int, float, bool, type(None), torch.dtype, torch.device)
 _UNSAID = ("_modules", "_parameters", "_buffers")
 
 
-def named_regions(root: object, wanted: Callable[[Tensor], bool]) -> list[MemoryRange]:
-    """One region for each storage that is reached from ``root``; ``wanted``: whether a tensor is on the device."""
+def named_ranges(root: object, wanted: Callable[[Tensor], bool]) -> list[MemoryRange]:
+    """One range for each storage that is reached from ``root``. ``wanted``: whether a tensor is on the device."""
     found: dict[int, MemoryRange] = {}
     for name, tensor in _tensors(root):
         if wanted(tensor):
@@ -31,17 +31,20 @@ def named_regions(root: object, wanted: Callable[[Tensor], bool]) -> list[Memory
     return apart(found.values())
 
 
-def apart(regions: Iterable[MemoryRange]) -> list[MemoryRange]:
-    """Without those that begin inside of another: views that were made of an address."""
+def apart(ranges: Iterable[MemoryRange]) -> list[MemoryRange]:
+    """Drop ranges that begin inside another one: views that were made from an address."""
     kept: list[MemoryRange] = []
-    for region in sorted(regions, key=lambda region: (region.address, -region.size)):
-        if not kept or region.address >= kept[-1].address + kept[-1].size:
-            kept.append(region)
+    for memory_range in sorted(ranges, key=lambda memory_range: (memory_range.address, -memory_range.size)):
+        if not kept or memory_range.address >= kept[-1].address + kept[-1].size:
+            kept.append(memory_range)
     return kept
 
 
 def _tensors(root: object) -> Iterator[tuple[str, Tensor]]:
-    """Breadth first, so that the shortest path gives the name, in the order in which attributes were made."""
+    """Every tensor below ``root``, with its name.
+
+    Breadth first, so that the shortest path gives the name, and in the order in which attributes were made.
+    """
     seen: dict[int, object] = {id(root): root}  # the objects are kept: an id may be used again
     waiting: deque[tuple[str, object]] = deque([("", root)])
     while waiting:
@@ -67,4 +70,4 @@ def _children(thing: object) -> Iterable[tuple[object, object]]:
     return ()
 
 
-__all__ = ["apart", "named_regions"]
+__all__ = ["apart", "named_ranges"]

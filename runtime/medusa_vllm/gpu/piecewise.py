@@ -1,7 +1,7 @@
-"""vLLM's piecewise CUDA graphs (vLLM 0.32): one for each compiled function and batch, with attention run between them.
+"""vLLM's piecewise CUDA graphs (vLLM 0.32): one for each compiled function and batch, with attention run between.
 
 Each is an entry of its function's wrapper, beside the tensors that a replay returns. These lie in the graphs' pool,
-where the next function's graph reads them; so a restored entry returns tensors at the same places of the restored pool.
+where the next function's graph reads them. So a restored entry returns tensors at the same places of the restored pool.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from .graphs import Replayable, key_of
 
 _MARK = " piece="
-Results = Any  # JSON: numbers, None, ["tuple", …], ["list", …], ["tensor", region, offset, dtype, shape, strides]
+Results = Any  # JSON: numbers, None, ["tuple", …], ["list", …], ["tensor", range, offset, dtype, shape, strides]
 
 
 def piece_key(description: BatchExecutionDescriptor, name: str) -> str:
@@ -30,13 +30,15 @@ def piece_key(description: BatchExecutionDescriptor, name: str) -> str:
 
 
 def batch_of(key: str) -> str:
-    """The key of the whole batch that a piece, or a full graph, is of."""
+    """The key of the whole batch that a piece or a full graph belongs to."""
     return key.partition(_MARK)[0]
 
 
 def functions() -> dict[str, CUDAGraphWrapper]:
-    """The wrapper of each compiled function by its name, which is the same in every process. They are made by the first
-    forward. GraphMismatch where they cannot be told apart."""
+    """The wrapper of each compiled function by its name, which is the same in every process.
+
+    The first forward makes them. Raises GraphMismatch where they cannot be told apart.
+    """
     found: dict[str, CUDAGraphWrapper] = {}
     for wrapper in CUDAGraphWrapper._all_instances:
         if wrapper.runtime_mode != CUDAGraphMode.PIECEWISE:
@@ -54,7 +56,7 @@ def functions() -> dict[str, CUDAGraphWrapper]:
 
 
 def is_last(wrapper: CUDAGraphWrapper) -> bool:
-    """Whether it returns what the whole forward does."""
+    """Whether this function returns the result of the whole forward."""
     return bool(wrapper.runnable.is_last_graph)
 
 
@@ -66,7 +68,7 @@ def entry_of(wrapper: CUDAGraphWrapper, description: BatchExecutionDescriptor) -
 def put(
     wrapper: CUDAGraphWrapper, description: BatchExecutionDescriptor, graph: Replayable | None, output: Any = None
 ) -> None:
-    """In place of one that vLLM would capture; without a graph vLLM captures it."""
+    """Put a graph where vLLM would put a captured one. Without a graph, vLLM captures it."""
     wrapper.concrete_cudagraph_entries.pop(_descriptor(description), None)
     if graph is not None:
         entry = CUDAGraphEntry(_descriptor(description), cudagraph=graph, output=output)
@@ -74,34 +76,32 @@ def put(
 
 
 def _descriptor(description: BatchExecutionDescriptor) -> BatchDescriptor:
-    """As the forward that a manager captures describes itself to the wrappers."""
+    """The description that a manager's forward gives to the wrappers."""
     return BatchDescriptor(num_tokens=description.num_tokens, num_active_loras=description.num_active_loras)
 
 
-def results_of(output: Any, regions: Sequence[MemoryRange]) -> Results:
-    """What a function returned, with tensors as places. GraphMismatch where it is none that can be made again."""
-    places = RangeMap(regions)
+def results_of(output: Any, ranges: Sequence[MemoryRange]) -> Results:
+    """A function's return value as JSON, with places for tensors. Raises GraphMismatch for other values."""
+    places = RangeMap(ranges)
 
-    def told(value: Any) -> Results:
+    def encoded(value: Any) -> Results:
         if isinstance(value, Tensor):
             found = places.places(value.data_ptr())
             if not found:
                 raise GraphMismatch(Reason.FOREIGN_POINTER, "a compiled function returns memory that nobody named")
             dtype = str(value.dtype).removeprefix("torch.")
-            return ["tensor", found[0].region, found[0].offset, dtype, list(value.shape), list(value.stride())]
+            return ["tensor", found[0].memory_range, found[0].offset, dtype, list(value.shape), list(value.stride())]
         if isinstance(value, tuple | list):
-            return [type(value).__name__, *map(told, value)]
+            return [type(value).__name__, *map(encoded, value)]
         if value is None or isinstance(value, int | float):
             return value
         raise GraphMismatch(Reason.PIECEWISE, f"a compiled function returns a {type(value).__name__}")
 
-    return told(output)
+    return encoded(output)
 
 
-def made_of(
-    results: Results, regions: Sequence[MemoryRange], addresses: Mapping[str, int], device: torch.device
-) -> Any:
-    """The reverse, of places that regions have now. GraphMismatch where there are no such places."""
+def made_of(results: Results, ranges: Sequence[MemoryRange], addresses: Mapping[str, int], device: torch.device) -> Any:
+    """A function's return value out of JSON, with tensors at the places that ranges have now."""
     kinds: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "list": list}
 
     def made(value: Results) -> Any:
@@ -110,13 +110,13 @@ def made_of(
         kind, *rest = value
         if kind in kinds:
             return kinds[kind]([made(one) for one in rest])
-        region, offset, name, shape, strides = rest
+        memory_range, offset, name, shape, strides = rest
         dtype = getattr(torch, name)
         last = sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
         size = (last + 1) * dtype.itemsize
-        if min([offset, last, *shape, *strides]) < 0 or offset + size > regions[region].size:
-            raise ValueError(f"{size} bytes at {offset} of {regions[region].name}")
-        base = tensor_at(addresses[regions[region].name] + offset, size, device)
+        if min([offset, last, *shape, *strides]) < 0 or offset + size > ranges[memory_range].size:
+            raise ValueError(f"{size} bytes at {offset} of {ranges[memory_range].name}")
+        base = tensor_at(addresses[ranges[memory_range].name] + offset, size, device)
         return base.view(dtype).as_strided(shape, strides)
 
     try:

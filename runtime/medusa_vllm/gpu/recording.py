@@ -1,4 +1,4 @@
-"""Offline: vLLM captures its graphs, and we keep what it needs to be told again (vLLM 0.32, model runner V2)."""
+"""Lets vLLM capture its graphs offline, and keeps what a restore needs (vLLM 0.32, model runner V2)."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from .graphs import keeping_nodes, remade
 logger = logging.getLogger(__name__)
 
 HIDDEN = "cudagraph_manager.hidden_states"  # what all graphs write their results to
-_KINDS = 16  # different rows of a reference, each in a block of its own
+_KINDS = 16  # how many different rows a reference has, each in a block of its own
 _LARGEST_INPUT_BYTES = 16 << 20
 
 Snapshot = tuple[tuple[MemoryRange, bytes], ...]
 
 
 class _Kept(CudaGraphManager):  # type: ignore[misc]
-    """What vLLM's manager of a model calls to capture: keeps the graphs' nodes, and what a replay reads."""
+    """The part of a manager that vLLM calls to capture: keeps the graphs' nodes, and what a replay reads."""
 
     def capture(self, create_forward_fn: Any, *arguments: Any, **options: Any) -> None:
         def create(description: BatchExecutionDescriptor, warmup: bool) -> Any:
             forward = create_forward_fn(description, warmup=warmup)
-            # Of piecewise graphs vLLM uses the same forward to warm up and to capture, which can be run again.
+            # For piecewise graphs vLLM uses one forward to warm up and to capture; it can be run again.
             if warmup == (description.cg_mode == CUDAGraphMode.PIECEWISE):
                 self.recording.prepared(description)
                 self.recording.forwards[description] = forward
@@ -42,7 +42,7 @@ class _Kept(CudaGraphManager):  # type: ignore[misc]
 
 
 class RecordingManager(ModelCudaGraphManager, _Kept):  # type: ignore[misc]
-    """Made of vLLM's own manager. ``recording`` hears of each batch whose inputs are laid out."""
+    """vLLM's own manager, turned into one that reports to ``recording`` each batch whose inputs are laid out."""
 
     recording: Recording
 
@@ -59,10 +59,10 @@ class RecordingManager(ModelCudaGraphManager, _Kept):  # type: ignore[misc]
 
 
 class Recording:
-    """One capture of all graphs. ``inputs``: description → what its reference replay reads, as regions and bytes."""
+    """One capture of all graphs. ``inputs``: description → what its reference replay reads, as ranges and bytes."""
 
     def __init__(self, *, shifts: Iterable[int] = ()) -> None:
-        """``shifts``: bytes to allocate at each stage of a start, so that nothing lies where it lay in another one."""
+        """``shifts``: bytes to allocate at each stage of a start, so that memory moves from process to process."""
         self.runner: Any = None
         self.manager: Any = None
         self.inputs: dict[BatchExecutionDescriptor, Snapshot] = {}
@@ -74,7 +74,7 @@ class Recording:
         self._held: list[Tensor] = []
 
     def attach(self, make_state: Callable[[Any, Any], Any]) -> None:
-        """``make_state(runner, manager)``: a VllmGraphState, once there are both."""
+        """``make_state(runner, manager)`` makes a VllmGraphState once both are there."""
         self._make_state = make_state
 
     def shift(self, device: torch.device) -> None:
@@ -82,7 +82,7 @@ class Recording:
             self._held.append(torch.empty(self._shifts.pop(), dtype=torch.uint8, device=device))
 
     def prepared(self, description: BatchExecutionDescriptor) -> None:
-        """Everything small that has a name and is no weight: which of it a graph reads is known later."""
+        """Keep the contents of all small memory that has a name and is no weight. A graph may read any of it."""
         runner = self.runner
         if self.state is None:
             assert self._make_state is not None
@@ -91,23 +91,26 @@ class Recording:
             blocks = runner.kv_cache_config.num_blocks
             vocab = runner.model_config.get_vocab_size()
             lay_out(runner.input_buffers, runner.block_tables, description.num_tokens, blocks=blocks, vocab=vocab)
-        elif description.num_reqs is None:  # any requests; what vLLM has laid out for attention stays
+        elif description.num_reqs is None:  # for any number of requests; what vLLM laid out for attention stays
             ids = runner.input_buffers.input_ids[: description.num_tokens]
             ids.copy_(torch.arange(len(ids), device=ids.device) * 37 % runner.model_config.get_vocab_size())
-        if not self._small:  # nothing of it is made or moved between two captures
-            self._small = [region for region in self.state.named() if is_input(region)]
-        self.inputs[description] = tuple((region, self.state.read(region)) for region in self._small)
+        if not self._small:  # it is neither made nor moved between two captures
+            self._small = [memory_range for memory_range in self.state.named() if is_input(memory_range)]
+        self.inputs[description] = tuple((memory_range, self.state.read(memory_range)) for memory_range in self._small)
 
 
-def is_input(region: MemoryRange) -> bool:
+def is_input(memory_range: MemoryRange) -> bool:
     """Whether a replay may read something here that each step writes anew."""
-    if region.name.startswith(("model.", "kv_caches.")) or region.name == HIDDEN:
+    if memory_range.name.startswith(("model.", "kv_caches.")) or memory_range.name == HIDDEN:
         return False
-    return region.size <= _LARGEST_INPUT_BYTES
+    return memory_range.size <= _LARGEST_INPUT_BYTES
 
 
 def lay_out(buffers: Any, tables: Any, rows: int, *, blocks: int, vocab: int) -> None:
-    """Rows of one token each, of several kinds: what vLLM captures with has no slots, so nothing is attended to."""
+    """Fill rows of one token each, of several kinds.
+
+    The batches that vLLM captures have no slots, so they attend to nothing.
+    """
     kinds = min(_KINDS, blocks - 1)
     if kinds < 1:
         return
@@ -115,7 +118,7 @@ def lay_out(buffers: Any, tables: Any, rows: int, *, blocks: int, vocab: int) ->
     buffers.input_ids[:rows] = ((kind * 37 + 5) % vocab).to(buffers.input_ids.dtype)
     buffers.is_padding[:rows] = False
     for group, (table, size) in enumerate(zip(tables.input_block_tables, tables.block_sizes, strict=True)):
-        table[:rows, 0] = (kind + 1).to(table.dtype)  # block 0 is nobody's, and has to stay zero
+        table[:rows, 0] = (kind + 1).to(table.dtype)  # no sequence has block 0, which has to stay zero
         tables.slot_mappings[group, :rows] = (kind + 1) * size
 
 

@@ -1,7 +1,7 @@
 """vLLM's worker on a GPU (vLLM 0.32): a planned KV cache, restored graphs, every stage on the timeline.
 
-What vLLM does between weights and the first request is taken out where it only measures: the largest forward, whose
-free memory is recorded (MEDUSA §6), and its throw-away captures. Warm-ups of kernels stay.
+Between weights and the first request vLLM runs some work only to measure it: the largest forward, whose free memory is
+recorded instead (MEDUSA §6), and throw-away captures. Those are left out. Warm-ups of kernels stay.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _LEAST_FREE_BYTES = 512 << 20  # for activations; a plan that leaves less is not
 
 
 class GpuWorker(Worker):  # type: ignore[misc]
-    """``worker_cls``, which vLLM's documentation offers for this."""
+    """The ``worker_cls`` for a GPU, an option of vLLM that its documentation offers for this."""
 
-    recording: Recording | None = None  # offline, of the process that materializes
+    recording: Recording | None = None  # set offline, in the process that materializes
     _graph_state: VllmGraphState | None = None
 
     def init_device(self) -> None:
@@ -48,7 +48,7 @@ class GpuWorker(Worker):  # type: ignore[misc]
         self._shift()
 
     def determine_available_memory(self) -> int:
-        """The planned bytes, where the GPU has them free now; else vLLM's own measurement, which runs a forward."""
+        """The planned bytes, where the GPU has them free now. Otherwise vLLM measures, by running a forward."""
         with self._timeline.stage("kv_plan") as detail:
             planned = self._graphs_kv_bytes() or self.cache_config.kv_cache_memory_bytes
             if planned:
@@ -98,19 +98,19 @@ class GpuWorker(Worker):  # type: ignore[misc]
         blueprints = self._blueprints
         if blueprints is None:
             return None
-        self._graph_state = VllmGraphState(CudaDriver(), self.model_runner, manager)  # kept: the graphs are its
-        with self._distrusting():
+        self._graph_state = VllmGraphState(CudaDriver(), self.model_runner, manager)  # owns the graphs
+        with self._quarantining():
             return self._graph_state.restore(blueprints, trigger=manager.first_layer)
 
     def restore_pieces(self, create_forward: Any) -> Sequence[Any]:
-        """Of the same bundle, once the compiled functions are there."""
+        """Restore the bundle's piecewise graphs, once the compiled functions are there."""
         if self._graph_state is None:
             return []
-        with self._distrusting():
+        with self._quarantining():
             return self._graph_state.restore_pieces(create_forward)
 
     @contextmanager
-    def _distrusting(self) -> Iterator[None]:
+    def _quarantining(self) -> Iterator[None]:
         try:
             yield
         except DeviceError as error:
@@ -118,11 +118,11 @@ class GpuWorker(Worker):  # type: ignore[misc]
             if not lost(error) or bundled is None or not bundled.quarantine(str(error)):
                 raise
             logger.exception("a restored CUDA graph broke the device's context; the next engine captures them")
-            os.abort()  # as a crash: the zygote forks another engine
+            os.abort()  # like a crash: the zygote forks another engine
 
     @cached_property
     def _blueprints(self) -> Blueprints | None:
-        """Read once, and said once if it cannot be used."""
+        """The bundle's graphs, read once. If they cannot be used, that is logged once."""
         bundled = self._bundled
         if bundled is None or self.recording is not None:
             return None
@@ -141,12 +141,12 @@ class GpuWorker(Worker):  # type: ignore[misc]
             return None
         extra = self.load_config.model_loader_extra_config
         settings = Settings(model=extra.get("medusa_model"), state=extra.get("medusa_state"), engine="vllm")
-        if self.parallel_config.world_size > 1:  # their graphs hold messages between ranks
+        if self.parallel_config.world_size > 1:  # these graphs contain messages between ranks
             return None
         return graphs_of(attached.region, settings)
 
     def _graphs_kv_bytes(self) -> int | None:
-        """The KV cache that the bundle's graphs were captured with: with another they do not fit."""
+        """The size of the KV cache that the bundle's graphs were captured with. They fit no other."""
         blueprints = self._blueprints
         found = blueprints.fingerprint.get(KV_BYTES, "") if blueprints is not None else ""
         return int(found) if found.isdigit() else None
@@ -159,7 +159,7 @@ class GpuWorker(Worker):  # type: ignore[misc]
     def _timeline(self) -> Timeline | NoTimeline:
         try:
             timeline: Timeline = Attached.of(self.load_config).timeline
-        except ConfigError:  # vLLM was started by somebody else, with this worker
+        except ConfigError:  # somebody else started vLLM with this worker
             return NoTimeline()
         return timeline
 

@@ -1,4 +1,4 @@
-"""A driver that has devices without having any."""
+"""A fake driver that reports devices."""
 
 from __future__ import annotations
 

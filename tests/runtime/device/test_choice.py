@@ -1,4 +1,4 @@
-"""CPU or GPU, by what lies in a tree of files."""
+"""The choice of CPU or GPU, from the files in a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The primary context, made in a thread, by a driver that a test controls."""
+"""The primary context, made in a thread by a driver that the test controls."""
 
 from __future__ import annotations
 

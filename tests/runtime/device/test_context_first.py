@@ -32,7 +32,7 @@ class Engine:
 ZYGOTE = """
 import socket, sys
 from functools import partial
-from medusa_runtime import zygote
+from medusa_runtime import registry, zygote
 from medusa_runtime.config import Settings
 from medusa_runtime.device.context import DeviceContext
 from medusa_runtime.liveness import Heartbeats
@@ -43,7 +43,7 @@ from medusa_runtime.region.reader import Region
 timeline, library, path = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 zygote.choose = lambda asked, environ: "cuda"
 zygote.DeviceContext = partial(DeviceContext, library=library)
-zygote._ENGINES["torch"] = "engine_on_a_fake_gpu:Engine"
+registry.register(registry.engine_kind("torch")._replace(open="engine_on_a_fake_gpu:Engine"))
 listener = socket.socket(socket.AF_UNIX)
 listener.bind(path)
 listener.listen()

@@ -1,6 +1,6 @@
 """torch.cuda on the fake driver, for scripts: streams, captured graphs, the allocator's snapshot.
 
-Tensors are CPU tensors over the driver's memory; their copies are launches, and so are in a graph that is captured.
+Tensors are CPU tensors over the driver's memory. Their copies are launches, which a capture records.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class FakeGraph:
 
 
 class FakeCuda:
-    """Installed once a process. ``empty`` gives memory of the pool that graphs are captured in."""
+    """torch.cuda, installed once in a process. ``empty`` takes memory from the pool that graphs are captured in."""
 
     def __init__(self) -> None:
         self.driver, stream = open_driver()
@@ -84,7 +84,7 @@ class FakeCuda:
         self._copies = Copies(self)
 
     def renew(self, *, pool_first: bool) -> None:
-        """Another pool and workspace, elsewhere, as of another process."""
+        """Take another pool and workspace at other addresses, as another process would."""
         sizes = {"pool": POOL_BYTES, "workspace": 2 * WORKSPACE_BYTES}
         for name in sorted(sizes, reverse=not pool_first):
             self.at[name] = self.driver.handle("cuMemAlloc_v2", sizes[name])
@@ -100,7 +100,7 @@ class FakeCuda:
         self.kernels.free(tensor.data_ptr())
 
     def snapshot(self) -> list[dict[str, Any]]:
-        """As torch.cuda.memory_snapshot: the graphs' pool, and a workspace among all else, with what is behind it."""
+        """The same as torch.cuda.memory_snapshot: the graphs' pool, and a workspace among other blocks."""
         found = [((0, 1), [(self.at["pool"], POOL_BYTES, "active_allocated")])]
         found += [((0, 0), [(at, WORKSPACE_BYTES, "active_allocated")]) for at in self._shifts]
         names = {"workspace": "active_allocated", "given back": "inactive"}
@@ -144,7 +144,7 @@ class FakeCuda:
 
 
 class Copies(TorchDispatchMode):
-    """From device memory into device memory: launched on the current stream."""
+    """Turns copies between tensors in device memory into launches on the current stream."""
 
     def __init__(self, cuda: FakeCuda) -> None:
         super().__init__()

@@ -38,8 +38,11 @@ def i(value: int) -> bytes:
 
 
 class Model:
-    """Embedding, layers and head out of the toy's kernels; ``odd``: the last layer has one that no other has;
-    ``slots``: of the KV cache, as some kernels are told."""
+    """Embedding, layers and head made of the toy's kernels.
+
+    ``odd``: the last layer has a kernel that the others do not have. ``slots``: how many the KV cache has, which some
+    kernels get as a parameter.
+    """
 
     def __init__(self, cuda: FakeCuda, weights: Tensor, odd: bool = False, slots: int = 0) -> None:
         self.config = SimpleNamespace(vocab_size=VOCAB)

@@ -1,4 +1,4 @@
-"""The engine on a GPU that is host memory: its graphs are recorded callables, all else is what a GPU runs."""
+"""The engine on a GPU of host memory: its graphs are recorded callables, and everything else is as on a GPU."""
 
 from __future__ import annotations
 
@@ -62,16 +62,16 @@ class Arrived:
 
 
 class HostLink:
-    """Copies at once when ``open``; gives out memory that is full of NaN."""
+    """Copies at once when ``open``, and returns memory that is full of NaN."""
 
     def __init__(self) -> None:
         self.open = threading.Event()
         self.open.set()
-        self.regions: dict[str, Tensor] = {}
+        self.ranges: dict[str, Tensor] = {}
 
     def memory(self, name: str, size_bytes: int) -> Tensor:
-        self.regions[name] = torch.full((size_bytes,), 0xFF, dtype=torch.uint8)
-        return self.regions[name]
+        self.ranges[name] = torch.full((size_bytes,), 0xFF, dtype=torch.uint8)
+        return self.ranges[name]
 
     def copy(self, target: Tensor, source: Tensor, *, urgent: bool) -> Arrived:
         assert self.open.wait(60)
@@ -84,7 +84,7 @@ class HostLink:
 
 
 class Bundled:
-    """A bundle's graphs, and what was written down against them."""
+    """A bundle's graphs, and why they were quarantined."""
 
     def __init__(self, data: bytes | None, *, reason: str | None = None, writable: bool = True) -> None:
         self.data, self.reason, self.writable = data, reason, writable
@@ -321,7 +321,7 @@ def test_a_broken_context_is_written_down_before_the_engine_goes(
 def test_where_nothing_can_be_written_down_the_error_ends_the_engine(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new engine would take the same way, and so on."""
+    """A new engine would fail in the same way, again and again."""
     bundled = Bundled(b"breaks", writable=False)
     monkeypatch.setattr(torch_engine, "graphs_of", lambda region, settings: bundled)
     gpu = HostGpu(Recorder())
@@ -332,7 +332,7 @@ def test_where_nothing_can_be_written_down_the_error_ends_the_engine(
 
 
 def test_imported_requests_wait_for_the_weights_too(start: Callable[..., Any]) -> None:
-    """A graph passes no gates: a decode without a prefill before it must not run one too early."""
+    """A graph does not wait at gates, so a decode without a prefill before it must not run one too early."""
     gpu, recorder = HostGpu(recorder := Recorder()), recorder
     gpu.link.open.clear()
     target = start(gpu)

@@ -1,4 +1,4 @@
-"""The torch engine's decode graphs from one process into another, on the fake driver."""
+"""The torch engine's decode graphs, taken from one process into another, on the fake driver."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_restored_elsewhere_without_running_a_layer(run: Run, bundle: dict[str, 
 
 @pytest.mark.timeout(600)
 def test_kernels_without_an_image_are_found_by_capturing_the_first_layer(run: Run, bundle: dict[str, Any]) -> None:
-    """MEDUSA §5.2, as the engine does it: warm-up and capture of one layer, once, since its modules have them all."""
+    """MEDUSA §5.2 in the engine: it warms up and captures one layer, once, because its modules have all kernels."""
     restored = run("restore", 0x580000000000, bundle=bundle["path"], without_images=True)
     assert restored["reasons"] == {}
     assert restored["answers"] == bundle["answers"]
@@ -74,7 +74,7 @@ def test_a_kernel_that_the_first_layer_does_not_have(run: Run, bundle: dict[str,
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("blocks", [4, 9, 40_000])
 def test_a_kv_cache_of_another_size(run: Run, bundle: dict[str, Any], blocks: int) -> None:
-    """Where each layer's keys and values begin is all that these graphs know of it: two captures have shown that."""
+    """Two captures have shown that these graphs know only where each layer's keys and values begin."""
     restored = run("restore", 0x580000000000, bundle=bundle["path"], blocks=blocks)
     assert restored["reasons"] == {}
     assert restored["answers"] == bundle["answers"]
@@ -96,7 +96,7 @@ def test_kernels_that_are_told_how_large_the_kv_cache_is(run: Run, tmp_path: Pat
 
 @pytest.mark.timeout(600)
 def test_a_size_that_was_not_tried_is_not_taken(run: Run, tmp_path: Path) -> None:
-    """Both captures had as many blocks: what depends on them was not seen."""
+    """Both captures had the same number of blocks, so what depends on it was not seen."""
     bundle = str(tmp_path / "bundle")
     run("dump", 0x510000000000, out=str(tmp_path / "second"))
     made = run("materialize", 0x610000000000, out=bundle, second=str(tmp_path / "second"))

@@ -32,17 +32,20 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> CudaDriver:
     return driver
 
 
-def test_regions_lie_behind_each_other_from_the_base_on(driver: CudaDriver) -> None:
+def test_ranges_lie_behind_each_other_from_the_base_on(driver: CudaDriver) -> None:
     memory = PlacedMemory(driver, HOST, BASE)
     weights, cache = memory("weights", 3 << 20), memory("KV cache", 1000)
     assert weights.data_ptr() == BASE
     assert cache.data_ptr() > BASE + (3 << 20)
-    assert memory.addresses() == {"weights": weights.data_ptr(), "KV cache": cache.data_ptr()}
+    assert {name: one.address for name, one in memory.ranges.items()} == {
+        "weights": weights.data_ptr(),
+        "KV cache": cache.data_ptr(),
+    }
     weights.fill_(5)
     cache.fill_(6)
     assert (weights == 5).all()
     assert weights.nbytes == 3 << 20
-    assert memory.regions["KV cache"].size == 1000
+    assert memory.ranges["KV cache"].size == 1000
 
 
 def test_another_process_has_the_same_addresses(driver: CudaDriver) -> None:
@@ -59,7 +62,7 @@ def test_a_taken_address_is_no_failure(driver: CudaDriver) -> None:
     second = PlacedMemory(driver, HOST, BASE + 3 * FREE_GAP)
     elsewhere = second("weights", 1 << 20)
     assert elsewhere.data_ptr() != taken.data_ptr()
-    assert second.addresses()["weights"] == elsewhere.data_ptr()
+    assert second.ranges["weights"].address == elsewhere.data_ptr()
     elsewhere.fill_(9)
     taken.fill_(1)
     assert (elsewhere == 9).all()
@@ -83,5 +86,5 @@ def test_a_thread_that_never_used_the_device(driver: CudaDriver) -> None:
 def test_names_are_used_once(driver: CudaDriver) -> None:
     memory = PlacedMemory(driver, HOST, BASE + 5 * FREE_GAP)
     memory("weights", 10)
-    with pytest.raises(DeviceError, match="one region named weights"):
+    with pytest.raises(DeviceError, match="expected to map weights once"):
         memory("weights", 10)

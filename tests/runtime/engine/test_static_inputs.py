@@ -9,10 +9,10 @@ from medusa_runtime.engine.torch.kv_cache import BLOCK_TOKENS, SPARE_BLOCKS
 from torch import Tensor
 
 
-def make(regions: dict[str, Tensor]) -> StaticInputs:
+def make(memories: dict[str, Tensor]) -> StaticInputs:
     def memory(name: str, size_bytes: int) -> Tensor:
-        regions[name] = torch.full((size_bytes,), 0xFF, dtype=torch.uint8)
-        return regions[name]
+        memories[name] = torch.full((size_bytes,), 0xFF, dtype=torch.uint8)
+        return memories[name]
 
     device = torch.device("cpu")
     return StaticInputs(memory, device, rows=40, blocks=6, vocab=100, dtype=torch.bfloat16, spare=7)
@@ -31,14 +31,14 @@ def test_a_reference_needs_nothing_but_weights() -> None:
 
 
 def test_pieces_bring_a_fill_back() -> None:
-    regions: dict[str, Tensor] = {}
-    inputs = make(regions)
+    memories: dict[str, Tensor] = {}
+    inputs = make(memories)
     inputs.fill_reference(24, 100)
     expected = inputs.numbers[:, :24].clone(), inputs.tables[:24].clone()
     pieces = inputs.pieces(24)
-    regions["graph inputs"].fill_(0)
+    memories["graph inputs"].fill_(0)
     for offset, data in pieces:
-        regions["graph inputs"][offset : offset + len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+        memories["graph inputs"][offset : offset + len(data)] = torch.tensor(list(data), dtype=torch.uint8)
     assert torch.equal(inputs.numbers[:, :24], expected[0])
     assert torch.equal(inputs.tables[:24], expected[1])
 

@@ -1,11 +1,10 @@
-"""On a real GPU: the context, the link, attention, capture. What they do without one is tested beside their modules."""
+"""The context, the link, attention and capture on a real GPU."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,16 +130,3 @@ def test_memory_is_placed_where_it_was_asked_for(cuda: torch.device) -> None:
     assert second.data_ptr() > first.data_ptr() + first.nbytes
     first.fill_(3)
     assert (first == 3).all()
-
-
-def test_allocations_are_recorded(cuda: torch.device, tmp_path: Path) -> None:
-    """Compiled against this torch, and bound to the allocator that it has loaded."""
-    from medusa_runtime.state.graphs.materialization.allocation_recorder import AllocationRecorder
-
-    torch.empty(1, device=cuda)
-    recorder = AllocationRecorder(tmp_path)
-    before = len(recorder)
-    kept = torch.empty(33 << 20, dtype=torch.uint8, device=cuda)
-    made = [event for event in recorder.events()[before:] if event.action == 0 and event.address == kept.data_ptr()]
-    recorder.close()
-    assert [event.size for event in made] == [33 << 20]

@@ -238,7 +238,7 @@ def use_graphs(data: bytes) -> None:
         for node in graph.nodes:
             for start, stop in blueprints.words(node):
                 assert 0 <= start <= stop <= len(graph.blob)
-    blueprints.used_regions()
+    blueprints.used_ranges()
 
 
 GRAPHS = encode(WHOLE)

@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache on a GPU: prefills by torch's kernels, decodes by one that can be captured."""
+"""Attention over the paged KV cache on a GPU: torch's kernels for prefills, one that can be captured for decodes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..torch.kv_cache import BLOCK_TOKENS, KvCache
 
 
 class DecodeAttention:
-    """The models' Attention for one new token a sequence, all of it read from the tensors given: it can be captured.
+    """The models' Attention for one new token a sequence. It reads only the given tensors, so it can be captured.
 
-    slots and contexts int64 [sequences], tables int32 [sequences, blocks]. Dynamic rope scaling asks for ``lengths``.
+    slots and contexts: int64 [sequences]; tables: int32 [sequences, blocks]. Dynamic rope scaling asks for ``lengths``.
     """
 
     def __init__(self, cache: KvCache, slots: Tensor, contexts: Tensor, tables: Tensor) -> None:
@@ -26,7 +26,7 @@ class DecodeAttention:
         self.lengths = contexts
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
-        """The seam of models/base.py; the new keys and values are written before anything is read."""
+        """Write the new keys and values, then attend (``Attention`` of models/base.py)."""
         cuda.write_decoded(*self._cache.slots[layer], self._slots, k, v)
         keys, values = self._cache.layers[layer]
         return cuda.paged_decode(q, keys, values, self._tables, self.lengths, scale=scale, window=window)
@@ -40,7 +40,7 @@ class _Prefill(NamedTuple):
 
 
 class GpuAttention:
-    """Any mix of prefills and decodes, made anew for each step. Spans of one token at the front are decodes."""
+    """Attention for any mix of prefills and decodes, made for one step. Spans of one token at the front are decodes."""
 
     def __init__(self, cache: KvCache, spans: list[Span]) -> None:
         self._cache = cache
@@ -67,7 +67,7 @@ class GpuAttention:
             row += stop - start
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
-        """The seam of models/base.py."""
+        """Write the new keys and values, then attend (``Attention`` of models/base.py)."""
         n = self._singles
         if not self._prefills and self._decode is not None:
             return self._decode.attend(layer, q, k, v, scale=scale, window=window)
@@ -86,7 +86,7 @@ class GpuAttention:
         if start:
             keys, values = (pool[blocks].flatten(0, 1)[:stop] for pool in self._cache.layers[layer])
         else:
-            keys, values = k[rows], v[rows]  # all there is to see is in this step
+            keys, values = k[rows], v[rows]  # everything to attend to is in this step
         mask = None
         if start or (window is not None and window < stop):
             places = torch.arange(stop, device=q.device)

@@ -1,4 +1,4 @@
-"""Capturing with torch: one stream, one memory pool for all graphs, other threads undisturbed."""
+"""Captures graphs with torch: on one stream, in one memory pool, without disturbing other threads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class CudaGraph:
-    """A graph that torch captured; ``captured`` is torch's object."""
+    """A graph that torch captured. ``captured`` is torch's object."""
 
     def __init__(self, captured: torch.cuda.CUDAGraph) -> None:
         self.captured = captured
@@ -19,7 +19,7 @@ class CudaGraph:
 
 
 class CudaCapturer:
-    """``keep_graph`` keeps the nodes for whoever reads them; such a graph is instantiated here, if it is to run."""
+    """Captures graphs. ``keep_graph`` keeps their nodes readable; ``instantiate`` makes such graphs ready to replay."""
 
     def __init__(
         self, device: torch.device, *, pool: Any = None, keep_graph: bool = False, instantiate: bool = True
@@ -38,9 +38,9 @@ class CudaCapturer:
 
     def capture(self, work: Callable[[], None]) -> CudaGraph:
         captured = torch.cuda.CUDAGraph(keep_graph=True) if self._keep_graph else torch.cuda.CUDAGraph()
-        # Not torch.cuda.graph: that collects garbage and empties the allocator's cache each time.
+        # Not torch.cuda.graph, which collects garbage and empties the allocator's cache each time.
         with torch.cuda.stream(self.stream):
-            # thread_local: the loader copies, and allocates, in its own thread meanwhile.
+            # thread_local, because the loader copies and allocates in its own thread meanwhile.
             captured.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 work()

@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs, one for each of a few batch sizes (MEDUSA §2.2; vLLM's 35 default sizes).
 
-A batch runs in the graph of the next size up. A graph holds addresses: of the weights, the KV cache, and the static
-inputs, all of which are there before the weights' bytes are; so graphs are captured, or restored from a state bundle,
-while the weights still come, and whenever the engine has nothing else to do. What has no graph yet runs eagerly.
+A batch runs in the graph of the next larger size. A graph contains the addresses of the weights, the KV cache and the
+static inputs, which are all placed before the weights' bytes arrive. So graphs can be captured while weights are still
+loading, and whenever the engine is idle. A batch without a graph runs eagerly.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ class Graph(Protocol):
 
 
 class Capturer(Protocol):
-    """Makes graphs on a device; in tests, of recorded callables."""
+    """Makes graphs on a device. In tests they are recorded callables."""
 
     def warm_up(self, work: Callable[[], None]) -> None:
         """Run ``work`` outside of a capture, so that kernels are loaded and workspaces exist."""
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        """Record what ``work`` launches. The same stream and memory pool for all."""
+        """Record what ``work`` launches. All captures share one stream and one memory pool."""
 
 
 def sizes_for(max_concurrency: int) -> tuple[int, ...]:
-    """The batch sizes to capture for at most so many sequences: those up to the next size up."""
+    """The batch sizes to capture for at most ``max_concurrency`` sequences, up to the next larger size."""
     last = bisect_left(BATCH_SIZES, min(max_concurrency, BATCH_SIZES[-1]))
     return BATCH_SIZES[: last + 1]
 
@@ -62,7 +62,7 @@ def obstacle(model: DecoderModel) -> str | None:
 
 
 class DecodeGraphs:
-    """The graphs of one model and KV cache. Belongs to the engine's thread."""
+    """The graphs of one model and its KV cache. Used by the engine's thread only."""
 
     def __init__(
         self,
@@ -95,11 +95,11 @@ class DecodeGraphs:
 
     @property
     def pending(self) -> list[int]:
-        """Sizes that have no graph yet, in the order to capture them: a large one's memory serves the smaller ones."""
+        """The sizes without a graph, the largest first: the memory of a large graph serves the smaller ones."""
         return [] if self._disabled else [size for size in reversed(self.sizes) if size not in self.graphs]
 
     def adopt(self, graphs: Mapping[int, Graph]) -> None:
-        """Take graphs that were restored from a state bundle, for any of the sizes."""
+        """Use graphs that were restored from a state bundle, for any of the sizes."""
         self.graphs.update({size: graph for size, graph in graphs.items() if size in self.sizes})
 
     def size_for(self, count: int) -> int | None:
@@ -108,12 +108,12 @@ class DecodeGraphs:
         return next((size for size in self.sizes[first:] if size in self.graphs), None)
 
     def can_run(self, spans: Sequence[Span]) -> bool:
-        """Whether these spans are decodes only, of a size that has a graph."""
+        """Whether all of these spans are decodes, and there is a graph for so many."""
         decodes = all(stop - start == 1 and stop == len(sequence.tokens) for sequence, start, stop in spans)
         return decodes and self.size_for(len(spans)) is not None
 
     def run(self, spans: Sequence[Span]) -> Tensor:
-        """One decode step; logits [spans, vocab], true until the next run."""
+        """Run one decode step. Returns logits [spans, vocab], which the next run overwrites."""
         size = self.size_for(len(spans))
         assert size is not None
         self.inputs.fill(spans, size)
@@ -122,8 +122,10 @@ class DecodeGraphs:
         return self.inputs.logits[: len(spans)]
 
     def step(self, size: int, layers: int | None = None) -> None:
-        """What the graph of this size does, launched by hand: the first ``size`` rows of the inputs → their logits.
-        ``layers``: only so many of the model's."""
+        """Launch by hand what the graph of this size does: from the first ``size`` rows of the inputs to their logits.
+
+        ``layers``: run only so many of the model's layers.
+        """
         inputs = self.inputs
         attention = DecodeAttention(self.cache, inputs.slots[:size], inputs.contexts[:size], inputs.tables[:size])
         positions = inputs.positions[:size]
@@ -132,7 +134,7 @@ class DecodeGraphs:
         inputs.logits[:size].copy_(self._model.logits(hidden))
 
     def capture(self, size: int) -> None:
-        """Warm up and capture one size, whatever the weights hold. A failure is logged once and ends capturing."""
+        """Warm up and capture one size, with any weights. A failure is logged once and ends capturing."""
         start_ns = time.monotonic_ns()
 
         def work() -> None:
@@ -153,7 +155,7 @@ class DecodeGraphs:
             self._timeline.record("capture", warm_ns, time.monotonic_ns(), batch=size)
 
     def capture_first_layer(self, size: int, capturer: Capturer) -> Graph:
-        """A step of one layer, which has all kinds of kernels: capturing it loads what they are in (MEDUSA §5.2)."""
+        """Capture a step of one layer, which loads the modules of all kinds of kernels (MEDUSA §5.2)."""
         work = partial(self.step, size, 1)
         with passing(), torch.inference_mode():
             self.inputs.fill([], self.inputs.rows)
@@ -161,7 +163,7 @@ class DecodeGraphs:
             return capturer.capture(work)
 
     def capture_next(self) -> None:
-        """Capture the largest size that is missing."""
+        """Capture the largest size without a graph."""
         pending = self.pending
         if pending:
             self.capture(pending[0])

@@ -1,4 +1,4 @@
-"""What the engine needs of a GPU, in one place."""
+"""A GPU as the engine sees it, and the graphs of its state bundle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...region.reader import Region
 from ...state.kinds import CUDA_GRAPHS, file_name
 from ...timeline import Timeline
 
-if TYPE_CHECKING:  # a start on a CPU imports nothing of this
+if TYPE_CHECKING:  # a start on a CPU does not import these
     from ...load.loader import Loader
     from ...load.upload.link import Link
     from ...models import DecoderModel
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # a start on a CPU imports nothing of this
 
 
 def open_gpu(settings: Settings, timeline: Timeline) -> Gpu | None:
-    """The device of these settings; None for the CPU."""
+    """Open the GPU of these settings; None for the CPU."""
     if settings.device != "cuda":
         return None
     with timeline.stage("device"):
@@ -34,46 +34,50 @@ def open_gpu(settings: Settings, timeline: Timeline) -> Gpu | None:
 
 
 def graphs_of(region: Region, settings: Settings) -> BundledGraphs | None:
-    """The state bundle's graphs, where this start has any."""
+    """The graphs of the state bundle, where this start has any."""
     return BundledGraphs(region, settings) if region.has_code(file_name(CUDA_GRAPHS.name)) else None
 
 
 class BundledGraphs:
-    """The graphs' blob among a region's files, and whether it can be trusted."""
+    """The blob of graphs among a region's files, and whether it may be used."""
 
     def __init__(self, region: Region, settings: Settings) -> None:
         from ...state.graphs.restoration.quarantine import Quarantine
 
         self._region = region
-        self._distrust = Quarantine(settings, os.environ)
+        self._quarantine = Quarantine(settings, os.environ)
         self._digest = ""
 
     def read(self) -> bytes | None:
-        """The blob, once it has come; None where it does not. StateError when it broke a context before."""
+        """Wait for the blob; None where it does not come.
+
+        Raises StateError when these graphs have broken a context before.
+        """
         import hashlib
 
         data = self._region.code(file_name(CUDA_GRAPHS.name))
         if data is None:
             return None
         self._digest = hashlib.sha256(data).hexdigest()
-        if (reason := self._distrust.reason(self._digest)) is not None:
+        if (reason := self._quarantine.reason(self._digest)) is not None:
             raise StateError(f"they broke the device's context before ({reason}); materialize them again")
         return data
 
     def quarantine(self, reason: str) -> bool:
-        """Whether it could be written down that what was read breaks a context."""
-        return self._distrust.note(self._digest, reason)
+        """Write down that the graphs break a context. False when that cannot be written."""
+        return self._quarantine.note(self._digest, reason)
 
 
 class Gpu:
-    """One device: the way of weights into it, its free memory, and how graphs are captured on it."""
+    """One device: how weights reach it, its free memory, and how graphs are captured on it."""
 
     def __init__(
         self, ordinal: int = 0, *, way: str = "auto", base: int | None = None, keep_graph: bool = False
     ) -> None:
-        """``way`` of weights: see CudaLink. ``base``: where regions are placed. ``keep_graph``: see CudaCapturer.
+        """Open the device, whose context exists already, so this takes milliseconds.
 
-        The context is there already, so this takes milliseconds.
+        ``way``: how weights reach it, see CudaLink. ``base``: the address from which memory is placed. ``keep_graph``:
+        see CudaCapturer.
         """
         from ...load.upload.cuda_link import CudaLink
         from ...state.graphs.driver import CudaDriver
@@ -88,20 +92,23 @@ class Gpu:
         self._keep_graph = keep_graph
 
     def memory(self, name: str, size_bytes: int) -> Tensor:
-        """uint8 [size_bytes], mapped and not cleared, where a graph's pointers expect it. DeviceError if it is full."""
+        """Map memory where a graph's pointers expect it: uint8 [size_bytes], not cleared.
+
+        Raises DeviceError when the GPU has too little memory.
+        """
         return self.placed(name, size_bytes)
 
     def blocks(self, planned: int) -> int:
-        """How many blocks the KV cache gets."""
+        """How many blocks the KV cache gets, of those that were planned."""
         return planned
 
     def free_beside(self, loader: Loader) -> int:
-        """Bytes that are free when the weights have their place. Raises what placing them raised."""
+        """Wait until the weights are placed, and return the bytes that are free. Raises what placing raised."""
         loader.wait_placed()
         return int(torch.cuda.mem_get_info(self.device)[0])
 
     def capturer(self) -> Capturer | None:
-        """None where decode steps cannot be captured."""
+        """What captures decode steps; None where they cannot be captured."""
         from ...kernels import cuda
 
         if cuda.triton_obstacle() is not None:
@@ -111,11 +118,11 @@ class Gpu:
         return CudaCapturer(self.device, keep_graph=self._keep_graph)
 
     def restored(self, model: DecoderModel, graphs: DecodeGraphs, blueprints: bytes) -> Mapping[int, Graph]:
-        """Graphs of a state bundle by their sizes; empty where nothing fits."""
+        """Restore the graphs of a state bundle: size → graph. Empty where none fits."""
         from .graph_state import GraphState
 
         self.placed.make_current()
-        self._state = GraphState(model, graphs, self.placed)  # kept: the graphs' memory and kernels are its
+        self._state = GraphState(model, graphs, self.placed)  # owns the graphs' memory and kernels
         return self._state.restore(blueprints)
 
     def lost(self, error: Exception) -> bool:
@@ -128,11 +135,11 @@ class Gpu:
         return self.placed.driver.result("cuCtxSynchronize") in STICKY
 
     def abandon(self) -> None:
-        """End this process as a crash does: the zygote forks another engine, whose weights are still in the region."""
+        """End this process as a crash does: the zygote forks another engine, and the region keeps the weights."""
         os.abort()
 
     def working(self) -> AbstractContextManager[object]:
-        """In this context new tensors are made on the device."""
+        """A context in which new tensors are made on the device."""
         return self.device
 
     def runner(

@@ -1,7 +1,7 @@
-"""Offline: capture a model's decode graphs on this GPU, and materialize them (MEDUSA §3).
+"""Captures a model's decode graphs on this GPU and materializes them, offline (MEDUSA §3).
 
-Two processes capture the same graphs with all memory at other addresses; the second one proves what is a pointer. A
-process of its own for each, since what the driver has loaded, and where, must not depend on what ran before.
+Two processes capture the same graphs with all memory at different addresses, which proves what is a pointer. Each is a
+new process, because what the driver has loaded, and where, must not depend on what ran before.
 """
 
 from __future__ import annotations
@@ -13,33 +13,31 @@ import subprocess
 import sys
 import threading
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ...config import Settings
-from ...errors import DeviceError, EngineError
+from ...errors import EngineError
 from ...registry import engine_kind
-
-if TYPE_CHECKING:
-    from ...state.graphs.materialization.allocation_recorder import AllocationRecorder
 
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 600.0
-_LIBRARIES = ("libtorch_cuda.", "libcublas")  # whose kernel images need not be saved
-_SHIFTS = (3 << 20, 24 << 20, 1 << 30)  # bytes allocated first by the second process: torch's own segments move, too
+_SHIFTS = (
+    3 << 20,
+    24 << 20,
+    1 << 30,
+)  # allocated first for the dump, so that torch's own segments move
 
 
 def capture(model: str, settings: Settings, folder: Path) -> Path | None:
-    """A file with the blueprints, as the kind cuda-graphs asks for; None where there is no GPU to capture on."""
+    """Write a file with the blueprints, for bundles of the kind cuda-graphs; None where there is no GPU."""
     from ...device.choice import choose
 
     if choose(settings.device, os.environ) != "cuda":
         return None
     if settings.tensor_parallel > 1:
         raise EngineError(
-            "CUDA graphs of several GPUs are captured at each start; their messages have no place of ours"
+            "CUDA graphs are materialized for one GPU, found --tensor-parallel above 1; each start captures them"
         )
     asked = replace(settings, model=model, device="cuda", state="none")
     second, result = folder / "second.dump", folder / "cuda-graphs"
@@ -49,7 +47,7 @@ def capture(model: str, settings: Settings, folder: Path) -> Path | None:
 
 
 def run(settings: Settings, out: Path, second: Path | None = None) -> None:
-    """One capturing process. EngineError with the end of what it wrote when it fails."""
+    """Run one capturing process. Raises EngineError with the end of its output when it fails."""
     command = [
         sys.executable,
         "-m",
@@ -67,7 +65,10 @@ def run(settings: Settings, out: Path, second: Path | None = None) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """``out [second]``, with the settings on standard input: a dump, or, given the second one, the blueprints."""
+    """Write a dump to ``out``, or, given the dump ``second`` of another process, the blueprints.
+
+    The settings come as JSON on standard input.
+    """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     settings = Settings(**json.load(sys.stdin))
     out, second = Path(arguments[0]), Path(arguments[1]) if len(arguments) > 1 else None
@@ -79,19 +80,17 @@ def main(arguments: list[str]) -> int:
         from ...fetch.prefetcher import prefetch
         from ...region.reader import Region
         from ...state.graphs.blueprint import Blueprints
-        from ...state.graphs.materialization.allocation_recorder import trace_of
-        from ...state.graphs.materialization.mapped import mapped_libraries
         from ...timeline import Timeline
         from ..torch.engine import TorchEngine
         from .capture import CudaCapturer
         from .device import Gpu
-        from .graph_state import GraphState, key_of, summary
+        from .graph_state import GraphState, summary
         from .placed_memory import BASE, OTHER_BASE
         from .runner import GpuRunner
 
         class OtherGpu(Gpu):
             def blocks(self, planned: int) -> int:
-                """A word of a graph that depends on their number differs then, and is found."""
+                """Half as many: a word of a graph that depends on the number of blocks then differs, and is found."""
                 return max(planned // 2, 1)
 
         gpu = (Gpu if second else OtherGpu)(base=BASE if second else OTHER_BASE, keep_graph=True)
@@ -112,39 +111,18 @@ def main(arguments: list[str]) -> int:
         graphs = runner.graphs
         capturer = graphs.capturer
         assert isinstance(capturer, CudaCapturer)
-        allocations = _allocations(out.parent) if second else None
-        captures: dict[str, tuple[int, int]] = {}
         while graphs.pending:
-            key, start = key_of(graphs.pending[0]), len(allocations or ())
             graphs.capture_next()
-            captures[key] = start, len(allocations or ())
         state = GraphState(runner.model, graphs, gpu.placed)
         if second is None:
             state.dump(capturer, recorder.images).save(out)
         else:
-            libraries = [path for name, path in mapped_libraries().items() if name.startswith(_LIBRARIES)]
-            trace = None
-            if allocations is not None:
-                allocations.close()
-                trace = partial(trace_of, allocations.events(), captures)
-            dumped = Blueprints.load(second.read_bytes())
-            made = state.materialize(capturer, recorder.images, dumped, libraries, trace)
+            made = state.materialize(capturer, recorder.images, Blueprints.load(second.read_bytes()))
             made.save(out)
             print(summary(made))
         del shifts
         engine.close()
     return 0
-
-
-def _allocations(folder: Path) -> AllocationRecorder | None:
-    """For the paper's indirect index pointers; without them pointers are by region and offset alone."""
-    from ...state.graphs.materialization.allocation_recorder import AllocationRecorder
-
-    try:
-        return AllocationRecorder(folder)
-    except DeviceError as error:
-        print(f"allocations are not traced: {error}", file=sys.stderr)
-        return None
 
 
 if __name__ == "__main__":

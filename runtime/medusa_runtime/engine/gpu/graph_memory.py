@@ -1,4 +1,4 @@
-"""Device memory that graphs point into and that nobody has named: what torch has allocated for itself."""
+"""Finds the device memory that graphs point into and that has no name: what torch has allocated for itself."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from ...state.graphs.blueprint import MemoryRange, RangeKind
 Segments = Iterable[Mapping[str, Any]]
 
 
-def other_regions(named: Iterable[MemoryRange], segments: Segments, pool: tuple[int, int]) -> list[MemoryRange]:
-    """What torch has allocated besides: the graphs' pool, live blocks that have no name (workspaces of cuBLAS), and
-    what it holds though nobody has it: parameters passed by value carry old bytes, and so addresses of what was there.
+def other_ranges(named: Iterable[MemoryRange], segments: Segments, pool: tuple[int, int]) -> list[MemoryRange]:
+    """Everything that torch has allocated beyond the named ranges.
 
-    ``segments``: torch.cuda.memory_snapshot's. They are called after their sizes, and a number where these are equal.
-    Another process may have others before them: which is which there, two captures tell (``relocate.py``).
+    That is the graphs' pool, live blocks (such as cuBLAS' workspaces), and cached blocks that are not in use:
+    parameters that are passed by value contain old bytes, and so addresses of what was there before.
+
+    ``segments``: from torch.cuda.memory_snapshot. The ranges are named after their sizes, with a number where sizes are
+    equal. Another process may count other ranges before them; comparing two captures (``relocate.py``) shows which is
+    which.
     """
-    known = sorted((region.address, region.address + region.size) for region in named)
+    known = sorted((memory_range.address, memory_range.address + memory_range.size) for memory_range in named)
     counts: Counter[tuple[RangeKind, int]] = Counter()
     found = []
     for kind, address, size in sorted(_blocks(segments, tuple(pool)), key=lambda block: (block[0], block[2], block[1])):
@@ -39,4 +42,4 @@ def _blocks(segments: Segments, pool: tuple[int, ...]) -> Iterator[tuple[RangeKi
                 yield RangeKind.WORKSPACE if used else RangeKind.FREE, int(block["address"]), int(block["size"])
 
 
-__all__ = ["Segments", "other_regions"]
+__all__ = ["Segments", "other_ranges"]

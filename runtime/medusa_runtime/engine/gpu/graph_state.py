@@ -1,10 +1,10 @@
-"""Between the engine's decode graphs and the state bundle's blueprints: names, references, what they are valid for."""
+"""Translates between the engine's decode graphs and a state bundle's blueprints."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,14 +17,13 @@ from ...state.graphs.fingerprint import fingerprint
 from ...state.graphs.materialization.dump import dump_graphs
 from ...state.graphs.materialization.images import ImageStore
 from ...state.graphs.materialization.materialize import Capture, materialize_graphs
-from ...state.graphs.materialization.trace import AllocationTrace
 from ...state.graphs.mismatch import GraphMismatch, Reason
 from ...state.graphs.placement import Placement, place
 from ...state.graphs.restoration.restore import RestoredGraphs, restore_graphs
 from ..torch.kv_cache import KV_CACHE
 from .capture import CudaCapturer, CudaGraph
 from .decode_graphs import DecodeGraphs
-from .graph_memory import other_regions
+from .graph_memory import other_ranges
 from .placed_memory import PlacedMemory
 
 logger = logging.getLogger(__name__)
@@ -39,7 +38,10 @@ def key_of(size: int) -> str:
 
 
 class GraphState:
-    """One engine's graphs: ``dump`` and ``materialize`` where they were captured, ``restore`` where they were not."""
+    """One engine's graphs.
+
+    ``dump`` and ``materialize`` are for the process that captured them, ``restore`` for one that did not.
+    """
 
     def __init__(self, model: DecoderModel, graphs: DecodeGraphs, memory: PlacedMemory) -> None:
         self._model = model
@@ -51,10 +53,12 @@ class GraphState:
         self.restored: RestoredGraphs | None = None
 
     def restore(self, data: Blueprints | bytes, *, validate: str = "ends") -> dict[int, Any]:
-        """Graphs by size, as many as fit here; why the others do not is logged once. Weights must be there."""
+        """Restore the graphs that fit: size → graph. Why others do not is logged once. Weights must be loaded."""
         blueprints = self._fitting(Blueprints.load(data) if isinstance(data, bytes) else data)
-        used = blueprints.used_regions()
-        wanted = [region for n, region in enumerate(blueprints.regions) if n in used and region.kind in _OURS]
+        used = blueprints.used_ranges()
+        wanted = [
+            memory_range for n, memory_range in enumerate(blueprints.ranges) if n in used and memory_range.kind in _OURS
+        ]
         try:
             placement = place(self._driver, wanted, placed={one.name: one.address for one in self._named()})
         except GraphMismatch as mismatch:
@@ -63,10 +67,10 @@ class GraphState:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
         sizes = {key_of(size): size for size in self._graphs.sizes}
-        triggered: list[CudaGraph] = []  # alive until the kernels were taken from them
+        triggered: list[CudaGraph] = []  # kept until their kernels are found
 
         def trigger(key: str) -> int:
-            # A pool of its own: what is captured here is never run.
+            # In a pool of its own, since what is captured here is never run.
             capturer = CudaCapturer(self._memory.device, keep_graph=True, instantiate=False)
             layer = self._graphs.capture_first_layer(sizes[key], capturer)
             assert isinstance(layer, CudaGraph)
@@ -84,26 +88,26 @@ class GraphState:
             trigger=trigger,
             validate=validate,
         )
-        self._placement, self.restored = placement, restored  # the graphs' memory lives as long as they do
+        self._placement, self.restored = placement, restored  # the graphs' memory must live as long as they do
         return {sizes[key]: graph for key, graph in restored.graphs.items()}
 
     def dump(self, capturer: CudaCapturer, images: Sequence[bytes] = ()) -> Blueprints:
         """All captured graphs (``keep_graph``) as they are. ``images``: of all modules loaded so far."""
         handles = {key_of(size): graph.captured.raw_cuda_graph() for size, graph in self._captured().items()}
-        return dump_graphs(self._driver, handles, self.regions(capturer.pool), images=ImageStore(images))
+        return dump_graphs(self._driver, handles, self.ranges(capturer.pool), images=ImageStore(images))
 
     def materialize(
         self,
         capturer: CudaCapturer,
         images: Sequence[bytes],
         second: Blueprints | None,
-        libraries: Sequence[Any] = (),
-        trace: Callable[[Mapping[str, int]], AllocationTrace] | None = None,
     ) -> Blueprints:
-        """``images``: of all modules loaded so far; ``second``: a dump by another process with another base;
-        ``trace``: the allocations, given how many nodes each graph has."""
+        """Make blueprints of the captured graphs.
+
+        ``images``: of all modules loaded so far. ``second``: the dump of a process whose memory lies elsewhere.
+        """
         dump = self.dump(capturer, images)
-        numbers = {region.name: number for number, region in enumerate(dump.regions)}
+        numbers = {memory_range.name: number for number, memory_range in enumerate(dump.ranges)}
         captured = self._captured()
         stream = capturer.stream.cuda_stream
         inputs = {key_of(size): self._inputs(size, numbers["graph inputs"]) for size in captured}
@@ -115,31 +119,31 @@ class GraphState:
             outputs,
             stream,
             ImageStore(images),
-            trace=trace({graph.key: len(graph.nodes) for graph in dump.graphs}) if trace else None,
             fingerprint=self.fingerprint() | self._blocks(second is not None and self._resized(second)),
-            libraries=libraries,
             reads_host=False,
         )
         return materialize_graphs(self._driver, dump, capture, second=second)
 
     def fingerprint(self) -> dict[str, str]:
-        """What must be equal where the graphs are restored: all that their kernels, sizes or offsets depend on."""
+        """What must be equal at a restore: everything that kernels, sizes or offsets depend on."""
         config = hashlib.sha256(repr(self._model.config).encode()).hexdigest()[:16]
-        named = self._memory.regions.items()
-        sizes = {f"region.{name}": str(region.size) for name, region in named if name != KV_CACHE}
+        named = self._memory.ranges.items()
+        sizes = {f"range.{name}": str(memory_range.size) for name, memory_range in named if name != KV_CACHE}
         own = {"torch": torch.__version__, "model": config, "rows": str(self._graphs.sizes[-1]), **sizes}
         return fingerprint(self._driver, own)
 
-    def regions(self, pool: Any) -> list[MemoryRange]:
-        """All device memory that a graph may point into: by name, the graphs' pool, and what else torch has."""
+    def ranges(self, pool: Any) -> list[MemoryRange]:
+        """All device memory that a graph may point into: named, the graphs' pool, and what else torch holds."""
         named = self._named()
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        return [*named, *other_regions(named, segments, pool)]
+        return [*named, *other_ranges(named, segments, pool)]
 
     def _named(self) -> list[MemoryRange]:
-        """The KV cache is a region for each layer's keys and values: where each begins is all that graphs know of it,
-        unless one was captured with the number of blocks, too."""
-        named = [region for region in self._memory.regions.values() if region.name != KV_CACHE]
+        """The named memory, with a range for each layer's keys and values.
+
+        Graphs know no more of the KV cache than where these begin, unless one contains the number of blocks.
+        """
+        named = [memory_range for memory_range in self._memory.ranges.values() if memory_range.name != KV_CACHE]
         for layer, parts in enumerate(self._cache.layers):
             for kind, part in zip(("keys", "values"), parts, strict=True):
                 name = f"{KV_CACHE} {layer} {kind}"
@@ -147,17 +151,17 @@ class GraphState:
         return named
 
     def _resized(self, other: Blueprints) -> bool:
-        """Whether all of the KV cache had another size there."""
-        sizes = {region.name: region.size for region in other.regions}
-        parts = [region for region in self._named() if region.name.startswith(KV_CACHE)]
+        """Whether every part of the KV cache had another size there."""
+        sizes = {memory_range.name: memory_range.size for memory_range in other.ranges}
+        parts = [memory_range for memory_range in self._named() if memory_range.name.startswith(KV_CACHE)]
         return all(sizes.get(part.name, part.size) != part.size for part in parts)
 
     def _blocks(self, proved: bool) -> dict[str, str]:
-        """Of the fingerprint: graphs fit any KV cache if captures with caches of other sizes were alike."""
+        """The KV cache's entry of the fingerprint: any size, if captures with different sizes were alike."""
         return {KV_BLOCKS: _ANY if proved else str(len(self._cache.layers[0][0]))}
 
     def _fitting(self, blueprints: Blueprints) -> Blueprints:
-        """Without the graphs that have a word nobody can explain, where the KV cache has another size than theirs."""
+        """The blueprints without graphs that have an unexplained word, if the KV cache has another size than theirs."""
         if not self._resized(blueprints):
             return blueprints
         why = f"{Reason.ADDRESS}: captured with a KV cache of another size, which something in it may depend on"
@@ -168,15 +172,15 @@ class GraphState:
     def _captured(self) -> dict[int, CudaGraph]:
         return {size: graph for size, graph in self._graphs.graphs.items() if isinstance(graph, CudaGraph)}
 
-    def _inputs(self, size: int, region: int) -> tuple[Piece, ...]:
+    def _inputs(self, size: int, memory_range: int) -> tuple[Piece, ...]:
         self._graphs.inputs.fill_reference(size, self._model.config.vocab_size)
         torch.cuda.synchronize()
-        return tuple(Piece(region, offset, data) for offset, data in self._graphs.inputs.pieces(size))
+        return tuple(Piece(memory_range, offset, data) for offset, data in self._graphs.inputs.pieces(size))
 
-    def _outputs(self, size: int, region: int) -> tuple[Piece, ...]:
+    def _outputs(self, size: int, memory_range: int) -> tuple[Piece, ...]:
         row_bytes = self._graphs.inputs.logits[0].nbytes
         rows = sorted({*range(min(size, self._graphs.inputs.kinds)), size - 1})
-        return tuple(Piece(region, row * row_bytes, bytes(min(_REFERENCE_BYTES, row_bytes))) for row in rows)
+        return tuple(Piece(memory_range, row * row_bytes, bytes(min(_REFERENCE_BYTES, row_bytes))) for row in rows)
 
 
 def _launch(capturer: CudaCapturer, graph: CudaGraph) -> Any:
@@ -188,7 +192,7 @@ def _launch(capturer: CudaCapturer, graph: CudaGraph) -> Any:
 
 
 def summary(blueprints: Blueprints) -> Mapping[str, object]:
-    """For a report."""
+    """Count what was materialized, for a report."""
     return {
         "graphs": len(blueprints.graphs),
         "nodes": sum(len(graph.nodes) for graph in blueprints.graphs),

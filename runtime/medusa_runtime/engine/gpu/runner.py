@@ -1,4 +1,4 @@
-"""Steps on a GPU: decodes by graphs where there are any, everything else launched by hand."""
+"""Runs steps on a GPU: decodes by graphs where there are any, everything else launched by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class GpuRunner:
-    """Belongs to the engine's thread. ``graphs`` is None where there can be none."""
+    """Runs an engine's steps, in the engine's thread. ``graphs`` is None where decodes cannot be captured."""
 
     def __init__(
         self,
@@ -36,7 +36,11 @@ class GpuRunner:
         timeline: Timeline,
         blueprints: BundledGraphs | None = None,
     ) -> None:
-        """``blueprints``: the state bundle's graphs; read once, when the weights are there, which may wait."""
+        """Set up graphs for the model's decode steps, where they can be captured.
+
+        ``blueprints``: the state bundle's graphs. They are read once, when the weights are loaded, and reading may
+        wait.
+        """
         self._gpu = gpu
         self.model = model
         self.cache = cache
@@ -61,10 +65,10 @@ class GpuRunner:
         )
 
     def step(self, spans: list[Span]) -> tuple[Tensor | None, list[Sequence]]:
-        """As ``run_step``. A graph passes no gates, so it runs only when all weights are there."""
+        """Run one step, like ``run_step``. A graph does not wait at gates, so it needs all weights to be loaded."""
         graphs = self.graphs
         if graphs is not None and self.loader.applied and self._blueprints is not None:
-            self._restore(graphs)  # waits for nothing else: the first decode is as good a moment as an idle one
+            self._restore(graphs)  # waits for nothing else, so the first decode is as good a moment as an idle one
         if graphs is None or not self.loader.applied or not graphs.can_run(spans):
             return run_step(self.model, self.cache, spans, GpuAttention)
         try:
@@ -79,16 +83,16 @@ class GpuRunner:
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[Sampled]:
         try:
             with self._gpu.working():
-                return sample(logits, sequences)  # the first to wait for the device
+                return sample(logits, sequences)  # the first call that waits for the device
         except Exception as error:
             self._check_context(error)
             raise
 
     def use_idle_time(self) -> bool:
-        """Restore the graphs once, then capture those that are missing; whether there was something to do.
+        """Restore the graphs once, then capture those that are missing. Returns whether there was something to do.
 
-        What a bundle holds is checked by a replay, which needs weights; so nothing is captured while they come, lest
-        it was in vain.
+        A bundle's graphs are checked by a replay, which needs the weights. Nothing is captured while these are loading,
+        since it may be in vain.
         """
         graphs = self.graphs
         if graphs is None or not self.loader.placed or not graphs.pending:
@@ -118,8 +122,11 @@ class GpuRunner:
             detail["graphs"] = len(graphs.graphs)
 
     def _check_context(self, error: Exception) -> None:
-        """After an error: does nothing, unless the context is lost. Then nothing works in this process any more; the
-        next engine must not take the same way, and it is told before this one goes."""
+        """After an error, end this process if the context is broken, since nothing works in it any more.
+
+        The graphs are quarantined first, so that the next engine does not use them. Does nothing if the context is
+        whole.
+        """
         if self._restored is None or not self._gpu.lost(error):
             return
         if not self._restored.quarantine(str(error)):

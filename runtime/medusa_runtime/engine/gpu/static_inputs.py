@@ -1,4 +1,4 @@
-"""What a captured graph reads and writes: memory of fixed addresses, of which each batch uses the first rows."""
+"""The memory that captured graphs read and write, at fixed addresses. Each batch uses its first rows."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..torch.kv_cache import BLOCK_TOKENS, SPARE_BLOCKS, Memory
 class StaticInputs:
     """Token ids, positions, slots, contexts and block tables of up to ``rows`` sequences, and their logits.
 
-    ``rows`` counts padding: a batch smaller than its graph has rows that compute nothing anybody reads. Such a row is
-    token 0 at position 0 of a sequence of one token in ``spare``, a block that no sequence is ever given.
+    A batch that is smaller than its graph is padded with rows whose results nobody reads. Such a row is token 0 at
+    position 0 of a sequence of one token in ``spare``, a block that no sequence is given.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class StaticInputs:
         dtype: torch.dtype,
         spare: int,
     ) -> None:
-        """``blocks``: how many a sequence has at most."""
+        """Allocate the inputs and outputs. ``blocks``: the most that a sequence can have."""
         self.rows = rows
         self._spare = spare
         numbers, tables = rows * 4 * 8, rows * blocks * 4
@@ -61,11 +61,11 @@ class StaticInputs:
 
     @property
     def kinds(self) -> int:
-        """How many different rows a reference has."""
+        """How many different rows the reference has."""
         return SPARE_BLOCKS
 
     def fill_reference(self, size: int, vocab: int) -> None:
-        """Rows that need nothing but weights: first tokens, in the spare blocks; every ``kinds``-th is alike."""
+        """Fill rows that need only weights: first tokens in the spare blocks. Rows repeat after ``kinds``."""
         kind = torch.arange(size) % self.kinds
         blocks = self._spare + kind
         self._host_numbers[:, :size] = torch.stack(
@@ -75,7 +75,7 @@ class StaticInputs:
         self._send(size)
 
     def pieces(self, size: int) -> list[tuple[int, bytes]]:
-        """What the last fill wrote, as (offset in the region of inputs, bytes)."""
+        """What the last fill wrote, as (offset in the memory of the inputs, bytes)."""
         rows = [(row * self.numbers.shape[1] * 8, self._host_numbers[row, :size]) for row in range(4)]
         parts = [*rows, (self.numbers.nbytes, self._host_tables[:size])]
         return [(offset, bytes(part.contiguous().view(-1).view(torch.uint8).tolist())) for offset, part in parts]
@@ -83,7 +83,7 @@ class StaticInputs:
     def fill(self, spans: Sequence[Span], size: int) -> None:
         """Write these spans, each of a sequence's last token, and padding up to ``size`` rows.
 
-        The copies are ordered before what is launched next on this stream; the last fill's must have been used.
+        The copies run before what is launched next on this stream. What the last fill wrote must have been used.
         """
         padding = size - len(spans)
         ids = [span.sequence.tokens[span.start] for span in spans]

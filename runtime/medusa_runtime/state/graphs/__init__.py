@@ -1,8 +1,9 @@
 """CUDA graphs, materialized offline and restored online instead of captured (MEDUSA).
 
-Offline: ``dump_graphs`` reads captured graphs through the driver; ``materialize_graphs`` proves with a second dump,
-made at other addresses, which bytes are pointers, and adds kernel images, contents and reference outputs.
-Online: ``place`` maps memory by name, ``restore_graphs`` builds the graphs, validates them and gives those that fit.
+Offline, ``dump_graphs`` reads captured graphs through the driver. ``materialize_graphs`` compares them with a second
+dump, made at other addresses, to prove which bytes are pointers, and adds kernel images, contents and reference
+outputs. Online, ``place`` maps memory by name, and ``restore_graphs`` builds the graphs, validates them and returns
+those that fit.
 """
 
 from __future__ import annotations
@@ -13,14 +14,12 @@ from .fingerprint import fingerprint
 from .materialization.dump import dump_graphs
 from .materialization.images import ImageStore
 from .materialization.materialize import Capture, materialize_graphs
-from .materialization.trace import AllocationTrace
 from .mismatch import GraphMismatch, Reason
-from .placement import Placement, place, replayed
+from .placement import Placement, place
 from .restoration.kernels import Trigger
 from .restoration.restore import RestoredGraph, RestoredGraphs, restore_graphs
 
 __all__ = [
-    "AllocationTrace",
     "Blueprints",
     "Capture",
     "CudaDriver",
@@ -38,6 +37,5 @@ __all__ = [
     "fingerprint",
     "materialize_graphs",
     "place",
-    "replayed",
     "restore_graphs",
 ]

@@ -14,32 +14,29 @@ from .blueprint import (
     Edge,
     GraphBlueprint,
     KernelRecord,
-    LibraryImage,
     MemoryRange,
     Node,
     NodeKind,
     Piece,
     RangeKind,
     Relocation,
-    TraceEvent,
 )
 from .structs import MEMCPY_NODE_BYTES, MEMSET_NODE
 from .tensor_map import MAP_BYTES
 
-VERSION = 2
+VERSION = 3
 _MAGIC = b"MEDUSAG\n"
 _PROLOGUE = struct.Struct("<8s32sIQQ")  # magic, sha256, version, bytes of the header, bytes of the body
 _NODE = struct.Struct("<HHi3I3IIII")
 _EDGE = struct.Struct("<II8s")
-_RELOCATION = struct.Struct("<IIQiQ?")
-_EVENT = struct.Struct("<QQ")
+_RELOCATION = struct.Struct("<IIQ?")
 _SIZES = {NodeKind.MEMSET: MEMSET_NODE.size, NodeKind.MEMCPY: MEMCPY_NODE_BYTES, NodeKind.EMPTY: 0}
 
 Span = list[int]
 
 
 class _Body:
-    """Bytes one after the other, equal ones once: the 35 graphs of a model share much."""
+    """Bytes one after the other. Equal bytes are stored once, because the 35 graphs of a model share much."""
 
     def __init__(self) -> None:
         self.data = bytearray()
@@ -52,22 +49,20 @@ class _Body:
         return self._known[data]
 
     def pieces(self, pieces: tuple[Piece, ...]) -> list[Any]:
-        return [[piece.region, piece.offset, *self.put(piece.data)] for piece in pieces]
+        return [[piece.memory_range, piece.offset, *self.put(piece.data)] for piece in pieces]
 
 
 def encode(blueprints: Blueprints) -> bytes:
     body = _Body()
     header = {
         "fingerprint": blueprints.fingerprint,
-        "regions": blueprints.regions,
+        "ranges": blueprints.ranges,
         "kernels": blueprints.kernels,
         "attribute_sets": [
             [(number, value.hex()) for number, value in entries] for entries in blueprints.attribute_sets
         ],
         "images": {digest: body.put(data) for digest, data in blueprints.images.items()},
-        "libraries": blueprints.libraries,
         "contents": body.pieces(blueprints.contents),
-        "events": body.put(b"".join(_EVENT.pack(*event) for event in blueprints.events)),
         "refused": blueprints.refused,
         "results": blueprints.results,
         "graphs": [_encode_graph(graph, body) for graph in blueprints.graphs],
@@ -95,7 +90,7 @@ def _encode_graph(graph: GraphBlueprint, body: _Body) -> dict[str, Any]:
 
 
 def decode(data: bytes) -> Blueprints:
-    """StateError when the bytes are damaged, cut, or of another version."""
+    """Read what ``encode`` wrote. Raises StateError when the bytes are damaged, cut or of another version."""
     if len(data) < _PROLOGUE.size:
         raise StateError(f"expected materialized CUDA graphs, found {len(data)} bytes; materialize again")
     magic, digest, version, header_bytes, body_bytes = _PROLOGUE.unpack_from(data)
@@ -132,7 +127,7 @@ class _Reader:
         return bytes(self._body[start : start + size])
 
     def pieces(self, entries: list[Any]) -> tuple[Piece, ...]:
-        return tuple(Piece(region, offset, self.get(span)) for region, offset, *span in entries)
+        return tuple(Piece(memory_range, offset, self.get(span)) for memory_range, offset, *span in entries)
 
     def graph(self, entry: dict[str, Any]) -> GraphBlueprint:
         nodes = tuple(
@@ -153,7 +148,7 @@ class _Reader:
     def blueprints(self, header: dict[str, Any]) -> Blueprints:
         return Blueprints(
             fingerprint=dict(header["fingerprint"]),
-            regions=tuple(MemoryRange(n, RangeKind(kind), a, size) for n, kind, a, size in header["regions"]),
+            ranges=tuple(MemoryRange(n, RangeKind(kind), a, size) for n, kind, a, size in header["ranges"]),
             kernels=tuple(
                 KernelRecord(name, image, _pairs(parameters), _pairs(attributes))
                 for name, image, parameters, attributes in header["kernels"]
@@ -164,23 +159,23 @@ class _Reader:
             ),
             graphs=tuple(map(self.graph, header["graphs"])),
             images={digest: self.get(span) for digest, span in header["images"].items()},
-            libraries={digest: LibraryImage(*place) for digest, place in header["libraries"].items()},
             contents=self.pieces(header["contents"]),
-            events=tuple(map(TraceEvent._make, _EVENT.iter_unpack(self.get(header["events"])))),
             refused=dict(header["refused"]),
             results=dict(header.get("results", {})),
         )
 
 
 def check(blueprints: Blueprints) -> None:
-    """Every reference is to something that is there. ValueError otherwise: a wrong one would become a wrong address."""
-    for _, _, address, size in blueprints.regions:
+    """Check that every reference is to something that is there.
+
+    Raises ValueError otherwise: a wrong reference would become a wrong address.
+    """
+    for _, _, address, size in blueprints.ranges:
         _whole(address, size)
     for kernel in blueprints.kernels:
         _whole(*chain(*kernel.parameters))
         _whole(*(number for number, _ in kernel.attributes))
-    regions, kernels, sets = len(blueprints.regions), len(blueprints.kernels), len(blueprints.attribute_sets)
-    allocations = sum(1 for event in blueprints.events if event.size)
+    ranges, kernels, sets = len(blueprints.ranges), len(blueprints.kernels), len(blueprints.attribute_sets)
     _check_pieces(blueprints, blueprints.contents)
     extents = [max((offset + size for offset, size in kernel.parameters), default=0) for kernel in blueprints.kernels]
     for graph in blueprints.graphs:
@@ -194,13 +189,12 @@ def check(blueprints: Blueprints) -> None:
         if any(edge.source >= count or edge.target >= count for edge in graph.edges):
             raise ValueError(f"an edge of {graph.key}")
         for relocation in graph.relocations:
-            if relocation.position + (MAP_BYTES if relocation.map else 8) > size or relocation.region >= regions:
+            if relocation.position + (MAP_BYTES if relocation.map else 8) > size or relocation.memory_range >= ranges:
                 raise ValueError(f"a relocation of {graph.key}")
-            inside = relocation.offset <= blueprints.regions[relocation.region].size
-            if not inside or not -1 <= relocation.allocation < allocations:
+            if relocation.offset > blueprints.ranges[relocation.memory_range].size:
                 raise ValueError(f"a relocation of {graph.key}")
-        if any(region not in range(regions) for region in graph.pinned):
-            raise ValueError(f"a region of {graph.key}")
+        if any(memory_range not in range(ranges) for memory_range in graph.pinned):
+            raise ValueError(f"a range of {graph.key}")
         _check_pieces(blueprints, (*graph.inputs, *graph.outputs))
 
 
@@ -210,8 +204,8 @@ def _whole(*numbers: Any) -> None:
 
 
 def _check_pieces(blueprints: Blueprints, pieces: tuple[Piece, ...]) -> None:
-    for region, offset, data in pieces:
-        if region not in range(len(blueprints.regions)) or offset < 0:
+    for memory_range, offset, data in pieces:
+        if memory_range not in range(len(blueprints.ranges)) or offset < 0:
             raise ValueError("a piece of memory")
-        if offset + len(data) > blueprints.regions[region].size:
+        if offset + len(data) > blueprints.ranges[memory_range].size:
             raise ValueError("a piece of memory")

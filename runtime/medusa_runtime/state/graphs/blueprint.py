@@ -1,4 +1,4 @@
-"""A materialized CUDA graph, and all of one model's for one GPU."""
+"""A materialized CUDA graph, and all those of one model on one GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .structs import MEMCPY_POINTERS, MEMSET_POINTERS
 
 
 class NodeKind(IntEnum):
-    """CUgraphNodeType, of those that can be materialized."""
+    """The kinds of nodes that can be materialized, numbered as in CUgraphNodeType."""
 
     KERNEL = 0
     MEMCPY = 1
@@ -20,11 +20,11 @@ class NodeKind(IntEnum):
 
 
 class RangeKind(IntEnum):
-    NAMED = 0  # weights, KV cache, inputs, outputs: whoever restores has placed it under this name
+    NAMED = 0  # weights, KV cache, inputs, outputs: the engine that restores has placed it under this name
     SLAB = 1  # the graphs' own memory pool
-    WORKSPACE = 2  # other live memory, as of cuBLAS
+    WORKSPACE = 2  # other live memory, such as cuBLAS' workspaces
     MODULE = 3  # a variable of a kernel image; its name is "<image>:<variable>"
-    FREE = 4  # the allocator's, and given to nobody: an address in it is a stale one, which no kernel follows
+    FREE = 4  # held by the allocator and not in use: an address in it is stale, and no kernel follows it
 
 
 class MemoryRange(NamedTuple):
@@ -37,16 +37,22 @@ class MemoryRange(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Bytes at a place: an input of a reference replay, its output, or permanent contents."""
+    """Bytes in device memory: an input of a reference replay, its output, or permanent contents.
 
-    region: int
+    ``memory_range`` is the number of the range in ``Blueprints.ranges``.
+    """
+
+    memory_range: int
     offset: int
     data: bytes
 
 
 class KernelRecord(NamedTuple):
-    """A kernel: found again by (image, name). ``parameters``: (offset, size) of each; ``attributes``: of the function,
-    by CUfunction_attribute. ``image`` is empty where it is not known: then only a trigger finds the kernel."""
+    """What identifies a kernel, which is found again by its image and name.
+
+    ``parameters``: (offset, size) of each; ``attributes``: of the function, by CUfunction_attribute. ``image`` is empty
+    where it is not known; then the kernel can only be found by triggering.
+    """
 
     name: str
     image: str
@@ -54,18 +60,12 @@ class KernelRecord(NamedTuple):
     attributes: tuple[tuple[int, int], ...]
 
 
-class LibraryImage(NamedTuple):
-    """Where an image lies in a library that the process has mapped: the fat binary around it, and that one's digest."""
-
-    library: str
-    start: int
-    size: int
-    digest: str
-
-
 class Node(NamedTuple):
-    """``start``, ``size``: its bytes in the graph's blob, which are a kernel's parameters at their offsets, or the
-    driver's structure of a memset or memcpy. ``attributes``: number of a set in ``Blueprints.attribute_sets``."""
+    """One operation of a graph.
+
+    ``start`` and ``size`` are its bytes in the graph's blob: a kernel's parameters at their offsets, or the driver's
+    structure of a memset or memcpy. ``attributes`` is the number of a set in ``Blueprints.attribute_sets``.
+    """
 
     kind: int
     attributes: int
@@ -78,7 +78,10 @@ class Node(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """``data`` is CUgraphEdgeData: what of the source the target waits for (programmatic launches)."""
+    """A dependency between two nodes.
+
+    ``data`` is CUgraphEdgeData: which part of the source the target waits for (programmatic launches).
+    """
 
     source: int
     target: int
@@ -86,21 +89,25 @@ class Edge(NamedTuple):
 
 
 class Relocation(NamedTuple):
-    """The eight bytes at ``position`` of the blob are an address: ``offset`` into ``region``, and ``allocation_offset``
-    into what the ``allocation``-th allocation returned (the indirect index pointer of MEDUSA §4.1; -1: not traced).
-    ``map``: it is a tensor map that begins there, and has the address inside."""
+    """An address in a graph's blob, which a restore replaces.
+
+    The eight bytes at ``position`` point ``offset`` bytes into the range with the number ``memory_range``. With ``map``
+    they begin a tensor map instead, which contains the address.
+    """
 
     position: int
-    region: int
+    memory_range: int
     offset: int
-    allocation: int = -1
-    allocation_offset: int = 0
     map: bool = False
 
 
 @dataclass(frozen=True)
 class GraphBlueprint:
-    """``pinned``: regions that must lie at their captured addresses, because not every address in the blob is known."""
+    """One graph with everything that is needed to build it again.
+
+    ``pinned``: numbers of ranges that must lie at their captured addresses, because not every address in the blob is
+    known.
+    """
 
     key: str
     nodes: tuple[Node, ...]
@@ -112,30 +119,24 @@ class GraphBlueprint:
     outputs: tuple[Piece, ...] = ()
 
 
-class TraceEvent(NamedTuple):
-    """An allocation (``size`` > 0, numbered in order) or the release of one (``size`` 0, ``address`` its number)."""
-
-    address: int
-    size: int
-
-
 AttributeSet = tuple[tuple[int, bytes], ...]
 
 
 @dataclass(frozen=True)
 class Blueprints:
-    """All graphs of a model on a GPU. ``refused``: key → why that graph could not be materialized. ``results``: key →
-    what else its engine needs to use it, as JSON; see there."""
+    """All graphs of a model on a GPU.
+
+    ``refused``: key → why that graph could not be materialized. ``results``: key → what else the engine needs to use
+    that graph, as JSON in a form that only the engine knows.
+    """
 
     fingerprint: dict[str, str] = field(default_factory=dict)
-    regions: tuple[MemoryRange, ...] = ()
+    ranges: tuple[MemoryRange, ...] = ()
     kernels: tuple[KernelRecord, ...] = ()
     attribute_sets: tuple[AttributeSet, ...] = ((),)
     graphs: tuple[GraphBlueprint, ...] = ()
     images: dict[str, bytes] = field(default_factory=dict)
-    libraries: dict[str, LibraryImage] = field(default_factory=dict)
     contents: tuple[Piece, ...] = ()
-    events: tuple[TraceEvent, ...] = ()
     refused: dict[str, str] = field(default_factory=dict)
     results: dict[str, Any] = field(default_factory=dict)
 
@@ -146,7 +147,7 @@ class Blueprints:
 
     @classmethod
     def load(cls, data: bytes) -> Blueprints:
-        """StateError when the bytes are damaged, cut, or of another version."""
+        """Read what ``save`` wrote. Raises StateError when the bytes are damaged, cut or of another version."""
         from .blob_format import decode
 
         return decode(data)
@@ -154,13 +155,13 @@ class Blueprints:
     def graph(self, key: str) -> GraphBlueprint:
         return next(graph for graph in self.graphs if graph.key == key)
 
-    def used_regions(self) -> set[int]:
-        """Those that any graph points into, or must find where they were."""
+    def used_ranges(self) -> set[int]:
+        """The numbers of the ranges that any graph points into, or must find at their captured addresses."""
         pinned = {number for graph in self.graphs for number in graph.pinned}
-        return pinned | {relocation.region for graph in self.graphs for relocation in graph.relocations}
+        return pinned | {relocation.memory_range for graph in self.graphs for relocation in graph.relocations}
 
     def words(self, node: Node) -> list[tuple[int, int]]:
-        """(start, stop) in the blob of each parameter of a node that can hold addresses."""
+        """The (start, stop) in the blob of each parameter of a node that can hold addresses."""
         if node.kind == NodeKind.KERNEL:
             parameters = self.kernels[node.kernel].parameters
             return [(node.start + offset, node.start + offset + size) for offset, size in parameters]
@@ -174,12 +175,10 @@ __all__ = [
     "Edge",
     "GraphBlueprint",
     "KernelRecord",
-    "LibraryImage",
     "MemoryRange",
     "Node",
     "NodeKind",
     "Piece",
     "RangeKind",
     "Relocation",
-    "TraceEvent",
 ]

@@ -13,7 +13,7 @@ OUT_OF_MEMORY, INVALID_VALUE = 2, 1
 HOST_MEMORY = 1  # CU_MEMORYTYPE_HOST
 
 _LETTERS: dict[str, Any] = {
-    "p": c_void_p,  # a handle or a pointer; None and byref() are taken too
+    "p": c_void_p,  # a handle or a pointer; None and byref() are accepted too
     "i": c_int,
     "u": ctypes.c_uint,
     "b": ctypes.c_ubyte,
@@ -22,7 +22,7 @@ _LETTERS: dict[str, Any] = {
     "s": c_char_p,
 }
 
-# Suffixed names are today's ABI: the plain ones are older calls with other structures (cuda.h #defines them over).
+# Names with a suffix are today's ABI. Plain ones are older calls with other structures; cuda.h redefines them.
 SIGNATURES = {
     "cuInit": "u",
     "cuDriverGetVersion": "p",
@@ -88,7 +88,7 @@ SIGNATURES = {
 }
 
 
-STICKY = (700, 714, 715, 716, 717, 718, 719)  # faults of a kernel: the context is lost with them
+STICKY = (700, 714, 715, 716, 717, 718, 719)  # faults in a kernel, which break the context
 
 
 class CudaError(DeviceError):
@@ -101,19 +101,19 @@ class CudaError(DeviceError):
 
     @property
     def sticky(self) -> bool:
-        """The context is lost with it: nothing on this device works in this process any more."""
+        """Whether the error broke the context, so that nothing works on this device in this process any more."""
         return self.result in STICKY
 
 
 class CudaDriver(Driver):
-    """libcuda with argument types. Raises DeviceError where it is absent, CudaError where a call fails."""
+    """libcuda with argument types. Raises DeviceError where there is no driver, and CudaError where a call fails."""
 
     def __init__(self, library: str = LIBRARY) -> None:
         super().__init__(library)
         self._bound: dict[str, Any] = {}
 
     def result(self, function: str, *arguments: Any) -> int:
-        """The CUresult of a call that may fail."""
+        """Call a function that may fail, and return its CUresult."""
         bound = self._bound.get(function)
         if bound is None:
             try:
@@ -131,19 +131,19 @@ class CudaDriver(Driver):
             raise CudaError(function, code, self._name(code))
 
     def handle(self, function: str, *arguments: Any) -> int:
-        """Call a function whose first argument is where to write a handle or an address; that."""
+        """Call a function that writes a handle or an address to its first argument, and return that."""
         made = c_uint64()
         self.call(function, byref(made), *arguments)
         return made.value
 
     def text(self, function: str, handle: int) -> str:
-        """A name that the driver owns."""
+        """Call a function that returns a name, which the driver owns."""
         name = c_char_p()
         self.call(function, byref(name), handle)
         return (name.value or b"").decode()
 
     def current_context(self) -> int:
-        """The context of this thread. DeviceError where none is current."""
+        """The current context of this thread. Raises DeviceError where there is none."""
         context = self.handle("cuCtxGetCurrent")
         if not context:
             raise DeviceError("expected a current CUDA context in this thread, found none; retain the device's first")
@@ -168,11 +168,11 @@ class CudaDriver(Driver):
         self._finish()
 
     def _finish(self) -> None:
-        """Both may only have begun when they return, and torch's streams do not wait for the one that they are on."""
+        """Wait for a copy or a fill: either may return early, and torch's streams do not wait for its stream."""
         self.call("cuStreamSynchronize", None)
 
     def range_of(self, address: int) -> tuple[int, int] | None:
-        """Start and size of the device allocation that holds this address; None when there is none."""
+        """Start and size of the device allocation that contains this address; None where there is none."""
         start, size = c_uint64(), c_uint64()
         if self.result("cuPointerGetAttribute", byref(start), 11, address):
             return None
@@ -181,7 +181,7 @@ class CudaDriver(Driver):
         return start.value, size.value
 
     def on_host(self, address: int) -> bool:
-        """Whether it is of the host's memory that the device can read, as pinned pages are."""
+        """Whether the address is in memory of the host that the device can read, such as pinned pages."""
         kind = c_int()
         return not self.result("cuPointerGetAttribute", byref(kind), 2, address) and kind.value == HOST_MEMORY
 

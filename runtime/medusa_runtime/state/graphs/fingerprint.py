@@ -1,4 +1,4 @@
-"""What materialized graphs are valid for, and the first thing that differs."""
+"""What materialized graphs are valid for, and what differs here."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from ctypes import byref, c_int
 from pathlib import Path
 
 from .driver import CudaDriver
-from .materialization.mapped import mapped_libraries
 from .mismatch import GraphMismatch, Reason
 
-# Their kernels, or the choice among them, are in the graphs.
+# Libraries whose kernels are in the graphs, or which chose among kernels.
 _LIBRARIES = ("libtorch_cuda.so", "libcublas.so", "libcublasLt.so", "libcudnn", "libcudart.so")
 _DRIVER_BUILD = Path("/proc/driver/nvidia/version")
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR, _PROCESSORS = 75, 76, 16
 
 
 def fingerprint(driver: CudaDriver, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """GPU, driver and mapped CUDA libraries, besides what the caller adds (torch, model, settings)."""
+    """The GPU, the driver and the CUDA libraries in this process, and what the caller adds (torch, model, settings)."""
     device = driver.current_device()
     name = ctypes.create_string_buffer(256)
     driver.call("cuDeviceGetName", name, len(name), device)
@@ -44,10 +43,20 @@ def fingerprint(driver: CudaDriver, extra: Mapping[str, str] | None = None) -> d
     return {**found, **(extra or {})}
 
 
+def mapped_libraries() -> dict[str, Path]:
+    """The shared libraries in this process: file name → path."""
+    found = {}
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line[line.find("/") :] if "/" in line else ""
+        if ".so" in path.rpartition("/")[2]:
+            found[Path(path).name] = Path(path)
+    return found
+
+
 def compare(recorded: Mapping[str, str], here: Mapping[str, str]) -> None:
-    """GraphMismatch that names the first difference: the GPU's, then the driver's, then any other."""
+    """Raise GraphMismatch with the first difference: of the GPU, else of the driver, else any other."""
     differing = [key for key in sorted({*recorded, *here}) if recorded.get(key) != here.get(key)]
-    # A library that is not loaded, here or there, has no part in it: many are loaded at their first use.
+    # Many libraries are loaded at their first use, so only those that are loaded in both processes count.
     differing = [key for key in differing if not key.startswith("library.") or {key} <= recorded.keys() & here.keys()]
     if not differing:
         return

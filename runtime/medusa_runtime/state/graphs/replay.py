@@ -1,4 +1,4 @@
-"""Replays with given inputs, to compare outputs bit by bit."""
+"""Replay graphs with given inputs, to compare outputs bit by bit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Launch = Callable[[], None]
 
 
 class Replayer:
-    """``at``: where a piece is now; ``stream``: what the graphs are launched on."""
+    """Writes inputs, launches graphs and reads outputs. ``at``: where a piece is now; ``stream``: the launches'."""
 
     def __init__(self, driver: CudaDriver, at: Callable[[Piece], int], stream: int) -> None:
         self._driver = driver
@@ -24,14 +24,14 @@ class Replayer:
             self._driver.write(self._at(piece), piece.data)
 
     def read(self, pieces: Iterable[Piece]) -> tuple[Piece, ...]:
-        """What is in memory now where these pieces are."""
+        """The same pieces with the bytes that are in memory now."""
         return tuple(piece._replace(data=self._driver.read(self._at(piece), len(piece.data))) for piece in pieces)
 
     def fill(self, piece: Piece, value: int) -> None:
         self._driver.fill(self._at(piece), value, len(piece.data))
 
     def run(self, launch: Launch, inputs: Iterable[Piece], outputs: Iterable[Piece]) -> tuple[Piece, ...]:
-        """The outputs of one replay from these inputs."""
+        """Replay once from these inputs, and return the outputs."""
         self.write(inputs)
         launch()
         self._driver.call("cuStreamSynchronize", self._stream)

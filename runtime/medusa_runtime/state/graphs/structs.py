@@ -12,7 +12,7 @@ KERNEL_NODE = struct.Struct("<Q3I3II4xQQQQ")
 # CUDA_MEMSET_NODE_PARAMS: dst, pitch, value, element size, width, height.
 MEMSET_NODE = struct.Struct("<QQIIQQ")
 MEMSET_POINTERS = (0,)
-# CUDA_MEMCPY3D: where the addresses and the kinds of memory stand in its 200 bytes.
+# CUDA_MEMCPY3D: the offsets of addresses and of kinds of memory in its 200 bytes.
 MEMCPY_NODE_BYTES = 200
 MEMCPY_POINTERS = (48, 136)
 MEMCPY_TYPES = (32, 120)
@@ -45,7 +45,7 @@ class MemLocation(ctypes.Structure):
 
 
 class MemAllocationProp(ctypes.Structure):
-    """``type`` 1 is pinned, ``location.type`` 1 a device."""
+    """CUmemAllocationProp: ``type`` 1 is pinned memory, ``location.type`` 1 a device."""
 
     _fields_ = (
         ("type", c_int),
@@ -57,6 +57,6 @@ class MemAllocationProp(ctypes.Structure):
 
 
 class MemAccessDesc(ctypes.Structure):
-    """``flags`` 3 is read and write."""
+    """CUmemAccessDesc: ``flags`` 3 is read and write."""
 
     _fields_ = (("location", MemLocation), ("flags", c_int))

@@ -1,9 +1,9 @@
-"""Addresses inside of tensor maps (CUtensorMap), which TMA kernels take by value: 128 bytes of an unpublished form.
+"""Addresses in tensor maps (CUtensorMap), which TMA kernels take by value: 128 bytes of an unpublished form.
 
-The driver can write another address into a map (cuTensorMapReplaceAddress) but not read the one that is there. Which
-bits it writes for which bit of an address is found by asking it for addresses that differ in one bit; read backwards,
-that gives the address of any map. Nothing is taken for a map that was not proved to be one: by two captures, of which
-the driver makes the second's bytes out of the first's.
+The driver can write another address into a map (cuTensorMapReplaceAddress), but cannot read the one that is there. So
+it is asked to write addresses that differ in one bit, which shows the bits of the map that this bit changes. Read
+backwards, that gives the address in any map. Bytes count as a map only if two captures prove it: the driver must make
+the second capture's bytes out of the first's.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def replacer(driver: CudaDriver) -> Replace:
     at = -(-ctypes.addressof(room) // _ALIGNMENT) * _ALIGNMENT
 
     def replace(data: bytes, address: int) -> bytes | None:
-        assert room is not None  # kept
+        assert room is not None  # the closure keeps it alive
         ctypes.memmove(at, data, MAP_BYTES)
         try:
             refused = driver.result("cuTensorMapReplaceAddress", at, address)
-        except DeviceError:  # a driver from before there were any
+        except DeviceError:  # a driver that is older than tensor maps
             return None
         return None if refused else ctypes.string_at(at, MAP_BYTES)
 
@@ -40,7 +40,7 @@ def replacer(driver: CudaDriver) -> Replace:
 
 
 def addresses(one: bytes, two: bytes, replace: Replace) -> tuple[int, int] | None:
-    """The addresses in two maps that differ in nothing else; None where these are no such maps."""
+    """The addresses in two maps that differ in nothing else; None where the bytes are not two such maps."""
     first, second = _address(one, replace), _address(two, replace)
     if first is None or second is None or replace(one, second) != two:
         return None

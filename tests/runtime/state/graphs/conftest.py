@@ -18,13 +18,16 @@ Toy = Callable[..., dict[str, Any]]
 
 @pytest.fixture(scope="session")
 def cubins() -> Path:
-    """Compiled from the .cu files beside them by build.sh."""
+    """The folder of cubins, which build.sh compiles from the .cu files beside them."""
     return HERE / "cubins"
 
 
 @pytest.fixture(scope="session")
 def toy(fake_cuda: Path, cubins: Path) -> Toy:
-    """``toy("restore", {...}, base=…, **environment)``: one process; its answer, with ``log``, what it logged."""
+    """Run one phase in a new process: ``toy("restore", {...}, base=…, **environment)``.
+
+    Returns its answer, with what it logged as ``log``.
+    """
 
     def run(phase: str, options: dict[str, Any], *, base: int = 0x600000000000, **environment: str) -> dict[str, Any]:
         variables = {**os.environ, "FAKE_CUDA_LIBRARY": str(fake_cuda), "TOY_CUBINS": str(cubins)}
@@ -40,7 +43,7 @@ def toy(fake_cuda: Path, cubins: Path) -> Toy:
 
 @pytest.fixture(scope="session")
 def second(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The dump of a capture with every region and every handle elsewhere."""
+    """The dump of a capture with every range and every handle elsewhere."""
     path = tmp_path_factory.mktemp("second") / "dump"
     toy("dump", {"dump": str(path), "order": 1}, base=0x500000000000, FAKE_CUDA_HANDLES="0x540000000000")
     return path
@@ -48,6 +51,6 @@ def second(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def materialized(toy: Toy, second: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the offline phase said, and ``path`` of its bundle."""
+    """The offline phase's answer, with the ``path`` of its bundle."""
     path = tmp_path_factory.mktemp("bundle") / "graphs"
     return {**toy("materialize", {"out": str(path), "second": str(second)}), "path": str(path)}

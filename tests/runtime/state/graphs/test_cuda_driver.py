@@ -83,7 +83,7 @@ def test_no_driver() -> None:
 
 
 def test_wrong_handles(python: Any) -> None:
-    """A handle of another kind, of another process or of something closed is an error, and no crash."""
+    """A handle of another kind, another process or a closed object is an error and not a crash."""
     said = python(
         CONTEXT
         + """
@@ -104,7 +104,7 @@ print(fails("cuGraphGetNodes", graph, None, byref(c_uint64())))
 
 
 def test_packed_parameters_are_read(python: Any) -> None:
-    """A launch with ``extra`` hands its parameters over in one buffer; much shared memory must be allowed first."""
+    """A launch with ``extra`` passes its parameters in one buffer. Much shared memory must be allowed first."""
     said = python(
         CONTEXT
         + """
@@ -139,7 +139,7 @@ images = ImageStore([Path(os.environ["TOY_CUBINS"], "toy_a.cubin").read_bytes()]
 
 @pytest.mark.parametrize("environment", [{}, {"FAKE_CUDA_CAST": "1"}, {"FAKE_CUDA_NO_MODULES": "1"}])
 def test_a_kernel_in_place_of_a_function(python: Any, environment: dict[str, str]) -> None:
-    """A CUkernel is launched as if it were a CUfunction, by CUDA's runtime; and not each function has a module."""
+    """CUDA's runtime launches a CUkernel as if it were a CUfunction, and not every function has a module."""
     said = python(
         "from medusa_runtime.state.graphs.materialization.images import ImageStore"
         + CONTEXT
@@ -155,7 +155,7 @@ print(dump.refused, dump.kernels[0].name, bool(dump.kernels[0].image), dump.kern
 
 
 def test_nodes_that_cannot_be_read_are_refused_by_themselves(python: Any) -> None:
-    """Whatever the driver says of one graph: the others are kept."""
+    """If the driver fails for one graph, the others are kept."""
     said = python(
         "from medusa_runtime.state.graphs.materialization.images import ImageStore"
         + CONTEXT
@@ -187,7 +187,7 @@ for broken in (False, True):
 
 @pytest.mark.parametrize("compiler", ["cc", "false"])
 def test_loaded_modules_are_recorded(python: Any, compiler: str) -> None:
-    """By a callback in C, which waits for no lock of Python's; by Python's where there is no compiler."""
+    """The callback is in C, which waits for no lock of Python's, or in Python where there is no compiler."""
     said = python(
         """
 from medusa_runtime.device.cupti import ModuleRecorder

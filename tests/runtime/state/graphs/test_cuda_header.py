@@ -1,6 +1,6 @@
-"""Every call, structure and constant that is used of the driver and of CUPTI, against NVIDIA's own headers.
+"""Every call, structure and constant of the driver and of CUPTI that is used, compared with NVIDIA's own headers.
 
-The fake driver is ours, and so is what we believe of the real one: only a header tells them apart.
+The fake driver is ours, so it shares our wrong beliefs. The headers do not.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from pathlib import Path
 
 import pytest
 from medusa_runtime.device import context, cupti
-from medusa_runtime.load import cuda_link
+from medusa_runtime.load.upload import cuda_link
 from medusa_runtime.state.graphs import placement, structs
 from medusa_runtime.state.graphs.blueprint import NodeKind
 from medusa_runtime.state.graphs.driver import HOST_MEMORY, INVALID_VALUE, OUT_OF_MEMORY, SIGNATURES, STICKY
 from medusa_runtime.state.graphs.fingerprint import _PROCESSORS
-from medusa_runtime.state.graphs.materialization import allocation_recorder, dump
-from medusa_runtime.state.graphs.restoration import build, kernels
+from medusa_runtime.state.graphs.materialization import dump
+from medusa_runtime.state.graphs.restoration import build
 
 
 def _folders() -> Iterator[Path]:
-    """With CUDA 13's headers: a toolkit's, or those of NVIDIA's packages (nvidia-cuda-runtime, nvidia-cuda-cupti)."""
+    """Folders with CUDA 13's headers, from a toolkit or NVIDIA's packages (nvidia-cuda-runtime, nvidia-cuda-cupti)."""
     spec = importlib.util.find_spec("nvidia")
     packages = [Path(folder) for folder in spec.submodule_search_locations or ()] if spec is not None else []
     toolkits = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")), *sorted(Path("/usr/local").glob("cuda-13*"))]
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.skipif(
     FOLDER is None or shutil.which("c++") is None, reason="needs CUDA 13's cuda.h and cupti.h (CUDA_HOME) and c++"
 )
 
-# What is called without declared types, by device/ and load/upload/cuda_link.py, or from the allocation recorder.
+# What is called without declared types, by device/ and load/upload/cuda_link.py.
 UNTYPED = {
     "cuDeviceGetCount": "p",
     "cuDevicePrimaryCtxRelease_v2": "i",
@@ -54,7 +54,6 @@ UNTYPED = {
     "cuGetErrorString": "ip",
     "cuMemHostRegister_v2": "pzu",
     "cuMemHostUnregister": "p",
-    "cuStreamGetCaptureInfo_v3": "ppppppp",
 }
 
 CALLS = r"""
@@ -81,7 +80,7 @@ template <> void show(const char *name, CUresult (*)()) { printf("%s\n", name); 
 
 
 def compiled(source: str, folder: Path, *include: str) -> list[list[str]]:
-    """What a program prints, in words."""
+    """The words of each line that a program prints."""
     assert FOLDER is not None
     (folder / "program.cpp").write_text(source)
     command = ["c++", "-std=c++17", "-I", str(FOLDER), *include, "-c", "-o"]
@@ -94,7 +93,7 @@ def compiled(source: str, folder: Path, *include: str) -> list[list[str]]:
 
 
 def test_calls(tmp_path: Path) -> None:
-    """Each by the name that today's header gives it: a plain name can be an older call with other structures."""
+    """Calls have the names that today's header gives them: a plain name can be an older call."""
     calls = SIGNATURES | UNTYPED
     lines = [f"show(NAME({base}), {base});" for base in (re.sub(r"_v\d+$", "", name) for name in calls)]
     found = compiled(CALLS + "int main() {\n" + "\n".join(lines) + "\n}\n", tmp_path)
@@ -169,7 +168,6 @@ CONSTANTS = {
     "CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY": build._USE_NODE_PRIORITY,
     "CU_LAUNCH_ATTRIBUTE_PRIORITY": build._PRIORITY,
     "CU_FUNC_ATTRIBUTE_NUM_REGS": dump.REGISTERS,
-    "CU_STREAM_CAPTURE_STATUS_ACTIVE": 1,  # allocation_recorder.cpp
     "CU_MEMHOSTREGISTER_READ_ONLY": cuda_link._READ_ONLY,
     "CUPTI_CB_DOMAIN_RESOURCE": cupti._RESOURCE,
     "CUPTI_CBID_RESOURCE_MODULE_LOADED": cupti._MODULE_LOADED,
@@ -219,23 +217,6 @@ def test_packed_as_the_structure() -> None:
     assert structs.KERNEL_NODE.size == ctypes.sizeof(NODE)
 
 
-def test_fat_binary_wrapper(tmp_path: Path) -> None:
-    """What a mapped library's image is handed to the driver in; ``fatbinary_section.h`` defines it."""
-    assert FOLDER is not None
-    if not (FOLDER / "fatbinary_section.h").is_file():
-        pytest.skip("these headers have no fatbinary_section.h, a toolkit's have")
-    source = """
-#include <fatbinary_section.h>
-#include <cstddef>
-#include <cstdio>
-int main() {
-  typedef __fatBinC_Wrapper_t Wrapper;
-  printf("%x %d %zu %zu\\n", FATBINC_MAGIC, FATBINC_VERSION, sizeof(Wrapper), offsetof(Wrapper, data));
-}
-"""
-    assert compiled(source, tmp_path) == [[f"{kernels._WRAPPER_MAGIC:x}", "1", "24", "8"]]
-
-
 def test_default_of_memory_domains(tmp_path: Path) -> None:
     source = """
 #include <cuda.h>
@@ -248,12 +229,6 @@ int main() {
 }
 """
     assert compiled(source, tmp_path) == [[dump._DEFAULTS[9].hex()]]
-
-
-def test_the_allocation_recorder_binds_these_calls() -> None:
-    text = allocation_recorder._SOURCE.read_text()
-    assert set(re.findall(r'"(cu[A-Z]\w+)"', text)) == {"cuStreamGetCaptureInfo_v3", "cuGraphGetNodes"}
-    assert {"cuStreamGetCaptureInfo_v3", "cuGraphGetNodes"} <= (SIGNATURES | UNTYPED).keys()
 
 
 def test_the_recorder_in_c_reads_what_cupti_hands_over(tmp_path: Path) -> None:

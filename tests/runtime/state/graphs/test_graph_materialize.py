@@ -47,7 +47,7 @@ def test_memory_that_nobody_named(toy: Any, second: Path, tmp_path: Path) -> Non
 
 
 def test_addresses_of_pinned_memory_are_stale_where_no_kernel_reads_it(toy: Any, tmp_path: Path) -> None:
-    """What a copy has left on the stack, before a launch: torch's pinned buffers, say."""
+    """A copy before a launch leaves such an address on the stack, for example of torch's pinned buffers."""
     other, bundle = str(tmp_path / "second"), str(tmp_path / "bundle")
     toy("dump", {"dump": other, "pinned": 1, "order": 1}, base=OTHER_BASE, FAKE_CUDA_HANDLES="0x540000000000")
     made = toy("materialize", {"out": bundle, "second": other, "pinned": 1})
@@ -69,7 +69,7 @@ def test_one_capture_only_holds_at_its_addresses(toy: Any, materialized: dict[st
 
 
 def test_words_that_changed_unexplained(toy: Any, second: Path, tmp_path: Path, materialized: dict[str, Any]) -> None:
-    """As an address in a form of its own would: right where it was captured, unknown elsewhere."""
+    """Like an address in a form of its own: right where it was captured, unknown elsewhere."""
     bundle = tmp_path / "bundle"
     made = toy("materialize", {"out": str(bundle), "second": str(second), "opaque": 0x1234567890})
     assert set(made["pinned"]) == set(made["at"])
@@ -80,7 +80,7 @@ def test_words_that_changed_unexplained(toy: Any, second: Path, tmp_path: Path, 
 
 
 def test_another_second_capture(toy: Any, tmp_path: Path) -> None:
-    """Captures that differ are no proof: nothing of them is kept."""
+    """Captures that differ prove nothing, so nothing of them is kept."""
     path = tmp_path / "dump"
     toy("dump", {"dump": str(path), "batches": [1, 2], "order": 1}, base=0x500000000000)
     made = toy("materialize", {"out": str(tmp_path / "bundle"), "second": str(path)})
@@ -98,7 +98,7 @@ def test_kernels_that_cannot_be_told_apart_are_triggered(
     bundle = tmp_path / "bundle"
     toy("materialize", {"out": str(bundle), "second": str(second), "ambiguous": True})
     restored = toy("restore", {"bundle": str(bundle)}, base=OTHER_BASE)
-    missing = "kernel-missing: scale is in no saved image, library or triggered module"
+    missing = "kernel-missing: scale is in no saved image or triggered module"
     assert set(restored["reasons"].values()) == {missing}
 
     restored = toy("restore", {"bundle": str(bundle), "trigger": "once"}, base=OTHER_BASE)

@@ -1,4 +1,4 @@
-"""What two captures say of each word, on made-up graphs."""
+"""How two captures classify each word, on graphs made by hand."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from medusa_runtime.state.graphs.placement import _spans
 
 WEIGHTS, POOL, NEXT = 0x6000_0000_0000, 0x6000_1000_0000, 0x6000_1000_1000
 OTHER = {"weights": 0x5000_7000_0000, "pool": 0x5000_0000_0000, "next": 0x5000_3000_0000}
-REGIONS = (
+RANGES = (
     MemoryRange("weights", RangeKind.NAMED, WEIGHTS, 0x1000),
     MemoryRange("pool", RangeKind.SLAB, POOL, 0x1000),
     MemoryRange("next", RangeKind.NAMED, NEXT, 0x1000),  # begins where the pool ends
 )
-ELSEWHERE = tuple(region._replace(address=OTHER[region.name]) for region in REGIONS)
+ELSEWHERE = tuple(memory_range._replace(address=OTHER[memory_range.name]) for memory_range in RANGES)
 
 
-def dump(words: list[int], regions: tuple[MemoryRange, ...] = REGIONS) -> Blueprints:
+def dump(words: list[int], ranges: tuple[MemoryRange, ...] = RANGES) -> Blueprints:
     kernel = KernelRecord("k", "", tuple((8 * n, 8) for n in range(len(words))), ())
     node = Node(0, 0, 0, (1, 1, 1), (1, 1, 1), 0, 0, 8 * len(words))
     graph = GraphBlueprint("g", (node,), (), struct.pack(f"<{len(words)}Q", *words))
-    return Blueprints(regions=regions, kernels=(kernel,), graphs=(graph,))
+    return Blueprints(ranges=ranges, kernels=(kernel,), graphs=(graph,))
 
 
 def found(first: list[int], second: list[int]) -> list[tuple[int, str, int]]:
     proof = prove(dump(first), dump(second, ELSEWHERE))
     (graph,) = proof.blueprints.graphs
-    return [(r.position, REGIONS[r.region].name, r.offset) for r in graph.relocations]
+    return [(r.position, RANGES[r.memory_range].name, r.offset) for r in graph.relocations]
 
 
-def test_pointers_move_with_their_region() -> None:
+def test_pointers_move_with_their_range() -> None:
     first = [WEIGHTS, POOL + 0x80, 7, NEXT + 0xFFF]
     second = [OTHER["weights"], OTHER["pool"] + 0x80, 7, OTHER["next"] + 0xFFF]
     assert found(first, second) == [(0, "weights", 0), (8, "pool", 0x80), (24, "next", 0xFFF)]
@@ -47,24 +47,22 @@ def test_what_looks_like_a_pointer_and_stays_is_a_constant() -> None:
 
 
 def test_one_past_the_end() -> None:
-    """Alone it could be the start of the next region; the two captures tell."""
+    """One capture cannot distinguish it from the start of the next range; two can."""
     assert found([NEXT], [OTHER["pool"] + 0x1000]) == [(0, "pool", 0x1000)]
     assert found([NEXT], [OTHER["next"]]) == [(0, "next", 0)]
 
 
 def test_what_nobody_named_is_known_by_what_points_to_it() -> None:
-    """In the other process there was something of the same size before: numbers and addresses name nothing."""
+    """The other process had a block of the same size before, so numbers and addresses identify nothing."""
 
     def made(addresses: list[int], words: list[int], size: int = 0x100) -> Blueprints:
-        regions = (
-            MemoryRange(f"workspace {size} {n}", RangeKind.WORKSPACE, at, size) for n, at in enumerate(addresses)
-        )
-        return dump(words, tuple(regions))
+        ranges = (MemoryRange(f"workspace {size} {n}", RangeKind.WORKSPACE, at, size) for n, at in enumerate(addresses))
+        return dump(words, tuple(ranges))
 
     a, b, c = 0x7F00_0000_0000, 0x7F00_0100_0000, 0x7F00_0200_0000
     first = made([a, b], [a + 8, b, a])
     graph = prove(first, made([b, c, a], [c + 8, a, c])).blueprints.graphs[0]
-    assert [(r.position, r.region, r.offset) for r in graph.relocations] == [(0, 0, 8), (8, 1, 0), (16, 0, 0)]
+    assert [(r.position, r.memory_range, r.offset) for r in graph.relocations] == [(0, 0, 8), (8, 1, 0), (16, 0, 0)]
     assert graph.pinned == ()
     for other in (
         made([b, c], [b + 8, c, c]),  # what was one is two then
@@ -77,16 +75,16 @@ def test_what_nobody_named_is_known_by_what_points_to_it() -> None:
 
 
 def test_addresses_of_what_was_given_back_are_stale() -> None:
-    """Parameters passed by value carry what was on the stack: of the warm-up before, whose memory torch still holds."""
+    """Parameters passed by value contain old stack: addresses of the warm-up's memory, which torch still holds."""
     free = MemoryRange("free 256 0", RangeKind.FREE, 0x7000_0000, 0x100)
-    first = dump([free.address + 8, WEIGHTS], (*REGIONS, free))
+    first = dump([free.address + 8, WEIGHTS], (*RANGES, free))
     moved = free._replace(name="free 512 0", address=0x9000_0000, size=0x200)
     proof = prove(first, dump([moved.address + 64, OTHER["weights"]], (*ELSEWHERE, moved)))
     assert proof.words == {"stale": 1, "pointer": 1}
     assert proof.blueprints.graphs[0].pinned == ()
     lost = prove(first, dump([0x9000_0000, OTHER["weights"]], ELSEWHERE))
     assert lost.opaque == {"k": 1}
-    assert lost.blueprints.used_regions() == {0, 1, 2}, "what is pinned is placed, and free memory is not"
+    assert lost.blueprints.used_ranges() == {0, 1, 2}, "what is pinned is placed, and free memory is not"
 
 
 def test_stale_words_of_the_stack_are_kept() -> None:
@@ -101,8 +99,8 @@ def test_unexplained_words_pin_the_graph() -> None:
     assert proof.blueprints.graphs[0].pinned == (0, 1, 2)
 
 
-def test_a_region_that_did_not_move_is_pinned() -> None:
-    unmoved = (REGIONS[0], *ELSEWHERE[1:])
+def test_a_range_that_did_not_move_is_pinned() -> None:
+    unmoved = (RANGES[0], *ELSEWHERE[1:])
     proof = prove(dump([WEIGHTS + 8, POOL]), dump([WEIGHTS + 8, OTHER["pool"]], unmoved))
     (graph,) = proof.blueprints.graphs
     assert len(graph.relocations) == 2
@@ -112,7 +110,7 @@ def test_a_region_that_did_not_move_is_pinned() -> None:
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        ([WEIGHTS], [OTHER["pool"]]),  # another region
+        ([WEIGHTS], [OTHER["pool"]]),  # another range
         ([WEIGHTS + 8], [OTHER["weights"] + 16]),  # another place in it
         ([WEIGHTS], [0x1234_5678_9ABC]),  # memory that was not named in the second
         ([3], [OTHER["pool"]]),
@@ -144,10 +142,10 @@ def test_random_words(seed: int) -> None:
     for position in range(0, 8 * 200, 8):
         kind = numbers.choice(["pointer", "constant", "stale"])
         if kind == "pointer":
-            region, offset = numbers.randrange(3), numbers.randrange(0x1000)
-            first.append(REGIONS[region].address + offset)
-            second.append(ELSEWHERE[region].address + offset)
-            expected.append((position, REGIONS[region].name, offset))
+            memory_range, offset = numbers.randrange(3), numbers.randrange(0x1000)
+            first.append(RANGES[memory_range].address + offset)
+            second.append(ELSEWHERE[memory_range].address + offset)
+            expected.append((position, RANGES[memory_range].name, offset))
         elif kind == "constant":
             first.append(numbers.choice([0, numbers.getrandbits(32), WEIGHTS + numbers.randrange(1 << 29)]))
             second.append(first[-1])
@@ -158,27 +156,27 @@ def test_random_words(seed: int) -> None:
 
 
 def test_words_of_a_parameter_are_aligned_to_the_parameters_block() -> None:
-    """A structure at offset 4 has its pointer at 8; four bytes and four bytes are no pointer together."""
+    """A structure at offset 4 has its pointer at 8. Two neighbours of four bytes are no pointer together."""
     kernel = KernelRecord("k", "", ((0, 4), (4, 20)), ())
     node = Node(0, 0, 0, (1, 1, 1), (1, 1, 1), 0, 16, 24)
 
-    def made(address: int, regions: tuple[MemoryRange, ...]) -> Blueprints:
+    def made(address: int, ranges: tuple[MemoryRange, ...]) -> Blueprints:
         blob = bytes(16) + struct.pack("<II", 1, 2) + struct.pack("<QQ", address, 5)
-        return Blueprints(regions=regions, kernels=(kernel,), graphs=(GraphBlueprint("g", (node,), (), blob),))
+        return Blueprints(ranges=ranges, kernels=(kernel,), graphs=(GraphBlueprint("g", (node,), (), blob),))
 
-    proof = prove(made(WEIGHTS, REGIONS), made(OTHER["weights"], ELSEWHERE))
+    proof = prove(made(WEIGHTS, RANGES), made(OTHER["weights"], ELSEWHERE))
     assert [r.position for r in proof.blueprints.graphs[0].relocations] == [24]
 
 
-def test_regions_on_one_page_are_mapped_together() -> None:
+def test_ranges_on_one_page_are_mapped_together() -> None:
     granule = 2 << 20
-    regions = [
+    ranges = [
         MemoryRange("a", RangeKind.NAMED, WEIGHTS + 512, 100),
         MemoryRange("b", RangeKind.NAMED, WEIGHTS + 4096, granule),
         MemoryRange("c", RangeKind.NAMED, WEIGHTS + 2 * granule, 1),
     ]
-    spans = _spans(list(reversed(regions)), granule)
-    assert [(span.start, span.size, [region.name for region in span.regions]) for span in spans] == [
+    spans = _spans(list(reversed(ranges)), granule)
+    assert [(span.start, span.size, [memory_range.name for memory_range in span.ranges]) for span in spans] == [
         (WEIGHTS, 2 * granule, ["a", "b"]),
         (WEIGHTS + 2 * granule, granule, ["c"]),
     ]

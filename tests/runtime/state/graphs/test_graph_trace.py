@@ -1,20 +1,15 @@
-"""Indirect index pointers, against a search that looks at every event."""
+"""The oracle's indirect index pointers, compared with a search through every event."""
 
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
-import torch
-from medusa_runtime.errors import DeviceError
-from medusa_runtime.state.graphs import AllocationTrace
-from medusa_runtime.state.graphs.materialization.allocation_recorder import AllocationRecorder, AllocatorEvent, trace_of
-from medusa_runtime.state.graphs.placement import replay_allocations
+from allocation_trace import AllocationTrace, replay
 
 
 def test_figure_6() -> None:
-    """The i-th and the (i + 1)-th allocation return one address; a pointer at a launch is of the one that is live."""
+    """Two allocations return one address; a pointer at a launch belongs to the one that is live."""
     trace = AllocationTrace()
     trace.malloc(0xA000, 512)
     trace.launch("g")
@@ -36,19 +31,9 @@ def test_what_is_unknown_is_left_out() -> None:
     assert trace.events == ()
 
 
-def test_launches_are_counted_by_graph() -> None:
-    trace = AllocationTrace()
-    trace.launched("a", 2)
-    trace.malloc(0x1000, 8)
-    trace.launched("a", 3)
-    trace.launched("b", 1)
-    found = trace.indices({("a", node): [0x1000] for node in range(3)} | {("b", 0): [0x1000]})
-    assert set(found) == {("a", 2, 0x1000), ("b", 0, 0x1000)}
-
-
 @pytest.mark.parametrize("seed", range(30))
 def test_random_traces(seed: int) -> None:
-    """Backwards from each launch, the first allocation that holds the pointer and was not released since."""
+    """Search backwards from each launch for the first allocation with the pointer that was not released since."""
     numbers = random.Random(seed)
     trace, live, history = AllocationTrace(), {}, []
     pointers: dict[tuple[str, int], list[int]] = {}
@@ -100,35 +85,6 @@ def test_replay_gives_each_allocation_its_address() -> None:
         calls.append(("malloc", size))
         return 0x5000 + len(calls)
 
-    addresses = replay_allocations(trace.events, malloc, lambda address: calls.append(("free", address)))
-    assert addresses == [0x5001, 0x5003]
+    addresses = replay(trace.events, malloc, lambda address: calls.append(("free", address)))
+    assert addresses == {"allocation 0": 0x5001, "allocation 1": 0x5003}
     assert calls == [("malloc", 512), ("free", 0x5001), ("malloc", 256)]
-
-
-def test_recorded_allocator_events() -> None:
-    """Events carry how many nodes their graph had; a graph's last nodes have no event behind them."""
-    events = [
-        AllocatorEvent(0, 0xA000, 512, 0),  # before any capture
-        AllocatorEvent(0, 0xB000, 512, 0),  # the first graph has no node yet
-        AllocatorEvent(1, 0xB000, 512, 2),  # asked to be released: still in use
-        AllocatorEvent(2, 0xB000, 512, 2),
-        AllocatorEvent(0, 0xB000, 512, 2),
-        AllocatorEvent(0, 0xC000, 512, 1),
-        AllocatorEvent(4, 0xC000, 512, 1),  # a segment's: nobody's allocation
-        AllocatorEvent(2, 0xA000, 512, 0),
-    ]
-    trace = trace_of(events, {"a": (1, 5), "b": (5, 7)}, {"a": 4, "b": 2})
-    pointers = {("a", node): [0xA000, 0xB010] for node in range(4)} | {("b", node): [0xC000] for node in range(2)}
-    found = trace.indices(pointers)
-    assert {key: value.allocation for key, value in found.items()} == {
-        **{("a", node, 0xA000): 0 for node in range(4)},
-        ("a", 0, 0xB010): 1, ("a", 1, 0xB010): 1, ("a", 2, 0xB010): 2, ("a", 3, 0xB010): 2, ("b", 1, 0xC000): 3,
-    }  # fmt: skip
-
-
-def test_recorder_needs_torch_for_cuda(tmp_path: Path) -> None:
-    """With torch for CPUs it says what is missing, and graphs are materialized without an index."""
-    if torch.version.cuda is not None:
-        pytest.skip("torch for CUDA is here")
-    with pytest.raises(DeviceError, match=r"allocation recorder|C\+\+ compiler"):
-        AllocationRecorder(tmp_path)

@@ -1,4 +1,4 @@
-"""What is remembered of graphs that broke a context, and for how long."""
+"""Which graphs that broke a context are remembered, and for how long."""
 
 from __future__ import annotations
 

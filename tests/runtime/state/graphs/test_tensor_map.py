@@ -1,4 +1,4 @@
-"""Addresses inside of tensor maps: found whatever their form is, proved by two captures, relocated by the driver."""
+"""Addresses in tensor maps are found in any form, proved by two captures, and relocated by the driver."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SWAPPED = bytes(range(16, 144))  # a map's other fields
 
 
 def split(data: bytes, address: int, alignment: int = 16) -> bytes | None:
-    """A form of its own: the address shifted, its halves apart, one of them inverted."""
+    """A form of its own: the address is shifted, its halves are apart, and one of them is inverted."""
     if address % alignment or not address or len(data) != MAP_BYTES:
         return None
     low, high = address >> 4 & 0xFFFFFFFF, address >> 36
@@ -44,27 +44,27 @@ def test_what_the_driver_refuses_is_no_map() -> None:
     assert addresses(SWAPPED, SWAPPED, lambda data, address: None) is None
 
 
-REGIONS = (MemoryRange("weights", RangeKind.NAMED, 0x600000000000, 0x10000),)
-ELSEWHERE = (REGIONS[0]._replace(address=0x500000400000),)
+RANGES = (MemoryRange("weights", RangeKind.NAMED, 0x600000000000, 0x10000),)
+ELSEWHERE = (RANGES[0]._replace(address=0x500000400000),)
 
 
-def dump(region: MemoryRange, offset: int, *, before: int = 0, behind: bytes = b"") -> Blueprints:
+def dump(memory_range: MemoryRange, offset: int, *, before: int = 0, behind: bytes = b"") -> Blueprints:
     """A parameter of ``before`` words, a map, and more."""
-    data = split(SWAPPED, region.address + offset)
+    data = split(SWAPPED, memory_range.address + offset)
     assert data is not None
     blob = bytes(8 * before) + data + behind
     kernel = KernelRecord("k", "", ((0, len(blob)),), ())
     node = Node(0, 0, 0, (1, 1, 1), (1, 1, 1), 0, 0, len(blob))
-    return Blueprints(regions=(region,), kernels=(kernel,), graphs=(GraphBlueprint("g", (node,), (), blob),))
+    return Blueprints(ranges=(memory_range,), kernels=(kernel,), graphs=(GraphBlueprint("g", (node,), (), blob),))
 
 
 @pytest.mark.parametrize("before", [0, 3])
 def test_a_map_anywhere_in_a_structure_is_relocated(before: int) -> None:
-    """As in the arguments of a CUTLASS kernel: pointers in front of it and behind."""
-    pointers = [(region.address + 64).to_bytes(8, "little") for region in (REGIONS[0], ELSEWHERE[0])]
+    """Like the arguments of a CUTLASS kernel, with pointers before and behind it."""
+    pointers = [(memory_range.address + 64).to_bytes(8, "little") for memory_range in (RANGES[0], ELSEWHERE[0])]
     one, two = (
-        dump(region, 0x400, before=before, behind=pointer)
-        for region, pointer in zip((REGIONS[0], ELSEWHERE[0]), pointers, strict=True)
+        dump(memory_range, 0x400, before=before, behind=pointer)
+        for memory_range, pointer in zip((RANGES[0], ELSEWHERE[0]), pointers, strict=True)
     )
     proof = prove(one, two, split)
     (graph,) = proof.blueprints.graphs
@@ -75,7 +75,7 @@ def test_a_map_anywhere_in_a_structure_is_relocated(before: int) -> None:
 
 
 def test_a_map_that_moved_otherwise_is_not() -> None:
-    proof = prove(dump(REGIONS[0], 0x400), dump(ELSEWHERE[0], 0x410), split)
+    proof = prove(dump(RANGES[0], 0x400), dump(ELSEWHERE[0], 0x410), split)
     (graph,) = proof.blueprints.graphs
     assert graph.relocations == ()
     assert graph.pinned == (0,)
@@ -83,8 +83,8 @@ def test_a_map_that_moved_otherwise_is_not() -> None:
 
 
 def test_a_map_into_memory_that_did_not_move_pins_it() -> None:
-    """Its bytes are those of a constant: only where its region is the same is it right."""
-    (graph,) = prove(dump(REGIONS[0], 0x400), dump(REGIONS[0], 0x400), split).blueprints.graphs
+    """Its bytes are those of a constant, and right only where its range is the same."""
+    (graph,) = prove(dump(RANGES[0], 0x400), dump(RANGES[0], 0x400), split).blueprints.graphs
     assert graph.pinned == (0,)
 
 

@@ -1,8 +1,8 @@
-"""A decode step on the fake driver, a process of its own: ``toy.py dump|materialize|restore`` (JSON in and out).
+"""A decode step on the fake driver, in a new process: ``toy.py dump|materialize|restore`` (JSON in and out).
 
-Everything a real one has: weights, KV cache, static inputs and outputs, a pool whose addresses are used again, a
-workspace with contents from before, structures with garbage in them, a module's variable, clusters, shared memory over
-48 KiB, programmatic edges, two streams, memsets and copies, and two kernels of one name.
+It has everything that a real one has: weights, KV cache, static inputs and outputs, a pool whose addresses are used
+again, a workspace with earlier contents, structures with garbage in them, a module's variable, clusters, shared memory
+over 48 KiB, programmatic edges, two streams, memsets and copies, and two kernels of one name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import Any
 from medusa_runtime.device.cupti import ModuleRecorder
 from medusa_runtime.errors import DeviceError
 from medusa_runtime.state.graphs import (
-    AllocationTrace,
     Blueprints,
     Capture,
     CudaDriver,
@@ -35,10 +34,13 @@ from medusa_runtime.state.graphs import (
     fingerprint,
     materialize_graphs,
     place,
-    replayed,
     restore_graphs,
 )
 from medusa_runtime.state.graphs import driver as bindings
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+from allocation_trace import AllocationTrace, by_allocation, replay
 
 bindings.SIGNATURES.update(
     {
@@ -83,7 +85,7 @@ def open_driver() -> tuple[CudaDriver, int]:
 
 
 def twin(image: bytes) -> bytes:
-    """A cubin with other instructions in its kernel ``scale``, which nothing else tells from the original's."""
+    """A cubin whose kernel ``scale`` has other instructions, and is otherwise like the original."""
     (table,), (_, count, names) = struct.unpack_from("<Q", image, 0x28), struct.unpack_from("<HHH", image, 0x3A)
     headers = [struct.unpack_from("<IIQQQQ", image, table + 64 * number) for number in range(count)]
     start = next(h[4] for h in headers if image.startswith(b".text.scale\0", headers[names][4] + h[0]))
@@ -91,7 +93,7 @@ def twin(image: bytes) -> bytes:
 
 
 class Pool:
-    """A caching allocator: what was freed last is given out first, or (``patient``) only every second time."""
+    """A caching allocator, which returns what was freed last, or (``patient``) only every second time."""
 
     def __init__(self, address: int, *, patient: bool = False) -> None:
         self._next = address
@@ -284,7 +286,7 @@ def answers(driver: CudaDriver, at: dict[str, int], stream: int, launches: dict[
 def offline(options: dict[str, Any]) -> dict[str, Any]:
     driver, stream = open_driver()
     order = list(SIZES)
-    random.Random(options.get("order", 0)).shuffle(order)  # other distances between the regions
+    random.Random(options.get("order", 0)).shuffle(order)  # other distances between the ranges
     at = {name: driver.handle("cuMemAlloc_v2", SIZES[name][1]) for name in order}
     recorder = ModuleRecorder(os.environ["FAKE_CUDA_LIBRARY"])
     toy = Toy(driver, stream, at)
@@ -298,7 +300,7 @@ def offline(options: dict[str, Any]) -> dict[str, Any]:
     toy.write_weights()
     driver.write(at["workspace"] + 512, MAGIC)
     graphs = {f"decode-{batch}": toy.capture(batch) for batch in options.get("batches", [1, 2, 4])}
-    regions = [
+    ranges = [
         MemoryRange(name, kind, at[name], size)
         for name, (kind, size) in SIZES.items()
         if name not in options.get("unnamed", [])
@@ -306,7 +308,7 @@ def offline(options: dict[str, Any]) -> dict[str, Any]:
     images = ImageStore(recorder.images)
     if options.get("ambiguous"):
         images.add(twin(toy.images[1]))
-    dump = dump_graphs(driver, graphs, regions, images=images)
+    dump = dump_graphs(driver, graphs, ranges, images=images)
     if "dump" in options:
         dump.save(Path(options["dump"]))
         return {"refused": dump.refused}
@@ -317,7 +319,7 @@ def offline(options: dict[str, Any]) -> dict[str, Any]:
         params = bindings.byref(ctypes.create_string_buffer(32))
         execution = driver.handle("cuGraphInstantiateWithParams", graph, params)
         launches[key] = lambda execution=execution: driver.call("cuGraphLaunch", execution, stream)
-    number = {region.name: n for n, region in enumerate(dump.regions)}
+    number = {memory_range.name: n for n, memory_range in enumerate(dump.ranges)}
     inputs, outputs = {}, {}
     for key in launches:
         batch = int(key.partition("-")[2])
@@ -326,27 +328,24 @@ def offline(options: dict[str, Any]) -> dict[str, Any]:
             Piece(number["graph outputs"], 0, bytes(batch * VOCAB * 4)),
             Piece(number["graph outputs"], MAX_BATCH * VOCAB * 4, bytes(4 * batch)),
         )
-    capture = Capture(
-        launches, inputs, outputs, stream, images, trace=toy.trace, fingerprint=fingerprint(driver, {"torch": "2.13"}),
-        libraries=[Path(path) for path in options.get("libraries", [])], save_images=options.get("save_images", True),
-        reads_host=options.get("reads_host", True),
-    )  # fmt: skip
+    facts = fingerprint(driver, {"torch": "2.13"})
+    reads_host = options.get("reads_host", True)
+    capture = Capture(launches, inputs, outputs, stream, images, fingerprint=facts, reads_host=reads_host)
     second = Blueprints.load(Path(options["second"]).read_bytes()) if "second" in options else None
     blueprints = materialize_graphs(driver, dump, capture, second=second)
     blueprints.save(Path(options["out"]))
+    toy.trace.save(Path(options["out"] + ".trace"))
     return {
         "refused": blueprints.refused,
         "answers": answers(driver, at, stream, launches),
-        "pinned": sorted({blueprints.regions[n].name for graph in blueprints.graphs for n in graph.pinned}),
-        "contents": [[blueprints.regions[r].name, offset, len(data)] for r, offset, data in blueprints.contents],
+        "pinned": sorted({blueprints.ranges[n].name for graph in blueprints.graphs for n in graph.pinned}),
+        "contents": [[blueprints.ranges[r].name, offset, len(data)] for r, offset, data in blueprints.contents],
         "at": at,
     }
 
 
 def online(options: dict[str, Any]) -> dict[str, Any]:
     driver, stream = open_driver()
-    for path in options.get("map_libraries", []):
-        ctypes.CDLL(path)
     data = Path(options["bundle"]).read_bytes()
     keys = options.get("keys", ["decode-1", "decode-2", "decode-4"])
     facts = fingerprint(driver, {"torch": options.get("torch", "2.13")})
@@ -356,12 +355,13 @@ def online(options: dict[str, Any]) -> dict[str, Any]:
             blueprints = CHANGES[options["change"]](blueprints)
         for address in options.get("take", []):
             driver.handle("cuMemAddressReserve", 2 << 20, 0, address, 0)
-        wanted = [region for region in blueprints.regions if region.kind != RangeKind.MODULE]
+        wanted = [memory_range for memory_range in blueprints.ranges if memory_range.kind != RangeKind.MODULE]
         if options.get("mode") == "replay":
-            named = place(driver, [region for region in wanted if region.kind != SLAB], at_recorded=False)
-            slab = driver.handle("cuMemAlloc_v2", 256 << 10)
-            pool = Pool(slab, patient=True)
-            placement = replayed(driver, blueprints, pool.malloc, pool.free, named.addresses)
+            placement = place(driver, [one for one in wanted if one.kind != SLAB], at_recorded=False)
+            trace = AllocationTrace.load(Path(options["bundle"] + ".trace"))
+            blueprints = by_allocation(blueprints, trace, first_match=options.get("first_match", False))
+            pool = Pool(driver.handle("cuMemAlloc_v2", 256 << 10), patient=True)
+            placement.addresses.update(replay(trace.events, pool.malloc, pool.free))
         else:
             placement = place(driver, wanted, at_recorded=options.get("mode") != "relocate")
     except GraphMismatch as mismatch:
@@ -401,6 +401,9 @@ def online(options: dict[str, Any]) -> dict[str, Any]:
             "reasons": {key: str(mismatch) for key, mismatch in restored.reasons.items()},
             "answers": answers(driver, at, stream, {key: graph.replay for key, graph in restored.graphs.items()}),
             "at": at,
+            "through": sorted(
+                {blueprints.ranges[r.memory_range].name for g in blueprints.graphs for r in g.relocations}
+            ),
         }
     placement.close()
     return result
@@ -432,25 +435,6 @@ def _without_allowances(blueprints: Blueprints) -> Blueprints:
     return replace(blueprints, kernels=kernels)
 
 
-def _first_match(blueprints: Blueprints) -> Blueprints:
-    """What matching addresses alone gives: the first allocation that ever returned it (figure 6)."""
-    first: dict[int, int] = {}
-    allocations = [event for event in blueprints.events if event.size]
-    for number, event in enumerate(allocations):
-        first.setdefault(event.address, number)
-    graphs = tuple(
-        replace(
-            graph,
-            relocations=tuple(
-                r._replace(allocation=first[allocations[r.allocation].address]) if r.allocation >= 0 else r
-                for r in graph.relocations
-            ),
-        )
-        for graph in blueprints.graphs
-    )
-    return replace(blueprints, graphs=graphs)
-
-
 CHANGES = {
     "attributes": _without_attributes,
     "edges": _without_edges,
@@ -458,7 +442,6 @@ CHANGES = {
     "images": _without_images,
     "names": _without_variables,
     "allowances": _without_allowances,
-    "first match": _first_match,
 }
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a cubin says of its kernels: an ELF file, with a section ``.nv.info.<kernel>`` for each."""
+"""Reads what a cubin says about its kernels: an ELF file with a section ``.nv.info.<kernel>`` for each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PARAMETER, _REGISTERS, _CLUSTER = 0x17, 0x2F, 0x3D
 
 
 class CubinKernel(NamedTuple):
-    """``parameters``: (offset, size) of each, in bytes; ``code``: digest of its instructions."""
+    """One kernel. ``parameters``: (offset, size) of each, in bytes; ``code``: digest of its instructions."""
 
     name: str
     parameters: tuple[tuple[int, int], ...]
@@ -27,8 +27,11 @@ class CubinKernel(NamedTuple):
 
 
 class Cubin(NamedTuple):
-    """``arch``: 90 for sm_90. ``variables``: name → size of what it keeps in device memory; ``mutable_bytes``: of those
-    the part that is zero at load, so that two loaded copies would not share what kernels write there."""
+    """The kernels of an image and the variables that it keeps in device memory.
+
+    ``arch``: 90 for sm_90. ``variables``: name → size. ``mutable_bytes``: how much of the variables is zero at load. If
+    kernels write there, two loaded copies of the image differ.
+    """
 
     arch: int
     kernels: dict[str, CubinKernel]
@@ -37,7 +40,7 @@ class Cubin(NamedTuple):
 
 
 def parse_cubin(data: bytes) -> Cubin:
-    """Read a cubin. StateError when it is none, or is cut or damaged."""
+    """Read a cubin. Raises StateError when the bytes are something else, cut or damaged."""
     try:
         return _parse(data)
     except (struct.error, IndexError, ValueError, OverflowError) as error:
@@ -111,7 +114,7 @@ def _symbols(data: bytes, sections: list[_Section]) -> list[tuple[str, int, int,
 
 
 def _records(data: bytes, section: _Section | None) -> list[tuple[int, int, int]]:
-    """(attribute, start, length) of each record that has a payload of its own."""
+    """The (attribute, start, length) of each record that has a payload of its own."""
     records: list[tuple[int, int, int]] = []
     if section is None:
         return records

@@ -1,4 +1,4 @@
-"""Reads captured graphs out of the driver: nodes, parameters, attributes, edges with their data."""
+"""Reads captured graphs out of the driver: nodes, parameters, attributes, and edges with their data."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from ..structs import (
 from .images import ImageStore
 
 # CUlaunchAttributeID: access policy window, cooperative, cluster dimension and scheduling, priority, memory domains,
-# preferred cluster, device-updatable, carveout. Those without a value of their own are left out where they are zero.
+# preferred cluster, device-updatable, carveout. Values that are zero or the driver's default are left out.
 NODE_ATTRIBUTES = (1, 2, 4, 5, 8, 9, 10, 11, 13, 14)
-# CUfunction_attribute. What the compiler gave a kernel (static shared, constant and local memory, registers, versions)
-# tells kernels of one name apart; dynamic shared memory, carveout and non-portable clusters are set by who launches.
+# CUfunction_attribute. What the compiler set (static shared, constant and local memory, registers, versions)
+# distinguishes kernels of one name. Dynamic shared memory, carveout and non-portable clusters are set by the launch.
 REGISTERS = 4
 IDENTITY = (1, 2, 3, REGISTERS, 5, 6)
 _DYNAMIC_SHARED = 8
 FUNCTION_ATTRIBUTES = (*IDENTITY, _DYNAMIC_SHARED, 9, 14)
-_DEVICE_UPDATABLE = 13  # its value has a handle for kernels to change the node by, which no other process has
+_DEVICE_UPDATABLE = 13  # kernels change such a node through a handle in its value, which another process does not have
 _NODE_KINDS = {
     3: "host",
     4: "child graph",
@@ -54,18 +54,18 @@ _NODE_KINDS = {
     13: "conditional",
 }
 _ALIGNMENT = 16
-# What the driver gives where nothing was set, though it is not zero: memory domains {0, 1}, carveout -1.
+# The driver's defaults that are not zero: memory domains {0, 1}, carveout -1.
 _DEFAULTS = {9: b"\0\1", 14: b"\xff\xff\xff\xff"}
 
 
 def dump_graphs(
-    driver: CudaDriver, graphs: Mapping[str, int], regions: Iterable[MemoryRange], *, images: ImageStore | None = None
+    driver: CudaDriver, graphs: Mapping[str, int], ranges: Iterable[MemoryRange], *, images: ImageStore | None = None
 ) -> Blueprints:
-    """Captured graphs as they are, without relocations: key → CUgraph (torch's ``raw_cuda_graph()``, ``keep_graph``).
+    """Read captured graphs as they are, without relocations. ``graphs``: key → CUgraph.
 
-    ``regions``: all device memory that they may point into; the variables of ``images`` (the cubins that were loaded
-    while capturing) are added. A graph with a node that cannot be materialized is not in the result but in its
-    ``refused``. Needs a current context.
+    In torch a CUgraph comes from ``raw_cuda_graph()``, with ``keep_graph``. ``ranges``: all device memory that the
+    graphs may point into; the variables of ``images`` (the cubins that were loaded while capturing) are added. A graph
+    with a node that cannot be materialized is in ``refused`` of the result. Needs a current context.
     """
     reader = _Reader(driver, images or ImageStore())
     read: list[GraphBlueprint] = []
@@ -80,7 +80,7 @@ def dump_graphs(
                 raise
             refused[key] = str(GraphMismatch(Reason.DRIVER_CALL, str(error)))
     return Blueprints(
-        regions=(*regions, *reader.variables.values()),
+        ranges=(*ranges, *reader.variables.values()),
         kernels=tuple(reader.kernels),
         attribute_sets=tuple(reader.sets),
         graphs=tuple(read),
@@ -98,7 +98,10 @@ def nodes_of(driver: CudaDriver, graph: int) -> list[int]:
 
 
 def edges_of(driver: CudaDriver, graph: int) -> list[tuple[int, int, bytes]]:
-    """(source, target, edge data). Asked for with its data: without, the driver refuses graphs that have any (402)."""
+    """The edges of a graph as (source, target, edge data).
+
+    They are read with their data: without it the driver refuses (402) a graph whose edges have any.
+    """
     count = c_size_t()
     driver.call("cuGraphGetEdges_v2", graph, None, None, None, byref(count))
     if not count.value:
@@ -121,13 +124,13 @@ def kernel_of(driver: CudaDriver, node: int) -> tuple[KernelNodeParams, str, tup
     params = KernelNodeParams()
     driver.call("cuGraphKernelNodeGetParams_v2", node, byref(params))
     if params.func and driver.result("cuFuncGetName", byref(c_char_p()), params.func):
-        # A CUkernel can be launched in place of a CUfunction; what tells of functions does not take it.
+        # A CUkernel can be launched in place of a CUfunction, but calls about functions do not accept it.
         params.func, params.kern = None, params.kern or params.func
     return params, *describe(driver, func=params.func or 0, kern=params.kern or 0)
 
 
 def describe(driver: CudaDriver, *, func: int, kern: int) -> tuple[str, tuple[tuple[int, int], ...]]:
-    """Name and parameter layout of a CUfunction or a CUkernel."""
+    """The name and the parameter layout of a CUfunction or a CUkernel."""
     handle = func or kern
     name = driver.text("cuFuncGetName" if func else "cuKernelGetName", handle)
     call = "cuFuncGetParamInfo" if func else "cuKernelGetParamInfo"
@@ -135,13 +138,13 @@ def describe(driver: CudaDriver, *, func: int, kern: int) -> tuple[str, tuple[tu
     offset, size = c_size_t(), c_size_t()
     while not (failed := driver.result(call, handle, len(layout), byref(offset), byref(size))):
         layout.append((offset.value, size.value))
-    if failed != INVALID_VALUE:  # not the end: a kernel without its parameters would run with somebody else's
+    if failed != INVALID_VALUE:  # not the end of the list: a kernel with too few parameters would run with wrong ones
         driver.call(call, handle, len(layout), byref(offset), byref(size))
     return name, tuple(layout)
 
 
 class _Reader:
-    """Kernels and sets of attributes are kept once for all graphs."""
+    """Reads graphs, and keeps each kernel and each set of attributes once for all of them."""
 
     def __init__(self, driver: CudaDriver, images: ImageStore) -> None:
         self._driver = driver
@@ -194,7 +197,7 @@ class _Reader:
         start = len(blob)
         size = max((offset + size for offset, size in layout), default=0)
         values = bytearray(size)
-        # The memory behind these pointers is the node's own: it is copied at once, and never written.
+        # The memory behind these pointers belongs to the node: copy it at once, and never write to it.
         packed = _packed(params.extra) if params.extra else 0
         if layout and not packed and not params.params:
             raise GraphMismatch(Reason.NODE_KIND, f"the parameters of {name} cannot be read")
@@ -232,14 +235,14 @@ class _Reader:
         return self._numbers[handle]
 
     def _allow(self, record: int, shared_bytes: int) -> None:
-        """Who launched it may have allowed its shared memory through a handle that was not asked here."""
+        """Raise a kernel's limit of shared memory to what was launched: another handle may have set it."""
         attributes = dict(self.kernels[record].attributes)
         if attributes.get(_DYNAMIC_SHARED, 0) < shared_bytes:
             attributes[_DYNAMIC_SHARED] = shared_bytes
             self.kernels[record] = self.kernels[record]._replace(attributes=tuple(sorted(attributes.items())))
 
     def _add_variables(self, image: str, params: KernelNodeParams) -> None:
-        """Without them a pointer into one is a foreign one."""
+        """Add the variables of a kernel's image to the ranges, so that pointers into them are known."""
         try:
             func = params.func or self._driver.handle("cuKernelGetFunction", params.kern)
             module = self._driver.handle("cuFuncGetModule", func)
@@ -267,7 +270,10 @@ class _Reader:
 
 
 def _packed(extra: int) -> int:
-    """Where the buffer of a launch with ``extra`` begins: pairs of a name and a value, until a name of 0."""
+    """The address of the parameters of a launch with ``extra``; 0 where there is none.
+
+    ``extra`` is a list of pairs of a name and a value, which the name 0 ends.
+    """
     words = (c_void_p * 5).from_address(extra)
     for at in range(0, 4, 2):
         if not words[at]:

@@ -1,4 +1,4 @@
-"""Kernel images by their digest, and which of them a captured kernel is from."""
+"""Kernel images by their digest, and the image that a captured kernel is from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class ImageStore:
-    """Cubins seen while capturing. A kernel's name alone is no key: one library defines it several times."""
+    """The cubins seen while capturing. A kernel's name alone is no key: one library may define it several times."""
 
     def __init__(self, images: Iterable[bytes] = ()) -> None:
         self.data: dict[str, bytes] = {}
@@ -27,7 +27,7 @@ class ImageStore:
                 logger.info("a loaded module of %d bytes is left out: %s", len(image), error)
 
     def add(self, image: bytes) -> str:
-        """Keep an image; its digest. StateError when it is no cubin."""
+        """Keep an image, and return its digest. Raises StateError when it is no cubin."""
         digest = hashlib.sha256(image).hexdigest()
         if digest not in self.data:
             parsed = parse_cubin(image)
@@ -41,7 +41,7 @@ class ImageStore:
         return self._parsed[digest]
 
     def find(self, name: str, parameters: tuple[tuple[int, int], ...], registers: int = 0) -> str | None:
-        """The image that defines this very kernel; None when none does. StateError when several might."""
+        """The image that defines this kernel; None when none does. Raises StateError when several might."""
         matches: list[tuple[str, CubinKernel]] = []
         for digest in self._by_kernel.get(name, ()):
             kernel = self._parsed[digest].kernels[name]
@@ -54,10 +54,10 @@ class ImageStore:
         return matches[0][0]
 
     def of(self, name: str, parameters: tuple[tuple[int, int], ...], registers: int = 0) -> str:
-        """The one image that a kernel is from; empty when that is not known, or when it must not be loaded twice."""
+        """The image that a kernel is from; empty when that is not known, or when it must not be loaded twice."""
         try:
             image = self.find(name, parameters, registers)
         except StateError:
             return ""
-        # What kernels write into their image's variables is not in a second copy; one byte is a tag of the compiler's.
+        # A second copy would miss what kernels have written to the image's variables. One byte is the compiler's tag.
         return image if image and self._parsed[image].mutable_bytes <= 1 else ""

@@ -4,35 +4,31 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
-from ..blueprint import Blueprints, GraphBlueprint, LibraryImage, Piece, RangeKind
+from ..blueprint import Blueprints, Piece, RangeKind
 from ..driver import CudaDriver
 from ..mismatch import GraphMismatch, Reason
 from ..replay import Launch, Replayer
 from ..tensor_map import MAP_BYTES, replacer
 from .dump import REGISTERS
 from .images import ImageStore
-from .mapped import locate
 from .memory_ranges import RangeMap
 from .poison import permanent_contents
 from .relocate import prove
-from .trace import AllocationTrace
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Capture:
-    """What the side that captured hands over, beside the dump of its graphs.
+    """What the engine that captured hands over, besides the dump of its graphs.
 
-    ``launches``: key → replay of that graph, and of those that it takes and that have no launch of their own.
-    ``inputs``: key → what to write before a reference replay, ``outputs``: key → what to compare after it (their data
-    is only a length). ``stream``: what the launches are on. ``libraries``: shared libraries to look for the kernel
-    images in, where a restore finds them if ``save_images`` is off. ``reads_host``: whether kernels may read pinned
-    memory of the host; where they do not, an address of it is a stale one, of copies that came before a launch.
+    ``launches``: key → a replay of that graph, which includes graphs without a launch of their own. ``inputs``: key →
+    what to write before a reference replay. ``outputs``: key → what to compare after it; of their data only the length
+    counts. ``stream``: of the launches. ``reads_host``: whether kernels may read pinned memory of the host. Where they
+    do not, such an address is stale: it was left by copies before a launch.
     """
 
     launches: Mapping[str, Launch]
@@ -40,68 +36,41 @@ class Capture:
     outputs: Mapping[str, tuple[Piece, ...]]
     stream: int
     images: ImageStore
-    trace: AllocationTrace | None = None
     fingerprint: Mapping[str, str] = field(default_factory=dict)
-    libraries: Collection[Path] = ()
-    save_images: bool = True
     reads_host: bool = True
 
 
 def materialize_graphs(
     driver: CudaDriver, dump: Blueprints, capture: Capture, *, second: Blueprints | None = None
 ) -> Blueprints:
-    """Blueprints of the graphs in ``dump`` (``dump_graphs``), which are still alive in this process.
+    """Make blueprints of the graphs in ``dump``, which are still alive in this process.
 
-    ``second``: a dump of the same graphs captured with every region at another address, by this process or another; it
-    proves what is a pointer. Without it the graphs can only be restored at their captured addresses. What cannot be
-    materialized is in ``refused`` with its reason, and logged.
+    ``second``: a dump of the same graphs, captured with every range at another address, by this process or another. It
+    proves which words are pointers; without it graphs can only be restored at their captured addresses. A graph that
+    cannot be materialized is in ``refused`` with its reason, which is also logged.
     """
     proof = prove(_with_images(dump, capture.images), second, replacer(driver))
     logger.info("words of %d graphs: %s", len(proof.blueprints.graphs), dict(proof.words))
     for kernel, count in proof.opaque.items():
         logger.warning("%d graphs only fit where they were captured: %s has an address of unknown form", count, kernel)
     blueprints = _without(proof.blueprints, _foreign(driver, proof.blueprints, capture.reads_host))
-    if capture.trace is not None:
-        blueprints = index(blueprints, capture.trace)
-    captured = [region.address for region in blueprints.regions]
-    replayer = Replayer(driver, lambda piece: captured[piece.region] + piece.offset, capture.stream)
+    captured = [memory_range.address for memory_range in blueprints.ranges]
+    replayer = Replayer(driver, lambda piece: captured[piece.memory_range] + piece.offset, capture.stream)
     blueprints = _with_references(blueprints, capture, replayer)
     contents: tuple[Piece, ...] = ()
     try:
         contents = permanent_contents(blueprints, capture.launches, replayer)
     except GraphMismatch as mismatch:
         blueprints = _without(blueprints, {graph.key: str(mismatch) for graph in blueprints.graphs})
-    images, libraries = _kernels(blueprints, capture)
-    blueprints = replace(
-        blueprints, contents=contents, fingerprint=dict(capture.fingerprint), images=images, libraries=libraries
-    )
+    images = _images(blueprints, capture.images)
+    blueprints = replace(blueprints, contents=contents, fingerprint=dict(capture.fingerprint), images=images)
     for reason, count in Counter(blueprints.refused.values()).items():
         logger.warning("%d CUDA graphs are not materialized: %s", count, reason)
     return blueprints
 
 
-def index(blueprints: Blueprints, trace: AllocationTrace) -> Blueprints:
-    """Adds to each pointer which allocation it is of (MEDUSA §4.1), for the paper's replay of allocations."""
-    wanted: dict[tuple[str, int], set[int]] = {}
-    for graph in blueprints.graphs:
-        for number, pointer in _pointers(blueprints, graph).values():
-            wanted.setdefault((graph.key, number), set()).add(pointer)
-    found = trace.indices(wanted)
-    graphs = []
-    for graph in blueprints.graphs:
-        pointers = _pointers(blueprints, graph)
-        relocations = []
-        for relocation in graph.relocations:
-            place = found.get((graph.key, *pointers[relocation.position]))
-            if place is not None:
-                relocation = relocation._replace(allocation=place.allocation, allocation_offset=place.offset)
-            relocations.append(relocation)
-        graphs.append(replace(graph, relocations=tuple(relocations)))
-    return replace(blueprints, graphs=tuple(graphs), events=trace.events)
-
-
 def _with_images(blueprints: Blueprints, images: ImageStore) -> Blueprints:
-    """For a dump that was made without: each kernel's image. Where the dump knew better, it stays."""
+    """Add each kernel's image to a dump that was made without images. What the dump knows stays."""
     kernels = []
     for kernel in blueprints.kernels:
         image = kernel.image or images.of(kernel.name, kernel.parameters, dict(kernel.attributes).get(REGISTERS, 0))
@@ -109,22 +78,10 @@ def _with_images(blueprints: Blueprints, images: ImageStore) -> Blueprints:
     return replace(blueprints, kernels=tuple(kernels))
 
 
-def _pointers(blueprints: Blueprints, graph: GraphBlueprint) -> dict[int, tuple[int, int]]:
-    """Position in the blob → node and captured address."""
-    addresses = {r.position: blueprints.regions[r.region].address + r.offset for r in graph.relocations}
-    return {
-        position: (number, addresses[position])
-        for number, node in enumerate(graph.nodes)
-        for start, stop in blueprints.words(node)
-        for position in range(start, stop)
-        if position in addresses
-    }
-
-
 def _foreign(driver: CudaDriver, blueprints: Blueprints, reads_host: bool) -> dict[str, str]:
-    """Graphs with a word that is an address for the device, though of no region: memory inside of some library."""
+    """Graphs with a word that is an address on the device in no known range, such as a library's own memory."""
     known: dict[int, bool] = {}
-    free = RangeMap(blueprints.regions, free=True)
+    free = RangeMap(blueprints.ranges, free=True)
     found = {}
     for graph in blueprints.graphs:
         relocated = {relocation.position for relocation in graph.relocations}
@@ -141,7 +98,7 @@ def _foreign(driver: CudaDriver, blueprints: Blueprints, reads_host: bool) -> di
                         found_range = None if free.places(word) else driver.range_of(word)
                         known[word] = found_range is not None and (reads_host or not driver.on_host(word))
                     if known[word]:
-                        detail = f"node {number} points to {word:#x}, which is in no named region"
+                        detail = f"node {number} points to {word:#x}, which is memory without a name"
                         found[graph.key] = f"{Reason.FOREIGN_POINTER}: {detail}"
     return found
 
@@ -152,7 +109,7 @@ def _without(blueprints: Blueprints, refused: Mapping[str, str]) -> Blueprints:
 
 
 def _with_references(blueprints: Blueprints, capture: Capture, replayer: Replayer) -> Blueprints:
-    """Outputs of a replay of each graph; one whose replays differ among themselves is refused."""
+    """Add the outputs of a replay to each graph. A graph whose replays differ is refused."""
     graphs, refused = [], {}
     for graph in blueprints.graphs:
         if graph.key not in capture.launches:
@@ -167,21 +124,16 @@ def _with_references(blueprints: Blueprints, capture: Capture, replayer: Replaye
     return replace(blueprints, graphs=tuple(graphs), refused={**blueprints.refused, **refused})
 
 
-def _kernels(blueprints: Blueprints, capture: Capture) -> tuple[dict[str, bytes], dict[str, LibraryImage]]:
-    """The images that the graphs use, and where in libraries those are found too."""
+def _images(blueprints: Blueprints, store: ImageStore) -> dict[str, bytes]:
+    """The images that the graphs use, by digest."""
     used = {
         blueprints.kernels[node.kernel].image
         for graph in blueprints.graphs
         for node in graph.nodes
         if node.kernel >= 0 and blueprints.kernels[node.kernel].image
     }
-    pointed = {relocation.region for graph in blueprints.graphs for relocation in graph.relocations}
+    pointed = {relocation.memory_range for graph in blueprints.graphs for relocation in graph.relocations}
     for number in pointed:
-        if blueprints.regions[number].kind == RangeKind.MODULE:
-            used.add(blueprints.regions[number].name.partition(":")[0])
-    libraries: dict[str, LibraryImage] = {}
-    if capture.libraries and used:
-        arch = capture.images.cubin(next(iter(used))).arch
-        libraries = locate(used, capture.libraries, arch)
-    saved = sorted(used) if capture.save_images else sorted(used - libraries.keys())
-    return {digest: capture.images.data[digest] for digest in saved}, libraries
+        if blueprints.ranges[number].kind == RangeKind.MODULE:
+            used.add(blueprints.ranges[number].name.partition(":")[0])
+    return {digest: store.data[digest] for digest in sorted(used)}

@@ -1,4 +1,4 @@
-"""From an address to (region, offset)."""
+"""Finds the memory range that an address is in."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ from ..blueprint import MemoryRange, RangeKind
 
 
 class Place(NamedTuple):
-    region: int
+    """A byte of device memory: the number of its range, and the offset into it."""
+
+    memory_range: int
     offset: int
 
 
 class RangeMap:
-    """Looks addresses up in regions that do not overlap: in those that are in use, or in the others (``free``)."""
+    """Looks addresses up in ranges that do not overlap: in those in use or, with ``free``, in the unused ones."""
 
-    def __init__(self, regions: Sequence[MemoryRange], *, free: bool = False) -> None:
+    def __init__(self, ranges: Sequence[MemoryRange], *, free: bool = False) -> None:
         self._sorted = sorted(
-            (region.address, region.address + region.size, n)
-            for n, region in enumerate(regions)
-            if (region.kind == RangeKind.FREE) == free
+            (memory_range.address, memory_range.address + memory_range.size, n)
+            for n, memory_range in enumerate(ranges)
+            if (memory_range.kind == RangeKind.FREE) == free
         )
         self._starts = [start for start, _, _ in self._sorted]
 
     def places(self, address: int) -> list[Place]:
-        """Where this address can be meant: inside a region, or one past the end of the one before."""
+        """The places that this address can mean: inside a range, or one past the end of the range before."""
         found = []
         at = bisect_right(self._starts, address) - 1
         if at >= 0:

@@ -1,7 +1,7 @@
-"""Which contents of memory a graph needs and does not make itself (MEDUSA §4.3), by poisoning.
+"""Finds the contents of memory that a graph needs and does not write itself (MEDUSA §4.3), by poisoning.
 
-Workspaces and the graphs' pool are scratch, mostly. What is not is found by overwriting it: if a replay's outputs
-change, somebody had written there, once, before the graphs were captured, and restored graphs need the same bytes.
+Workspaces and the graphs' pool are mostly scratch memory. To find what is not, it is overwritten: if a replay's outputs
+change, something was written there once, before the graphs were captured, and restored graphs need the same bytes.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from ..mismatch import GraphMismatch, Reason
 from ..replay import Launch, Replayer
 
 _POISON = 0xFF  # NaN in every float format, -1 in every integer one
-_REPLAYS = 2  # twice: a workspace that sets itself back is only right the second time if it was right the first
+_REPLAYS = 2  # a graph that resets its workspace is only right the second time if it was right the first
 
 
 def permanent_contents(blueprints: Blueprints, launches: Mapping[str, Launch], replayer: Replayer) -> tuple[Piece, ...]:
-    """The bytes that must be in workspaces and pool before the first replay; memory is left as it was.
+    """The bytes that must be in workspaces and pool before the first replay. Memory is left as it was.
 
-    ``launches``: key → replay of captured graphs, those with reference inputs and outputs. GraphMismatch
-    (CONTENTS) when even with all bytes that matter the outputs are not the same.
+    ``launches``: key → a replay of captured graphs, those with reference inputs and outputs. Raises GraphMismatch
+    (CONTENTS) when the outputs differ even with all bytes that matter in place.
     """
     kept = _pieces(blueprints)
     saved = replayer.read(kept)
@@ -41,7 +41,10 @@ def permanent_contents(blueprints: Blueprints, launches: Mapping[str, Launch], r
 
 
 def _needed(graph: GraphBlueprint, launch: Launch, replayer: Replayer, saved: Sequence[Piece]) -> set[int]:
-    """Of pieces that are poisoned together with no effect none is needed: so halves are tried, and their halves."""
+    """The numbers of the pieces that this graph needs.
+
+    Pieces that can be poisoned together without an effect are not needed. Others are tried by halves.
+    """
     found: set[int] = set()
     waiting = [range(len(saved))]
     while waiting:
@@ -59,27 +62,29 @@ def _needed(graph: GraphBlueprint, launch: Launch, replayer: Replayer, saved: Se
 def _right(
     graph: GraphBlueprint, launch: Launch, replayer: Replayer, saved: Sequence[Piece], poisoned: Sequence[Piece]
 ) -> bool:
-    """Whether the outputs are the reference with these pieces overwritten."""
-    overwritten = {(piece.region, piece.offset) for piece in poisoned}
-    # The pool may have gigabytes: what is poisoned next is not written first.
-    replayer.write(piece for piece in saved if (piece.region, piece.offset) not in overwritten)
+    """Whether a replay gives the reference outputs with these pieces overwritten."""
+    overwritten = {(piece.memory_range, piece.offset) for piece in poisoned}
+    # The pool may have gigabytes, so what is about to be poisoned is not written first.
+    replayer.write(piece for piece in saved if (piece.memory_range, piece.offset) not in overwritten)
     for piece in poisoned:
         replayer.fill(piece, _POISON)
     return all(replayer.run(launch, graph.inputs, graph.outputs) == graph.outputs for _ in range(_REPLAYS))
 
 
 def _pieces(blueprints: Blueprints) -> tuple[Piece, ...]:
-    """Workspaces and pool, cut where pointers point to: each piece belongs to the pointer at its start."""
+    """Workspaces and pool, cut where pointers point: each piece belongs to the pointer at its start."""
     cuts: dict[int, set[int]] = {}
-    given = {(piece.region, piece.offset) for graph in blueprints.graphs for piece in (*graph.inputs, *graph.outputs)}
+    given = {
+        (piece.memory_range, piece.offset) for graph in blueprints.graphs for piece in (*graph.inputs, *graph.outputs)
+    }
     for graph in blueprints.graphs:
         for relocation in graph.relocations:
-            if blueprints.regions[relocation.region].kind in (RangeKind.SLAB, RangeKind.WORKSPACE):
-                cuts.setdefault(relocation.region, set()).add(relocation.offset)
+            if blueprints.ranges[relocation.memory_range].kind in (RangeKind.SLAB, RangeKind.WORKSPACE):
+                cuts.setdefault(relocation.memory_range, set()).add(relocation.offset)
     pieces = []
-    for region, offsets in cuts.items():
-        ends = sorted({*offsets, blueprints.regions[region].size})
+    for memory_range, offsets in cuts.items():
+        ends = sorted({*offsets, blueprints.ranges[memory_range].size})
         for start, stop in pairwise(ends):
-            if (region, start) not in given:
-                pieces.append(Piece(region, start, bytes(stop - start)))
+            if (memory_range, start) not in given:
+                pieces.append(Piece(memory_range, start, bytes(stop - start)))
     return tuple(pieces)

@@ -1,7 +1,7 @@
-"""Which bytes of a graph are addresses: proved by two captures with every region elsewhere.
+"""Finds the bytes of a graph that are addresses, proved by two captures with every memory range elsewhere.
 
-A word that looks like an address need not be one: structures passed by value carry stale bytes of the stack, so that no
-look at one capture is safe. What is an address moves with its region; what does not move is a constant.
+One capture is not enough: a word that looks like an address need not be one, since structures that are passed by value
+contain stale bytes of the stack. An address moves with its range. A word that does not move is a constant.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ _NOT_PLACED = (RangeKind.MODULE, RangeKind.FREE)
 
 
 class Proof(NamedTuple):
-    """``words``: how many were "pointer", "map" (a tensor map), "constant", "stale" (addresses of the host, or of what
-    nobody had any more) or "opaque" (changed, unexplained). ``opaque``: kernel → how many graphs it pins so."""
+    """The graphs with their relocations, and what their words are.
+
+    ``words`` counts "pointer", "map" (a tensor map), "constant", "stale" (an address of the host, or of freed memory)
+    and "opaque" (changed without an explanation). ``opaque``: kernel → how many graphs it pins.
+    """
 
     blueprints: Blueprints
     words: Counter[str]
@@ -33,11 +36,11 @@ class Proof(NamedTuple):
 
 
 def prove(first: Blueprints, second: Blueprints | None, replace_address: Replace = lambda data, address: None) -> Proof:
-    """``first`` with relocations. ``second``: the same graphs captured with the regions of the same names elsewhere.
+    """Add relocations to the graphs of ``first``.
 
-    Without a second dump, or for a region that did not move, addresses are found but not proved: such a graph is pinned
-    to the captured addresses. A graph whose captures differ otherwise is refused. ``replace_address``: the
-    driver's, for tensor maps.
+    ``second``: the same graphs, captured with the ranges elsewhere. Without it, or for a range that did not move,
+    addresses are found but not proved, and the graph is pinned to the captured addresses. A graph whose captures differ
+    otherwise is refused. ``replace_address``: the driver's, for tensor maps.
     """
     words: Counter[str] = Counter()
     opaque: Counter[str] = Counter()
@@ -60,33 +63,45 @@ def prove(first: Blueprints, second: Blueprints | None, replace_address: Replace
 
 
 class _Pairs:
-    """Which region of the second capture is which of the first. By name; but what torch has allocated for itself has
-    none that would be the same in two processes. There the first word that points to the same offset of two equally
-    large ones decides, and from then on every other word must agree."""
+    """Which range of the second capture is which range of the first.
+
+    Named ranges are matched by name. What torch has allocated for itself has no name that is the same in two processes.
+    There the first word that points to the same offset of two equally large ranges decides, and every later word must
+    agree.
+    """
 
     def __init__(self, first: Blueprints, second: Blueprints) -> None:
-        self._regions = first.regions, second.regions
-        numbers = {region.name: n for n, region in enumerate(first.regions) if region.kind not in _UNNAMED}
-        self._second = {numbers[region.name]: n for n, region in enumerate(second.regions) if region.name in numbers}
+        self._ranges = first.ranges, second.ranges
+        numbers = {
+            memory_range.name: n for n, memory_range in enumerate(first.ranges) if memory_range.kind not in _UNNAMED
+        }
+        self._second = {
+            numbers[memory_range.name]: n
+            for n, memory_range in enumerate(second.ranges)
+            if memory_range.name in numbers
+        }
         self._first = {two: one for one, two in self._second.items()}
 
     def same(self, one: Place, two: Place) -> bool:
+        """Whether two places are the same byte of the same range."""
         if one.offset != two.offset:
             return False
-        if one.region in self._second or two.region in self._first:
-            return self._second.get(one.region) == two.region
-        a, b = self._regions[0][one.region], self._regions[1][two.region]
+        if one.memory_range in self._second or two.memory_range in self._first:
+            return self._second.get(one.memory_range) == two.memory_range
+        a, b = self._ranges[0][one.memory_range], self._ranges[1][two.memory_range]
         if a.kind not in _UNNAMED or (a.kind, a.size) != (b.kind, b.size):
             return False
-        self._second[one.region], self._first[two.region] = two.region, one.region
+        self._second[one.memory_range], self._first[two.memory_range] = two.memory_range, one.memory_range
         return True
 
-    def moved(self, region: int) -> bool:
-        """Of the first capture, once a word has pointed to it."""
-        return self._regions[0][region].address != self._regions[1][self._second[region]].address
+    def moved(self, memory_range: int) -> bool:
+        """Whether this range of the first capture, which a word has pointed to, is elsewhere in the second."""
+        return self._ranges[0][memory_range].address != self._ranges[1][self._second[memory_range]].address
 
 
 class _Comparison:
+    """Compares the two captures of one graph word by word."""
+
     def __init__(
         self,
         first: Blueprints,
@@ -99,13 +114,13 @@ class _Comparison:
     ) -> None:
         self._dumps = first, second
         self._graphs = a, b
-        self._maps = RangeMap(first.regions), RangeMap(second.regions)
-        self._free = RangeMap(first.regions, free=True), RangeMap(second.regions, free=True)
+        self._maps = RangeMap(first.ranges), RangeMap(second.ranges)
+        self._free = RangeMap(first.ranges, free=True), RangeMap(second.ranges, free=True)
         self._pairs = pairs
-        addresses = {region.address for region in second.regions}
-        # A variable of a kernel image is asked for by name when restored: it is never where it was.
-        self._own = {n for n, region in enumerate(first.regions) if region.kind not in _NOT_PLACED}
-        self._unmoved = {n for n in self._own if first.regions[n].address in addresses}
+        addresses = {memory_range.address for memory_range in second.ranges}
+        # Variables of kernel images are looked up by name at a restore, so they are never pinned.
+        self._own = {n for n, memory_range in enumerate(first.ranges) if memory_range.kind not in _NOT_PLACED}
+        self._unmoved = {n for n in self._own if first.ranges[n].address in addresses}
         self._pinned: set[int] = set()
         self._words = words
         self._replace = replace_address
@@ -122,21 +137,21 @@ class _Comparison:
             for start, stop in self._dumps[0].words(node):
                 found = self._parameter(number, node, start, stop)
                 if not found and node.kind != NodeKind.KERNEL:
-                    raise GraphMismatch(Reason.FOREIGN_POINTER, f"node {number} is at no region's address")
+                    raise GraphMismatch(Reason.FOREIGN_POINTER, f"node {number} is at no range's address")
                 relocations += found
         return replace(a, relocations=tuple(relocations), pinned=tuple(sorted(self._pinned)))
 
     def _parameter(self, number: int, node: Node, start: int, stop: int) -> list[Relocation]:
-        if stop - start >= MAP_BYTES:  # an address inside a map stays, too, where its region did
+        if stop - start >= MAP_BYTES:  # where a range did not move, an address inside a map does not change either
             self._pinned.update(self._unmoved)
         found: list[Relocation] = []
-        behind = start  # of a tensor map
+        behind = start  # the end of the last tensor map
         for position in range(start + -(start - node.start) % 8, stop - 7, 8):
             if position < behind:
                 continue
             place = self._word(number, position)
             if place is not None:
-                found.append(Relocation(position, place.region, place.offset))
+                found.append(Relocation(position, place.memory_range, place.offset))
             elif self._changed(position):
                 first = max(start, behind, found[-1].position + 8 if found else start)
                 relocation = self._map(range(first + -(first - node.start) % 8, stop - MAP_BYTES + 1, 8), position)
@@ -152,7 +167,7 @@ class _Comparison:
         return one != two
 
     def _map(self, starts: range, position: int) -> Relocation | None:
-        """A tensor map around this word, with the same place in both captures."""
+        """A tensor map around this word whose address is the same place in both captures; None where there is none."""
         for start in starts:
             if not start <= position < start + MAP_BYTES:
                 continue
@@ -161,13 +176,13 @@ class _Comparison:
             common = self._common(*known) if known else []
             if common:
                 self._words["map"] += 1
-                if common[0].region in self._own and not self._pairs.moved(common[0].region):
-                    self._pinned.add(common[0].region)
-                return Relocation(start, common[0].region, common[0].offset, map=True)
+                if common[0].memory_range in self._own and not self._pairs.moved(common[0].memory_range):
+                    self._pinned.add(common[0].memory_range)
+                return Relocation(start, common[0].memory_range, common[0].offset, map=True)
         return None
 
     def _common(self, one: int, two: int) -> list[Place]:
-        """Where an address of the first capture and one of the second are at the same place."""
+        """The places that an address of the first capture and one of the second have in common."""
         there = self._maps[1].places(two)
         return [place for place in self._maps[0].places(one) if any(self._pairs.same(place, other) for other in there)]
 
@@ -177,12 +192,13 @@ class _Comparison:
         return kernel, dump.attribute_sets[node.attributes], (*node._replace(kernel=0, attributes=0),)
 
     def _word(self, number: int, position: int) -> Place | None:
+        """The place that a word points to; None for a constant, or a word that changed without pointing anywhere."""
         one, two = (int.from_bytes(graph.blob[position : position + 8], "little") for graph in self._graphs)
         common = self._common(one, two)
         if common:
             place = common[0]
-            if place.region in self._own and not self._pairs.moved(place.region):
-                self._pinned.add(place.region)
+            if place.memory_range in self._own and not self._pairs.moved(place.memory_range):
+                self._pinned.add(place.memory_range)
             self._words["pointer"] += 1
             return place
         places = self._maps[0].places(one), self._maps[1].places(two)
@@ -190,11 +206,13 @@ class _Comparison:
             self._words["constant"] += 1
             return None
         if any(places):
-            raise self._differ(f"a parameter of node {number} points to {one:#x} once and to {two:#x} then")
+            raise self._differ(
+                f"a parameter of node {number} points to {one:#x} in the first and to {two:#x} in the second"
+            )
         return None
 
     def _unexplained(self, number: int, position: int) -> None:
-        """A word that changed, and is no address as such."""
+        """Count a word that changed and is not a plain address: stale, or opaque, which pins the graph."""
         one, two = (int.from_bytes(graph.blob[position : position + 8], "little") for graph in self._graphs)
         if all(
             any(word in host for host in _HOST_ADDRESSES) or free.places(word)
@@ -202,7 +220,7 @@ class _Comparison:
         ):
             self._words["stale"] += 1
             return
-        # An address in a form that nobody knows, or nothing: at the captured addresses both are right.
+        # An address in an unknown form, or meaningless bytes: either is right at the captured addresses.
         self._words["opaque"] += 1
         self._pinned.update(self._own)
         kernel = self._graphs[0].nodes[number].kernel

@@ -26,8 +26,11 @@ def build(
     addresses: Sequence[int],
     stream: int,
 ) -> int:
-    """The CUgraphExec. ``kernels``: a handle for each of ``blueprints.kernels`` that the graph uses; ``addresses``: one
-    for each of its relocations. GraphMismatch (DRIVER_CALL) when the driver refuses."""
+    """Build the executable graph (CUgraphExec).
+
+    ``kernels``: a handle for each of ``blueprints.kernels`` that the graph uses; ``addresses``: one for each
+    relocation. Raises GraphMismatch (DRIVER_CALL) when the driver refuses.
+    """
     blob = ctypes.create_string_buffer(graph.blob, max(len(graph.blob), 1))
     base = addressof(blob)
     words = memoryview(blob).cast("B")
@@ -69,7 +72,7 @@ def build(
 
 
 def _about(blueprints: Blueprints, node: Node | None) -> str:
-    """For a message: what the driver was asked for."""
+    """Describe for a message what the driver was asked to make."""
     if node is None:
         return "the edges and the whole"
     if node.kind != NodeKind.KERNEL:
@@ -87,7 +90,7 @@ def _replace_map(driver: CudaDriver, data: memoryview, address: int) -> None:
 
 
 def _pointers(blueprints: Blueprints, node: Node, base: int) -> ctypes.Array[c_uint64]:
-    """What kernelParams points to. A buffer with the whole layout, so that the driver needs no sizes from us."""
+    """The array for kernelParams. The buffer has the whole layout, so the driver needs no sizes."""
     layout = blueprints.kernels[node.kernel].parameters
     return (c_uint64 * max(len(layout), 1))(*[base + node.start + offset for offset, _ in layout])
 
@@ -106,7 +109,7 @@ def _instantiate(driver: CudaDriver, blueprints: Blueprints, graph: GraphBluepri
     prioritised = any(
         attribute == _PRIORITY for node in graph.nodes for attribute, _ in blueprints.attribute_sets[node.attributes]
     )
-    # The upload comes with it, so that the first launch does not pay for it.
+    # Upload at once, so that the first launch does not pay for it.
     flags = _UPLOAD | (_USE_NODE_PRIORITY if prioritised else 0)
     params = InstantiateParams(flags=flags, upload_stream=stream)
     return driver.handle("cuGraphInstantiateWithParams", made, byref(params))

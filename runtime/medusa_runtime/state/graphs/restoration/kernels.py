@@ -1,4 +1,4 @@
-"""Finds a graph's kernels in a fresh process: in saved images, in mapped libraries, or by triggering (MEDUSA §5.2)."""
+"""Finds a graph's kernels in a fresh process: in the saved images, or by triggering (MEDUSA §5.2)."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import NamedTuple
 from ..blueprint import Blueprints, KernelRecord, NodeKind
 from ..driver import CudaDriver, CudaError
 from ..materialization.dump import IDENTITY, describe, kernel_of, node_kind, nodes_of
-from ..materialization.mapped import read_image
 from ..mismatch import GraphMismatch, Reason
 
 Trigger = Callable[[str], int]
-"""Graph key → a CUgraph that was captured from the first layer at that batch size."""
-
-_WRAPPER_MAGIC = 0x466243B1  # __fatBinC_Wrapper_t, which the driver takes fat binaries in
+"""Captures the first layer at the batch size of a graph's key, and returns the CUgraph."""
 
 
 class KernelHandle(NamedTuple):
-    """One of the two is set: a CUfunction, or a CUkernel of a library."""
+    """A CUfunction, or a CUkernel of a library; the other one is 0."""
 
     func: int
     kern: int
 
 
 class KernelFinder:
-    """Loads each image once. A context manager; closing unloads the images, so no graph may use them any more."""
+    """Loads each image once, and finds kernels in it.
+
+    A context manager. Closing unloads the images, so no graph may use them any more.
+    """
 
     def __init__(self, driver: CudaDriver, blueprints: Blueprints, trigger: Trigger | None = None) -> None:
         self._driver = driver
@@ -36,13 +36,13 @@ class KernelFinder:
         self._trigger = trigger
         self._libraries: dict[str, int] = {}
         self._modules: dict[str, int] = {}  # image → the module that a triggered kernel of it is in
-        self._kept: list[object] = []
+        self._kept: list[bytes] = []
         self._found: dict[int, KernelHandle] = {}
         self._triggered: defaultdict[str, list[KernelHandle]] = defaultdict(list)
         self._done: set[str] = set()
 
     def handle(self, number: int, graph: str) -> KernelHandle:
-        """The kernel of this number. GraphMismatch when it cannot be found, or more than one could be meant."""
+        """The kernel of this number. Raises GraphMismatch when it is not found, or when several fit."""
         if number not in self._found:
             record = self._blueprints.kernels[number]
             library = self._library(record.image) if record.image else 0
@@ -58,7 +58,7 @@ class KernelFinder:
         return self._found[number]
 
     def variable(self, name: str) -> int | None:
-        """Where a variable "<image>:<name>" is, once its image's kernels were found; None when it is not loaded."""
+        """The address of a variable "<image>:<variable>"; None when its image is not loaded yet."""
         image, _, variable = name.partition(":")
         library, module = self._library(image), self._modules.get(image)
         if not library and not module:
@@ -76,19 +76,13 @@ class KernelFinder:
         self._found.clear()
 
     def _library(self, image: str) -> int:
-        """The loaded image, from the bundle or else from a mapped library; 0 when it is in neither."""
+        """The bundle's image, loaded; 0 when the bundle does not have it."""
         if image not in self._libraries:
-            self._libraries[image] = 0
-            if data := self._blueprints.images.get(image):
-                self._libraries[image] = self._load(data)
-            elif (place := self._blueprints.libraries.get(image)) and (data := read_image(place)):
-                buffer = ctypes.create_string_buffer(data, len(data))
-                wrapper = (c_uint64 * 3)(_WRAPPER_MAGIC | 1 << 32, ctypes.addressof(buffer), 0)
-                self._kept.append(buffer)
-                self._libraries[image] = self._load(wrapper)
+            data = self._blueprints.images.get(image)
+            self._libraries[image] = self._load(data) if data else 0
         return self._libraries[image]
 
-    def _load(self, code: object) -> int:
+    def _load(self, code: bytes) -> int:
         # The driver may read the image later, when a kernel of it is first used.
         self._kept.append(code)
         try:
@@ -101,7 +95,7 @@ class KernelFinder:
             self._done.add(graph)
             try:
                 self._collect(self._trigger(graph))
-            except Exception as error:  # whatever the capture of a layer raises, capturing all of them is right
+            except Exception as error:  # the capture of a layer may raise anything; then all graphs are captured
                 raise GraphMismatch(Reason.KERNEL_MISSING, f"triggering {graph} failed: {error}") from error
         wanted = _identity(record)
         if (
@@ -120,9 +114,7 @@ class KernelFinder:
         if not matches:
             if candidates:
                 raise GraphMismatch(Reason.KERNEL_MISSING, f"{record.name} is another kernel here")
-            raise GraphMismatch(
-                Reason.KERNEL_MISSING, f"{record.name} is in no saved image, library or triggered module"
-            )
+            raise GraphMismatch(Reason.KERNEL_MISSING, f"{record.name} is in no saved image or triggered module")
         if len(matches) > 1:
             raise GraphMismatch(Reason.KERNEL_AMBIGUOUS, f"{record.name} is defined in {len(matches)} loaded modules")
         if record.image:
@@ -130,7 +122,7 @@ class KernelFinder:
         return matches[0]
 
     def _collect(self, graph: int) -> None:
-        """The kernels of a captured graph's nodes, and all others of their modules (MEDUSA §5)."""
+        """Collect the kernels of a captured graph's nodes, and all others of their modules (MEDUSA §5)."""
         seen: set[int] = set()
         for node in nodes_of(self._driver, graph):
             if node_kind(self._driver, node) != NodeKind.KERNEL:
@@ -141,9 +133,9 @@ class KernelFinder:
                 module = self._driver.handle("cuFuncGetModule", func)
                 functions = self._functions(module) if module not in seen else []
                 seen.add(module)
-            except CudaError:  # of the rest of its module nothing is known, itself it is there
+            except CudaError:  # the rest of its module stays unknown
                 functions = []
-            # Names alone: the driver loads a function that it is asked more about, and a module may have hundreds.
+            # Only names: asked for more, the driver loads the function, and a module may have hundreds.
             for function in functions:
                 self._triggered[self._driver.text("cuFuncGetName", function)].append(KernelHandle(function, 0))
             if name not in self._triggered:
@@ -165,7 +157,7 @@ class KernelFinder:
         return *describe(self._driver, func=handle.func, kern=0), tuple(values)
 
     def _set_attributes(self, handle: KernelHandle, record: KernelRecord) -> None:
-        """More than 48 KiB of dynamic shared memory, among others, must be allowed before a node asks for it."""
+        """Allow what nodes will ask for, such as more than 48 KiB of dynamic shared memory."""
         for attribute, value in record.attributes:
             if attribute in IDENTITY:
                 continue
@@ -176,6 +168,6 @@ class KernelFinder:
 
 
 def _identity(record: KernelRecord) -> tuple[str, tuple[tuple[int, int], ...], tuple[int, ...]]:
-    """What tells a kernel whose image is not known from others of its name."""
+    """What distinguishes a kernel without a known image from others of its name."""
     attributes = dict(record.attributes)
     return record.name, record.parameters, tuple(attributes.get(one, 0) for one in IDENTITY)

@@ -1,8 +1,8 @@
-"""Which bundles' graphs broke a context: nobody tries them again, until they or the driver are others.
+"""Remembers the bundles whose graphs broke a context, so that nobody tries them again with the same driver.
 
-A replay that reads where nothing is takes the process with it, so what is known of it must outlive that process. The
-mark lies in the bundle's folder where that can be written, else in this user's cache, else among temporary files: the
-next engine of the same instance finds it in any case, and other machines do if they share the folder.
+A replay that reads unmapped memory ends the process, so the mark must outlive it. It is written to the bundle's folder
+if that is writable, else to this user's cache, else to a folder for temporary files. The next engine of the same
+instance always finds it, and other machines do if they share the folder.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from ...locate import FOLDER
 
 logger = logging.getLogger(__name__)
 
-FILE = "distrusted.json"  # sha256 of the graphs' blob → {"driver": its version, "reason": one line}
+FILE = "quarantine.json"  # sha256 of the graphs' blob → {"driver": its version, "reason": one line}
 _REASON_CHARACTERS = 300
 
 
 class Quarantine:
-    """``settings`` say where the bundle lies; ``environ`` where this user's cache does."""
+    """The marks. ``settings`` say where the bundle is, ``environ`` where this user's cache is."""
 
     def __init__(self, settings: Settings, environ: Mapping[str, str]) -> None:
         bundle = settings.state or (f"{settings.model}/{FOLDER}" if settings.model else "")
         folders = []
         if bundle and scheme_of(bundle) in ("", "file"):
             folders.append(Path(bundle.removeprefix("file://")))
-        self._given = len(folders)  # the bundle's is there, or is not ours to make
+        self._given = len(folders)  # the bundle's own folder: it exists, or is not ours to make
         if cache := environ.get("XDG_CACHE_HOME") or (environ.get("HOME") and environ["HOME"] + "/.cache"):
             folders.append(Path(cache) / "medusa")
         self._folders = [*folders, Path(environ.get("TMPDIR") or tempfile.gettempdir()) / f"medusa-{os.getuid()}"]
 
     def reason(self, digest: str) -> str | None:
-        """Why the graphs of this blob (its sha256) are not to be used here; None when nothing is known against them."""
+        """Why the graphs of this blob (by its sha256) must not be used here; None when nothing is known."""
         for folder in self._folders:
             entry = self._read(folder).get(digest)
             if entry is not None and entry["driver"] == driver_version():
@@ -48,7 +48,7 @@ class Quarantine:
         return None
 
     def note(self, digest: str, reason: str) -> bool:
-        """Remember it; False where nothing can be written. Marks of other drivers are dropped."""
+        """Write a mark, and drop those of other drivers. False when no folder can be written."""
         entry = {"driver": driver_version(), "reason": reason[:_REASON_CHARACTERS]}
         for folder in self._folders:
             kept = {key: old for key, old in self._read(folder).items() if old["driver"] == entry["driver"]}
@@ -63,10 +63,10 @@ class Quarantine:
         return False
 
     def _read(self, folder: Path) -> dict[str, dict[str, str]]:
-        """What is damaged counts as nothing: then graphs are tried, as before there was a mark."""
+        """The marks in a folder. A damaged file counts as none, so that graphs are tried."""
         try:
             if folder.stat().st_uid not in (os.getuid(), 0) and folder is self._folders[-1]:
-                return {}  # anybody may make a folder among temporary files
+                return {}  # any user may make a folder among temporary files
             found: Any = json.loads((folder / FILE).read_bytes())
         except (OSError, ValueError, RecursionError):
             return {}
@@ -74,7 +74,7 @@ class Quarantine:
 
 
 def _write(folder: Path, entries: dict[str, dict[str, str]]) -> None:
-    descriptor, name = tempfile.mkstemp(prefix=".distrusted-", dir=folder)
+    descriptor, name = tempfile.mkstemp(prefix=".quarantine-", dir=folder)
     try:
         with os.fdopen(descriptor, "w") as file:
             json.dump(entries, file, indent=1)

@@ -1,4 +1,4 @@
-"""Online: from blueprints to graphs that can be replayed, without capturing."""
+"""Restores graphs from blueprints, without capturing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from ....errors import DeviceError, StateError
-from ..blueprint import Blueprints, GraphBlueprint, Piece, RangeKind, Relocation
+from ..blueprint import Blueprints, GraphBlueprint, Piece, RangeKind
 from ..driver import CudaDriver, CudaError
 from ..fingerprint import compare
 from ..mismatch import GraphMismatch, Reason
@@ -23,7 +23,7 @@ _REPLAYS = 2
 
 
 class RestoredGraph:
-    """One executable graph. ``replay`` launches it on the stream that is current then."""
+    """One executable graph. ``replay`` launches it on the stream that is current at that moment."""
 
     def __init__(self, driver: CudaDriver, handle: int, stream: Callable[[], int]) -> None:
         self._driver = driver
@@ -43,9 +43,10 @@ class RestoredGraph:
 
 
 class RestoredGraphs:
-    """``graphs``: key → what was restored. ``reasons``: key → why it was not; those graphs are to be captured.
+    """Graphs that were restored, and why others were not.
 
-    A context manager. Closing destroys the graphs and unloads their kernels; the memory is its placement's.
+    ``graphs``: key → the restored graph. ``reasons``: key → why a graph has to be captured. A context manager. Closing
+    destroys the graphs and unloads their kernels; their memory belongs to the placement.
     """
 
     def __init__(self, finder: KernelFinder | None = None) -> None:
@@ -84,14 +85,16 @@ def restore_graphs(
     trigger: Trigger | None = None,
     validate: str = "ends",
 ) -> RestoredGraphs:
-    """The graphs of these keys, where all fits; the others with a reason, logged once. Never raises for a bundle.
+    """Restore the graphs of these keys that fit here. Never raises for a bad bundle: the reason is logged once.
 
-    ``placement``: where the regions are now (``place``), the weights' bytes and all else that the reference outputs
-    depend on already in them. ``stream``: for uploads and validation; ``current_stream``: what ``replay`` launches on,
-    by default that same. ``trigger``: captures a first layer, asked for only where a kernel is found nowhere else.
-    ``validate``: replay the graphs against their stored outputs before anybody uses them: "all", "ends" (the first
-    and the last of ``keys``) or "none"; a difference rejects all. DeviceError when a replay breaks the context: then
-    nothing works in this process any more, and the next one has to start without the bundle.
+    ``placement``: where the memory ranges are now (``place``). The weights' bytes, and all else that the reference
+    outputs depend on, must be there already. ``stream``: for uploads and validation. ``current_stream``: the stream for
+    ``replay``, by default the same. ``trigger``: captures a first layer; called only for a kernel that is in no saved
+    image. ``validate``: which graphs to replay and compare with their stored outputs: "all", "ends" (the first and the
+    last of ``keys``) or "none". One difference rejects all graphs.
+
+    Raises DeviceError when a replay breaks the context. Then nothing works in this process any more, and the next one
+    has to start without the bundle.
     """
     try:
         loaded = Blueprints.load(blueprints) if isinstance(blueprints, bytes) else blueprints
@@ -154,26 +157,28 @@ def _restore(
         kernels[number] = finder.handle(number, graph.key)
     addresses = []
     for relocation in graph.relocations:
-        region = blueprints.regions[relocation.region]
-        if region.kind == RangeKind.MODULE:
-            variable = finder.variable(region.name)
+        memory_range = blueprints.ranges[relocation.memory_range]
+        if memory_range.kind == RangeKind.MODULE:
+            variable = finder.variable(memory_range.name)
             if variable is None:
                 raise GraphMismatch(
-                    Reason.REGION, f"the variable {region.name.partition(':')[2]} is in no loaded image"
+                    Reason.MEMORY_RANGE, f"the variable {memory_range.name.partition(':')[2]} is in no loaded image"
                 )
             addresses.append(variable + relocation.offset)
         else:
-            addresses.append(placement.address(relocation, region))
+            addresses.append(placement.address(memory_range, relocation.offset))
     return build(driver, blueprints, graph, kernels=kernels, addresses=addresses, stream=stream)
 
 
 def _check_pins(blueprints: Blueprints, graph: GraphBlueprint, placement: Placement) -> None:
     for number in graph.pinned:
-        region = blueprints.regions[number]
-        address = placement.addresses.get(region.name)
-        if address != region.address:
+        memory_range = blueprints.ranges[number]
+        address = placement.addresses.get(memory_range.name)
+        if address != memory_range.address:
             where = "nowhere" if address is None else f"{address:#x}"
-            raise GraphMismatch(Reason.ADDRESS, f"expected {region.name} at {region.address:#x}, found it {where}")
+            raise GraphMismatch(
+                Reason.ADDRESS, f"expected {memory_range.name} at {memory_range.address:#x}, found it {where}"
+            )
 
 
 def _validate(
@@ -184,12 +189,10 @@ def _validate(
     stream: int,
     validate: str,
 ) -> GraphMismatch | None:
-    """Permanent contents first, then replays: MEDUSA §4's validation, here before the first token."""
-    pointers = {(r.region, r.offset): r for graph in blueprints.graphs for r in graph.relocations}
+    """Write permanent contents, then replay: MEDUSA §4's validation, here before the first token."""
 
     def at(piece: Piece) -> int:
-        known = pointers.get((piece.region, piece.offset), Relocation(0, piece.region, piece.offset))
-        return placement.address(known, blueprints.regions[piece.region])
+        return placement.address(blueprints.ranges[piece.memory_range], piece.offset)
 
     replayer = Replayer(driver, at, stream)
     keys = list(restored.graphs)

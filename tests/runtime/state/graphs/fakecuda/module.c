@@ -116,33 +116,20 @@ static int read_symbols(Image *image) {
   return CUDA_SUCCESS;
 }
 
-// A cubin, a fatbin, or the wrapper around one that nvcc makes: the sm_90 cubin in it.
-static const uint8_t *cubin_in(const uint8_t *code, size_t *size) {
-  if (*(uint32_t *)code == 0x466243B1) code = *(const uint8_t **)(code + 8);
-  if (*(uint32_t *)code == 0x464C457F) {
-    const Elf64_Ehdr *head = (const Elf64_Ehdr *)code;
-    *size = head->e_shoff + (size_t)head->e_shnum * head->e_shentsize;
-    if (head->e_phnum && head->e_phoff > head->e_shoff) *size = head->e_phoff + head->e_phnum * head->e_phentsize;
-    return code;
-  }
-  if (*(uint32_t *)code != 0xBA55ED50) return NULL;
-  const uint8_t *at = code + *(uint16_t *)(code + 6), *end = at + *(uint64_t *)(code + 8);
-  while (at < end) {
-    uint32_t header = *(uint32_t *)(at + 4);
-    if (*(uint16_t *)at == 2 && *(uint32_t *)(at + 28) == 90 && *(uint32_t *)(at + header) == 0x464C457F)
-      return cubin_in(at + header, size);
-    at += header + *(uint64_t *)(at + 8);
-  }
-  return NULL;
+// How many bytes a cubin has; 0 where it is none.
+static size_t cubin_size(const uint8_t *code) {
+  if (*(uint32_t *)code != 0x464C457F) return 0;
+  const Elf64_Ehdr *head = (const Elf64_Ehdr *)code;
+  if (head->e_phnum && head->e_phoff > head->e_shoff) return head->e_phoff + head->e_phnum * head->e_phentsize;
+  return head->e_shoff + (size_t)head->e_shnum * head->e_shentsize;
 }
 
 static CUresult load(const void *code, Image **made) {
-  size_t size = 0;
-  const uint8_t *cubin = cubin_in(code, &size);
-  if (!cubin) return CUDA_ERROR_INVALID_IMAGE;
+  size_t size = cubin_size(code);
+  if (!size) return CUDA_ERROR_INVALID_IMAGE;
   Image *image = calloc(1, sizeof *image);
   image->bytes = malloc(size), image->size = size, image->live = 1;
-  memcpy(image->bytes, cubin, size);
+  memcpy(image->bytes, code, size);
   image->library = handle_new(LIBRARY, image), image->module = handle_new(MODULE, image);
   CUresult result = read_symbols(image);
   if (result) return result;
