@@ -9,7 +9,7 @@ from typing import Any
 
 from medusa_runtime.errors import MedusaError, OverloadedError, RequestError
 
-from .user_code.contract import HttpError
+from .contract import HttpError
 
 _TYPES = {
     400: "invalid_request_error",

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from medusa_handler.platform import Platform
     from medusa_runtime.config import Settings
 
-# In the order in which they are asked whether it is theirs; the last one always says yes.
+# In the order in which ``detect`` is called; the last one always says yes.
 ADAPTERS = {
     "knative": "medusa_adapters.platforms.knative",
     "openfaas": "medusa_adapters.platforms.openfaas",

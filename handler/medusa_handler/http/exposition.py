@@ -32,7 +32,7 @@ def exposition(service: Service) -> str:
     """The whole page, in Prometheus' text format."""
     lines = _lines(service)
     if service.settings.model is not None:
-        lines = (_with_model(line, escape(service.model_name)) for line in lines)
+        lines = (_with_model(line, escape(service.model.name)) for line in lines)
     return "\n".join(lines) + "\n"
 
 

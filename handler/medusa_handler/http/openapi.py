@@ -72,7 +72,7 @@ def _embeddings(vocab_size: int | None) -> dict[str, Any]:
 
 
 def describe(service: Service, probes: Mapping[str, str]) -> dict[str, Any]:
-    """The document; ``probes`` are paths and what each tells."""
+    """The document; ``probes`` maps paths to what each reports."""
     paths: dict[str, Any] = {path: {"get": _probe(kind)} for path, kind in probes.items()}
     paths["/metrics"] = {"get": _operation("Metrics in Prometheus' text format", {"200": _answer("text/plain")})}
     paths["/timeline"] = {"get": _operation("Where this start's time went", {"200": _answer("application/json")})}
@@ -80,7 +80,7 @@ def describe(service: Service, probes: Mapping[str, str]) -> dict[str, Any]:
     paths |= _model_paths(service) | _function_paths(service) | dict(service.platform.paths)
     document: dict[str, Any] = {
         "openapi": "3.1.0",
-        "info": {"title": service.model_name if service.engine is not None else "function", "version": "1"},
+        "info": {"title": service.model.name if service.engine is not None else "function", "version": "1"},
         "paths": paths,
     }
     if service.settings.token is not None:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from flask import Response, g, request
 
+from ..deadline import Deadline
 from ..faults import ClientGoneError, as_api_error
 from .body import read_body
 from .connection import gone
-from .deadline import Deadline
 from .timing import server_timing
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ _CLIENT_CLOSED = 499  # nginx's status for a client that left; only metrics see 
 
 
 class Work:
+    """Runs requests that are work: admitted, counted, and ended when their client leaves or their time is over."""
+
     def __init__(self, service: Service) -> None:
         self._service = service
 
@@ -36,9 +38,9 @@ class Work:
         began = time.monotonic()
         try:
             # A client that sends its body slowly takes no other's place; one that would find none sends in vain.
-            service.admission.check(service.ready, service.eta_s)
+            service.admission.check(service.ready, service.model.eta_s)
             read_body()
-            service.admission.enter(service.ready, service.eta_s)
+            service.admission.enter(service.ready, service.model.eta_s)
         except Exception as error:
             self._count(route, error)
             raise

@@ -11,8 +11,9 @@ import re
 import socket
 from enum import Enum
 
+from ..http.environ import SMALL_BODY_BYTES
+
 HEAD_BYTES = 32 << 10  # the largest head; less than what a socket's buffer holds from the start
-SMALL_BODY_BYTES = 16 << 10  # the largest body that is waited for
 _PEEK_BYTES = 2 * HEAD_BYTES
 _CLOSE_WAIT = 8  # TCP_INFO's state of a connection whose client will send no more
 _BEGINS = re.compile(rb"(?:\r\n)*(?:[!#$%&'*+.^_`|~0-9A-Za-z-]{1,32}(?: |\Z)|\r?\Z)")
@@ -21,7 +22,7 @@ _LENGTH = re.compile(rb"[0-9]{1,20}[ \t]*")
 
 
 class Sent(Enum):
-    """What has come of a request."""
+    """How much of a request has come."""
 
     NOTHING = "nothing"
     PART = "part"
@@ -76,7 +77,7 @@ class Incoming:
             return sent
         if peeked == b"" or (peeked and len(self.data) == self._seen and self._ended()):
             self.release()
-            return Sent.WHOLE  # whoever reads it finds the end at once
+            return Sent.WHOLE  # the reader finds the end at once
         self._seen = len(self.data)
         self._wake_at(len(peeked or b"") + 1)
         return Sent.PART
@@ -105,4 +106,4 @@ class Incoming:
             return True
 
 
-__all__ = ["HEAD_BYTES", "SMALL_BODY_BYTES", "Incoming", "Sent", "judge"]
+__all__ = ["HEAD_BYTES", "Incoming", "Sent", "judge"]

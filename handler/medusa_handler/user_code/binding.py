@@ -10,7 +10,7 @@ from typing import Any, get_origin
 
 from medusa_runtime.errors import HandlerLoadError
 
-from .contract import Context, HttpError, Request
+from ..contract import Context, HttpError, Request
 
 Resolve = Callable[[Request], Any]
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from medusa_runtime.errors import HandlerError, HandlerLoadError
 
-from ..http.deadline import Deadline
+from ..contract import Context, Request
+from ..deadline import Deadline
 from .binding import Binding
-from .contract import Context, Request
 from .loader import load_target
 from .loop import AsyncItems, EventLoop
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from medusa_runtime.errors import HandlerError, MedusaError
 from medusa_runtime.timeline import Timeline
 
+from ..contract import Context, Headers, HttpError, Request, Response
 from .code import UserCode
-from .contract import Context, Headers, HttpError, Request, Response
 from .loop import EventLoop
 from .user_traceback import log_cause
 from .weights import Weights

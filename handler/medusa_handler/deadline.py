@@ -10,7 +10,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from ..faults import ApiError, ClientGoneError
+from .faults import ApiError, ClientGoneError
 
 _POLL_S = 0.25  # how soon a client that left is noticed
 
