@@ -18,9 +18,8 @@ from medusa_handler.server import gunicorn_worker
 from medusa_runtime.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-OVERRIDDEN = sorted(
-    name for name in vars(gunicorn_worker.Worker) if name in dir(ThreadWorker) and not name.startswith("__")
-)
+OWN = vars(gunicorn_worker.Worker)
+OVERRIDDEN = sorted(name for name in OWN if name in dir(ThreadWorker) and not name.startswith("__"))
 # What the overriding methods use of the worker and of its connections, beside what they override.
 USED = {"on_pending_socket_readable": ThreadWorker, "set_timeout": TConn, "close": TConn}
 

@@ -106,7 +106,7 @@ def _pair(acceptor: ProbeAcceptor) -> tuple[socket.socket, socket.socket]:
 
 
 def _is_probe(data: bytes) -> bool:
-    """Read another way than the acceptor does: a GET or HEAD of a probe's path, without a body, and nothing behind it."""
+    """Read in another way: a GET or HEAD of a probe's path, without a body, and nothing behind it."""
     head, end, behind = data.partition(b"\r\n\r\n")
     line, *fields = head.split(b"\r\n")
     words = line.split(b" ")

@@ -31,7 +31,7 @@ from medusa_runtime.resource_limits import as_limit_error
 from ..faults import ApiError, compact
 from ..http.body_budget import BodyBudget, Grant
 from ..http.environ import CLOSE, GRANT, SMALL_BODY_BYTES, WHOLE
-from .function_process import STOP_GRACE_S, body_memory_mb, options, threads
+from .gunicorn_options import STOP_GRACE_S, body_memory_mb, options, threads
 from .late_clients import LateClients
 from .slow_clients import SlowClients
 from .whole_requests import Incoming, Sent
