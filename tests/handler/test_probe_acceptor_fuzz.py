@@ -46,8 +46,8 @@ def acceptor() -> Iterator[ProbeAcceptor]:
     made = ProbeAcceptor(listener, probes, read_timeout_s=5.0, tick=lambda: None)
     yield made
     made._selector.close()
-    made.entrance.keep_reading_end()
-    made.entrance.close()
+    made.handoff.keep_reading_end()
+    made.handoff.close()
     listener.close()
 
 
