@@ -92,8 +92,9 @@ def nothing_left() -> Iterator[None]:
     descriptors, threads, memory_mb = _descriptors(), threading.active_count(), _memory_mb()
     yield
     gc.collect()
-    assert _descriptors() == descriptors
-    assert threading.active_count() == threads
+    # Fewer there may be: what other tests of this process left behind may end meanwhile.
+    assert _descriptors() <= descriptors
+    assert threading.active_count() <= threads
     print(f"memory grew by {_memory_mb() - memory_mb:.1f} MB")
     assert _memory_mb() - memory_mb < MOST_GROWTH_MB
 

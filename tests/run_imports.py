@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-TESTS = ["tests/runtime/test_lean_torch.py", "tests/runtime/weights/test_private_names.py"]
+TESTS = ["tests/runtime/imports/test_lazy_torch.py", "tests/runtime/load/test_private_names.py"]
 PACKAGES = ["pytest", "pytest-timeout", "numpy"]
 
 

@@ -129,7 +129,7 @@ def test_materializing_again_replaces_and_keeps_what_is_for_others(model: Path) 
     [
         (("--model", "s3://bucket/model"), "expected --out DIR"),
         (("--model", "/no/such/model"), "expected a folder with a checkpoint, found nothing"),
-        ((), "expected --model"),
+        ((), "expected a checkpoint: medusa materialize URL, or --model URL"),
         (("--model", str(EXAMPLE), "--out", "/proc/self/state"), "cannot be written there"),
         (("--model", str(EXAMPLE), "--starts", "-1"), "--starts=-1"),
     ],

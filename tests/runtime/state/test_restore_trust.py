@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from medusa_runtime.region.reader import Region
 from medusa_runtime.state.bundle_writer import BundleWriter
-from medusa_runtime.state.kinds import COMPILE_CACHE, KV_PLAN, WEIGHT_INDEX, file_name
+from medusa_runtime.state.kinds import KV_PLAN, WEIGHT_INDEX, file_name
+from medusa_vllm import COMPILE_CACHE
 
 from .test_restore import LARGE, Published, check, fill, left_out, patient, published, region, used
 

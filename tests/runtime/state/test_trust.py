@@ -14,12 +14,13 @@ import pytest
 from medusa_runtime.config import Settings, from_env
 from medusa_runtime.errors import ConfigError
 from medusa_runtime.state.bundle_writer import BundleWriter
-from medusa_runtime.state.kinds import COMPILE_CACHE, KV_PLAN
+from medusa_runtime.state.kinds import KV_PLAN
 from medusa_runtime.state.locate import FOLDER
 from medusa_runtime.state.manifest import Artifact, Manifest
 from medusa_runtime.state.signing import Signer
 from medusa_runtime.state.trust import Trust
 from medusa_runtime.storage.local import LocalStore
+from medusa_vllm import COMPILE_CACHE
 
 ARTIFACTS = (Artifact(COMPILE_CACHE.name, {"isa": "x"}, "0" * 64, 4, b"code"), Artifact(KV_PLAN.name, {}, "1" * 64, 2))
 
@@ -289,7 +290,7 @@ def test_code_of_a_shared_region_is_nobodys() -> None:
         assert reader.has_code(file_name(COMPILE_CACHE.name)) is wanted
         assert (reader.code(file_name(COMPILE_CACHE.name)) is not None) is wanted
         assert CompiledStart(reader, Settings(engine="vllm"), Timeline.create("engine")).wanted is wanted
-        reader.lend(file_name(COMPILE_CACHE.name), b"lent")
+        reader.attach_file(file_name(COMPILE_CACHE.name), b"lent")
         assert reader.code(file_name(COMPILE_CACHE.name)) == b"lent"
         reader.close()
     region.close()

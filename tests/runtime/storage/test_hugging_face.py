@@ -114,7 +114,7 @@ def test_without_the_token_it_is_one_line_that_says_so(hub: str, tmp_path: Path)
 
 
 def test_a_model_is_served_from_the_hub(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"HF_ENDPOINT": hub, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path)}.items():
+    for name, value in {"HF_ENDPOINT": hub, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}.items():
         monkeypatch.setenv(name, value)
     with Trial("--model", f"hf://{MODEL}") as function:
         answer = function.post("/v1/completions", '{"prompt": "This", "max_tokens": 2}')
