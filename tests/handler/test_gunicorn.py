@@ -45,7 +45,7 @@ def test_the_declared_range_is_the_one_that_is_checked() -> None:
 
 def test_what_is_overridden_has_gunicorns_own_signatures() -> None:
     expected = ["accept", "enqueue_req", "get_thread_pool", "handle", "handle_error", "handle_exit", "handle_request"]
-    assert [*expected, "init_process", "murder_pending"] == OVERRIDDEN
+    assert [*expected, "init_process", "murder_pending", "notify", "on_client_socket_readable"] == OVERRIDDEN
     differing = {
         name: (names_of(getattr(gunicorn_worker.Worker, name)), names_of(getattr(ThreadWorker, name)))
         for name in OVERRIDDEN
