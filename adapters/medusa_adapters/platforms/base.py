@@ -1,4 +1,4 @@
-"""What an adapter is, and how the one for the platform around us is found."""
+"""The interface of an adapter, and the choice of the one for the platform that this process runs on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Adapter(Protocol):
         """Whether the environment is this platform's."""
 
     def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """What the platform's own variables mean, as variables of ours (docs/environment.md).
+        """Translate the platform's own variables into ours (docs/environment.md).
 
         Raises ConfigError, which names the platform's variable.
         """

@@ -1,4 +1,4 @@
-"""What a function returned, in a content type that the caller accepts (RFC 9110, section 12.5.1)."""
+"""Content negotiation: a result in a type that the caller accepts (RFC 9110, section 12.5.1)."""
 
 from __future__ import annotations
 

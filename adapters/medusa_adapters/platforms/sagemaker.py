@@ -89,7 +89,7 @@ def _receive(request: Request) -> Request:
 
 
 def _receive_prompt(request: Request) -> Request:
-    """For a model without a function: JSON, lines of JSON with one prompt each, or the prompt itself."""
+    """Translate a request for a model: JSON, lines of JSON with one prompt each, or the prompt itself."""
     from medusa_handler.contract import Headers, HttpError
 
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()

@@ -1,4 +1,4 @@
-"""What a user's function returned → the HTTP response."""
+"""From the result of a user's function to the HTTP response."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def create_app(service: Service, model_routes: Callable[[Service, Work], ModelRo
 
     @app.before_request
     def keep_own() -> Response | None:
-        """A function takes every path but these, whatever the method."""
+        """Keep the function, which takes every path, from answering ours with another method."""
         if request.method == "OPTIONS" and request.path == "/" and preflight is not None:
             return Response(status=204, headers=dict(preflight(Headers(request.headers.items()))))
         methods = own.get(request.path)
@@ -99,7 +99,7 @@ def _name_requests(app: Flask, platform: Platform) -> None:
 
 
 def _add_reports(app: Flask, service: Service) -> None:
-    """The routes that say how the instance is."""
+    """Add the routes that report on the instance."""
 
     @app.get("/metrics")
     def metrics() -> Response:

@@ -1,4 +1,4 @@
-"""What the server tells the routes of a request: keys of its WSGI environ."""
+"""Keys of the WSGI environ by which the server passes things on to the routes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""/metrics: what this process counts, what the engine says, and where the cold start's time went."""
+"""/metrics: the counters of this process, those of the engine, and the times of the cold start's stages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def exposition(service: Service) -> str:
 
 
 def _with_model(line: str, name: str) -> str:
-    """The line of a sample with the label ``model``, so that dashboards can tell functions apart."""
+    """The line of a sample with the label ``model``, so that dashboards can distinguish functions."""
     if line.startswith("#"):
         return line
     sample, _, value = line.rpartition(" ")

@@ -1,4 +1,4 @@
-"""/openapi.json: what this instance's routes take and give (OpenAPI 3.1)."""
+"""/openapi.json: a description of this instance's routes (OpenAPI 3.1)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FUNCTION_METHODS = ("get", "post", "put", "patch", "delete")
 
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """A field's schema; null is as if it were not there."""
+    """A field's schema that also accepts null, which means the default."""
     return {"anyOf": [schema, {"type": "null"}]}
 
 

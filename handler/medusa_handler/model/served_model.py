@@ -54,7 +54,7 @@ class ServedModel:
 
     @property
     def engine_status(self) -> str:
-        """What probes report of the engine; empty where there is none."""
+        """The engine's state, as probes report it; empty where there is no engine."""
         if self.engine is None:
             return ""
         if self.engine.ready:

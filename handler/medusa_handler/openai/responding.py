@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Plan:
-    """What one API request asks for. ``per_prompt`` sequences continue each prompt, ``keep`` of them are answered."""
+    """The work of one API request: ``per_prompt`` sequences continue each prompt, and ``keep`` of them are returned."""
 
     requests: list[GenerateRequest]
     envelope: Envelope

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def model_routes(service: Service, work: Work) -> ModelRoutes:
-    """What http.app needs to serve a model."""
+    """The routes and the answer to ``POST /`` that ``http.app`` adds for a served model."""
     return ModelRoutes(_blueprint(service, work), infer)
 
 

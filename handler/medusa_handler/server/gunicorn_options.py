@@ -25,12 +25,12 @@ STOP_GRACE_S = 1  # for responses that have been made, and idle connections
 
 
 def worker_folder() -> str | None:
-    """Where gunicorn's worker keeps its (unlinked) heartbeat file; memory where there is some."""
+    """The folder of gunicorn's (unlinked) heartbeat file. None means /dev/shm, which is memory."""
     return None if os.access("/dev/shm", os.W_OK) else "/tmp"
 
 
 def body_memory_mb(settings: Settings) -> int:
-    """What request bodies may take in sum: at least one of the largest."""
+    """How much memory all request bodies may take together: at least one of the largest."""
     return max(settings.body_memory_mb or _LARGEST_BODIES * settings.max_body_mb, settings.max_body_mb + 4)
 
 

@@ -159,7 +159,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
     """On SIGTERM goes on accepting (a platform's probes must see 503, not a refused connection) until drained."""
 
     def init_process(self) -> None:
-        # A handler of signals may interrupt whoever holds a lock that it needs itself, and so hang; this takes none.
+        # A signal handler may interrupt the thread that holds a lock which it needs itself, and hang; this takes none.
         # The thread is made now, since to start one takes a lock, too, and at the end there may be no room for it.
         self._stop: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._late_clients = LateClients()

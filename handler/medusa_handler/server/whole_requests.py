@@ -34,7 +34,7 @@ class Sent(Enum):
 
 
 def judge(data: bytes) -> Sent:
-    """What ``data``, the first bytes of a request, amount to. Whether a whole head is right is not looked at."""
+    """How much of a request ``data``, its first bytes, contains. A head is not checked any further."""
     end = data.find(b"\r\n\r\n")
     if end < 0:
         if len(data) >= HEAD_BYTES:
@@ -51,7 +51,7 @@ def judge(data: bytes) -> Sent:
 
 
 class Incoming:
-    """What a connection has sent of its next request. ``before``: bytes of it that were taken from the socket."""
+    """The part of a connection's next request that has come. Nothing is taken from the socket."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -59,7 +59,10 @@ class Incoming:
         self.data = b""
 
     def look(self, before: bytes = b"") -> Sent:
-        """Call when the connection can be read. After PART it can be read again only when more has come."""
+        """Call when the connection can be read. After PART it becomes readable again only when more has come.
+
+        ``before`` holds the bytes of the request that were already taken from the socket.
+        """
         try:
             peeked = self._connection.recv(_PEEK_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:

@@ -52,12 +52,12 @@ class UserFunction:
 
     @property
     def is_event_style(self) -> bool:
-        """It is an OpenFaaS ``handle(event, context)``, whose result has a statusCode."""
+        """Whether it is an OpenFaaS ``handle(event, context)``, whose result has a statusCode."""
         return self._code.is_event_style
 
     @property
     def folder(self) -> Path | None:
-        """Where the user's code lies."""
+        """The folder of the user's code."""
         return self._code.folder
 
     def load(self) -> None:

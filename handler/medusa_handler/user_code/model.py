@@ -39,7 +39,7 @@ class Model:
 
     @property
     def info(self) -> EngineInfo:
-        """What the engine runs; waits until it does."""
+        """The engine and the model that it runs; waits until it does."""
         assert self._served.engine is not None
         return self._served.engine.wait_ready(self._served.settings.hold_s)
 
