@@ -56,7 +56,7 @@ class Weights:
         return module
 
     def wait(self) -> None:
-        """Wait until every module that was built has all its weights. Raises the error that prevents it."""
+        """Until every module that was built has all its weights. Raises what came instead."""
         for loader in list(self._loaders):
             loader.wait()
 
@@ -72,7 +72,7 @@ class Weights:
         return region.file(name)
 
     def progress(self) -> Progress:
-        """The progress of the fetch."""
+        """How far the fetch is."""
         return self._region().progress()
 
     def close(self) -> None:
