@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OLDEST, BELOW = (27, 0), (27, 1)  # 26.2 and older keep a pipelined request that was read ahead waiting for more bytes
-_SHORTAGE_S = 0.05  # until the next look for a free descriptor
+_RETRY_S = 0.05  # until the next look for a free descriptor
 _STATUSES = (
     (errors.LimitRequestLine, 414),
     (errors.LimitRequestHeaders, 431),
@@ -176,7 +176,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
             if (known := as_limit_error(error)) is None:
                 raise
             logger.warning("a client must wait: %s", known)
-            time.sleep(_SHORTAGE_S)
+            time.sleep(_RETRY_S)
 
     def enqueue_req(self, conn: Any) -> None:
         """Give a connection a thread when it has sent a whole request; the acceptor passes on no other ones.
