@@ -19,7 +19,8 @@ _FEWEST, _LONGEST_S = 5, 60.0  # of a machine that is busy with other things, fe
 def measure_gates(result: Result, model: str, folder: Path, forwards: int) -> None:
     """Adds rows ``<model>/built`` and ``<model>/plain``, metric ``warm_s``, of at most ``forwards`` forwards each."""
     import torch
-    from medusa_runtime.load.build import build
+    from medusa_runtime.load.factory.build import build
+    from medusa_runtime.load.factory.options import BuildOptions
 
     from benchmarks.cicada.workload import workload
 
@@ -30,7 +31,7 @@ def measure_gates(result: Result, model: str, folder: Path, forwards: int) -> No
     torch.set_default_dtype(chosen.dtype)
     try:
         with torch.inference_mode():
-            built, loader = build(region, lambda: chosen.factory().eval(), rename=chosen.rename)
+            built, loader = build(region, lambda: chosen.factory().eval(), BuildOptions(rename=chosen.rename))
             with loader:
                 loader.wait()
             plain = chosen.factory().eval()

@@ -51,9 +51,9 @@ def main() -> None:
         _fetch(reader, region, timeline.named("prefetcher"))
     os.close(reader)
     if os.environ.get("MEDUSA_BENCH_SERVED"):
-        from medusa_runtime.imports.lazy_torch import await_users_import
+        from medusa_runtime.imports.lazy_torch import make_handlers_import_lean
 
-        await_users_import(Settings().torch_import)
+        make_handlers_import_lean(Settings().torch_import)
     from benchmarks.cicada import strategies, workload  # torch, a second or two
 
     _prepare()

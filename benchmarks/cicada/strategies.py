@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from medusa_runtime.load.build import build
+from medusa_runtime.load.factory.build import build
+from medusa_runtime.load.factory.options import BuildOptions
 from medusa_runtime.load.skeleton import skeleton
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
@@ -121,7 +122,7 @@ def full(job: Job, *, loaded: bool = False) -> Tensor:
         trace_layers(model, job.workload, job.timeline)
         return model
 
-    model, loader = build(job.region, make, rename=job.workload.rename, timeline=job.timeline)
+    model, loader = build(job.region, make, BuildOptions(rename=job.workload.rename), timeline=job.timeline)
     with loader:
         if loaded:
             loader.wait()

@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from medusa_runtime.models import resnet, vgg
-from medusa_runtime.models.base import ModelConfig
 from medusa_runtime.models.bert import Bert, BertConfig, BertLayer, Dense, Embeddings
 from medusa_runtime.models.causal import CausalAttention
-from medusa_runtime.models.registry import family
+from medusa_runtime.models.registry import family, model_config
 from torch import Tensor, nn
 
+from benchmarks.cicada import resnet, vgg
 from benchmarks.shapes import SHAPES, Shape
 
 IMAGE = 224
@@ -154,7 +153,7 @@ def _bert(name: str, config: BertConfig) -> Workload:
 
 def _decoder(name: str, shape: Shape) -> Workload:
     """Llama or OPT, tied or not, up to the logits of the next token."""
-    config = ModelConfig.from_hf({**shape.config(), "dtype": "bfloat16"})
+    config = model_config({**shape.config(), "dtype": "bfloat16"})
     kind: Any = family(config.architecture)
     # Layers are taken from a model of one layer that nobody runs: it also has the rope, which no step constructs.
     from medusa_runtime.load.skeleton import skeleton

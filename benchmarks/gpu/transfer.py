@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from medusa_runtime.config import Settings
-from medusa_runtime.load.upload import Link, Uploads
+from medusa_runtime.load.upload.link import Link
+from medusa_runtime.load.upload.uploads import Uploads
 from medusa_runtime.load.views import bytes_tensor
 
 from benchmarks.gpu.machine import Machine
@@ -61,11 +62,11 @@ def _through(machine: Machine, way: str, target: torch.Tensor, source: torch.Ten
         uploads = Uploads(link)
         for start in range(0, source.nbytes, _PIECE):
             while not uploads.has_room:
-                uploads.pause(lambda: None)
+                uploads.wait(lambda: None)
             part = slice(start, start + _PIECE)
             uploads.begin(str(start), target[part], source[part], urgent=False)
         while uploads:
-            uploads.pause(lambda: None)
+            uploads.wait(lambda: None)
         machine.synchronize()
         seconds.append(time.perf_counter() - begin)
     right = all(bool((target[s : s + 1].cpu() == source[s : s + 1]).all()) for s in range(0, source.nbytes, _PIECE))

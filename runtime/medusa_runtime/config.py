@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from .errors import ConfigError
 from .registry import NO_ENGINE, engine_names
 
-PLATFORMS = ("auto", "local", "knative", "openfaas", "sagemaker")
+PLATFORMS = ("auto", "local", "knative", "openfaas", "sagemaker", "lambda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 HOST_WEIGHTS = ("keep", "release")
@@ -28,7 +28,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Everything ``medusa serve`` can be told. Each field has a flag and an environment twin (see OPTIONS)."""
+    """All settings of ``medusa serve``. Each has a flag and an environment variable (see OPTIONS)."""
 
     model: str | None = None
     handler: str | None = None
@@ -73,7 +73,7 @@ class Settings:
 
 
 class Option(NamedTuple):
-    """A setting's environment variables (first one wins), how its text is read, and what it is for."""
+    """A setting's environment variables (the first that is set wins), how its text is parsed, and its help."""
 
     field: str
     variables: tuple[str, ...]
@@ -86,7 +86,7 @@ class Option(NamedTuple):
 
     @property
     def form(self) -> str:
-        """Its value in a line of help: the accepted ones, or what it is."""
+        """What stands for its value in a line of help: the accepted values, or its unit."""
         if isinstance(self.parse, OneOf):
             return "{" + ",".join(self.parse.accepted) + "}"
         return self.field.removesuffix("_bytes").rpartition("_")[2].upper()
@@ -126,7 +126,7 @@ def _port(value: str) -> int:
 
 def seconds(value: str) -> float:
     number = float(value.removesuffix("s"))
-    if not 0 <= number <= 1e9:  # what a lock or a socket can wait, and some thirty years
+    if not 0 <= number <= 1e9:  # the longest that locks and sockets can wait, some thirty years
         raise ValueError("seconds, 0 to 1e9")
     return number
 
@@ -140,13 +140,13 @@ def _duration(value: str) -> float:
 
 def _token(value: str) -> str:
     if not (value.isascii() and value.isprintable()) or " " in value:
-        # The value stands in the message of every other option; a secret must not.
+        # The error of every other option shows the value; a secret must not be shown.
         raise ConfigError("--token (MEDUSA_TOKEN) cannot be used: expected printable ASCII without spaces")
     return value
 
 
 def trust_prefixes(value: str) -> str:
-    """URL prefixes with commas between them, as ``--trust-state`` takes them."""
+    """Check URL prefixes, separated by commas, as ``--trust-state`` takes them."""
     parts = [part.strip() for part in value.split(",") if part.strip()]
     if not parts or not all(map(_is_prefix, parts)):
         raise ValueError(
@@ -167,7 +167,7 @@ def _is_prefix(text: str) -> bool:
 
 
 def trust_keys(value: str) -> str:
-    """Public keys with commas between them, each ``ed25519:<base64>``; a file of one (PEM) is read here."""
+    """Read public keys, separated by commas: ``ed25519:<base64>``, or the path of a PEM file."""
     parts = [part.strip() for part in value.split(",") if part.strip()]
     if not parts:
         raise ValueError(_KEY_FORM)
@@ -176,12 +176,12 @@ def trust_keys(value: str) -> str:
 
 _KEY_FORM = "ed25519:<base64 of 32 bytes>, as materialize --sign prints it, or a PEM file of such a public key"
 _KEY_BYTES = 32
-# What RFC 8410 puts in front of the key: SubjectPublicKeyInfo { id-Ed25519 } BIT STRING.
+# The bytes in front of the key (RFC 8410): SubjectPublicKeyInfo { id-Ed25519 } BIT STRING.
 _DER_PREFIX = bytes.fromhex("302a300506032b6570032100")
 
 
 def _public_key(text: str) -> str:
-    # Without the cryptography package: a start that meets no signed bundle must not pay for its import.
+    # Not with the cryptography package: a start without a signed bundle must not pay for its import.
     import base64
 
     try:
@@ -189,7 +189,7 @@ def _public_key(text: str) -> str:
             raw = base64.b64decode(text.removeprefix("ed25519:"), validate=True)
         else:
             with open(text, encoding="ascii") as file:
-                lines = file.read(4096).split("-----")  # BEGIN, the key in lines of base64, END
+                lines = file.read(4096).split("-----")  # around BEGIN, the key in lines of base64, and END
             der = base64.b64decode("".join(lines[2].split()), validate=True) if "BEGIN PUBLIC KEY" in lines else b""
             raw = der.removeprefix(_DER_PREFIX) if der.startswith(_DER_PREFIX) else b""
     except OSError as error:
@@ -202,7 +202,7 @@ def _public_key(text: str) -> str:
 
 
 class OneOf:
-    """Reads one of a few words: those given, or those that a function returns when it is asked."""
+    """Parses one of a few words: those given, or those that a given function returns when it is called."""
 
     def __init__(self, *accepted: str | Callable[[], tuple[str, ...]]) -> None:
         self._accepted = accepted
@@ -323,7 +323,7 @@ OPTIONS = (
 
 
 def parse_option(option: Option, text: str, source: str) -> Any:
-    """The value of one option; ConfigError names where it came from, the value, and the accepted form."""
+    """The value of one option. Raises ConfigError, which names its source, the value, and the accepted form."""
     try:
         return option.parse(text)
     except ValueError as error:
@@ -334,7 +334,7 @@ def parse_option(option: Option, text: str, source: str) -> Any:
 
 
 def from_env(environ: Mapping[str, str], **flags: Any) -> Settings:
-    """Settings from the environment, under flags that are not None (already parsed, or text)."""
+    """Settings from the environment; flags that are not None (parsed, or text) take precedence."""
     known = {field.name for field in fields(Settings)}
     settings = Settings()
     for option in OPTIONS:
@@ -352,13 +352,13 @@ def from_env(environ: Mapping[str, str], **flags: Any) -> Settings:
 
 
 def require_handler(settings: Settings) -> None:
-    """ConfigError for ``--engine none`` without a handler."""
+    """Raise ConfigError for ``--engine none`` without a handler."""
     if settings.engine == "none" and settings.handler is None:
         raise ConfigError("with --engine none nothing runs the model: expected --handler, whose code builds it")
 
 
 def misspelt(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Variables that are no setting but look like one, each with the one that was meant."""
+    """Variables that look like a misspelt setting, each with the setting that was probably meant."""
     known = {variable for option in OPTIONS for variable in option.variables}
     for variable in sorted(environ):
         if variable in known or not variable.startswith("MEDUSA_") or variable.startswith("MEDUSA_NODE_"):

@@ -2,9 +2,9 @@
 
 MedusaError
 ├── ConfigError                 Config.Invalid           a flag, variable or file has a bad value
-│   └── MissingPackageError     Config.MissingPackage    an optional package is needed; the message installs it
+│   └── MissingPackageError     Config.MissingPackage    an optional package is needed; the message says which
 ├── LimitError                  Limit.Reached            too few open files, processes or bytes for this process
-├── StorageError                Storage.Failed           an object store did not answer as it should
+├── StorageError                Storage.Failed           an object store did not answer as expected
 │   ├── UnreachableError        Storage.Unreachable
 │   ├── ForbiddenError          Storage.Forbidden
 │   ├── ObjectNotFoundError     Storage.NotFound
@@ -14,14 +14,14 @@ MedusaError
 │   ├── MismatchError           Weights.Mismatch         missing, unexpected or misshaped tensors
 │   └── TooLargeError           Weights.TooLarge         does not fit into the memory there is
 ├── StateError                  State.Invalid            a state bundle, or a part of it, cannot be used
-├── ModelError                  Model.Unsupported        no engine here knows this architecture
+├── ModelError                  Model.Unsupported        no engine here runs this architecture
 ├── EngineError                 Engine.Failed            the engine process failed
-│   ├── RequestError            Engine.BadRequest        a request the engine cannot serve, with the reason
+│   ├── RequestError            Engine.BadRequest        a request that the engine cannot serve, with the reason
 │   └── OverloadedError         Engine.Overloaded        the waiting queue is full; retry_after_s says when to try again
 ├── DeviceError                 Device.Failed            a GPU that was asked for cannot be used
 ├── NodeError                   Node.Failed              the node agent cannot be used; a function starts without it
 │   └── NodeRefusedError        Node.Refused             the node agent may not or will not give what was asked
-├── DeployError                 Deploy.Failed            a platform, or the client it is reached by, refused
+├── DeployError                 Deploy.Failed            a platform, or its client, refused
 └── HandlerError                Handler.Failed           user code failed
     └── HandlerLoadError        Handler.NotFound         user code could not be imported or has no such name
 """
@@ -30,7 +30,10 @@ from __future__ import annotations
 
 
 class MedusaError(Exception):
-    """Base of every error a user can see. ``code`` is stable; the message says expected, found, and what to do."""
+    """The base of every error that a user can see.
+
+    ``code`` is stable. The message says what was expected, what was found, and what to do.
+    """
 
     code = "Medusa.Failed"
 
@@ -132,7 +135,7 @@ class HandlerLoadError(HandlerError):
 
 
 def from_code(code: str, message: str) -> MedusaError:
-    """The error of this code, to carry an error from one process to another; an unknown code gives the base error."""
+    """The error with this code, for one that comes from another process; the base error for an unknown code."""
     pending: list[type[MedusaError]] = [MedusaError]
     while pending:
         kind = pending.pop()

@@ -1,6 +1,6 @@
-"""How many CPUs and how much memory this container may use: its cgroup (v1 and v2) and affinity, not the host.
+"""The CPUs and the memory that this container may use, from its cgroup (v1 and v2) and affinity, not the host's.
 
-Everything is read below one root folder, so that tests can give a tree of their own.
+All files are read below one root folder, so that tests can pass a tree of their own.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 _ROOT = Path("/")
-# "No limit" is the word max in v2 and a number close to 2^63 in v1.
+# "No limit" is the word "max" in v2 and a number close to 2^63 in v1.
 _UNLIMITED_BYTES = 1 << 60
 
 
 class _Mount(NamedTuple):
-    """One cgroup hierarchy: the part of it that is mounted, where, and the controllers (None: v2, all of them)."""
+    """A mounted cgroup hierarchy: which part of it, where, and its controllers (None: all, it is v2)."""
 
     top: str
     point: Path
@@ -24,7 +24,7 @@ class _Mount(NamedTuple):
 
 
 def cpu_count(root: Path = _ROOT) -> int:
-    """CPUs to use: those this process may run on, at most the container's quota rounded up; never below 1."""
+    """The CPUs to use: those this process may run on, at most the container's quota rounded up, and at least 1."""
     count = len(os.sched_getaffinity(0))
     for folder in _groups(root, "cpu"):
         quota = _cpu_quota(folder)
@@ -40,10 +40,10 @@ def memory_limit_bytes(root: Path = _ROOT) -> int | None:
 
 
 def memory_available_bytes(root: Path = _ROOT) -> int:
-    """Bytes that can still be allocated: what the host has, and what each limit leaves.
+    """Bytes that can still be allocated: the least of what the host has and what each limit leaves.
 
-    Inactive file cache counts as free: the kernel drops it before a limit kills anybody (Kubernetes' working set is
-    counted the same way). Shared memory does not, it can only be swapped.
+    Inactive file cache counts as free, as in Kubernetes' working set: the kernel drops it before a limit kills a
+    process. Shared memory does not count as free: it can only be swapped.
     """
     available = _field(root / "proc/meminfo", "MemAvailable:") or 0
     available *= 1024
@@ -110,7 +110,7 @@ def _cpu_quota(folder: Path) -> float | None:
 
 
 def _memory_limit(folder: Path) -> int | None:
-    """This group's limit; in v1 its statistics also tell the limits of the groups above, seen or unseen."""
+    """This group's limit. In v1 its statistics also include the limits of the groups above, visible or not."""
     found = (
         _number(folder / "memory.max"),
         _number(folder / "memory.limit_in_bytes"),
@@ -139,7 +139,7 @@ def _number(path: Path) -> int | None:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """The file's lines; none when it is missing or may not be read."""
+    """The lines of a file; none when it is missing or may not be read."""
     try:
         yield from path.read_text().splitlines()
     except OSError:

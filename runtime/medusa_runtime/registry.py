@@ -1,7 +1,7 @@
-"""The engines that ``--engine`` can name. A package that brings an engine registers it here.
+"""The engines that ``--engine`` can name. Each package with an engine registers it here.
 
-Importing ``medusa_runtime`` registers the torch engine, importing ``medusa_vllm`` vLLM's. Everything is named by
-``module:function`` and imported when it is called, so a registration costs no import.
+Importing ``medusa_runtime`` registers the torch engine, importing ``medusa_vllm`` vLLM's. An engine's parts are named
+as ``module:function`` and imported when they are called, so registering imports nothing.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ NO_ENGINE = "none"  # the handler builds its own module
 class EngineKind(NamedTuple):
     """One value of ``--engine``, and where its parts are.
 
-    ``open``: ``(region, settings, timeline) -> Engine``. ``preimport``: ``(settings, region | None) -> None``, imports
-    what ``open`` will need, in a process that will only fork, so it touches no device; ``region`` is None in a process
-    that waits for its model. ``distributions``: the packages whose version decides whether a state bundle still fits,
-    the first one that is installed. ``artifacts``: the kinds of artifacts that its start uses, beside the weight index.
-    ``profile``: ``(region, settings) -> (order, KV plan)``, run in the process that materializes. ``captures``: kind of
-    artifact → ``(model, settings, folder) -> Path | None``. ``graph_capture``: a module that captures CUDA graphs, run
-    as a process. ``owns_gpu_context``: the engine process makes the GPU's context itself, before it imports.
+    open: ``(region, settings, timeline) -> Engine``.
+    preimport: ``(settings, region | None) -> None``; imports what ``open`` will need, in a process that will only fork,
+        so it touches no device. ``region`` is None in a process that waits for its model.
+    distributions: the version of the first one that is installed decides whether a state bundle still fits.
+    artifacts: the kinds of artifacts that its start uses, beside the weight index.
+    profile: ``(region, settings) -> (order, KV plan)``, run in the process that materializes.
+    captures: for a kind of artifact, ``(model, settings, folder) -> Path | None``.
+    graph_capture: a module that captures CUDA graphs, run as a process.
+    owns_gpu_context: the engine process creates the GPU's context itself, before it imports.
+    compiles_on_cpu: a bundle's compiled code is of use without a GPU.
     """
 
     name: str
@@ -36,24 +39,24 @@ class EngineKind(NamedTuple):
     captures: Mapping[str, str] = {}
     graph_capture: str = ""
     owns_gpu_context: bool = False
-    compiles_on_cpu: bool = False  # a bundle's compiled code is of use without a GPU
+    compiles_on_cpu: bool = False
 
 
 _KINDS: dict[str, EngineKind] = {}
 
 
 def register(kind: EngineKind) -> None:
-    """Make ``--engine kind.name`` known. Registering a name again replaces what it meant."""
+    """Make ``--engine kind.name`` known. Registering a name again replaces the engine."""
     _KINDS[kind.name] = kind
 
 
 def engine_names() -> tuple[str, ...]:
-    """The engines that are registered, in that order."""
+    """The names of the registered engines, in the order of their registration."""
     return tuple(_KINDS)
 
 
 def engine_kind(name: str) -> EngineKind:
-    """Raises ConfigError, which lists the registered engines, for another name."""
+    """The engine of this name. Raises ConfigError, which lists the registered ones, for another name."""
     if name not in _KINDS:
         raise ConfigError(f"expected one of the engines {', '.join(_KINDS)}, found {name!r}")
     return _KINDS[name]
@@ -65,7 +68,7 @@ def engines_using(artifact: str) -> tuple[str, ...]:
 
 
 def imported(target: str) -> Callable[..., Any]:
-    """What ``module:name`` names. Raises ImportError and AttributeError."""
+    """Import what ``module:name`` names. Raises ImportError and AttributeError."""
     module, _, name = target.partition(":")
     found: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return found

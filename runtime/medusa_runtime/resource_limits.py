@@ -1,4 +1,4 @@
-"""What this process has run out of: the kernel's errors as one of ours, and room for open files made in time."""
+"""Limits of this process: the system's errors about them in words, and as many open files as are allowed."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import resource
 
 from .errors import LimitError
 
-# A start holds about thirty descriptors in its busiest process, and each client one more.
+# The busiest process of a start has about thirty descriptors, and one more for each client.
 LEAST_FILES = 64
 _MOST_FILES = 65536
 
 
 def as_limit_error(error: BaseException) -> LimitError | None:
-    """What limit ``error`` speaks of, and how to raise it; None when it is about something else."""
+    """The limit that ``error`` is about, and how to raise it; None when it is about something else."""
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.EMFILE:
         return _too_few_files()
@@ -34,7 +34,7 @@ def as_limit_error(error: BaseException) -> LimitError | None:
 
 
 def make_room_for_files() -> None:
-    """As many open files as this process may have, since each client is one. Raises LimitError when they are few."""
+    """Raise the limit of open files as far as allowed: each client is one. Raises LimitError when it stays too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -44,7 +44,7 @@ def make_room_for_files() -> None:
 
 
 def most_files() -> int:
-    """How many files this process may have open."""
+    """The number of files that this process may have open."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return _MOST_FILES if soft == resource.RLIM_INFINITY else soft
 

@@ -1,7 +1,7 @@
-"""What a cold start did and when, over all its processes.
+"""The timeline: what each process of a cold start did, and when.
 
-The timeline is an append-only memfd that every process of an instance inherits. A finished stage is one JSON line,
-written with a single ``write`` (the kernel serializes appends), on CLOCK_MONOTONIC, which all processes share.
+It is an append-only memfd that every process of an instance inherits. A finished stage is one JSON line, written with a
+single ``write`` (the kernel serializes appends). Times are of CLOCK_MONOTONIC, which all processes share.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ class Timeline:
 
     @classmethod
     def create(cls, process: str) -> Timeline:
+        """A new, empty timeline."""
         fd = os.memfd_create("medusa-timeline", os.MFD_CLOEXEC)
-        # The kernel locks no memfd's file position: without O_APPEND processes that write at once overwrite each other.
+        # The kernel does not lock a memfd's file position: without O_APPEND, processes would overwrite each other.
         fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
         return cls(fd, process)
 
@@ -45,7 +46,7 @@ class Timeline:
 
     @contextmanager
     def stage(self, name: str, **detail: Any) -> Iterator[dict[str, Any]]:
-        """Record the body as one stage, also when it raises; what the body puts into the yielded dict is kept."""
+        """Record the body as one stage, even if it raises, with what it puts into the yielded dict."""
         start = time.monotonic_ns()
         try:
             yield detail
@@ -53,16 +54,17 @@ class Timeline:
             self.record(name, start, time.monotonic_ns(), **detail)
 
     def mark(self, name: str, **detail: Any) -> None:
-        """Record a moment."""
+        """Record a moment: a stage that takes no time."""
         now = time.monotonic_ns()
         self.record(name, now, now, **detail)
 
     def record(self, name: str, start_ns: int, end_ns: int, **detail: Any) -> None:
+        """Append one stage that has ended."""
         line = json.dumps([name, self.process, start_ns, end_ns, detail], separators=(",", ":")) + "\n"
         os.write(self.fd, line.encode())
 
     def stages(self) -> list[Stage]:
-        """All stages so far, by start time."""
+        """All stages recorded so far, by start time."""
         data = os.pread(self.fd, os.fstat(self.fd).st_size, 0)
         return sorted((Stage(*json.loads(line)) for line in data.splitlines()), key=lambda stage: stage.start_ns)
 

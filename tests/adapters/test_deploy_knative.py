@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import deploying
 import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from deploying import CRD, knative_schema
 from medusa_adapters.deploy.manifests import features, node_agent, scaling
 from medusa_adapters.deploy.manifests.measured import Measured, measure
-from medusa_runtime.errors import ConfigError
+from medusa_runtime.errors import ConfigError, NodeRefusedError
+from medusa_runtime.node.peer import Caller, Peer
+from medusa_runtime.node.policy import Policy
+from medusa_runtime.node.settings import node_settings
 
-MEDUSA = Path(sys.executable).with_name("medusa")
-CRD = Path(__file__).parent / "schemas" / "knative_service_crd.yaml"
 EVERYTHING = [
-    *("--model=s3://bucket/qwen", "--timeout=600", "--concurrency=16", "--cpu=2", "--memory=12Gi", "--gpu=1"),
+    *("--model=s3://bucket/qwen", "--timeout-s=600", "--max-concurrency=16", "--cpu=2", "--memory=12Gi", "--gpu=1"),
     *("--min-scale=1", "--max-scale=9", "--node-selector=nvidia.com/gpu.product=A10", "--runtime-class=nvidia"),
     *("--toleration=nvidia.com/gpu:NoSchedule", "--toleration=pool=gpu", "--service-account=reader"),
     *("--secret=aws-keys", "--env=MEDUSA_LOG_LEVEL=warning", "--node-agent", "--namespace=models"),
@@ -50,51 +51,14 @@ def timeline(folder: Path, *, ready_s: float = 2.0, token_s: float | None = 2.5)
     return path
 
 
-def deploy(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("MEDUSA_")}
-    command = [MEDUSA, "deploy", "knative", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=clean | environ, timeout=60, check=False)
-
-
-def rendered(*arguments: str) -> tuple[str, list[dict[str, Any]]]:
-    done = deploy(*arguments)
-    assert done.returncode == 0, done.stderr
-    return done.stdout, list(yaml.safe_load_all(done.stdout))
-
-
-def refused(*arguments: str, **environ: str) -> str:
-    done = deploy(*arguments, **environ)
-    assert done.returncode in (1, 2), done
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("medusa: ")
-    assert not done.stdout
-    return line
-
-
-def strict(schema: Any) -> Any:
-    """The CRD's schema with unknown fields refused (a cluster drops them) and Kubernetes' own keywords read."""
-    if isinstance(schema, list):
-        return [strict(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found = {key: strict(value) for key, value in schema.items()}
-    open_ended = schema.get("x-kubernetes-preserve-unknown-fields") or "additionalProperties" in schema
-    if isinstance(schema.get("properties"), dict) and not open_ended:
-        found["additionalProperties"] = False
-    if schema.get("x-kubernetes-int-or-string"):
-        found["type"] = ["integer", "string"]
-    return found
+deploy = partial(deploying.deploy, "knative")
+rendered = partial(deploying.rendered, "knative")
+refused = partial(deploying.refused, "knative")
 
 
 @pytest.fixture(scope="module")
 def schema() -> Any:
-    (version,) = yaml.safe_load(CRD.read_text())["spec"]["versions"]
-    schema = version["schema"]["openAPIV3Schema"]
-    # The API server itself knows these; the CRD leaves them out.
-    schema["properties"] |= {key: {"type": "string"} for key in ("apiVersion", "kind")}
-    metadata = {"name": {"type": "string"}, "namespace": {"type": "string"}, "labels": {"type": "object"}}
-    schema["properties"]["metadata"] = {"type": "object", "properties": metadata}
-    return strict(schema)
+    return knative_schema()
 
 
 @pytest.mark.parametrize("arguments", [[], EVERYTHING])
@@ -125,7 +89,7 @@ def test_the_check_against_the_crd_is_strict(schema: Any) -> None:
 
 def test_what_knatives_own_admission_checks() -> None:
     """Beyond the CRD (serving's fieldmask and probe validation)."""
-    _, (service,) = rendered("qwen", "--image=qwen:1", "--timeout=120")
+    _, (service,) = rendered("qwen", "--image=qwen:1", "--timeout-s=120")
     pod = service["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert container["ports"] == [{"name": "http1", "containerPort": 8080}]
@@ -209,6 +173,64 @@ def test_the_node_agents_pod_is_told_what_to_keep_warm() -> None:
     assert "--node-agent-prewarm='jax=1' cannot be used: expected engine=count" in refused.stderr
 
 
+def test_the_agent_gives_out_the_functions_model_and_nothing_else() -> None:
+    """Read as `medusa node` reads it: without --allow it would refuse the function, which is another user to it."""
+    text, documents = rendered(
+        "qwen",
+        "--image=qwen:1",
+        "--model=s3://bucket/qwen",
+        *("--node-agent", "--node-agent-allow=s3://shared/", "--node-agent-trust-state=s3://bucket/qwen"),
+    )
+    environ = node_agent.variables(documents[-2])
+    settings = node_settings(environ, {})
+    policy = Policy(settings.allow, settings.quota)
+    uid = documents[-1]["spec"]["template"]["spec"]["containers"][0]["securityContext"]["runAsUser"]
+    function, stranger = (Caller(Peer(7, user, user, inside=False)) for user in (uid, uid + 1))
+    policy.check("s3://bucket/qwen", function)
+    policy.check("s3://shared/other", function)
+    for caller, model in ((function, "s3://bucket/other"), (stranger, "s3://bucket/qwen")):
+        with pytest.raises(NodeRefusedError):
+            policy.check(model, caller)
+    assert settings.trust_state == "s3://bucket/qwen"
+    assert "gives out s3://bucket/qwen=1000, s3://shared/" in text
+    # A folder is read by the function itself, and needs no rule.
+    text, documents = rendered("qwen", "--image=qwen:1", "--model=/models/qwen", "--node-agent")
+    assert "MEDUSA_NODE_ALLOW" not in node_agent.variables(documents[-2])
+    assert "will give out no model of a store" in text
+
+
+def test_credentials_of_the_agent_are_given_or_said_to_be_missing() -> None:
+    base = ("qwen", "--image=qwen:1", "--node-agent", "--secret=aws-keys")
+    text, documents = rendered(*base)
+    assert "The node agent has no credentials: --secret aws-keys is the function's alone." in text
+    assert "envFrom" not in documents[-2]["spec"]["template"]["spec"]["containers"][0]
+    text, documents = rendered(*base, "--node-agent-secret=aws-keys", "--node-agent-secret=HF_TOKEN=hub/token")
+    assert "no credentials" not in text
+    (container,) = documents[-2]["spec"]["template"]["spec"]["containers"]
+    assert container["envFrom"] == [{"secretRef": {"name": "aws-keys"}}]
+    entry = {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}
+    assert entry in container["env"]
+    kubernetes_validate.validate(documents[-2], "1.30", strict=True)
+
+
+def test_pull_secrets_labels_annotations_and_one_entry_of_a_secret(schema: Any) -> None:
+    _, (service,) = rendered(
+        *("qwen", "--image=qwen:1", "--pull-secret=registry", "--label=team=search"),
+        *("--annotation=example.com/note=a b", "--annotation=autoscaling.knative.dev/initial-scale=2"),
+        *("--secret=HF_TOKEN=hub/token", "--secret=aws-keys"),
+    )
+    jsonschema.validate(service, schema)
+    template = service["spec"]["template"]
+    assert template["spec"]["imagePullSecrets"] == [{"name": "registry"}]
+    assert service["metadata"]["labels"]["team"] == template["metadata"]["labels"]["team"] == "search"
+    # Knative refuses autoscaling annotations on the Service itself.
+    assert service["metadata"]["annotations"] == {"example.com/note": "a b"}
+    assert template["metadata"]["annotations"]["autoscaling.knative.dev/initial-scale"] == "2"
+    (container,) = template["spec"]["containers"]
+    assert container["envFrom"] == [{"secretRef": {"name": "aws-keys"}}]
+    assert {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}} in container["env"]
+
+
 def test_gated_fields_are_checked_by_the_renderer() -> None:
     _, documents = rendered("qwen", "--image=qwen:1", *EVERYTHING)
     service = documents[-1]
@@ -289,10 +311,10 @@ def test_bad_timelines(tmp_path: Path) -> None:
         (["qwen", "--image=q", "--memory=8GB"], "--memory='8GB'"),
         (["qwen", "--image=q", "--cpu=0"], "--cpu='0'"),
         (["qwen", "--image=q", "--gpu=-1"], "--gpu=-1"),
-        (["qwen", "--image=q", "--timeout=900"], "60 to 600 seconds"),
-        (["qwen", "--image=q", "--timeout=20"], "60 to 600 seconds"),
-        (["qwen", "--image=q", "--concurrency=0"], "--concurrency=0"),
-        (["qwen", "--image=q", "--concurrency=x"], "--concurrency"),
+        (["qwen", "--image=q", "--timeout-s=900"], "60 to 600 seconds"),
+        (["qwen", "--image=q", "--timeout-s=20"], "60 to 600 seconds"),
+        (["qwen", "--image=q", "--max-concurrency=0"], "--max-concurrency=0"),
+        (["qwen", "--image=q", "--max-concurrency=x"], "--max-concurrency"),
         (["qwen", "--image=q", "--min-scale=3", "--max-scale=2"], "above --max-scale"),
         (["qwen", "--image=q", "--node-selector=pool"], "--node-selector='pool'"),
         (["qwen", "--image=q", "--toleration=a=b:Never"], "toleration"),
@@ -303,6 +325,14 @@ def test_bad_timelines(tmp_path: Path) -> None:
         (["qwen", "--image=q", "--memory=1e30"], "--memory='1e30'"),
         (["qwen", "--image=q", "--toleration=:NoSchedule"], "--toleration=':NoSchedule'"),
         (["qwen", "--image=q", "--secret=a..b"], "--secret='a..b'"),
+        (["qwen", "--image=q", "--secret=HF_TOKEN=hub"], "expected SECRET or VARIABLE=SECRET/KEY"),
+        (["qwen", "--image=q", "--secret=a-b=hub/token"], "expected SECRET or VARIABLE=SECRET/KEY"),
+        (["qwen", "--image=q", "--pull-secret=A"], "--pull-secret='A'"),
+        (["qwen", "--image=q", "--label=app.kubernetes.io/name=x"], "set by medusa itself"),
+        (["qwen", "--image=q", "--annotation=a"], "--annotation='a'"),
+        (["qwen", "--image=q", "--node-agent-allow=s3://b/"], "--node-agent-allow needs --node-agent"),
+        (["qwen", "--image=q", "--node-agent", "--node-agent-trust-state=s3:"], "--node-agent-trust-state"),
+        (["qwen", "--image=q", "--node-agent", "--node-agent-image=a b"], "--node-agent-image='a b'"),
         (["qwen", "--image=q", "--node-agent-prewarm=torch=2"], "needs --node-agent"),
         (["qwen", "--image=q", "--node-agent", "--node-agent-prewarm=x=2"], "--node-agent-prewarm='x=2'"),
     ],
@@ -330,6 +360,7 @@ def kubectl(tmp_path: Path) -> Path:
         f'#!/bin/sh\necho "$@" >> {folder}/calls\n'
         f'case "$*" in *config-features*) cat {folder}/features ;; '
         '"get namespace"*) echo \'{"metadata": {"labels": {}}}\' ;; '
+        f'"get daemonset"*) cat {folder}/daemon 2>/dev/null ;; '
         f"apply*) cat > {folder}/applied; echo service.serving.knative.dev/qwen configured ;; esac\n"
     )
     script.chmod(0o755)
@@ -342,6 +373,19 @@ def test_apply_hands_over_what_would_be_printed(kubectl: Path) -> None:
     done = deploy(*arguments, "--apply", PATH=f"{kubectl}:/usr/bin:/bin")
     assert (done.returncode, done.stdout) == (0, "service.serving.knative.dev/qwen configured\n"), done.stderr
     assert (kubectl / "applied").read_text() == rendered(*arguments)[0]
+
+
+def test_apply_keeps_what_the_agent_gives_to_other_functions(kubectl: Path) -> None:
+    """One agent serves the cluster: bringing a second function there must not take the first one's model away."""
+    (kubectl / "features").write_text('{"data": {"kubernetes.podspec-volumes-hostpath": "enabled"}}')
+    agent = ("--image=qwen:1", "--node-agent", "--secret=keys")
+    _, documents = rendered("first", "--model=s3://b/first", *agent)
+    (kubectl / "daemon").write_text(json.dumps(documents[-2]))
+    done = deploy("second", "--model=s3://b/second", *agent, "--apply", PATH=f"{kubectl}:/usr/bin:/bin")
+    assert done.returncode == 0, done.stderr
+    assert "medusa: The node agent has no credentials" in done.stderr
+    applied = list(yaml.safe_load_all((kubectl / "applied").read_text()))
+    assert node_agent.variables(applied[-2])["MEDUSA_NODE_ALLOW"] == "s3://b/second=1000,s3://b/first=1000"
 
 
 def test_apply_looks_for_the_flags_first(kubectl: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -59,7 +60,7 @@ def test_stack_has_known_fields_with_text_for_values(tmp_path: Path) -> None:
     (tmp_path / "timeline.json").write_text(json.dumps({"stages": stages}))
     text, entry = stack(
         *("--model=s3://b/qwen", "--memory=8Gi", "--cpu=500m", "--gpu-profile=gpu", "--secret=aws", "--namespace=fn"),
-        *("--scale-to-zero", "--timeout=120", "--concurrency=4", f"--timeline={tmp_path / 'timeline.json'}"),
+        *("--scale-to-zero", "--timeout-s=120", "--max-concurrency=4", f"--timeline={tmp_path / 'timeline.json'}"),
     )
     assert set(entry) <= FIELDS
     for part in ("environment", "labels", "annotations"):
@@ -98,6 +99,67 @@ def test_template_is_laid_out_as_faas_cli_reads_it(tmp_path: Path) -> None:
         assert f"ARG {argument}" in dockerfile
     assert "COPY function/ " in dockerfile
     assert dockerfile.rstrip().endswith("USER app")
+
+
+def test_the_folder_has_all_that_faas_cli_up_needs(tmp_path: Path) -> None:
+    done = deploy("qwen", "--image=q:1", f"--out={tmp_path}", "--base-image=registry.example/medusa:2")
+    assert done.returncode == 0, done.stderr
+    (function,) = yaml.safe_load((tmp_path / "stack.yaml").read_text())["functions"].values()
+    template = tmp_path / "template" / function["lang"]
+    built = assemble(template, tmp_path / function["handler"], tmp_path / "build" / "qwen")
+    # Every file that the Dockerfile copies is in the build's context, and the base image is one that exists.
+    for line in (built / "Dockerfile").read_text().splitlines():
+        if line.startswith("COPY "):
+            assert list(built.glob(line.split()[1].rstrip("/"))), line
+    assert function["build_args"] == {"BASE_IMAGE": "registry.example/medusa:2"}
+    assert (built / "function" / "handler.py").is_file()
+    # What it says to do works: the folder is there, and faas-cli is the command.
+    assert f"cd {tmp_path} && faas-cli up -f stack.yaml" in done.stdout
+
+
+def assemble(template: Path, handler: Path, build: Path) -> Path:
+    """The build context that `faas-cli build` makes: the template, and the function's folder as function/."""
+    shutil.copytree(template, build)
+    shutil.copytree(handler, build / "function", dirs_exist_ok=True)
+    return build
+
+
+def test_a_function_that_is_there_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "qwen").mkdir()
+    assert "expected handler.py" in refused("qwen", "--image=q:1", f"--out={tmp_path}")
+    (tmp_path / "qwen" / "handler.py").write_text("mine = 1\n")
+    assert deploy("qwen", "--image=q:1", f"--out={tmp_path}").returncode == 0
+    assert [path.name for path in (tmp_path / "qwen").iterdir()] == ["handler.py"]
+    assert (tmp_path / "qwen" / "handler.py").read_text() == "mine = 1\n"
+
+
+def test_a_folder_with_its_own_dockerfile(tmp_path: Path) -> None:
+    line = refused("qwen", "--image=q:1", f"--out={tmp_path}", "--lang=dockerfile")
+    assert "medusa new qwen" in line
+    made = subprocess.run([MEDUSA, "new", "qwen"], cwd=tmp_path, capture_output=True, timeout=60, check=False)
+    assert made.returncode == 0
+    assert deploy("qwen", "--image=q:1", f"--out={tmp_path}", "--lang=dockerfile").returncode == 0
+    assert not (tmp_path / "template").exists()
+
+
+def test_labels_annotations_and_a_registrys_secret() -> None:
+    _, entry = stack(
+        "--label=team=search", "--annotation=example.com/note=a b", "--secret=aws", "--pull-secret=registry"
+    )
+    assert entry["labels"]["team"] == "search"
+    assert entry["annotations"]["example.com/note"] == "a b"
+    assert entry["secrets"] == ["aws", "registry"]
+    assert set(entry) <= FIELDS
+
+
+def test_earlier_names_of_flags_go_on_working() -> None:
+    done = deploy("qwen", "--image=q:1", "--timeout=120", "--concurrency=4")
+    assert done.returncode == 0
+    assert done.stderr.splitlines() == [
+        "medusa: --timeout is called --timeout-s now; the old name goes on working",
+        "medusa: --concurrency is called --max-concurrency now; the old name goes on working",
+    ]
+    assert yaml.safe_load(done.stdout)["functions"]["qwen"]["environment"]["exec_timeout"] == "120s"
 
 
 def test_templates_function_passes_its_test_and_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +209,7 @@ def test_apply_runs_faas_cli_in_the_folder(tmp_path: Path) -> None:
         (["qwen"], "--image is missing"),
         (["qwen", "--image=q", "--gateway=localhost"], "--gateway='localhost'"),
         (["qwen", "--image=q", "--min-scale=4", "--max-scale=2"], "--max-scale=2"),
-        (["qwen", "--image=q", "--timeout=0"], "--timeout=0"),
+        (["qwen", "--image=q", "--timeout-s=0"], "--timeout-s=0"),
         (["qwen", "--image=q", "--memory=1GB"], "--memory='1GB'"),
         (["qwen", "--image=q", "--env=exec_timeout=soon"], "exec_timeout='soon'"),
         (["qwen", "--image=q", "--apply"], "--apply needs --out"),

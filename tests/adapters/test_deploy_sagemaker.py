@@ -24,6 +24,7 @@ MEDUSA = Path(sys.executable).with_name("medusa")
 ROLE = "arn:aws:iam::123456789012:role/function"
 IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/qwen:1"
 BASE = ("qwen", f"--image={IMAGE}", f"--role={ROLE}", "--poll-s=0.05")
+APPLY = (*BASE, "--apply")
 KEYS = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_DEFAULT_REGION": "us-east-1"}
 
 
@@ -72,13 +73,13 @@ def refused(*arguments: str, **environ: str) -> str:
 
 def dry(*arguments: str) -> dict[str, Any]:
     """The planned calls by name. The endpoint cannot be reached: a dry run calls nothing."""
-    done = deploy(*BASE, "--dry-run", *arguments, AWS_ENDPOINT_URL="http://127.0.0.1:9")
+    done = deploy(*BASE, *arguments, AWS_ENDPOINT_URL="http://127.0.0.1:9")
     assert done.returncode == 0, done.stderr
     return {call["operation"]: call["parameters"] for call in json.loads(done.stdout)}
 
 
 def test_serverless_endpoint_is_made_updated_and_deleted(aws: Any) -> None:
-    made = deploy(*BASE, "--memory-mb=2048", "--max-concurrency=20", "--provisioned-concurrency=3", "--model=s3://b/q")
+    made = deploy(*APPLY, "--memory-mb=2048", "--max-concurrency=20", "--provisioned-concurrency=3", "--model=s3://b/q")
     assert made.returncode == 0, made.stderr
     assert "CreateModel qwen-" in made.stdout
     assert "qwen: InService" in made.stdout
@@ -92,8 +93,8 @@ def test_serverless_endpoint_is_made_updated_and_deleted(aws: Any) -> None:
     assert container["Environment"]["MEDUSA_PLATFORM"] == "sagemaker"
     assert container["Environment"]["SAGEMAKER_SERVERLESS"] == "true"
 
-    assert "add --update" in refused(*BASE)
-    updated = deploy(*BASE, "--update", "--memory-mb=4096")
+    assert "add --update" in refused(*APPLY)
+    updated = deploy(*APPLY, "--update", "--memory-mb=4096")
     assert updated.returncode == 0, updated.stderr
     second = aws.describe_endpoint(EndpointName="qwen")["EndpointConfigName"]
     assert second != endpoint["EndpointConfigName"]
@@ -101,24 +102,90 @@ def test_serverless_endpoint_is_made_updated_and_deleted(aws: Any) -> None:
     assert [c["EndpointConfigName"] for c in aws.list_endpoint_configs()["EndpointConfigs"]] == [second]
     assert [model["ModelName"] for model in aws.list_models()["Models"]] == [second]
 
-    assert deploy("qwen", "--delete", "--poll-s=0.05").returncode == 0
+    assert deploy("qwen", "--delete", "--apply", "--poll-s=0.05").returncode == 0
     assert not aws.list_endpoints()["Endpoints"]
     assert not aws.list_endpoint_configs()["EndpointConfigs"]
     assert not aws.list_models()["Models"]
-    assert "no endpoint of this name" in refused("qwen", "--delete")
-    assert "no endpoint of this name to update" in refused(*BASE, "--update")
+    assert "no endpoint of this name" in refused("qwen", "--delete", "--apply")
+    assert "no endpoint of this name to update" in refused(*APPLY, "--update")
+
+
+@pytest.mark.parametrize(
+    ("flags", "lines"),
+    [
+        ([], ["medusa: nothing was called; add --apply to make these calls"]),
+        (["--update", "--no-wait"], ["medusa: nothing was called; add --apply to make these calls"]),
+        (
+            ["--dry-run"],
+            [
+                "medusa: --dry-run is what happens without --apply now; leave it out",
+                "medusa: nothing was called; add --apply to make these calls",
+            ],
+        ),
+    ],
+)
+def test_without_apply_the_calls_are_printed_and_a_line_says_so(aws: Any, flags: list[str], lines: list[str]) -> None:
+    """As this command once acted, a script that relies on it must see that it does no more."""
+    done = deploy(*BASE, *flags)
+    assert done.returncode == 0
+    assert done.stderr.splitlines() == lines
+    assert [call["operation"] for call in json.loads(done.stdout)][:2] == ["CreateModel", "CreateEndpointConfig"]
+    assert not aws.list_endpoints()["Endpoints"]
+    assert not aws.list_models()["Models"]
+
+
+def test_delete_without_apply_deletes_nothing(aws: Any) -> None:
+    assert deploy(*APPLY).returncode == 0
+    done = deploy("qwen", "--delete")
+    assert json.loads(done.stdout) == [{"operation": "DeleteEndpoint", "parameters": {"EndpointName": "qwen"}}]
+    assert "nothing was called; add --apply" in done.stderr
+    assert len(aws.list_endpoints()["Endpoints"]) == 1
+
+
+def test_vpc_tags_and_autoscaling_of_a_real_time_endpoint(aws: Any) -> None:
+    network = ("--subnet=subnet-0a1b2c3d", "--subnet=subnet-1a1b2c3d", "--security-group=sg-0a1b2c3d")
+    flags = ("--instance-type=ml.m5.large", *network, "--tag=team=search", "--min-scale=1", "--max-scale=4")
+    made = deploy(*APPLY, *flags, "--concurrency=10")
+    assert made.returncode == 0, made.stderr
+    endpoint = aws.describe_endpoint(EndpointName="qwen")
+    config = aws.describe_endpoint_config(EndpointConfigName=endpoint["EndpointConfigName"])
+    model = aws.describe_model(ModelName=endpoint["EndpointConfigName"])
+    assert model["VpcConfig"]["Subnets"] == ["subnet-0a1b2c3d", "subnet-1a1b2c3d"]
+    assert model["VpcConfig"]["SecurityGroupIds"] == ["sg-0a1b2c3d"]
+    for arn in (endpoint["EndpointArn"], config["EndpointConfigArn"], model["ModelArn"]):
+        assert aws.list_tags(ResourceArn=arn)["Tags"] == [{"Key": "team", "Value": "search"}], arn
+    scaler = boto3.client("application-autoscaling")
+    (target,) = scaler.describe_scalable_targets(ServiceNamespace="sagemaker")["ScalableTargets"]
+    assert target["ResourceId"] == "endpoint/qwen/variant/AllTraffic"
+    assert (target["MinCapacity"], target["MaxCapacity"]) == (1, 4)
+    (policy,) = scaler.describe_scaling_policies(ServiceNamespace="sagemaker")["ScalingPolicies"]
+    assert policy["TargetTrackingScalingPolicyConfiguration"]["TargetValue"] == 7.0
+
+    updated = deploy(*APPLY, "--update", *flags, "--tag=stage=two")
+    assert updated.returncode == 0, updated.stderr
+    assert {"Key": "stage", "Value": "two"} in aws.list_tags(ResourceArn=endpoint["EndpointArn"])["Tags"]
+    deleted = deploy("qwen", "--delete", "--apply", "--poll-s=0.05")
+    assert deleted.returncode == 0, deleted.stderr
+    assert not scaler.describe_scalable_targets(ServiceNamespace="sagemaker")["ScalableTargets"]
+
+
+def test_provisioned_concurrency_scales() -> None:
+    calls = dry("--provisioned-concurrency=2", "--max-scale=8")
+    target = calls["RegisterScalableTarget"]
+    assert target["ScalableDimension"] == "sagemaker:variant:DesiredProvisionedConcurrency"
+    assert calls["PutScalingPolicy"]["TargetTrackingScalingPolicyConfiguration"]["TargetValue"] == 0.7
 
 
 def test_a_serverless_endpoint_becomes_real_time_and_never_goes_back(aws: Any) -> None:
-    assert deploy(*BASE).returncode == 0
-    updated = deploy(*BASE, "--update", "--instance-type=ml.m5.large")
+    assert deploy(*APPLY).returncode == 0
+    updated = deploy(*APPLY, "--update", "--instance-type=ml.m5.large")
     assert updated.returncode == 0, updated.stderr
     config = aws.describe_endpoint(EndpointName="qwen")["EndpointConfigName"]
     (variant,) = aws.describe_endpoint_config(EndpointConfigName=config)["ProductionVariants"]
     assert (variant["InstanceType"], variant["InitialInstanceCount"]) == ("ml.m5.large", 1)
     container = aws.describe_model(ModelName=variant["ModelName"])["PrimaryContainer"]
     assert "SAGEMAKER_SERVERLESS" not in container["Environment"]
-    assert "makes none of these serverless" in refused(*BASE, "--update")
+    assert "makes none of these serverless" in refused(*APPLY, "--update")
     assert [model["ModelName"] for model in aws.list_models()["Models"]] == [config]
 
 
@@ -134,14 +201,14 @@ def test_an_endpoint_that_failed_can_only_be_deleted(aws: Any) -> None:
     [
         ({"AWS_DEFAULT_REGION": ""}, "region is missing: give --region"),
         ({"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}, "Unable to locate credentials"),
-        ({"AWS_SECRET_ACCESS_KEY": ""}, "SageMaker cannot be called: Partial credentials found"),
-        ({"AWS_PROFILE": "none-such"}, "SageMaker cannot be called: The config profile (none-such) could not be found"),
+        ({"AWS_SECRET_ACCESS_KEY": ""}, "AWS cannot be called: Partial credentials found"),
+        ({"AWS_PROFILE": "none-such"}, "AWS cannot be called: The config profile (none-such) could not be found"),
     ],
 )
 def test_what_is_missing_to_call_aws_is_one_line(environ: dict[str, str], said: str, tmp_path: Path) -> None:
     plain = {"HOME": str(tmp_path), "AWS_EC2_METADATA_DISABLED": "true", "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
     given = {name: value for name, value in {**KEYS, **plain, **environ}.items() if value}
-    line = refused(*BASE, **dict.fromkeys(KEYS, "") | given)
+    line = refused(*APPLY, **dict.fromkeys(KEYS, "") | given)
     assert said in line
     assert ("--region" in line) is ("AWS_DEFAULT_REGION" in environ)
 
@@ -249,6 +316,15 @@ def test_the_models_check_is_strict() -> None:
         (["--model-data=s3://bucket/prefix/"], "takes no uncompressed"),
         (["--model-data=/local/model"], "--model-data='/local/model'"),
         (["--role=admin"], "ExecutionRoleArn"),
+        (["--apply", "--dry-run"], "--dry-run and --apply"),
+        (["--subnet=subnet-1"], "--subnet and --security-group"),
+        (["--subnet=subnet-1", "--security-group=sg-1"], "serverless joins no VPC"),
+        (["--tag=team"], "--tag='team'"),
+        (["--tag=team=" + "x" * 300], "Tags[0].Value"),
+        (["--max-scale=4"], "scales --provisioned-concurrency"),
+        (["--min-scale=4"], "--min-scale needs --max-scale"),
+        (["--instance-type=ml.m5.large", "--max-scale=4", "--instance-count=5"], "--instance-count=5"),
+        (["--instance-type=ml.m5.large", "--max-scale=2", "--no-wait"], "--no-wait"),
         (["--image="], "--image is missing"),
         (["--update", "--delete"], "one of them"),
         (["--instance-count=2"], "--instance-count: the endpoint would be serverless"),
@@ -292,7 +368,7 @@ def test_a_control_plane_that_cannot_be_reached_is_one_line() -> None:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
         line = refused(
-            *BASE,
+            *APPLY,
             AWS_ENDPOINT_URL=f"http://127.0.0.1:{port}",
             AWS_MAX_ATTEMPTS="1",
             AWS_EC2_METADATA_DISABLED="true",
@@ -310,7 +386,7 @@ def test_missing_packages_name_the_command(platform: str, package: str) -> None:
         f"import sys; sys.modules[{package!r}] = None\n"
         "from medusa_adapters.cli.main import main\n"
         f"sys.exit(main(['deploy', {platform!r}, 'qwen', '--image=q:1']"
-        f" + (['--role={ROLE}'] if {platform!r} == 'sagemaker' else [])))"
+        f" + (['--role={ROLE}', '--apply'] if {platform!r} == 'sagemaker' else [])))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2, done

@@ -26,7 +26,7 @@ from .progress import size
 
 
 def summarize(checkpoint: Checkpoint, settings: Settings, *, verify: bool) -> dict[str, Any] | None:
-    """As plain values; None when there is no bundle. ``verify``: read every blob, not only the small ones.
+    """Return the bundle as plain values; None when there is none. ``verify``: read every blob, not only the small ones.
 
     Raises StateError when there is one that cannot be read, and StorageError.
     """
@@ -56,7 +56,7 @@ def summarize(checkpoint: Checkpoint, settings: Settings, *, verify: bool) -> di
 
 
 def _artifact(artifact: Artifact, bundle: Bundle, facts: Facts, verify: bool) -> dict[str, Any]:
-    """``problem``: why a start here would not use it."""
+    """One artifact as a line. ``problem``: why a start here would not use it."""
     found: dict[str, Any] = {"kind": artifact.kind, "bytes": artifact.size, "key": artifact.key, "problem": None}
     kind = KINDS.get(artifact.kind)
     if kind is None:
@@ -75,7 +75,7 @@ def _artifact(artifact: Artifact, bundle: Bundle, facts: Facts, verify: bool) ->
 
 
 def _content(kind: str, data: bytes) -> str | None:
-    """One line about what is inside. StateError when it is not what its kind says."""
+    """Describe the content in one line. Raises StateError when it is not what its kind says."""
     if kind == WEIGHT_INDEX.name:
         recorded = RecordedIndex.from_bytes(data)
         order = "order of a forward" if recorded.index.recorded else "order by names"

@@ -25,7 +25,7 @@ _COMMANDS = (
     ("run", "medusa_adapters.cli.run", "call a handler once, without a server or a model"),
     ("fetch", "medusa_adapters.cli.fetch", "fetch a checkpoint into a folder or, for timing, into memory"),
     ("new", "medusa_adapters.cli.new", "make a small complete project: handler, test, Dockerfile"),
-    ("deploy", "medusa_adapters.deploy.command", "bring a function to Knative, OpenFaaS or SageMaker"),
+    ("deploy", "medusa_adapters.deploy.command", "print what a platform needs to run a function, or bring it there"),
     ("materialize", "medusa_adapters.cli.materialize", "make the state bundle that lets starts skip work"),
     ("inspect", "medusa_adapters.cli.inspect", "show what a checkpoint contains"),
     ("bench", "medusa_adapters.bench.command", "measure cold starts and fetches against others"),
@@ -54,7 +54,7 @@ class _Version(argparse.Action):
 
 
 def run(argv: Sequence[str], *, in_child: bool = False) -> int:
-    """Run one command; returns the exit status: 0, 2 for a call that cannot be meant so, 1 for the rest.
+    """Run one command; returns the exit status: 0, 2 for a bad call, 1 for every other failure.
 
     ``in_child``: in a child process, so that Ctrl-C always ends it.
     """
@@ -109,7 +109,7 @@ def _tell(error: MedusaError, argv: Sequence[str]) -> int:
 
 
 def _open_standard_streams() -> None:
-    """A closed stdin, stdout or stderr is /dev/null; else a socket of ours would take its number and get its text."""
+    """Open /dev/null for a closed stdin, stdout or stderr, or a socket of ours would get its number and its text."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             try:

@@ -41,7 +41,7 @@ _EXTRAS = {
 
 
 class Finding(NamedTuple):
-    """One line: ``level`` is ok, - (optional, not there), warn or fail; ``advice``: what to do about the last two."""
+    """A finding. ``level``: ok, - (optional, not there), warn or fail; ``advice``: what to do about the last two."""
 
     level: str
     name: str
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Status 1 when something that `medusa serve` cannot do without is missing."""
+    """Return status 1 when something is missing that `medusa serve` cannot do without."""
     flags = {name: getattr(arguments, name) for name in _FLAGS}
     settings = from_env(os.environ, model=given_model(arguments), **flags)
     failed = False
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def examine(settings: Settings) -> Iterator[Finding]:
-    """All checks, the quick ones first."""
+    """Run all checks, the quick ones first."""
     for check in _CHECKS:
         yield from check()
     yield _port(settings)
@@ -110,7 +110,7 @@ def _shared_memory() -> Iterator[Finding]:
 
 
 def _chosen(path: str) -> str:
-    """The word in brackets, as in ``always [madvise] never``."""
+    """Return the word in brackets, as in ``always [madvise] never``."""
     try:
         return Path(path).read_text().partition("[")[2].partition("]")[0]
     except OSError:
@@ -203,7 +203,7 @@ def _torch() -> Iterator[Finding]:
 
 
 def _storage(settings: Settings) -> Iterator[Finding]:
-    """Everything that a start reads before the weights, with the prefetcher's own code."""
+    """Read everything that a start reads before the weights, with the prefetcher's own code."""
     assert settings.model is not None
     from medusa_runtime.checkpoint.reader import open_checkpoint
 
@@ -225,7 +225,7 @@ def _storage(settings: Settings) -> Iterator[Finding]:
 
 
 def _backend(checkpoint: Checkpoint, settings: Settings) -> Iterator[Finding]:
-    """What `serve` would run it with, decided by the same code."""
+    """Report what `serve` would run the model with; the same code decides."""
     from medusa_runtime.models.backend import verify
 
     try:

@@ -29,7 +29,7 @@ class _Piece(NamedTuple):
 
 
 class Download:
-    """Fetches with ``connections`` threads. ``run`` returns when the folder is complete, or raises the store's error.
+    """A download in ``connections`` threads. ``run`` returns when the folder is complete, or raises the store's error.
 
     Shards are written under a name that ends in .part and renamed when all their bytes are there.
     """
@@ -76,7 +76,7 @@ class Download:
         ]
 
     def _fetch_all(self, pieces: list[_Piece]) -> None:
-        """The first error ends it, once the ranges that are under way have ended, too: they write to open files."""
+        """End with the first error, after the ranges under way have ended: they write to open files."""
         local = threading.local()
         with ThreadPoolExecutor(self._connections, "fetch") as pool:
             futures = [pool.submit(self._fetch, local, piece) for piece in pieces]

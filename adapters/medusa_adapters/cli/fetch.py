@@ -69,7 +69,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _into_node(settings: Settings, *, pin: bool, fresh: bool) -> int:
-    """Bytes of the weights, when the agent has them all. NodeError without an agent, and what the store answered."""
+    """Have the agent fetch the weights, and return their bytes. Raises NodeError, and the store's own errors."""
     from medusa_runtime.node.client import NodeClient
 
     assert settings.model is not None
@@ -92,7 +92,7 @@ def _into_node(settings: Settings, *, pin: bool, fresh: bool) -> int:
 
 
 def _into_memory(settings: Settings) -> int:
-    """Bytes of the weights, after a prefetcher of its own has put them into a region, as `medusa serve` does it."""
+    """Fetch the weights into a region, as `medusa serve` does with its own prefetcher, and return their bytes."""
     from medusa_runtime.process import ReportPipe, fork
     from medusa_runtime.region.reader import Region
     from medusa_runtime.timeline import Timeline

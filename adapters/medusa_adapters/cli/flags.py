@@ -16,7 +16,7 @@ _LOG_LEVEL = next(option for option in OPTIONS if option.field == "log_level")
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Shows every default as ``[default: …]``, and a variable before it as ``[VARIABLE; default: …]``."""
+    """Help that shows every default as ``[default: …]``, and a variable before it as ``[VARIABLE; default: …]``."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
@@ -31,14 +31,14 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 def add_model(parser: argparse.ArgumentParser, text: str | None = None) -> None:
-    """The checkpoint, as ``URL`` or ``--model URL``; see ``given_model``."""
+    """Add the checkpoint, as ``URL`` or ``--model URL``; see ``given_model``."""
     option = next(option for option in OPTIONS if option.field == "model")
     parser.add_argument("checkpoint", nargs="?", metavar="URL", help=text or option.help)
     parser.add_argument("--model", metavar=option.form, help="the same [MEDUSA_MODEL]")
 
 
 def given_model(arguments: argparse.Namespace) -> str | None:
-    """Raises ConfigError when two were given."""
+    """Return the checkpoint that was given. Raises ConfigError when two were."""
     if arguments.checkpoint is not None and arguments.model is not None:
         raise ConfigError(
             f"expected one checkpoint, found {arguments.checkpoint!r} and --model {arguments.model!r}; leave one out"
@@ -50,7 +50,7 @@ def given_model(arguments: argparse.Namespace) -> str | None:
 
 
 def unify(parser: argparse.ArgumentParser) -> None:
-    """Give a command's parser, and those of its subcommands, what all have."""
+    """Give the parsers of a command and of its subcommands the names and the help that all commands share."""
     parser.formatter_class = HelpFormatter
     known = parser._option_string_actions
     for old, new in RENAMED.items():
@@ -67,7 +67,7 @@ def unify(parser: argparse.ArgumentParser) -> None:
 
 
 def announce_renamed(argv: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """A line for each flag that was given by its earlier name."""
+    """Print a line for each flag that was given by its earlier name."""
     for word in argv:
         old = word.partition("=")[0]
         if old in RENAMED and old not in _own_names(parser, argv):

@@ -1,4 +1,4 @@
-"""Runs a command in a child process, so that Ctrl-C always ends it.
+"""Run a command in a child process, so that Ctrl-C always ends it.
 
 Python turns Ctrl-C into an exception in whatever code runs at that moment. Inside a C++ extension that is being
 imported (torch) it may be swallowed, or abort the process. The parent runs no such code: it waits, passes signals on,
@@ -79,7 +79,7 @@ def _interrupt(_number: int, _frame: object) -> None:
 
 
 def _scratch() -> Path | None:
-    """A folder for the command's temporary files; None where none can be made, for which the command has the words."""
+    """Make a folder for the command's temporary files; None where that fails, which the command itself reports."""
     try:
         return Path(tempfile.mkdtemp(prefix="medusa-"))
     except OSError:
@@ -87,7 +87,7 @@ def _scratch() -> Path | None:
 
 
 def _wait(child: int) -> tuple[int, bool]:
-    """The child's exit status (negative: the signal that ended it), and whether Ctrl-C was pressed."""
+    """Return the child's exit status (negative: the signal that ended it), and whether Ctrl-C was pressed."""
     deadline: float | None = None
     while True:
         ended, status = os.waitpid(child, os.WNOHANG)
@@ -107,7 +107,7 @@ def _wait(child: int) -> tuple[int, bool]:
 
 
 def _end_orphans() -> None:
-    """Kill the processes that an interrupted command left to us, and theirs."""
+    """Kill the processes that an interrupted command left behind, and their children."""
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     deadline = time.monotonic() + _GRACE_S / 2
     while time.monotonic() < deadline:
@@ -124,7 +124,7 @@ def _end_orphans() -> None:
 
 
 def _die_of(number: int) -> NoReturn:
-    """End as the child did, so that a shell says so ("Killed")."""
+    """End by the signal that ended the child, so that a shell says so ("Killed")."""
     signal.signal(number, signal.SIG_DFL) if number not in (signal.SIGKILL, signal.SIGSTOP) else None
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
     os.kill(os.getpid(), number)

@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _state(checkpoint: Checkpoint, settings: Settings, verify: bool) -> dict[str, Any] | None:
-    """A bundle that cannot be read is part of what is there, not an error: a start would go on without it."""
+    """Summarize the bundle. One that cannot be read is shown as such: a start would go on without it."""
     if settings.state == "none":
         return None
     try:
@@ -91,7 +91,7 @@ def _state(checkpoint: Checkpoint, settings: Settings, verify: bool) -> dict[str
 
 
 def _backend(checkpoint: Checkpoint, settings: Settings) -> dict[str, str]:
-    """What would run it; that nothing would is an answer, too."""
+    """Report what would run the checkpoint, or why nothing would."""
     try:
         found = backend(checkpoint.files.get, settings)
     except MedusaError as error:
@@ -100,7 +100,7 @@ def _backend(checkpoint: Checkpoint, settings: Settings) -> dict[str, str]:
 
 
 def summarize(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Everything as plain values; tensors are in execution order. CorruptError for a config.json that is none."""
+    """Return everything as plain values, tensors in execution order. Raises CorruptError for a bad config.json."""
     index = checkpoint.index
     parameters: Counter[str] = Counter()
     for entry in index.tensors.values():

@@ -1,4 +1,4 @@
-"""What an interrupted command may leave in a folder."""
+"""Files that an interrupted command leaves in a folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class Leftovers:
-    """Files in ``folder`` that match ``pattern`` and were not there when this was made; the folder itself likewise."""
+    """Files in ``folder`` that match ``pattern`` and were not there when this was made; a new folder, too."""
 
     def __init__(self, folder: Path, pattern: str) -> None:
         self._folder = folder

@@ -1,4 +1,4 @@
-"""The command `medusa`. It imports its parts where an interrupt (Ctrl-C) is awaited already, and ends quietly."""
+"""The command `medusa`. It imports its parts only where Ctrl-C is already handled, and then ends quietly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _OWN_SIGNALS = (["serve"], ["node"])
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, 2 for a call that cannot be meant so, 130, or 1 for the rest."""
+    """Run one command; returns the exit status: 0, 2 for a bad call, 130 after Ctrl-C, 1 for every other failure."""
     try:
         from .command_line import run
 

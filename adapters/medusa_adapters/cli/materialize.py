@@ -1,4 +1,4 @@
-"""`medusa materialize`: what starts need again and again, made once and kept beside the weights."""
+"""`medusa materialize`: make once, and keep beside the weights, what every start needs."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def leftovers(arguments: argparse.Namespace) -> list[Leftovers | _Uncommitted]:
 
 
 class _Uncommitted:
-    """What an interrupted command wrote into a bundle's folder and no manifest names."""
+    """Return what an interrupted command wrote into a bundle's folder and no manifest names."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -124,7 +124,7 @@ class _Uncommitted:
 
 
 def _ordered(settings: Settings, request: str | None) -> Callable[[Region], Sequence[str]] | None:
-    """What finds out in which order the handler's own module uses its tensors; None where an engine runs the model."""
+    """Return what records the order in which a handler's module uses its tensors; None where an engine runs it."""
     if settings.engine != "none" or settings.handler is None:
         if request is not None:
             raise ConfigError("--request is for a handler that builds its own module: expected --engine none --handler")
@@ -180,7 +180,7 @@ def convert(settings: Settings, file: Path) -> str:
 
 
 def measure(settings: Settings, folder: Path, starts: int) -> StageTimes:
-    """Start this model so many times, with the bundle as it is by now, and ask each for a few tokens at once."""
+    """Start the model ``runs`` times with the bundle made so far, and ask each instance for a few tokens."""
     assert settings.model is not None
     given = {
         option.flag: getattr(settings, option.field)

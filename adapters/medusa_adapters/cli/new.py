@@ -1,4 +1,4 @@
-"""`medusa new NAME --template …`: a small complete project that runs at once."""
+"""`medusa new NAME --template …`: make a small complete project that runs at once."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def create(name: str, template: str, parent: Path, *, replace: bool = False) -> Path:
-    """The project's folder. ConfigError for a name that no platform takes, or when other files are in the way."""
+    """Make the project and return its folder. ConfigError for a name that no platform accepts, or files in the way."""
     values.name(name)
     if template not in TEMPLATES:
         raise ConfigError(f"--template={template!r} cannot be used: expected one of {', '.join(TEMPLATES)}")
@@ -54,6 +54,6 @@ def create(name: str, template: str, parent: Path, *, replace: bool = False) -> 
 
 
 def next_steps(folder: Path) -> str:
-    """The first block of commands in the project's README."""
+    """Return the first block of commands in the project's README."""
     text = (folder / "README.md").read_text()
     return "  " + text.split("```sh\n", 1)[1].split("```", 1)[0].strip().replace("\n", "\n  ")

@@ -1,4 +1,4 @@
-"""`medusa node`: this node's agent, and what it holds."""
+"""`medusa node`: run this machine's node agent, or ask the one that runs."""
 
 from __future__ import annotations
 

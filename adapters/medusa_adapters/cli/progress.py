@@ -1,4 +1,4 @@
-"""How far a fetch is, for a person: one line that moves on a terminal, a plain line now and then elsewhere."""
+"""Progress of a fetch for a person: one moving line on a terminal, a plain line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CLEAR_LINE = "\r\x1b[2K"
 
 
 class ProgressLine:
-    """Writes through ``write``; ``end`` leaves the terminal at the start of an empty line."""
+    """A progress line, written with ``write``; ``end`` leaves the terminal at the start of an empty line."""
 
     def __init__(self, write: Callable[[str], None], *, moving: bool) -> None:
         self._write = write
@@ -26,7 +26,7 @@ class ProgressLine:
         self._next_s = time.monotonic() + _PLAIN_EVERY_S
 
     def show(self, progress: Progress) -> None:
-        """Show this much; once everything has been fetched, say that once."""
+        """Show how much has been fetched, and once that everything has."""
         if not progress.total_bytes or self._complete:
             return
         self._complete = progress.state == "done"
@@ -45,12 +45,12 @@ class ProgressLine:
 
 
 def note(text: str) -> None:
-    """One line of what a long command is doing; stdout is for its result."""
+    """Print what a long command is doing to stderr; stdout is for its result."""
     print(text, file=sys.stderr, flush=True)
 
 
 def describe(progress: Progress) -> str:
-    """As in ``412 MB of 1.6 GB (26 %), 734 MB/s, 2 s left``."""
+    """Format progress as in ``412 MB of 1.6 GB (26 %), 734 MB/s, 2 s left``."""
     total = max(progress.total_bytes, 1)
     parts = [f"{size(progress.fetched_bytes)} of {size(total)} ({100 * progress.fetched_bytes // total} %)"]
     if progress.mb_per_s:
@@ -61,7 +61,7 @@ def describe(progress: Progress) -> str:
 
 
 def size(count: int) -> str:
-    """Bytes as a person reads them, in powers of 1000: 57.2 MB."""
+    """Format bytes for a person, in powers of 1000: 57.2 MB."""
     value = float(count)
     for unit in ("bytes", "kB", "MB", "GB"):
         if value < 1000:

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Status 1 when the handler fails, or answers with 400 or more."""
+    """Return status 1 when the handler fails or answers with 400 or more."""
     if arguments.handler is not None and arguments.handler_flag is not None:
         raise ConfigError("expected one handler: medusa run HANDLER, or --handler HANDLER")
     settings = from_env(os.environ, handler=arguments.handler or arguments.handler_flag)
@@ -73,7 +73,7 @@ def _hinted(error: Exception, message: str) -> MedusaError:
 
 
 def _show(result: Any) -> int:
-    """Print what was returned, items of a stream one a line, and return its status."""
+    """Print what the handler returned, a stream's items one per line, and return its HTTP status."""
     from medusa_handler.contract import Response
 
     status = 200

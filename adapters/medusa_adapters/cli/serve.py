@@ -1,4 +1,4 @@
-"""`medusa serve`: settings from flags and environment, and what its terminal shows of the start."""
+"""`medusa serve`: read the settings, serve, and show the start on the terminal."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def settle(environ: Mapping[str, str], flags: Mapping[str, Any]) -> Settings:
 
 
 def _is_host(name: str, environ: Mapping[str, str]) -> bool:
-    """Models will come by request."""
+    """Whether models are loaded by request, so that none need be given now."""
     from ..platforms import sagemaker
 
     return name == "sagemaker" and sagemaker.is_multi_model(environ)
@@ -96,7 +96,7 @@ def _function(listener: socket.socket, handle: InstanceHandle, settings: Setting
 
 
 class Console:
-    """Shows a start: the address, the fetch's progress (one line that moves, on a terminal), and the chart."""
+    """What is shown of a start: the address, the fetch's progress (on a terminal one moving line), and the chart."""
 
     def __init__(self, stream: TextIO, width: int | None = None) -> None:
         self._stream: TextIO | None = stream
@@ -133,7 +133,7 @@ class Console:
         self._write("\n" + render_text(stages, self._width or shutil.get_terminal_size((100, 0)).columns) + "\n\n")
 
     def _write(self, text: str) -> None:
-        """Never raises: an instance goes on when whoever read its output has gone."""
+        """Write without raising: the instance goes on when the reader of its output has gone."""
         if self._stream is None:
             return
         encoding = self._stream.encoding or "utf-8"

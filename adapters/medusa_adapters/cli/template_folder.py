@@ -1,4 +1,4 @@
-"""Where the templates lie: inside an installed package, or at the root of a checkout."""
+"""The templates, inside an installed package or at the root of a checkout, and how their files are written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def template_folder(*parts: str) -> Path:
 
 
 def template_files(folder: Path) -> dict[str, bytes]:
-    """Relative path → content, caches left out."""
+    """Read a template's files: relative path → content. Caches are left out."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -28,7 +28,7 @@ def template_files(folder: Path) -> dict[str, bytes]:
 
 
 def write_files(files: dict[str, bytes], folder: Path, *, replace: bool = False) -> list[Path]:
-    """Write them below ``folder``. ConfigError when another file is in the way, before anything is written."""
+    """Write files below ``folder``. ConfigError when another file is in the way, before anything is written."""
     targets = {folder / name: content for name, content in files.items()}
     in_the_way = [path for path, content in targets.items() if path.exists() and not _same(path, content)]
     if in_the_way and not replace:

@@ -1,4 +1,4 @@
-"""The platforms' own commands (kubectl, faas-cli), run for `medusa deploy --apply`."""
+"""The platforms' own commands (kubectl, faas-cli, helm, gcloud), run for `medusa deploy --apply`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,21 @@ from medusa_runtime.errors import DeployError
 _INSTALL = {
     "kubectl": "https://kubernetes.io/docs/tasks/tools",
     "faas-cli": "https://docs.openfaas.com/cli/install",
+    "helm": "https://helm.sh/docs/intro/install",
+    "gcloud": "https://cloud.google.com/sdk/docs/install",
 }
+_KUBECTL_TIMEOUT_S = 120
+
+
+def kubectl(*command: str, stdin: str | None = None) -> str:
+    """What `kubectl` printed. Raises DeployError as ``run_client`` does."""
+    return run_client(["kubectl", *command], timeout_s=_KUBECTL_TIMEOUT_S, stdin=stdin)
 
 
 def run_client(
     command: Sequence[str], *, timeout_s: float, stdin: str | None = None, folder: Path | None = None
 ) -> str:
-    """Its output. DeployError when it is not installed, fails (with what it said), or does not end."""
+    """What the command printed. DeployError when it is not installed, fails (with what it said), or does not end."""
     shown = " ".join(command)
     try:
         done = subprocess.run(

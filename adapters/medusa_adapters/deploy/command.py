@@ -1,4 +1,4 @@
-"""`medusa deploy knative|openfaas|sagemaker`: a function on a platform."""
+"""`medusa deploy PLATFORM`: what a platform needs of a function, printed or, with ``--apply``, brought there."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ import importlib
 
 _PLATFORMS = (
     ("knative", "medusa_adapters.deploy.knative", "print a Knative Service, or apply it with kubectl"),
-    ("openfaas", "medusa_adapters.deploy.openfaas", "write stack.yaml and the template for faas-cli"),
-    ("sagemaker", "medusa_adapters.deploy.sagemaker", "create, update or delete a SageMaker endpoint"),
+    ("openfaas", "medusa_adapters.deploy.openfaas", "print stack.yaml, or write what faas-cli needs, and bring it up"),
+    ("sagemaker", "medusa_adapters.deploy.sagemaker", "print the calls of a SageMaker endpoint, or make them"),
+    ("kubernetes", "medusa_adapters.deploy.kubernetes", "print a Deployment that scales, or apply it with kubectl"),
+    ("kserve", "medusa_adapters.deploy.kserve", "print a KServe ServingRuntime and InferenceService, or apply them"),
+    ("helm", "medusa_adapters.deploy.helm", "print a Helm chart, or write it into a folder, and install it"),
+    ("lambda", "medusa_adapters.deploy.lambda_", "print the calls of a Lambda function, or make them"),
+    ("cloudrun", "medusa_adapters.deploy.cloudrun", "print a Cloud Run service, or bring it there with gcloud"),
 )
 
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from medusa_runtime.errors import ConfigError, DeployError, MissingPackageError
+from medusa_runtime.errors import ConfigError, DeployError
 
+from .aws import Aws, Calls, Tell
 from .manifests import sagemaker
-from .manifests.service_model import check_call
 
-Tell = Callable[[str], None]
-Calls = list[tuple[str, Mapping[str, Any]]]
-
+_AUTOSCALING = "application-autoscaling"
 _LATE_POLLS = 3
 _MOVING = ("Creating", "Updating", "SystemUpdating", "RollingBack", "Deleting")
 
@@ -23,33 +21,38 @@ class EndpointClient:
     """Calls SageMaker and says each status once. AWS' errors become DeployError, in AWS' words."""
 
     def __init__(self, region: str | None, tell: Tell, *, poll_s: float = 10.0, timeout_s: float = 3600.0) -> None:
-        try:
-            import boto3  # 0.2 s
-        except ModuleNotFoundError:
-            raise MissingPackageError(
-                'deploying to SageMaker needs an optional package: pip install "medusa-runtime[deploy]"'
-            ) from None
-        from botocore.exceptions import BotoCoreError, ClientError
-
-        failures: tuple[type[Exception], ...] = (BotoCoreError, ClientError)
-        self._failures = failures
+        self._aws = Aws(region)
         self._tell = tell
         self._poll_s = poll_s
         self._timeout_s = timeout_s
-        try:
-            self._session = boto3.session.Session(region_name=region)
-            if not self._session.region_name:
-                raise DeployError("SageMaker's region is missing: give --region or set AWS_DEFAULT_REGION")
-            self._client = self._session.client("sagemaker")
-        except BotoCoreError as error:
-            raise DeployError(f"SageMaker cannot be called: {error}") from None
 
     def call(self, operation: str, **parameters: Any) -> Any:
-        method = "".join("_" + c.lower() if c.isupper() else c for c in operation).lstrip("_")
+        """Call SageMaker. DeployError with its reason when it refuses."""
+        return self._aws.call("sagemaker", operation, parameters)
+
+    def scale(self, calls: Calls) -> None:
+        """Make the calls of Application Auto Scaling. The endpoint must be in service."""
+        for operation, parameters in calls:
+            self._aws.call(_AUTOSCALING, operation, parameters)
+            self._tell(f"{operation} {parameters['ResourceId']}")
+
+    def tag(self, endpoint: Mapping[str, Any], tags: Mapping[str, str]) -> None:
+        """Add tags to an endpoint that is there; UpdateEndpoint takes none."""
+        if tags:
+            self.call("AddTags", ResourceArn=endpoint["EndpointArn"], **sagemaker.tagged(tags))
+            self._tell(f"AddTags {endpoint['EndpointName']}")
+
+    def _stop_scaling(self, name: str) -> None:
+        """Deregister what scales an endpoint: Application Auto Scaling would keep it after the endpoint has gone."""
+        resource = {"ServiceNamespace": "sagemaker", "ResourceIds": [f"endpoint/{name}/variant/{sagemaker.VARIANT}"]}
         try:
-            return getattr(self._client, method)(**parameters)
-        except self._failures as error:
-            raise DeployError(f"SageMaker refused {operation}: {error}") from error
+            found = self._aws.call(_AUTOSCALING, "DescribeScalableTargets", resource)
+            for target in found["ScalableTargets"]:
+                given = {key: target[key] for key in ("ServiceNamespace", "ResourceId", "ScalableDimension")}
+                self._aws.call(_AUTOSCALING, "DeregisterScalableTarget", given)
+                self._tell(f"DeregisterScalableTarget {target['ResourceId']}")
+        except DeployError as error:  # a role that may not even look need not have scaled anything
+            self._tell(str(error))
 
     def describe(self, name: str) -> dict[str, Any] | None:
         """The endpoint; None when there is none of this name."""
@@ -115,7 +118,8 @@ class EndpointClient:
         """The endpoint, its configuration and its models."""
         found = self.describe(name)
         if found is None:
-            raise ConfigError(f"NAME={name!r}: there is no endpoint of this name in {self._session.region_name}")
+            raise ConfigError(f"NAME={name!r}: there is no endpoint of this name in {self._aws.region}")
+        self._stop_scaling(name)
         self.call("DeleteEndpoint", EndpointName=name)
         self._tell(f"DeleteEndpoint {name}")
         self._settled(name)
@@ -140,10 +144,10 @@ class EndpointClient:
         repository, _, tag = repository.partition(":")
         which = {"imageDigest": digest} if digest else {"imageTag": tag or "latest"}
         try:
-            ecr = self._session.client("ecr")
+            ecr = self._aws.client("ecr")
             found = ecr.describe_images(registryId=host.partition(".")[0], repositoryName=repository, imageIds=[which])
             return int(found["imageDetails"][0].get("imageSizeInBytes", 0))
-        except self._failures as error:
+        except self._aws.failures as error:
             self._tell(f"the image's size is unknown: {error}")
             return None
 
@@ -170,18 +174,18 @@ class EndpointClient:
             self._tell(str(error))
 
 
-def planned(calls: Calls) -> Calls:
-    """The calls, each checked against SageMaker's own model."""
-    for operation, parameters in calls:
-        check_call("sagemaker", operation, parameters)
-    return calls
-
-
-def creation(name: str, model: Mapping[str, Any], config: Mapping[str, Any], *, update: bool) -> Calls:
+def creation(
+    name: str,
+    model: Mapping[str, Any],
+    config: Mapping[str, Any],
+    *,
+    update: bool,
+    tags: Mapping[str, str] | None = None,
+) -> Calls:
     """The three calls of a new endpoint, or of another version behind one that is there."""
     last = "UpdateEndpoint" if update else "CreateEndpoint"
     return [
         ("CreateModel", model),
         ("CreateEndpointConfig", config),
-        (last, sagemaker.endpoint(name, config["EndpointConfigName"])),
+        (last, sagemaker.endpoint(name, config["EndpointConfigName"], None if update else tags)),
     ]

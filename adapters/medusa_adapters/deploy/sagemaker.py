@@ -1,23 +1,23 @@
-"""`medusa deploy sagemaker`: a serverless or real-time endpoint, made, updated or deleted through boto3."""
+"""`medusa deploy sagemaker`: the calls that make, update or delete an endpoint, printed or made through boto3."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-from medusa_runtime.errors import ConfigError, MissingPackageError
+from medusa_runtime.errors import ConfigError
 
+from .aws import Calls, pairs, planned, print_calls, say
+from .endpoint import EndpointClient, creation
 from .manifests import sagemaker
+from .manifests.function import Function, function
 from .manifests.function import add_arguments as add_function_arguments
-from .manifests.function import function
-
-if TYPE_CHECKING:
-    from .endpoint import Calls, EndpointClient
 
 _LEAST_STARTUP_S, _MOST_STARTUP_S = 60, 3600
+_UTILIZATION = 0.7
 _STARTS = 10  # the health check waits for ten measured starts
 
 
@@ -39,23 +39,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu", action="store_true", help="the function needs a GPU: checked before anything is called"
     )
+    parser.add_argument(
+        "--subnet", action="append", default=[], metavar="ID", help="real-time: of a VPC to join; may be repeated"
+    )
+    parser.add_argument(
+        "--security-group", action="append", default=[], metavar="ID", help="with --subnet; may be repeated"
+    )
+    parser.add_argument(
+        "--tag", action="append", default=[], metavar="KEY=VALUE", help="of all that is made; may be repeated"
+    )
+    scaling = parser.add_argument_group("autoscaling (real-time, or serverless with --provisioned-concurrency)")
+    scaling.add_argument("--min-scale", type=int, help="fewest instances (1)")
+    scaling.add_argument("--max-scale", type=int, help="most instances; given, the endpoint scales")
     parser.add_argument("--region", help="default: as boto3 finds it")
     parser.add_argument("--update", action="store_true", help="a new version behind the endpoint that is there")
     parser.add_argument("--delete", action="store_true", help="delete the endpoint, its configuration and its model")
     parser.add_argument("--no-wait", action="store_true", help="do not wait until it is in service")
-    parser.add_argument("--dry-run", action="store_true", help="print the calls as JSON; nothing is called")
+    parser.add_argument("--apply", action="store_true", help="make the calls; without it they are only printed")
+    parser.add_argument("--dry-run", action="store_true", help=argparse.SUPPRESS)  # what happens without --apply now
     parser.add_argument("--poll-s", type=float, default=10.0, help=argparse.SUPPRESS)
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.update and arguments.delete:
         raise ConfigError("--update and --delete: expected one of them")
+    if arguments.dry_run and arguments.apply:
+        raise ConfigError("--dry-run and --apply: expected one of them; without either, the calls are printed")
+    if arguments.dry_run:
+        print("medusa: --dry-run is what happens without --apply now; leave it out", file=sys.stderr)
     name = sagemaker.check_name(arguments.name)
     if arguments.delete:
         return _delete(arguments, name)
-    calls = plan(arguments, name)
-    if arguments.dry_run:
-        print(json.dumps([{"operation": operation, "parameters": given} for operation, given in calls], indent=2))
+    made = plan(arguments, name)
+    if not arguments.apply:
+        print_calls([*made.calls, *made.scaling])
         return 0
     client = _client(arguments)
     found = client.describe(name)
@@ -71,19 +88,35 @@ def run(arguments: argparse.Namespace) -> int:
         size = client.image_bytes(arguments.image)
         if size is not None:
             sagemaker.check_image_size(size, arguments.image)
-    client.create(calls)
+    client.create(made.calls)
+    if found is not None:
+        client.tag(found, made.tags)
     if arguments.no_wait:
         return 0
-    client.wait(name, calls[-1][1]["EndpointConfigName"])
+    client.wait(name, made.calls[-1][1]["EndpointConfigName"])
+    client.scale(made.scaling)
     if found is not None:
         client.delete_config(found["EndpointConfigName"])
     return 0
 
 
-def plan(arguments: argparse.Namespace, name: str) -> Calls:
-    """The calls, checked against the limits and against SageMaker's own model. Raises ConfigError."""
+class Plan(NamedTuple):
+    """The calls of SageMaker, those of Application Auto Scaling that follow them, and the tags."""
+
+    calls: Calls
+    scaling: Calls
+    tags: Mapping[str, str]
+
+
+def plan(arguments: argparse.Namespace, name: str) -> Plan:
+    """The calls, checked against the limits and against AWS' own models. Raises ConfigError."""
     capacity = _capacity(arguments)
     sagemaker.check(capacity, arguments.model_data)
+    vpc = None
+    if arguments.subnet or arguments.security_group:
+        vpc = sagemaker.Vpc(arguments.subnet, arguments.security_group)
+    sagemaker.check_network(capacity, vpc)
+    tags = pairs(arguments.tag)
     if not arguments.role:
         raise ConfigError(
             "--role is missing: expected the ARN of the execution role, e.g. arn:aws:iam::123456789012:role/fn"
@@ -94,27 +127,45 @@ def plan(arguments: argparse.Namespace, name: str) -> Calls:
     startup_s = _LEAST_STARTUP_S * 10
     if described.measured is not None:
         startup_s = min(max(round(_STARTS * described.measured.cold_start_s), _LEAST_STARTUP_S), _MOST_STARTUP_S)
-    try:
-        from .endpoint import creation, planned
+    scaling = _scaling(arguments, capacity, described)
+    model = sagemaker.model(
+        *(version, described),
+        role=arguments.role,
+        model_data=arguments.model_data,
+        serverless=capacity.serverless,
+        vpc=vpc,
+        tags=tags,
+    )
+    config = sagemaker.endpoint_config(version, capacity, startup_timeout_s=startup_s, tags=tags)
+    scalers: Calls = [] if scaling is None else [*sagemaker.autoscaling(name, capacity, scaling)]
+    return Plan(
+        planned(creation(name, model, config, update=arguments.update, tags=tags), "sagemaker"),
+        planned(scalers, "application-autoscaling"),
+        tags,
+    )
 
-        return planned(
-            creation(
-                name,
-                sagemaker.model(
-                    version,
-                    described,
-                    role=arguments.role,
-                    model_data=arguments.model_data,
-                    serverless=capacity.serverless,
-                ),
-                sagemaker.endpoint_config(version, capacity, startup_timeout_s=startup_s),
-                update=arguments.update,
-            )
-        )
-    except ModuleNotFoundError:
-        raise MissingPackageError(
-            'deploying to SageMaker needs an optional package: pip install "medusa-runtime[deploy]"'
-        ) from None
+
+def _scaling(
+    arguments: argparse.Namespace, capacity: sagemaker.Capacity, described: Function
+) -> sagemaker.Autoscaling | None:
+    """Between how many instances it scales; None without ``--max-scale``."""
+    if arguments.max_scale is None:
+        if arguments.min_scale is not None:
+            raise ConfigError("--min-scale needs --max-scale: the endpoint scales between them")
+        return None
+    if arguments.no_wait:
+        raise ConfigError("--max-scale and --no-wait: only an endpoint that is in service can scale; leave one out")
+    cooldown_s = 300
+    if described.measured is not None:
+        cooldown_s = min(max(round(_STARTS * described.measured.answer_s), 60), 3600)
+    scaling = sagemaker.Autoscaling(
+        arguments.min_scale or 1,
+        arguments.max_scale,
+        _UTILIZATION if capacity.serverless else max(1.0, _UTILIZATION * described.concurrency),
+        cooldown_s,
+    )
+    sagemaker.check_scaling(capacity, scaling)
+    return scaling
 
 
 def _capacity(arguments: argparse.Namespace) -> sagemaker.Capacity:
@@ -134,9 +185,8 @@ def _capacity(arguments: argparse.Namespace) -> sagemaker.Capacity:
 
 
 def _delete(arguments: argparse.Namespace, name: str) -> int:
-    if arguments.dry_run:
-        calls = [{"operation": "DeleteEndpoint", "parameters": {"EndpointName": name}}]
-        print(json.dumps(calls, indent=2))
+    if not arguments.apply:
+        print_calls([("DeleteEndpoint", {"EndpointName": name})])
         print("then its endpoint configuration and the model of the same name", file=sys.stderr)
         return 0
     _client(arguments).delete(name)
@@ -144,6 +194,4 @@ def _delete(arguments: argparse.Namespace, name: str) -> int:
 
 
 def _client(arguments: argparse.Namespace) -> EndpointClient:
-    from .endpoint import EndpointClient
-
-    return EndpointClient(arguments.region, lambda line: print(line, flush=True), poll_s=arguments.poll_s)
+    return EndpointClient(arguments.region, say, poll_s=arguments.poll_s)

@@ -15,6 +15,7 @@ ADAPTERS = {
     "knative": "medusa_adapters.platforms.knative",
     "openfaas": "medusa_adapters.platforms.openfaas",
     "sagemaker": "medusa_adapters.platforms.sagemaker",
+    "lambda": "medusa_adapters.platforms.lambda_",
     "local": "medusa_adapters.platforms.local",
 }
 

@@ -76,9 +76,9 @@ class UserFunction:
         settings, region = self._settings, self._model.region
         assert settings.handler is not None
         if settings.torch_import != "plain":
-            from medusa_runtime.imports.lazy_torch import await_users_import
+            from medusa_runtime.imports.lazy_torch import make_handlers_import_lean
 
-            await_users_import(settings.torch_import)
+            make_handlers_import_lean(settings.torch_import)
         model = Model(self._model) if self._model.engine is not None else None
         weights = Weights(region, settings, self._timeline, self._weights_failed)
         self._code.load(settings.handler, Context(model, settings, weights))

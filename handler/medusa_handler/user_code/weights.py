@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from medusa_runtime.errors import ConfigError
 
 if TYPE_CHECKING:
+    import torch
     from medusa_runtime.config import Settings
     from medusa_runtime.load.loader import Loader
     from medusa_runtime.region.reader import Progress, Region
@@ -37,26 +38,51 @@ class Weights:
         self._own: Region | None = None
         self._loaders: list[Loader] = []
 
-    def build(self, factory: Callable[[], M], prefix: str = "", **options: Any) -> M:
+    def build(
+        self,
+        factory: Callable[[], M],
+        prefix: str = "",
+        *,
+        rename: Callable[[str], str | None] | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        memory_format: torch.memory_format | None = None,
+        strict: bool = True,
+        copy: bool = False,
+        exact: bool = True,
+        release: bool = False,
+    ) -> M:
         """The module that ``factory`` constructs, without waiting for its weights; it may be called at once.
 
         Any code that makes a ``torch.nn.Module`` will do; parameters take no memory and are not initialised while it
         runs. Each part of a forward waits for its own weights, and what a forward waits for is fetched first.
-        Parameters need no gradient. Options: ``dtype``, ``device``, ``memory_format``, ``strict``, ``copy``,
-        ``release``, ``rename`` (see ``medusa_runtime.load.build``). Raises what the factory raises; what is wrong
-        with the checkpoint or its fetch is raised by the forward, and by ``wait``; where nobody waits it ends the
-        instance.
+        Parameters need no gradient. The options are those of ``medusa_runtime.load.factory.options.BuildOptions``.
+
+        Raises what the factory raises. What is wrong with the checkpoint or its fetch is raised by the forward and by
+        ``wait``; where nobody waits, it ends the instance.
         """
         region = self._region()
         self._import_torch()
-        from medusa_runtime.load.build import build
+        from medusa_runtime.load.factory.build import build
+        from medusa_runtime.load.factory.options import BuildOptions
 
-        module, loader = build(region, factory, prefix, timeline=self._timeline, on_error=self._on_error, **options)
+        options = BuildOptions(
+            prefix=prefix,
+            rename=rename,
+            dtype=dtype,
+            device=device,
+            memory_format=memory_format,
+            strict=strict,
+            copy=copy,
+            exact=exact,
+            release=release,
+        )
+        module, loader = build(region, factory, options, timeline=self._timeline, on_error=self._on_error)
         self._loaders.append(loader)
         return module
 
     def wait(self) -> None:
-        """Until every module that was built has all its weights. Raises what came instead."""
+        """Wait until every module that was built has all its weights. Raises the error that came instead."""
         for loader in list(self._loaders):
             loader.wait()
 
@@ -72,7 +98,7 @@ class Weights:
         return region.file(name)
 
     def progress(self) -> Progress:
-        """How far the fetch is."""
+        """How much of the checkpoint has been fetched."""
         return self._region().progress()
 
     def close(self) -> None:
@@ -88,7 +114,7 @@ class Weights:
             if self._own is None:
                 from medusa_runtime.region.reader import Region
 
-                # A mapping of our own: what user code writes to a parameter is its own copy of that page.
+                # Mapped for this process alone: a page of a parameter that user code writes to becomes its own copy.
                 self._own = Region(os.dup(self._shared.fd), private=True)
             return self._own
 

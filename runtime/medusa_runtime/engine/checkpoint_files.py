@@ -7,7 +7,7 @@ from typing import Any
 
 from ..checkpoint.index import WeightIndex
 from ..errors import CorruptError
-from ..models import ModelConfig
+from ..models import ModelConfig, model_config
 from ..models.backend import no_config, read_object
 from ..region.reader import Region
 
@@ -15,14 +15,14 @@ _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensor
 
 
 def read_config(region: Region) -> ModelConfig:
-    """config.json. Raises MismatchError without one, CorruptError, and what ModelConfig.from_hf raises.
+    """config.json. Raises MismatchError without one, CorruptError, and what ``model_config`` raises.
 
     A config that names no dtype gets that of the weights; float32 would double a bf16 model's memory.
     """
     raw = read_config_json(region)
     if raw.get("dtype") is None and raw.get("torch_dtype") is None:
         raw["dtype"] = weights_dtype(region.wait_index())
-    return ModelConfig.from_hf(raw)
+    return model_config(raw)
 
 
 def read_config_json(region: Region) -> dict[str, Any]:

@@ -1,12 +1,13 @@
-"""Modules that are imported now and executed when something asks them for a name.
+"""Lazy modules: imported now, and executed when something looks up a name in them.
 
-``importlib.util.LazyLoader`` executes at any access, that of ``__spec__`` by a second import statement included; these
-modules do so for a name that they do not have yet, for the list of their names, and before another name is set. While
-their package is imported they hold *stand-ins*: a few names that importers bind early and use late, or never.
+``importlib.util.LazyLoader`` executes a module at any access, even when a second import statement looks at its
+``__spec__``. A module here is executed when a name is looked up that it does not have yet, when its names are listed,
+and before a name is set in it. While its package is imported it may hold *stand-ins*: a few names that importers bind
+early and use late, or never.
 
-Packages with import cycles cannot be executed from any end. So while ``lean`` imports, a module is executed alone when
-it is asked; later, the first question that a module cannot answer executes all that is pending, in the order of the
-imports, unless the module is known to stand ``alone``.
+A package with import cycles cannot be executed from any end. So while the package is being imported, a lookup executes
+one module. Afterwards, the first lookup that fails executes all pending modules, in the order of their imports, unless
+the module is known to be ``independent``.
 """
 
 from __future__ import annotations
@@ -26,88 +27,88 @@ from typing import Any
 from .lock import ImportLock
 
 logger = logging.getLogger(__name__)
-_STATE = "__medusa_deferred__"
-_FRAMES = 1000  # Python's own limit: as many as any import finds at the start of a program
+_STATE = "__medusa_lazy__"
+_FRAMES = 1000  # Python's default limit: what an import finds at the start of a program
 _MEANINGFUL_DUNDERS = {"__all__", "__version__"}
-_lock = ImportLock()  # one for all: a module that executes pulls others in, in any order
-# A module's names as they are, where ``vars`` would have them completed first.
-names_of: Callable[[ModuleType], dict[str, Any]] = vars(ModuleType)["__dict__"].__get__
+_lock = ImportLock()  # one for all modules: executing one executes others, in any order
+# A module's namespace as it is: ``vars`` would execute a lazy module first.
+namespace_of: Callable[[ModuleType], dict[str, Any]] = vars(ModuleType)["__dict__"].__get__
 
 
-class DeferredModule(ModuleType):
-    """Executed at the first missing name; an ordinary module when its ``LazyFinder`` has completed."""
+class LazyModule(ModuleType):
+    """A module that is executed at the first missing name; an ordinary one once its ``LazyFinder`` has completed."""
 
     def __getattr__(self, name: str) -> Any:
-        names = names_of(self)
-        deferral: _Deferral | None = names.get(_STATE)
-        asks = not name.startswith("__") or name in _MEANINGFUL_DUNDERS
-        if asks and not (deferral and f"{self.__name__}.{name}" in deferral.finder.nowhere):
-            supply(self)
+        names = namespace_of(self)
+        lazy: _LazyLoader | None = names.get(_STATE)
+        counts = not name.startswith("__") or name in _MEANINGFUL_DUNDERS
+        if counts and not (lazy and f"{self.__name__}.{name}" in lazy.finder.policy.absent):
+            execute_for_names(self)
             if name in names:
                 return names[name]
-            if deferral is not None and name in deferral.late:
-                return names.setdefault(name, deferral.late[name].real())
+            if lazy is not None and name in lazy.late:
+                return names.setdefault(name, lazy.late[name].real())
             fallback = names.get("__getattr__")
             if fallback is not None:
                 return fallback(name)
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Executing it later would undo what is set now; but importing a child sets it, and asks for nothing.
-        meant = not name.startswith("__") and not isinstance(value, ModuleType)
-        if meant and _is_incomplete(self) and not names_of(self)[_STATE].executed:
-            supply(self)
-        ModuleType.__setattr__(self, name, value)  # it may have become one
+        # Executing the module later would undo what is set now. The import of a child sets a name, too: that one may.
+        by_user = not name.startswith("__") and not isinstance(value, ModuleType)
+        if by_user and _is_incomplete(self) and not namespace_of(self)[_STATE].executed:
+            execute_for_names(self)
+        ModuleType.__setattr__(self, name, value)  # by now it may be an ordinary module
 
     @property
-    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]  # which dir() asks, too
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]  # dir() uses it, too
         if _is_incomplete(self):
-            supply(self)
-        return names_of(self)
+            execute_for_names(self)
+        return namespace_of(self)
 
 
 def _is_incomplete(module: ModuleType) -> bool:
-    deferral: _Deferral | None = names_of(module).get(_STATE)
-    if deferral is None or deferral.running or not deferral.finder.ready:
+    lazy: _LazyLoader | None = namespace_of(module).get(_STATE)
+    if lazy is None or lazy.running or not lazy.finder.ready:
         return False
-    return bool(deferral.late or not deferral.executed)
+    return bool(lazy.late or not lazy.executed)
 
 
-def supply(module: ModuleType) -> None:
-    """Execute what may give ``module`` the names that it does not have."""
+def execute_for_names(module: ModuleType) -> None:
+    """Execute ``module`` for names that it does not have, and all other pending modules if it may need them."""
     with _lock.held():
-        deferral: _Deferral | None = names_of(module).get(_STATE)
-        if deferral is None or deferral.running:
+        lazy: _LazyLoader | None = namespace_of(module).get(_STATE)
+        if lazy is None or lazy.running:
             return
-        if deferral.finder.must_complete(module.__name__):
-            logger.info("executing all that was deferred: %s was asked for what it does not have", module.__name__)
-            deferral.finder.complete()
+        if lazy.finder.must_complete(module.__name__):
+            logger.info("executing all lazy modules: a name that %s does not have was looked up", module.__name__)
+            lazy.finder.complete()
         else:
             execute(module)
 
 
 def execute(module: ModuleType) -> None:
-    """Run a deferred module's code; nothing to do for one that ran, or is running further up this thread's stack."""
+    """Run a lazy module's code, unless it has run or is running further up this thread's stack."""
     with _lock.held():
-        deferral: _Deferral | None = names_of(module).get(_STATE)
-        if deferral is None or deferral.running or deferral.executed:
+        lazy: _LazyLoader | None = namespace_of(module).get(_STATE)
+        if lazy is None or lazy.running or lazy.executed:
             return
-        for name in deferral.before:
+        for name in lazy.prerequisites:
             execute(importlib.import_module(name))
-        if deferral.running or deferral.executed:  # on the way, by one of those
+        if lazy.running or lazy.executed:  # meanwhile, by one of those
             return
-        deferral.running = True
+        lazy.running = True
         try:
-            deferral.loader.exec_module(module)
-            deferral.executed = True
-            if deferral.after is not None:
-                deferral.after()
+            lazy.loader.exec_module(module)
+            lazy.executed = True
+            if lazy.on_executed is not None:
+                lazy.on_executed()
         finally:
-            deferral.running = False
+            lazy.running = False
 
 
 class StandIn:
-    """What an importer binds in place of the real object, which is looked up at the first use."""
+    """Takes the place of an object that an importer binds; the real one is looked up at each use."""
 
     def __init__(self, resolve: Callable[[], Any]) -> None:
         self._resolve = resolve
@@ -122,27 +123,30 @@ class StandIn:
 
     @classmethod
     def of(cls, module: str, name: str) -> StandIn:
+        """The stand-in for ``name`` in ``module``, which is executed at the first use."""
+
         def resolve() -> Any:
             owner = importlib.import_module(module)
-            supply(owner)  # which replaces this stand-in there
+            execute_for_names(owner)  # which replaces this stand-in there
             return getattr(owner, name)
 
         return cls(resolve)
 
     def real(self) -> Any:
+        """The object itself."""
         return self._resolve()
 
 
 @dataclass(eq=False)
-class _Deferral(Loader):
-    """The loader of one deferred module, and its state."""
+class _LazyLoader(Loader):
+    """The loader of one lazy module, and its state."""
 
     finder: LazyFinder
     loader: Any
-    before: Sequence[str] = ()
-    after: Callable[[], None] | None = None
+    prerequisites: Sequence[str] = ()
+    on_executed: Callable[[], None] | None = None
     names: Mapping[str, Any] = field(default_factory=dict)
-    late: dict[str, StandIn] = field(default_factory=dict)  # its stand-ins, taken back
+    late: dict[str, StandIn] = field(default_factory=dict)  # its stand-ins, once others must not find them
     running: bool = False
     executed: bool = False
 
@@ -150,8 +154,8 @@ class _Deferral(Loader):
         spec = module.__spec__
         assert spec is not None
         spec.loader = module.__loader__ = self.loader
-        names_of(module).update(self.names)
-        names_of(module)[_STATE] = self
+        namespace_of(module).update(self.names)
+        namespace_of(module)[_STATE] = self
 
 
 @dataclass(eq=False)
@@ -173,7 +177,7 @@ class _Root(Loader):
 
 @dataclass(eq=False)
 class _Undecided(Loader):
-    """Asks its finder, which may wait for other threads: those may want the lock that is held when a spec is found."""
+    """Lets the finder decide when the module is created: it may wait for threads that want the lock of find_spec."""
 
     finder: LazyFinder
     loader: Any
@@ -195,132 +199,151 @@ class _Loaded(Loader):
         module.__spec__ = self.spec
 
 
-class LazyFinder(MetaPathFinder):
-    """Once ``install``-ed and ``package`` imported: defers the modules of ``packages``, but for those in ``eager``.
+@dataclass(frozen=True, kw_only=True)
+class LazyPolicy:
+    """Which modules are lazy, and what is executed for a lookup.
 
-    ``before`` names, for some modules, those to execute first, in place of the parent; ``after`` is called when a
-    module was executed. The children of a package in ``whole`` are not deferred; the first of them executes it. Modules
-    in ``alone`` and below never make the others execute; names in ``nowhere`` (``module.name``) execute nothing.
-    ``stand_ins`` are there while ``package`` is imported, also in the executed modules of ``open``; ``lasting`` ones
-    until their module is executed. ``importing`` is the context of the import, ``around`` that in which all are
-    executed, ``on_complete`` is called at its end. ``why_not`` is given the package's file and may give a reason to
-    import plainly.
+    packages: their modules are lazy, but for those in ``eager``.
+    whole: packages whose children are not lazy; the first child that is imported executes the package.
+    independent: modules that, with all modules below them, can be executed without the other pending ones.
+    absent: names (``module.name``) that are looked up in vain; they execute nothing.
+    prerequisites: for some modules, those to execute first, in place of the parent.
+    on_executed: for some modules, what is called when they have been executed.
     """
+
+    packages: tuple[str, ...]
+    eager: frozenset[str] = frozenset()
+    whole: frozenset[str] = frozenset()
+    independent: tuple[str, ...] = ()
+    absent: frozenset[str] = frozenset()
+    prerequisites: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    on_executed: Mapping[str, Callable[[], None]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandIns:
+    """Names that lazy modules have before they are executed, by module.
+
+    importing: only while the package is imported.
+    lasting: until the module is executed.
+    bound_by: modules that are executed by the import and bind stand-ins; these are taken back at its end.
+    """
+
+    importing: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    lasting: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    bound_by: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LazyHooks:
+    """What a ``LazyFinder`` calls.
+
+    why_not: given the package's file, a reason to import the package plainly, or None.
+    importing: the context in which the package is imported.
+    completing: the context in which all pending modules are executed.
+    on_complete: called at the end of that.
+    """
+
+    why_not: Callable[[Path], str | None] = lambda _: None
+    importing: Callable[[], AbstractContextManager[object]] = nullcontext
+    completing: Callable[[], AbstractContextManager[object]] = nullcontext
+    on_complete: Callable[[], None] = lambda: None
+
+
+class LazyFinder(MetaPathFinder):
+    """Once installed, makes the next import of ``package`` a lazy one, as its policy says."""
 
     def __init__(
         self,
         package: str,
-        packages: Sequence[str],
-        *,
-        eager: frozenset[str] = frozenset(),
-        whole: frozenset[str] = frozenset(),
-        alone: Sequence[str] = (),
-        nowhere: frozenset[str] = frozenset(),
-        before: Mapping[str, Sequence[str]] | None = None,
-        after: Mapping[str, Callable[[], None]] | None = None,
-        stand_ins: Mapping[str, Mapping[str, Any]] | None = None,
-        lasting: Mapping[str, Mapping[str, Any]] | None = None,
-        open: Sequence[str] = (),
-        why_not: Callable[[Path], str | None] = lambda _: None,
-        importing: Callable[[], AbstractContextManager[object]] = nullcontext,
-        around: Callable[[], AbstractContextManager[object]] = nullcontext,
-        on_complete: Callable[[], None] = lambda: None,
+        policy: LazyPolicy,
+        stand_ins: StandIns = StandIns(),
+        hooks: LazyHooks = LazyHooks(),
     ) -> None:
+        self.policy = policy
         self._package = package
-        self._packages = tuple(packages)
-        self._eager = eager
-        self._whole = whole
-        self._alone = tuple(alone)
-        self.nowhere = nowhere
-        self._before = before or {}
-        self._after = after or {}
-        self._stand_ins = stand_ins or {}
-        self._lasting = lasting or {}
-        self._open = open
-        self._why_not = why_not
-        self._importing = importing
-        self._around = around
-        self._on_complete = on_complete
-        self._names: list[str] = []
+        self._stand_ins = stand_ins
+        self._hooks = hooks
+        self._names: list[str] = []  # of the lazy modules, in the order of their first import
         self._began = False
-        self._one_by_one = True
+        self._busy = True  # not imported yet, or completing: modules are executed one by one
 
     @property
     def ready(self) -> bool:
-        """Neither importing nor completing."""
-        return not self._one_by_one
+        """Whether the package has been imported, and is not being completed."""
+        return not self._busy
 
     def install(self) -> None:
-        """Before ``package`` is imported."""
+        """Take effect. Call it before the package is imported."""
         sys.meta_path.insert(0, self)
 
     def run(self, module: ModuleType) -> None:
-        """Execute the package, importing nothing of the others but names."""
-        with _lock.held(), self._importing():
+        """Execute the package itself; the modules that it imports are lazy."""
+        with _lock.held(), self._hooks.importing():
             self._began = True
             module.__loader__.exec_module(module)  # type: ignore[union-attr]
-            module.__class__ = DeferredModule
-            names_of(module)[_STATE] = _Deferral(self, module.__loader__, executed=True)
+            module.__class__ = LazyModule
+            namespace_of(module)[_STATE] = _LazyLoader(self, module.__loader__, executed=True)
             self._names.append(module.__name__)
             self._take_stand_ins_back()
-            self._one_by_one = False
+            self._busy = False
 
     def _take_stand_ins_back(self) -> None:
-        """From where others than this package's functions would find them, and take them for what they stand for."""
-        for name, names in self._stand_ins.items():
+        """Remove stand-ins from where code outside the package would take them for the real objects."""
+        for name, names in self._stand_ins.importing.items():
             for key in names if name in sys.modules else ():
-                names_of(sys.modules[name]).pop(key, None)
-        for name in self._open:
-            names = names_of(sys.modules[name])
+                namespace_of(sys.modules[name]).pop(key, None)
+        for name in self._stand_ins.bound_by:
+            names = namespace_of(sys.modules[name])
             names[_STATE].late = {key: value for key, value in names.items() if type(value) is StandIn}
             for key in names[_STATE].late:
                 del names[key]
 
     def must_complete(self, name: str) -> bool:
-        """Whether a question that the module ``name`` cannot answer is one for all modules."""
-        if self._one_by_one or name.partition(".")[0] in self._whole:
+        """Whether a failed lookup in the module ``name`` executes all pending modules."""
+        if self._busy or name.partition(".")[0] in self.policy.whole:
             return False
-        return not any(name == alone or name.startswith(alone + ".") for alone in self._alone)
+        return not any(name == one or name.startswith(one + ".") for one in self.policy.independent)
 
     def complete(self) -> None:
-        """Execute all that is pending. Idempotent."""
+        """Execute all pending modules. Idempotent."""
         with _lock.held():
-            if self not in sys.meta_path or self._one_by_one:
+            if self not in sys.meta_path or self._busy:
                 return
             limit = sys.getrecursionlimit()
-            sys.setrecursionlimit(limit + _FRAMES)  # who asks may have used its own up; half of it done is no torch
+            sys.setrecursionlimit(limit + _FRAMES)  # the caller may have used up its own; half an import is none
             try:
                 self._execute_pending()
             finally:
                 sys.setrecursionlimit(limit)
 
     def _execute_pending(self) -> None:
-        self._one_by_one = True
-        with self._around():
+        self._busy = True
+        with self._hooks.completing():
             while pending := list(self.pending()):
                 for module in pending:
                     execute(module)
             sys.meta_path.remove(self)
-            for name in self._open:
-                names = names_of(sys.modules[name])
+            for name in self._stand_ins.bound_by:
+                names = namespace_of(sys.modules[name])
                 for key, value in names[_STATE].late.items():
                     names.setdefault(key, value.real())
             for name in self._names:
                 self._make_ordinary(sys.modules.get(name))
-            self._on_complete()
+            self._hooks.on_complete()
 
     def pending(self) -> Iterator[ModuleType]:
-        """The modules that still wait, in the order of their first import."""
+        """The modules that have not been executed, in the order of their first import."""
         for name in self._names:
             module = sys.modules.get(name)
-            deferral: _Deferral | None = names_of(module).get(_STATE) if module is not None else None
-            if module is not None and deferral is not None and not (deferral.executed or deferral.running):
+            lazy: _LazyLoader | None = namespace_of(module).get(_STATE) if module is not None else None
+            if module is not None and lazy is not None and not (lazy.executed or lazy.running):
                 yield module
 
     @staticmethod
     def _make_ordinary(module: ModuleType | None) -> None:
-        if type(module) is DeferredModule:
-            del names_of(module)[_STATE]
+        if type(module) is LazyModule:
+            del namespace_of(module)[_STATE]
             object.__setattr__(module, "__class__", ModuleType)
 
     def find_spec(
@@ -328,29 +351,33 @@ class LazyFinder(MetaPathFinder):
     ) -> ModuleSpec | None:
         if not self._began:
             return self._root_spec(name, path, target)
-        spec = self._real_spec(name, path, target) if name.partition(".")[0] in self._packages else None
+        spec = self._real_spec(name, path, target) if name.partition(".")[0] in self.policy.packages else None
         if spec is not None and target is None and type(spec.loader) is SourceFileLoader:
             spec.loader = _Undecided(self, spec.loader)
         return spec
 
     def create(self, spec: ModuleSpec, real: Any) -> ModuleType | None:
-        """The module of ``spec``, whose loader becomes ``real``, or one that defers what that does."""
+        """The module of ``spec``: one that its ``real`` loader executes at once, or a lazy one."""
         package, _, below = spec.name.partition(".")
-        with _lock.held():  # another thread that completes does so first, and undisturbed
-            if self not in sys.meta_path or spec.name in self._eager or (self.ready and self.must_complete(spec.name)):
-                self.complete()  # what a plain import has executed before; else this may be the wrong end of a cycle
-            elif below and package in self._whole:
+        with _lock.held():  # if another thread completes, that is done first
+            if (
+                self not in sys.meta_path
+                or spec.name in self.policy.eager
+                or (self.ready and self.must_complete(spec.name))
+            ):
+                self.complete()  # a plain import would have: else this may be the wrong end of a cycle
+            elif below and package in self.policy.whole:
                 execute(sys.modules[package])
             else:
                 parent = spec.name.rpartition(".")[0]
-                before = self._before.get(spec.name, (parent,) if parent else ())
+                first = self.policy.prerequisites.get(spec.name, (parent,) if parent else ())
                 names = {
-                    **({} if self.ready else self._stand_ins.get(spec.name, {})),
-                    **self._lasting.get(spec.name, {}),
+                    **({} if self.ready else self._stand_ins.importing.get(spec.name, {})),
+                    **self._stand_ins.lasting.get(spec.name, {}),
                 }
-                spec.loader = _Deferral(self, real, before, self._after.get(spec.name), names)
+                spec.loader = _LazyLoader(self, real, first, self.policy.on_executed.get(spec.name), names)
                 self._names.append(spec.name)
-                return DeferredModule(spec.name)
+                return LazyModule(spec.name)
             module = sys.modules.get(spec.name)
             spec.loader = real if module is None else _Loaded(module.__spec__)
             return module
@@ -360,8 +387,8 @@ class LazyFinder(MetaPathFinder):
             return None
         spec = self._real_spec(name, path, target)
         if spec is None or spec.origin is None:
-            return None  # the import that follows says it better
-        if reason := self._why_not(Path(spec.origin)):
+            return None  # the import that follows raises a better error
+        if reason := self._hooks.why_not(Path(spec.origin)):
             logger.info("importing %s plainly: %s", name, reason)
             sys.meta_path.remove(self)
         else:

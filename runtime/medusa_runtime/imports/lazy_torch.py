@@ -1,9 +1,9 @@
-"""``import torch`` without the parts that an engine never uses: its tracers, compilers, quantizers, distributed, numpy.
+"""The lean import of torch: without the parts that inference never uses, such as compilers, tracers and numpy.
 
 About three quarters of the Python that ``import torch`` executes serves ``torch.compile``, ``torch.export``,
-TorchScript and training. Here those modules are imported but not executed (``deferred.py``) until something asks them
-for a name; ``complete`` executes all the rest at once. The list below was found by experiment and belongs to the
-torch versions in ``TESTED``, on the Pythons in ``TESTED_PYTHONS``; anywhere else torch is imported plainly.
+TorchScript and training. Here those modules are lazy (``lazy_modules.py``): executed when a name is looked up in them;
+``complete`` executes them all. The lists below were found by experiment. They hold for the versions of torch in
+``TESTED`` on the Pythons in ``TESTED_PYTHONS``; anywhere else torch is imported plainly.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .lazy_modules import DeferredModule, LazyFinder, StandIn, names_of
+from .lazy_modules import LazyFinder, LazyHooks, LazyModule, LazyPolicy, StandIn, StandIns, namespace_of
 
 logger = logging.getLogger(__name__)
 
 TESTED = ("2.13.",)
 TESTED_PYTHONS = ((3, 11), (3, 12), (3, 13))
-# A variable here asks for something that torch does while it is imported, and that the lean import puts off.
+# These ask for something that torch does while it is imported, and that a lean import would put off.
 _PLAIN_IF_SET = ("TORCH_LOGS", "TORCH_LOGS_OUT", "TORCH_TRACE", "TORCH_CUDA_SANITIZER", "TORCH_COMPILE_DEBUG")
-# Modules that replace themselves in sys.modules, or that their package imports for what they register.
+# Modules that replace themselves in sys.modules, or that are imported for what they register.
 _EAGER = frozenset(
     {"torch", "torch._C", "torch._VF", "torch._logging._registrations"}
     | {f"torch.{name}.config" for name in ("_functorch", "_export", "distributed", "_dynamo", "_inductor", "compiler")}
@@ -43,7 +43,7 @@ _EAGER = frozenset(
     | {"torch.fx.experimental.symbolic_shapes"}
 )
 # Modules that eager inference uses, or code that looks for a device; they are in no import cycle.
-_ALONE = (
+_INDEPENDENT = (
     *(f"torch.{device}" for device in ("accelerator", "cpu", "cuda", "mps", "mtia", "xpu")),
     *(
         "torch._environment",
@@ -55,8 +55,8 @@ _ALONE = (
         "torch.special",
     ),
 )
-_BEFORE: dict[str, tuple[str, ...]] = {
-    "torch.multiprocessing._atfork": (),  # a leaf: it needs nothing of its package
+_PREREQUISITES: dict[str, tuple[str, ...]] = {
+    "torch.multiprocessing._atfork": (),  # imports nothing of its package
     "torch.package._mangling": (),
     # These two import each other, and only this order works.
     "torch._library": ("torch.utils._pytree",),
@@ -79,32 +79,32 @@ _active: _LeanImport | None = None
 
 
 def import_torch(*, numpy: bool = True) -> ModuleType:
-    """``torch``, leanly imported where that is known to work. Call it before anything else imports torch.
+    """Import ``torch``, leanly where that is known to work. Call it before anything else imports torch.
 
     Eager inference (tensors, ``torch.nn``, its functions, sampling, threads) works as after a plain import; everything
-    else is executed when it is first touched. Without ``numpy``, torch believes for the whole process that there is
-    none: its first look, at the first tensor made of a buffer or a list, would import numpy, a tenth of a second.
+    else is executed at its first use. Without ``numpy``, torch believes for the whole process that there is none. It
+    would import numpy, which takes a tenth of a second, for the first tensor that is made of a buffer or a list.
     """
     if "torch" in sys.modules:
         logger.info("torch is used as it is: it was imported before the engine's import of it")
         return sys.modules["torch"]
-    await_import(_why_plain)
+    make_import_lean(_why_plain)
     torch = importlib.import_module("torch")
     if not numpy and _active is not None:
         _hide_numpy(torch)
     return torch
 
 
-def await_import(why_plain: Callable[[Path], str | None]) -> None:
-    """Make the first import of torch a lean one, wherever it happens, unless ``why_plain`` then gives a reason."""
+def make_import_lean(why_plain: Callable[[Path], str | None]) -> None:
+    """Make the first import of torch lean, wherever it happens, unless ``why_plain`` then gives a reason not to."""
     if "torch" not in sys.modules:
         _LeanImport(why_plain).install()
 
 
-def await_users_import(how: str) -> None:
-    """Make the first import of torch in user code a lean one.
+def make_handlers_import_lean(how: str) -> None:
+    """Make the first import of torch in a handler lean; ``how`` is the setting ``--torch-import``.
 
-    ``how`` is auto, or lean, which includes a torch that is built for GPUs.
+    With ``auto`` a torch that is built for GPUs is imported plainly, with ``lean`` it is not.
     """
     if "torch" not in sys.modules:
         _LeanImport(
@@ -114,13 +114,13 @@ def await_users_import(how: str) -> None:
 
 
 def complete() -> None:
-    """Execute every module that was deferred. Idempotent; does nothing after a plain import."""
+    """Execute every lazy module. Idempotent; does nothing after a plain import."""
     if _active is not None:
         _active.complete()
 
 
 def _why_plain(file: Path) -> str | None:
-    """The reason why the lean import is not tried, or None; ``file`` is torch's __init__.py."""
+    """The reason to import torch plainly, or None; ``file`` is torch's __init__.py."""
     python = sys.version_info[:2]
     if sys.implementation.name != "cpython" or python not in TESTED_PYTHONS:
         tested = ", ".join(f"{major}.{minor}" for major, minor in TESTED_PYTHONS)
@@ -135,9 +135,9 @@ def _why_plain(file: Path) -> str | None:
 
 
 def _extended() -> str | None:
-    """The reason why a torch that an installed package extends is imported plainly, or None."""
+    """The reason to import torch plainly that an installed package gives by extending it, or None."""
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0":
-        from importlib.metadata import entry_points  # reads every installed package's; as torch does
+        from importlib.metadata import entry_points  # reads those of every installed package, as torch does
 
         for entry in entry_points(group="torch.backends"):
             return f"{entry.value} extends it"
@@ -160,27 +160,33 @@ def _version(path: Path) -> str:
 
 
 class _LeanImport:
-    """One lean import of torch, and the work that it deferred."""
+    """One lean import of torch, and the work that it puts off."""
 
     def __init__(self, why_plain: Callable[[Path], str | None], then: Callable[[Any], None] = lambda _: None) -> None:
         self._then = then
         self._builtins: list[tuple[Any, str]] = []
         self._finder = LazyFinder(
             "torch",
-            ("torch", "torchgen", "numpy", "sympy"),
-            eager=_EAGER,
-            whole=frozenset({"numpy", "sympy"}),
-            alone=_ALONE,
-            nowhere=frozenset({"torch.privateuseone"}),  # for which torch.manual_seed looks
-            before=_BEFORE,
-            after={"torch.distributed.rpc": _define_rrefs},
-            stand_ins=self._stand_ins(),
-            lasting=self._lasting(),
-            open=("torch", "torch.autograd", "torch.nn"),
-            why_not=why_plain,
-            importing=self._importing,
-            around=self._plainly,
-            on_complete=self._catch_up,
+            LazyPolicy(
+                packages=("torch", "torchgen", "numpy", "sympy"),
+                eager=_EAGER,
+                whole=frozenset({"numpy", "sympy"}),
+                independent=_INDEPENDENT,
+                absent=frozenset({"torch.privateuseone"}),  # torch.manual_seed looks for it
+                prerequisites=_PREREQUISITES,
+                on_executed={"torch.distributed.rpc": _define_rrefs},
+            ),
+            StandIns(
+                importing=self._stand_ins(),
+                lasting=self._lasting(),
+                bound_by=("torch", "torch.autograd", "torch.nn"),
+            ),
+            LazyHooks(
+                why_not=why_plain,
+                importing=self._importing,
+                completing=self._without_modes,
+                on_complete=self._catch_up,
+            ),
         )
 
     def install(self) -> None:
@@ -218,14 +224,14 @@ class _LeanImport:
         return names
 
     def _lasting(self) -> dict[str, dict[str, Any]]:
-        """Names that eager inference, and the modules it imports late, ask for."""
+        """Names that eager inference, and the modules that it imports late, look up."""
         return {
             "torch.fx.operator_schemas": {"_SCHEMA_TO_SIGNATURE_CACHE": {}},
             "torch.jit": {"_builtins": _Builtins(self._builtins)},
             "torch.nested": {"nested_tensor": StandIn.of("torch.nested", "nested_tensor")},
-            "torch.compiler": {name: _asker(name) for name in ("is_compiling", "is_dynamo_compiling")},
+            "torch.compiler": {name: _query(name) for name in ("is_compiling", "is_dynamo_compiling")},
             "torch.fx.experimental.sym_node": {"DynamicInt": _DynamicInt},
-            "numpy": {"__version__": _numpy_version()},  # torch._C asks for it, to warn of a bug in one version
+            "numpy": {"__version__": _numpy_version()},  # torch._C reads it, to warn of a bug in one version
         }
 
     def _library(self, *args: Any) -> StandIn:
@@ -239,8 +245,8 @@ class _LeanImport:
         return StandIn(resolve)
 
     @staticmethod
-    def _plainly() -> contextlib.AbstractContextManager[object]:
-        """Leave the caller's modes (a default device, inference) while torch's own modules are executed."""
+    def _without_modes() -> contextlib.AbstractContextManager[object]:
+        """Leave the caller's modes (a default device, inference mode) while torch's own modules are executed."""
         torch = sys.modules["torch"]
         stack = contextlib.ExitStack()
         stack.enter_context(torch._C.DisableTorchFunction())
@@ -264,7 +270,7 @@ class _LeanImport:
     def _replace_stand_ins(self) -> None:
         for name, module in list(sys.modules.items()):
             if name.partition(".")[0] == "torch":
-                for key, value in list(names_of(module).items()):
+                for key, value in list(namespace_of(module).items()):
                     if type(value) is StandIn:
                         setattr(module, key, value.real())
         triton = sys.modules["torch"]._TritonLibrary
@@ -272,7 +278,7 @@ class _LeanImport:
 
 
 def _share_with_processes(torch: Any) -> None:
-    """Share tensors that are sent to another process with it, as after a plain import of torch.multiprocessing."""
+    """Have tensors that are sent to another process shared with it, as after an import of torch.multiprocessing."""
     reducers = importlib.import_module("multiprocessing.reduction").ForkingPickler
 
     def share(value: Any) -> Any:
@@ -285,30 +291,30 @@ def _share_with_processes(torch: Any) -> None:
 
 class _DynamicIntType(type):
     def __instancecheck__(cls, instance: object) -> bool:
-        real = names_of(sys.modules["torch.fx.experimental.sym_node"])["DynamicInt"]
+        real = namespace_of(sys.modules["torch.fx.experimental.sym_node"])["DynamicInt"]
         return real is not cls and isinstance(instance, real)
 
     def __call__(cls, *args: Any) -> Any:
         complete()
-        return names_of(sys.modules["torch.fx.experimental.sym_node"])["DynamicInt"](*args)
+        return namespace_of(sys.modules["torch.fx.experimental.sym_node"])["DynamicInt"](*args)
 
 
 class _DynamicInt(metaclass=_DynamicIntType):
     """A stand-in for sym_node's class, which torch._C looks up once, at the first size it parses, and keeps."""
 
 
-def _asker(name: str) -> Callable[[], bool]:
+def _query(name: str) -> Callable[[], bool]:
     """Stand in for the function of that name in torch.compiler: nothing is compiled until the real one says so."""
 
-    def ask() -> bool:
+    def query() -> bool:
         import torch
 
         real: Callable[[], bool] = getattr(torch.compiler, name)
-        return real is not ask and real()
+        return real is not query and real()
 
-    ask.__name__ = ask.__qualname__ = name
-    ask.__module__ = "torch.compiler"
-    return ask
+    query.__name__ = query.__qualname__ = name
+    query.__module__ = "torch.compiler"
+    return query
 
 
 class _Builtins:
@@ -322,9 +328,9 @@ class _Builtins:
 
 
 def _hide_numpy(torch: Any) -> None:
-    """Make torch._C look for numpy, which it does only once, while an import of numpy fails."""
+    """Make torch._C look for numpy, which it does once, while an import of numpy fails."""
     module = sys.modules.get("numpy")
-    if module is not None and type(module) is not DeferredModule:
+    if module is not None and type(module) is not LazyModule:
         return  # executed already
     vars(sys)["modules"]["numpy"] = None  # what makes an import of it fail
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import concurrent.futures.thread  # noqa: F401  its hooks of a fork must not be registered while one waits in ours
+import concurrent.futures.thread  # noqa: F401  it registers fork hooks, which must not happen while a fork waits in ours
 import importlib._bootstrap
 import os
 import threading
@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_LOOK_EVERY_S = 0.05
+_POLL_S = 0.05
 _bootstrap: Any = importlib._bootstrap
 
 
 class ImportLock:
     """A re-entrant lock that is also granted to a thread for whose import its holder waits.
 
-    A thread that imports a module and then asks for this lock may have its holder waiting for that very module: without
-    that rule neither would go on. The holder stands still until the import is over, so the two never run at once. A
-    fork waits for the lock, so that a child never inherits it from a thread that the child does not have.
+    A thread that imports a module may want this lock while its holder waits for that very module; without the rule
+    neither would go on. The holder stands still until the import is over, so the two never run at once. A fork waits
+    for the lock, so that a child never inherits it from a thread that the child does not have.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class ImportLock:
         if passed:
             self._local.passed = passed + 1
             return
-        while not self._lock.acquire(timeout=_LOOK_EVERY_S):
+        while not self._lock.acquire(timeout=_POLL_S):
             if self._is_waited_for(me):
                 self._local.passed = 1
                 return
@@ -69,7 +69,7 @@ class ImportLock:
                 return True
             if thread not in seen:
                 seen.add(thread)
-                # A lock; since Python 3.12 a list of locks. The Pythons where this holds are lean_torch.TESTED_PYTHONS.
+                # A lock; since Python 3.12 a list of locks. This holds for lazy_torch.TESTED_PYTHONS.
                 waited = _bootstrap._blocking_on.get(thread)
                 threads += [
                     lock.owner for lock in (waited if isinstance(waited, list) else [waited]) if lock is not None

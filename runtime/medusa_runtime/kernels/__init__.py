@@ -1,8 +1,8 @@
-"""The heavy steps of a forward pass on a CPU, as fast as its memory allows; for a GPU see ``cuda``.
+"""The expensive steps of a forward pass on a CPU, as fast as its memory allows; for a GPU see ``cuda``.
 
 ``linear`` is F.linear for 16-bit weights that stay where they are (read-only, shared, unpacked). torch's own product is
-slow on x86 CPUs without 16-bit dot products; there a compiled kernel does it, or, uncompiled, fp32 slices.
-``paged_attention`` reads keys and values where the paged cache has them.
+slow on x86 CPUs without 16-bit dot products. There a compiled kernel is used, or, where there is none, fp32 products of
+slices. ``paged_attention`` reads keys and values from the paged cache, without gathering them.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _TORCH = _Path(None, "torch")
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
     """x [..., depth] @ weight [cols, depth]^T + bias [cols] → [..., cols], accumulated in fp32 and rounded once.
 
-    The same as F.linear, and that itself where it is the fastest: other dtypes, other devices, gradients. ``residual``
-    [..., cols] is added to the rounded product, and the sum rounded again.
+    It is F.linear itself where that is the fastest: for other dtypes, other devices, and gradients. ``residual``
+    [..., cols] is added to the rounded product, and the sum is rounded again.
     """
     path = _path_of(x, weight, bias)
     if path.compiled is not None:
@@ -66,7 +66,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tens
 
 
 def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """``linear`` of x [rows, depth] with each weight and bias, in one call where that can be; views of one result."""
+    """``linear`` of x [rows, depth] with each weight and bias, in one call where possible; views of one result."""
     if x.dim() == 2:
         path = _TORCH
         for weight, bias in zip(weights, biases, strict=True):
@@ -84,7 +84,7 @@ def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None
 
 
 def side_by_side(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
-    """``linear`` of x [..., depth] with each weight [cols, depth] and bias, in one result [..., all cols]."""
+    """``linear`` of x [..., depth] with each weight [cols, depth] and bias, concatenated: [..., all cols]."""
     paths = [_path_of(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     kernel = paths[0].compiled
     if kernel is None or any(path.compiled is None for path in paths):
@@ -95,7 +95,7 @@ def side_by_side(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor |
 
 
 def compiled_for(dtype: torch.dtype) -> bool:
-    """Whether products of this dtype are our compiled kernels' on this machine; else they are torch's."""
+    """Whether our compiled kernels do the products of this dtype on this machine; else torch does."""
     return dtype in (torch.bfloat16, torch.float16) and _path(dtype).compiled is not None
 
 
@@ -112,11 +112,14 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of new tokens over a paged KV cache (PagedAttention, Kwon et al. 2023, section 4.1).
 
-    q [tokens, heads, head_dim], any mix of prefill and decode, a sequence's tokens side by side; keys and values
-    [blocks, block_size, kv_heads, head_dim], those of the new tokens already in place; block_tables int32
-    [sequences, max_blocks]; sequences int32 [tokens], a token's row of block_tables; contexts int32 [tokens], how many
-    tokens of its sequence a token sees, itself included (position + 1); window, how many of those it sees at most.
-    Gives [tokens, heads, head_dim]. Blocks that no token sees are not read.
+    q: [tokens, heads, head_dim], any mix of prefill and decode, the tokens of a sequence side by side.
+    keys, values: [blocks, block_size, kv_heads, head_dim], with those of the new tokens already in place.
+    block_tables: int32 [sequences, max_blocks].
+    sequences: int32 [tokens], each token's row of ``block_tables``.
+    contexts: int32 [tokens], how many tokens of its sequence a token sees, itself included (position + 1).
+    window: how many of those it sees at most.
+
+    Returns [tokens, heads, head_dim]. Blocks that no token sees are not read.
     """
     kernels = compiled()
     indices = (block_tables, sequences, contexts)
@@ -137,7 +140,7 @@ def paged_attention(
 
 
 def describe() -> dict[str, str]:
-    """For each 16-bit dtype: which way its products take on this machine, and why; and the way of attention."""
+    """How products of each 16-bit dtype are computed on this machine, and why; and how attention is."""
     kernels = compiled()
     attention = f"torch: {kernels}" if isinstance(kernels, str) else "native"
     return {name: _path(getattr(torch, name)).reason for name in cpu.FAST_IN_TORCH} | {"attention": attention}
@@ -154,7 +157,7 @@ def _path_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> _Path:
 
 
 def _plain(x: Tensor, weight: Tensor) -> bool:
-    """Whether the kernels can take these; what is wrong with others F.linear says."""
+    """Whether the kernels can take these tensors; F.linear raises what is wrong with others."""
     if not (x.is_cpu and weight.is_cpu and x.dtype is weight.dtype):
         return False
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):

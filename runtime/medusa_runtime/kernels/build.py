@@ -10,9 +10,9 @@ from pathlib import Path
 
 SOURCE_DIR = Path(__file__).parent
 LIBRARY_NAME = "libmedusa_kernels.so"
-# Without traps and errno the compiler may vectorize rintf and selections; no other rule of IEEE 754 is relaxed.
+# Without traps and errno the compiler may vectorize rintf and selections. No other rule of IEEE 754 is relaxed.
 FLAGS = ("-O3", "-fPIC", "-std=c11", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra")
-# Every object has its own instruction set, and which one runs is decided on the machine: never -march=native.
+# Each object has its own instruction set, and the machine decides which one runs: never -march=native.
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f")
 OBJECTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -28,11 +28,11 @@ OBJECTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 
 
 class KernelBuildError(Exception):
-    """The kernels were not compiled; the message says why."""
+    """The kernels could not be compiled; the message says why."""
 
 
 def build(target: Path = SOURCE_DIR / LIBRARY_NAME) -> Path:
-    """Compile with ``$CC`` (default ``cc``) and replace ``target`` in one step: a running process keeps its own.
+    """Compile with ``$CC`` (default ``cc``) and replace ``target`` in one step: running processes keep the old file.
 
     Raises KernelBuildError: not an x86-64 Linux machine, no compiler, or the compiler's message.
     """
@@ -40,7 +40,7 @@ def build(target: Path = SOURCE_DIR / LIBRARY_NAME) -> Path:
         raise KernelBuildError(
             f"kernels are written for x86-64 Linux, this is {platform.machine()} {platform.system()}"
         )
-    from concurrent.futures import ThreadPoolExecutor  # a start imports this module for the library's name alone
+    from concurrent.futures import ThreadPoolExecutor  # a start needs only the library's name from this module
 
     compiler = shlex.split(os.environ.get("CC") or "cc")
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".kernels-") as folder:
@@ -55,7 +55,7 @@ def build(target: Path = SOURCE_DIR / LIBRARY_NAME) -> Path:
 
 
 def is_fresh(library: Path = SOURCE_DIR / LIBRARY_NAME) -> bool:
-    """Whether it is there and younger than all it is built from."""
+    """Whether the library exists and is newer than all files that it is built from."""
     sources = [Path(__file__), *SOURCE_DIR.glob("*.[ch]")]
     return library.exists() and library.stat().st_mtime >= max(source.stat().st_mtime for source in sources)
 

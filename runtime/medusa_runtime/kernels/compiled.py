@@ -1,4 +1,4 @@
-"""The compiled kernels of this process, if there are any."""
+"""The compiled kernels of this process, loaded at their first use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from medusa_runtime.kernels import cpu, native
 
 @functools.cache
 def compiled() -> native.NativeKernels | str:
-    """Loaded at the first use, or why there are none."""
+    """The kernels, or the reason why there are none."""
     features = cpu.features()
     if not features >= cpu.NEEDED:
         return f"the kernels need {', '.join(sorted(cpu.NEEDED))}, which this CPU does not name"
@@ -23,7 +23,7 @@ def compiled() -> native.NativeKernels | str:
 
 
 def compiled_for(*tensors: Tensor) -> native.NativeKernels | None:
-    """Those that may take these tensors: on the CPU, of one dtype that the kernels know, without gradients."""
+    """The kernels, if they can take these tensors: on the CPU, of one known dtype, without gradients."""
     kernels = compiled()
     dtype = tensors[0].dtype
     if isinstance(kernels, str) or dtype not in native.DTYPES or torch.is_grad_enabled():

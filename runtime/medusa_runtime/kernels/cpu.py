@@ -1,4 +1,4 @@
-"""Which features this CPU has, and which make torch's own 16-bit products fast."""
+"""The features of this CPU, and those that make torch's own 16-bit products fast."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NEEDED = frozenset({"avx2", "fma", "f16c"})
 
 @functools.cache
 def features() -> frozenset[str]:
-    """Features of the first CPU by the kernel's names; empty where it names none (not x86, no /proc)."""
+    """The first CPU's features, as Linux names them; empty where it lists none (not x86, no /proc)."""
     try:
         with Path("/proc/cpuinfo").open("rb") as file:
             head = file.read(16384).decode("ascii", "replace")  # one CPU's entry: the whole file is slow on large hosts

@@ -1,4 +1,4 @@
-"""What the kernels do on a GPU, where torch's own operations are not the fastest or cannot be captured."""
+"""Kernels for a GPU, where torch's own operations are not the fastest or cannot be captured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def triton_obstacle() -> str | None:
-    """Why there is no paged decode attention here; None when there is."""
+    """Why the triton kernels cannot be used here; None when they can."""
     try:
         from medusa_runtime.kernels import paged_triton  # noqa: F401
     except ImportError as error:
@@ -27,7 +27,7 @@ def triton_obstacle() -> str | None:
 def paged_decode(
     q: Tensor, keys: Tensor, values: Tensor, block_tables: Tensor, contexts: Tensor, *, scale: float, window: int | None
 ) -> Tensor:
-    """One new token a sequence; see ``paged_triton.decode``. Without triton a product a sequence."""
+    """Attention of one new token per sequence: ``paged_triton.decode``, or without triton a product per sequence."""
     if triton_obstacle() is None:
         from medusa_runtime.kernels import paged_triton
 
@@ -39,7 +39,10 @@ def paged_decode(
 
 
 def write_decoded(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """What ``paged_decode`` reads; see ``paged_triton.write``. For captures: a prefill should not wait for triton."""
+    """Write the keys and values that ``paged_decode`` reads; see ``paged_triton.write``.
+
+    For captured steps only: a prefill should not wait for triton.
+    """
     if triton_obstacle() is None:
         from medusa_runtime.kernels import paged_triton
 
@@ -49,7 +52,7 @@ def write_decoded(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Ten
 
 
 def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The tensor that these are the rows of, when they lie behind each other in one allocation: no copy."""
+    """One tensor with the rows of all, without a copy; None where they are not adjacent in one allocation."""
     first = tensors[0]
     if not first.is_contiguous():
         return None
@@ -65,7 +68,7 @@ def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def fused(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None] | None:
-    """The weights and biases of one product that does the work of several; None where they lie apart."""
+    """The weight and bias of one product that does the work of several; None where they are not adjacent."""
     weight = adjacent(weights)
     if weight is None:
         return None

@@ -1,4 +1,4 @@
-"""The compiled kernels, called through ctypes: no Python headers at build time, and the GIL is free while they run."""
+"""The compiled kernels, called through ctypes: building needs no Python headers, and they run without the GIL."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
 
 
 class UnavailableError(Exception):
-    """There is no compiled kernel here; the message says why."""
+    """The compiled kernels cannot be loaded; the message says why."""
 
 
 class _Part(ctypes.Structure):
@@ -55,16 +55,16 @@ class _Attention(ctypes.Structure):
 
 
 class NativeKernels:
-    """The library. ``instruction_set`` is 256 (AVX2) or 512 (AVX-512F), which the CPU must have.
+    """The loaded library. ``instruction_set`` is 256 (AVX2) or 512 (AVX-512F), which the CPU must have.
 
-    It has threads of its own (parallel.h says why), as many as torch is set to use, asleep when there is nothing to do.
+    It has threads of its own (parallel.h says why), as many as torch is set to use; they sleep when there is no work.
     """
 
     def __init__(self, instruction_set: int, path: Path | None = None) -> None:
         path = path or Path(__file__).with_name(LIBRARY_NAME)
         try:
             library = ctypes.CDLL(str(path))
-            # These take microseconds: giving the interpreter's lock away for them and asking for it back takes longer.
+            # These take microseconds: releasing and taking the interpreter's lock would take longer.
             short = ctypes.PyDLL(str(path))
             self._products: Any = library.medusa_products
             self._attention: Any = library.medusa_attention
@@ -88,10 +88,10 @@ class NativeKernels:
     def products(
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], residual: Tensor | None = None
     ) -> Tensor:
-        """x [rows, depth] @ each weight [cols, depth]^T + its bias, side by side → [rows, all cols].
+        """x [rows, depth] @ each weight [cols, depth]^T + its bias, concatenated → [rows, all cols].
 
-        All of one 16-bit dtype, rows contiguous. ``residual`` [rows, cols] of a single weight is added to the rounded
-        product.
+        All have one 16-bit dtype and contiguous rows. With a single weight, ``residual`` [rows, cols] is added to the
+        rounded product.
         """
         rows, depth = x.shape
         parts = (_Part * len(weights))()
@@ -119,11 +119,11 @@ class NativeKernels:
         return out
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x [rows, depth] @ weight [cols, depth]^T → [rows, cols]; of one 16-bit dtype, rows contiguous."""
+        """x [rows, depth] @ weight [cols, depth]^T → [rows, cols]; both have one 16-bit dtype and contiguous rows."""
         return self.products(x, (weight,), (bias,))
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [rows, size], rows contiguous, size a multiple of 8."""
+        """The RMS norm of x [rows, size], whose rows are contiguous and size a multiple of 8."""
         rows, size = x.shape
         out = x.new_empty(rows, size)
         stride = x.stride(0) * x.element_size()
@@ -132,7 +132,7 @@ class NativeKernels:
         return out
 
     def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """In place; heads contiguous, cos and sin [tokens, 1, size] with a size that is a multiple of 16."""
+        """Rotate q and k in place; heads are contiguous, cos and sin [tokens, 1, size] with a size divisible by 16."""
         tokens, heads, head_dim = q.shape
         item = q.element_size()
         self._rope(
@@ -170,7 +170,7 @@ class NativeKernels:
         return out
 
     def write_kv(self, keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """k and v [tokens, kv_heads, head_dim] into the slots of contiguous pools [slots, kv_heads, head_dim]."""
+        """Write k and v [tokens, kv_heads, head_dim] to slots of contiguous pools [slots, kv_heads, head_dim]."""
         item = k.element_size()
         self._write_kv(
             keys.data_ptr(),
@@ -196,7 +196,7 @@ class NativeKernels:
         scale: float,
         window: int | None,
     ) -> Tensor:
-        """See paged_attention; all on the CPU, q's heads and the last dimensions contiguous, the integers int32."""
+        """Like ``paged_attention``; all on the CPU, q's heads and last dimensions contiguous, integers int32."""
         out = torch.empty(q.shape, dtype=q.dtype)
         job = _Attention(
             q=q.data_ptr(),

@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache in torch's operations: gather a sequence's blocks, then one product per sequence."""
+"""Attention over a paged KV cache with torch's operations: gather each sequence's blocks, then attend over them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def attention(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """The arguments and the result of paged_attention, on any device and in any floating dtype."""
+    """Like ``paged_attention``, on any device and in any floating point dtype."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     block_size = keys.shape[1]
     runs, lengths = torch.unique_consecutive(sequences, return_counts=True)
@@ -28,7 +28,7 @@ def attention(
         start += length
         seen = contexts[part].unsqueeze(1)
         total = int(seen.max())
-        first = max(0, int(seen.min()) - window) // block_size if window else 0  # blocks before may be freed already
+        first = max(0, int(seen.min()) - window) // block_size if window else 0  # earlier blocks may be freed already
         blocks = block_tables[sequence, first : -(-total // block_size)].long()
         positions = torch.arange(first * block_size, total, device=q.device)
         mask = positions < seen

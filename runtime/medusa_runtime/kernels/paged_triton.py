@@ -1,8 +1,8 @@
-"""Decode attention over a paged KV cache on a GPU: one new token a sequence, its context split over the processors.
+"""Decode attention over a paged KV cache on a GPU: one new token per sequence, its context split over the processors.
 
-Flash-decoding (Dao et al., 2023) over a block table (PagedAttention, Kwon et al. 2023, section 4.1). The grid depends
-on the number of sequences alone and the contexts are read from memory, so a captured launch is right for any contexts.
-Importing this imports triton, half a second.
+This is Flash-decoding (Dao et al., 2023) over a block table (PagedAttention, Kwon et al. 2023, section 4.1). The grid
+depends only on the number of sequences, and the contexts are read from memory, so a captured launch is right for any
+contexts. Importing this module imports triton, which takes half a second.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _attend(  # type: ignore[no-untyped-def]
     WINDOW: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr, DIMS: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One program: a sequence's queries of one kv head, over its part of the context; out is not divided yet."""
+    """One program: a sequence's queries of one kv head over a part of the context. ``out`` is not normalized yet."""
     sequence = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -90,7 +90,7 @@ def _combine(  # type: ignore[no-untyped-def]
     parts, sums, maxima, out,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One program: one head of one token. A split without context has sum 0 and maximum -inf, and counts nothing."""
+    """One program: one head of one token. A split without context has sum 0 and maximum -inf, and adds nothing."""
     head = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, DIMS)
     splits = tl.arange(0, SPLITS)
@@ -119,9 +119,9 @@ def _write(  # type: ignore[no-untyped-def]
 
 
 def write(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """k and v [tokens, kv_heads, head_dim] into ``slots`` (int64 [tokens]) of [all slots, kv_heads, head_dim].
+    """Write k and v [tokens, kv_heads, head_dim] to ``slots`` (int64 [tokens]) of [all slots, kv_heads, head_dim].
 
-    Not torch's index_copy: that one is told how many slots there are, and so would a captured launch be.
+    Not torch's index_copy: its launch contains the number of slots, which a captured launch would keep.
     """
     count, kv_heads, head_dim = k.shape
     k, v = (part if part.stride(2) == 1 else part.contiguous() for part in (k, v))
@@ -136,10 +136,14 @@ def write(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> 
 def decode(
     q: Tensor, keys: Tensor, values: Tensor, block_tables: Tensor, contexts: Tensor, *, scale: float, window: int | None
 ) -> Tensor:
-    """q [sequences, heads, head_dim]; keys and values [blocks, block_size, kv_heads, head_dim], dense in the last one;
-    block_tables int32 [sequences, max_blocks]; contexts [sequences], the new token included (1 at least).
+    """Attention of one new token per sequence; returns [sequences, heads, head_dim].
 
-    Gives [sequences, heads, head_dim]. Blocks that no token sees are not read.
+    q: [sequences, heads, head_dim].
+    keys, values: [blocks, block_size, kv_heads, head_dim], contiguous in the last dimension.
+    block_tables: int32 [sequences, max_blocks].
+    contexts: [sequences], the number of tokens that are seen, the new one included (at least 1).
+
+    Blocks that no token sees are not read.
     """
     count, heads, head_dim = q.shape
     kv_heads = keys.shape[2]
@@ -169,7 +173,7 @@ def decode(
 
 
 def splits_for(programs: int, processors: int) -> int:
-    """Into how many parts each context is split, a power of two: the fewer sequences there are, the more."""
+    """The number of parts of each context, a power of two: the fewer sequences there are, the more parts."""
     splits = 1
     while splits < _MOST_SPLITS and programs * splits * 2 <= processors * _PROGRAMS_A_PROCESSOR:
         splits *= 2

@@ -1,7 +1,7 @@
-"""What lies between the products of a decoder layer: one compiled call each, or torch's operations.
+"""The steps between the products of a decoder layer: one compiled call each, or torch's operations.
 
-Both round alike, after every operation. Besides the time of its many operations torch's way has another cost on a busy
-machine: each of them that uses OpenMP's threads waits until the system lets all of them run.
+Both round in the same way, after every operation. torch needs many operations for each step, and on a busy machine each
+operation that uses OpenMP's threads also waits until the system lets all of them run.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from medusa_runtime.kernels.compiled import compiled_for
 
-_LANES = 8  # of the compiled kernels: sizes are multiples of it
+_LANES = 8  # the compiled kernels take sizes that are multiples of this
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., size] over the root of its mean square (in fp32), rounded, times weight [size] → [..., size]."""
+    """x [..., size] divided by the root of its mean square (in fp32), rounded, times weight [size] → [..., size]."""
     size = x.shape[-1]
     if size % _LANES == 0 and x.stride()[-1] == 1 and weight.is_contiguous():
         kernels = compiled_for(x, weight)
@@ -35,7 +35,7 @@ def _norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k [tokens, heads, head_dim], the first ``rotated`` dimensions of each head turned; may overwrite both.
+    """q and k [tokens, heads, head_dim], the first ``rotated`` dimensions of each head rotated; may overwrite both.
 
     cos and sin [tokens, 1, rotated]; the first half of the sines is negated.
     """
@@ -50,14 +50,14 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
         if kernels is not None:
             kernels.rotate(q, k, cos, sin)
             return q, k
-    return _turned(q, cos, sin), _turned(k, cos, sin)
+    return _rotated(q, cos, sin), _rotated(k, cos, sin)
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     size = cos.shape[-1]
-    turned = x if size == x.shape[-1] else x[..., :size]
-    result = torch.addcmul(turned * cos, turned.roll(size // 2, -1), sin)
-    return result if turned is x else torch.cat((result, x[..., size:]), -1)
+    part = x if size == x.shape[-1] else x[..., :size]
+    result = torch.addcmul(part * cos, part.roll(size // 2, -1), sin)
+    return result if part is x else torch.cat((result, x[..., size:]), -1)
 
 
 def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def write_kv(keys: Tensor, values: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
-    """k and v [tokens, kv_heads, head_dim] into ``slots`` (int64 [tokens]) of [all slots, kv_heads, head_dim]."""
+    """Write k and v [tokens, kv_heads, head_dim] to ``slots`` (int64 [tokens]) of [all slots, kv_heads, head_dim]."""
     heads = (k.shape[2], 1)
     if (
         k.shape == v.shape

@@ -1,6 +1,6 @@
-"""The way without a compiled kernel: widen a slice of the weight at a time and multiply in fp32.
+"""Products without a compiled kernel: convert one slice of the weight at a time to fp32, and multiply that.
 
-From a dozen rows on this beats torch's own 16-bit product on CPUs that have no 16-bit dot products.
+From a dozen rows on, this beats torch's own 16-bit product on CPUs that have no 16-bit dot products.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 FEW_ROWS = 12
-CHUNK_COLS = 512  # a slice stays in the cache between widening and multiplying
+CHUNK_COLS = 512  # a slice stays in the cache between the conversion and the product
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

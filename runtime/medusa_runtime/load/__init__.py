@@ -1,1 +1,1 @@
-"""From a region into the layers of a module."""
+"""Weights from a region into the layers of a module."""

@@ -1,4 +1,4 @@
-"""Memory that several tensors look into: ``load_state_dict`` writes to it, and so changes all of them."""
+"""Tensors that share memory: ``load_state_dict`` writes to it, and so changes all of them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ def use_count(tensor: Tensor) -> int | None:
 
 
 def aliased(tensors: Iterable[Tensor]) -> set[int]:
-    """The ids of tensors whose memory is also used by something else, such as a view that a module has kept.
+    """The ids of tensors whose memory is also used by something else, such as a view that a module keeps.
 
-    Where that cannot be counted these are all tensors with memory: they are written in place, which is always right.
+    Where the users of memory cannot be counted, these are all tensors that have memory: they are then written in place,
+    which is always right.
     """
     together: dict[int, list[Tensor]] = {}
     for tensor in {id(tensor): tensor for tensor in tensors if not tensor.is_meta}.values():

@@ -1,13 +1,13 @@
-"""Where a tensor must lie so that a product with it has the bits that it has after eager loading.
+"""The alignment that a tensor needs so that a product with it has the same bits as after eager loading.
 
-The products of a matrix and one vector that torch takes from MKL or OpenBLAS begin with what stands in front of the
-first aligned vector register, so the order of the sums, and the last bits, depend on the matrix's address; products of
-two matrices and convolutions are packed first and do not. Eager loading copies into memory that is aligned for all.
-What alignment matters differs from CPU to CPU, so it is measured.
+MKL and OpenBLAS, which torch uses for the product of a matrix and a vector, begin with the elements in front of the
+first aligned vector register. So the order of the sums, and the last bits, depend on the matrix's address. Products of
+two matrices and convolutions copy their operands first and do not depend on it. Eager loading copies into memory that
+is aligned for every product. Which alignment matters differs from CPU to CPU, so it is measured.
 
-One case is left out: a convolution of one picture whose whole output is one pixel is such a product, too, and so is
-what code makes of a kernel as a matrix (spectral_norm). The kernel, unless it is 1x1, stays where it is, for moving all
-kernels of an unaligned file would copy most of a network for it.
+One case is left out. A convolution of one picture whose whole output is one pixel is such a product, too, and so is
+code that uses a kernel as a matrix (spectral_norm). Kernels other than 1x1 still stay where they are, since moving all
+kernels of an unaligned file would copy most of a network.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ import math
 import torch
 from torch import Tensor
 
-ALLOCATED_BYTES = 64  # how torch's allocator aligns
-_SIZES = ((5, 1000), (33, 256), (100, 129))  # rows and columns of the matrices that are tried
+ALLOCATED_BYTES = 64  # the alignment of torch's allocator
+_SIZES = ((5, 1000), (33, 256), (100, 129))  # rows and columns of the matrices that are measured
 _STEPS = (8, 16, 32)
 
 
 def must_move(tensor: Tensor) -> bool:
-    """Whether ``tensor``, a view of a file, could give other bits than a copy of it. Only float32 and float64 can."""
+    """Whether a product with ``tensor``, a view of a file, could have other bits than with a copy of it.
+
+    Only float32 and float64 products can.
+    """
     if tensor.dtype not in (torch.float32, torch.float64) or tensor.data_ptr() % ALLOCATED_BYTES == 0:
         return False
     is_kernel = tensor.dim() > 3 and math.prod(tensor.shape[2:]) > 1
@@ -33,7 +36,7 @@ def must_move(tensor: Tensor) -> bool:
 
 @functools.cache
 def needed_bytes() -> int:
-    """The smallest alignment, in bytes, behind which addresses make no difference on this CPU."""
+    """The smallest alignment, in bytes, with which the address makes no difference on this CPU."""
     offsets = range(0, ALLOCATED_BYTES, _STEPS[0])
     found = [[_product(rows, columns, offset) for offset in offsets] for rows, columns in _SIZES]
     for step in _STEPS:
@@ -44,7 +47,7 @@ def needed_bytes() -> int:
 
 
 def _product(rows: int, columns: int, offset_bytes: int) -> Tensor:
-    """The same matrix and vector each time, the matrix so many bytes behind an aligned address."""
+    """The product of a fixed matrix and vector, the matrix ``offset_bytes`` behind an aligned address."""
     values = torch.arange(rows * columns, dtype=torch.float32).mul_(0.7123).frac_()
     memory = torch.empty(values.nbytes + 2 * ALLOCATED_BYTES, dtype=torch.uint8)
     start = -memory.data_ptr() % ALLOCATED_BYTES + offset_bytes

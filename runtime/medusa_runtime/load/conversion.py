@@ -1,7 +1,8 @@
-"""A filled region as one safetensors file that loads faster than what it was made of.
+"""Writing a checkpoint as one safetensors file that loads faster than the original.
 
-One header instead of a zip's directory, a pickle and its records; tensors in execution order, so that a fetch reads the
-file from front to back; and each at a multiple of 64 bytes, so that it is used in place (see ``alignment.py``).
+It has one header instead of a zip's directory, a pickle and its records. Its tensors are in execution order, so that a
+fetch reads the file from front to back, and at multiples of 64 bytes, so that they are used in place
+(``alignment.py``).
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from medusa_runtime.region.reader import Region
 
 
 def write_safetensors(region: Region, path: Path, order: Sequence[str] | None = None) -> None:
-    """Write all tensors, in ``order`` (a recorded one, see ``trace.py``) or the index's, when all have come.
+    """Write all tensors of a region to ``path``, which appears when it is complete; waits for those not fetched yet.
 
-    The file appears when it is complete. Raises what the fetch failed with, and OSError.
+    They are in ``order``, which may be a recorded one (``trace.py``), else in the index's. Raises what the fetch failed
+    with, and OSError.
     """
     index = region.wait_index()
     index = index if order is None else index.reordered(order)
@@ -32,7 +34,8 @@ def write_safetensors(region: Region, path: Path, order: Sequence[str] | None = 
         region.wait_tensor(name)
         tensor = views.tensor(name, index.tensors[name])
         sizes[name] = tensor.numel() * tensor.element_size()
-    # There are no gaps between tensors: what would shift all that follows goes first, into the header's last 64 bytes.
+    # The format has no gaps between tensors. Those of odd sizes, which would shift all others, go first: the header is
+    # padded so that the others are aligned.
     odd = [name for name in index.order if sizes[name] % ALLOCATED_BYTES]
     names = [*odd, *(name for name in index.order if not sizes[name] % ALLOCATED_BYTES)]
     head: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -61,7 +64,7 @@ def write_safetensors(region: Region, path: Path, order: Sequence[str] | None = 
 
 
 def is_converted(index: WeightIndex) -> bool:
-    """Whether it is one safetensors file whose tensors lie as ``write_safetensors`` lays them, in whatever order."""
+    """Whether a checkpoint is one safetensors file with aligned tensors, as ``write_safetensors`` makes it."""
     (shard, *others) = index.shards
     if others or not shard.name.endswith(".safetensors"):
         return False

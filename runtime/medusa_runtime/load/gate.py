@@ -1,4 +1,4 @@
-"""A gate in front of a unit of a module: its forward waits until the unit's own weights are applied, and no longer."""
+"""Gates in front of the parts of a module: a part's forward waits until its own weights are applied, and no longer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from medusa_runtime.errors import WeightsError
-from medusa_runtime.load.pending import is_awaitable, refuse_tracing, too_early
+from medusa_runtime.load.pending import can_be_pending, refuse_tracing, too_early
 from medusa_runtime.timeline import Timeline
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -24,7 +24,7 @@ _thread = threading.local()
 
 @contextmanager
 def passing() -> Iterator[None]:
-    """In this thread calls pass closed gates: to capture a graph, addresses are needed and values are not."""
+    """Let this thread's calls pass closed gates: capturing a graph needs addresses and no values."""
     _thread.passing = True
     try:
         yield
@@ -33,11 +33,12 @@ def passing() -> Iterator[None]:
 
 
 class Gate:
-    """Closed at first; removes itself when a forward passes it, so that it costs nothing afterwards.
+    """A hook in front of a module's forward that waits while the gate is closed.
 
-    A forward that comes too early waits, and raises ``error`` if there is one when the gate opens. ``demand`` is
-    called with the gate that waits: what it needs is then fetched first. A gate without a hook is waited for by what it
-    guards alone.
+    A gate is closed at first, and removes its hook when a forward passes it, so that it costs nothing afterwards. A
+    forward that comes too early waits, and raises ``error`` if there is one when the gate opens. ``demand`` is called
+    with a gate at which a forward begins to wait, so that what it needs is fetched first. A gate that is not ``hooked``
+    is waited at only by the pending tensors that it guards.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Gate:
         hooked: bool = True,
     ) -> None:
         self.name = name
-        self.owners = owners  # the modules whose own tensors are waited for
+        self.owners = owners  # the modules whose own tensors it waits for
         self.remaining = 0
         self.begin_ns = 0  # when its first tensor was applied
         self.error: BaseException | None = None
@@ -69,9 +70,10 @@ class Gate:
         return self._opened.is_set()
 
     def open(self, error: BaseException | None = None) -> None:
+        """Let all that wait go on, or have them raise ``error``."""
         self.error = error
         if error is None:
-            self._remove(self._module)  # first: whoever has waited, to copy the module, copies no hook
+            self._remove(self._module)  # first: a thread that has waited to copy the module copies no hook
         self._opened.set()
 
     def _remove(self, module: nn.Module) -> None:
@@ -80,7 +82,7 @@ class Gate:
             hooks.pop(key, None)
 
     def wait(self) -> None:
-        """Until the unit's tensors are applied. Raises what came instead of them."""
+        """Wait until the gate is open. Raises the error with which it was opened."""
         if not self._opened.is_set():
             if os.getpid() != self._pid:
                 raise WeightsError(
@@ -97,7 +99,7 @@ class Gate:
             raise self.error
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
-        return self  # the copy's hook ends with its first call
+        return self  # the copied module drops the hook at its first call
 
     def __reduce__(self) -> Any:
         self.wait()
@@ -116,17 +118,17 @@ class Gate:
 
 
 def _opened_gate(name: str) -> Gate:
-    """In another process, which has a copy of the module with all its values."""
+    """The gate of a module that was pickled, with all its values, and is unpickled in another process."""
     gate = Gate(name, nn.Module(), [], None, hooked=False)
     gate.open()
     return gate
 
 
 def gates(module: nn.Module, timeline: Timeline | None) -> list[Gate]:
-    """Gates for a module's units: what it calls one by one in a forward.
+    """Gates for the units of a model of ours: the modules that it calls one by one in a forward.
 
-    A module that has a list of modules somewhere inside is taken apart, one that has none is a unit (a decoder layer).
-    So a unit may use its own submodules' tensors in any way; between units a tensor is waited for only by a call.
+    A module with a list of modules somewhere inside is taken apart; one that has none is a unit, such as a decoder
+    layer. A unit may use the tensors of its own submodules in any way, and those of another unit only by calling it.
     """
     return [Gate(name, unit, owners, timeline) for name, unit, owners in _units("", module, True)]
 
@@ -144,12 +146,12 @@ def _units(name: str, module: nn.Module, apart: bool) -> Iterator[tuple[str, nn.
 
 
 def owner_gates(module: nn.Module, timeline: Timeline | None) -> list[Gate]:
-    """Gates for every module that has tensors of its own: for modules of which nothing else is known.
+    """Gates for every module that owns tensors, in a module of which nothing else is known.
 
-    One with children and nothing but parameters has no hook: its forward goes on until it uses one
-    (``PendingParameter``). Where there are buffers the call waits, since a buffer has a value already. Attention of
-    PyTorch's own computes in another way, and to other last bits, when a weight of a part is no plain parameter: it
-    waits for its parts.
+    A module with children whose own tensors are all parameters gets no hook: its forward goes on until it uses one of
+    them (``PendingParameter``). A module with buffers waits when it is called, because a buffer has a value already.
+    PyTorch's own attention computes in another way, with other last bits, while a part's weight is not a plain
+    parameter, so it waits for the weights of its parts.
     """
     found: list[Gate] = []
     for name, owner in module.named_modules():
@@ -157,10 +159,10 @@ def owner_gates(module: nn.Module, timeline: Timeline | None) -> list[Gate]:
         owns = [part for part in (owner, *lists, *_read_by(owner)) if part._parameters or part._buffers]
         if owns and not isinstance(owner, _PARAMETER_LISTS):
             parts = len(owns) > 1 + len(lists) or len(lists) == len(list(owner.children()))
-            silent = [
-                tensor for tensor in owner._parameters.values() if tensor is not None and not is_awaitable(tensor)
+            never_pending = [
+                tensor for tensor in owner._parameters.values() if tensor is not None and not can_be_pending(tensor)
             ]
-            found.append(Gate(name, owner, owns, timeline, hooked=bool(owner._buffers or silent) or parts))
+            found.append(Gate(name, owner, owns, timeline, hooked=bool(owner._buffers or never_pending) or parts))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint goes where in a module."""
+"""Which tensor of a checkpoint belongs where in a module."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _NAMED = 8  # names an error lists of each kind
 
 
 class Place(NamedTuple):
-    """One parameter or persistent buffer; tied parameters are one with several owners. ``name`` is the first one's."""
+    """One parameter or persistent buffer of a module. Tied parameters are one place with several owners.
+
+    ``name`` is its first qualified name.
+    """
 
     name: str
     owners: tuple[tuple[nn.Module, str], ...]
@@ -27,7 +30,7 @@ class Place(NamedTuple):
 
 
 def places(module: nn.Module) -> dict[str, Place]:
-    """All that a checkpoint must bring for a module, by every qualified name it has."""
+    """The parameters and persistent buffers of a module, by every qualified name that they have."""
     names: dict[int, list[str]] = {}
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     found: dict[int, tuple[Tensor, bool]] = {}
@@ -55,7 +58,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor, b
 
 
 class Plan(NamedTuple):
-    """Where each needed tensor goes, in execution order, and the places for which the checkpoint has none."""
+    """Where each needed tensor goes, in execution order, and the places that the checkpoint has no tensor for."""
 
     todo: dict[str, Place]
     missing: list[Place]
@@ -64,16 +67,17 @@ class Plan(NamedTuple):
 def plan(
     index: WeightIndex, expected: dict[str, Place], rename: Rename, *, strict: bool = True, built: bool = False
 ) -> Plan:
-    """Where each needed tensor of the checkpoint goes, of a module's ``places``.
+    """Which of a module's ``places`` each needed tensor of the checkpoint belongs to.
 
-    MismatchError names all tensors that are missing, not expected (both only if ``strict``), of another shape, or of
-    whole numbers for a parameter of floats (quantized weights). Of tensors that are tied in the module and both in the
-    checkpoint, the first of the module's is taken (what transformers does with a language model's head), or of one
-    that was ``built`` the last (``load_state_dict`` copies one after the other). A lazy module's parameter has the
-    checkpoint's shape. The counters of batch norms may be missing, as for ``load_state_dict``: files of old PyTorch
-    have none.
+    Raises MismatchError, which names all tensors that are missing or not expected (both only if ``strict``), have
+    another shape, or hold integers where the parameter is floating point (quantized weights).
+
+    Where a parameter is tied and the checkpoint has a tensor for several of its names, the first of the module's names
+    wins, as in transformers; in a module that was ``built`` by a user's factory the last one, as in
+    ``load_state_dict``, which copies one after the other. A lazy module's parameter takes the checkpoint's shape. The
+    counters of batch norms may be missing, as for ``load_state_dict``: files of old PyTorch have none.
     """
-    chosen: dict[str, str] = {}  # name of the place → name in the checkpoint
+    chosen: dict[str, str] = {}  # the place's name → the checkpoint's
     ranks = {target: -rank if built else rank for rank, target in enumerate(expected)}
     best: dict[str, int] = {}
     unexpected: list[str] = []
@@ -113,7 +117,7 @@ def plan(
 
 
 def _hint(absent: list[str], index: WeightIndex) -> str:
-    """What to tell whoever has built the module."""
+    """What the author of a factory can do about absent tensors."""
     for name in index.order if absent else ():
         prefix = name.removesuffix(absent[0])
         if prefix != name and all(prefix + other in index.tensors for other in absent):

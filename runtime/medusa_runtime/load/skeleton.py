@@ -1,7 +1,7 @@
-"""Building a model without memory or initial values for its parameters (Cicada's MiniLoader, §3.2).
+"""Constructing a model without memory or initial values for its parameters (Cicada's MiniLoader, §3.2).
 
 Cicada shrinks each placeholder to one bit a value and skips its initialisation. Here a placeholder has no memory at
-all: it is a tensor on torch's meta device, which knows its shape and dtype and nothing else.
+all: it is a tensor on torch's meta device, which has a shape and a dtype and nothing else.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from medusa_runtime.load.aliasing import use_count
 
 _FACTORIES = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
 _RANDOM = frozenset({torch.rand, torch.randn})
-# CPython with its global lock, up to a version in which the counts of a loop's variables are known.
+# CPython with its global lock, up to the last version for which a loop variable's references are known.
 _COUNTS_EXACTLY = (
     sys.implementation.name == "cpython"
     and sys.version_info < (3, 14)
     and not sysconfig.get_config_var("Py_GIL_DISABLED")
 )
-_LARGEST_SEED = 1 << 32  # that people set; torch's own, different in each process, has 53 bits
-_DESCRIBING = frozenset({"size", "dtype", "layout", "memory_format"})  # what a factory's arguments say of the result
+_LARGEST_SEED = 1 << 32  # of those that people set; torch's own, different in each process, has 53 bits
+_DESCRIBING = frozenset({"size", "dtype", "layout", "memory_format"})  # arguments of a factory that describe its result
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # equal to, but not the same as what is called
-_HARMLESS = frozenset(  # what looks at a tensor, not into it
+_HARMLESS = frozenset(  # these look at a tensor, not into it
     {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride}
     | {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_meta", "requires_grad")}
 )
@@ -40,35 +40,35 @@ _HARMLESS = frozenset(  # what looks at a tensor, not into it
 
 @contextmanager
 def skeleton() -> Iterator[MetaFactoryMode]:
-    """In this context, and in this thread, any code that constructs modules gets parameters on the meta device.
+    """Within this context, in this thread, code that constructs modules gets parameters on the meta device.
 
     ``nn.Parameter`` of a fresh ``torch.empty``, ``zeros``, ``ones``, ``full``, ``rand`` or ``randn`` takes no memory,
-    and initialising it (``nn.init``, ``reset_parameters``, in-place methods) does nothing. Whatever is computed is
-    computed: buffers have the values they would have had, and so has a parameter made of a computed tensor
-    (``scale * torch.randn(…)``), until a loader replaces it. What is drawn at random behind something that was not
-    drawn is another number than it would have been, see ``drew_others``.
+    and initialising it (``nn.init``, ``reset_parameters``, in-place methods) does nothing. Everything else is computed:
+    buffers have the values that they would have had, and so has a parameter made of a computed tensor
+    (``scale * torch.randn(…)``), until a loader replaces it. Random numbers are others than they would have been where
+    some before them were not drawn; see ``drew_others``.
     """
-    with MetaFactoryMode() as phantoms:
-        yield phantoms
-    phantoms.settle()
+    with MetaFactoryMode() as mode:
+        yield mode
+    mode.settle()
 
 
 class MetaFactoryMode(TorchFunctionMode):
-    """Answers factories with phantoms: meta tensors that become real when something looks into them or keeps them."""
+    """Makes torch's factories return placeholders: meta tensors that become real when something looks into them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._random_state: Tensor | None = None  # when something was first not drawn
-        # MetaFactoryMode are held here, so that an id stays theirs. The first entry is nobody's; see settle.
-        nobody = torch.empty(0, device="meta")
-        self._made: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {id(nobody): (nobody, lambda: torch.empty(0))}
-        self._computed: list[weakref.ref[Tensor]] = []  # from parameters, and so without values
+        self._random_state: Tensor | None = None  # when random numbers were first not drawn
+        # Placeholders are held here, so that an id stays theirs. Nothing else refers to the first one; see settle.
+        unused = torch.empty(0, device="meta")
+        self._made: dict[int, tuple[Tensor, Callable[[], Tensor]]] = {id(unused): (unused, lambda: torch.empty(0))}
+        self._computed: list[weakref.ref[Tensor]] = []  # computed from parameters, and so without values
         self._shared = False
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if "device" in kwargs and str(kwargs["device"]) == "meta" and not any(isinstance(one, Tensor) for one in args):
-            # Who asks for a tensor without memory wants what parameters are here anyway, and buffers with values.
+            # Code that wants a tensor without memory gets parameters like that anyway, and buffers need their values.
             kwargs = {name: value for name, value in kwargs.items() if name != "device"}
         if func in _FACTORIES:
             return self._make(func, args, kwargs)
@@ -85,8 +85,8 @@ class MetaFactoryMode(TorchFunctionMode):
                 return target
             if target.is_meta and func is Tensor.new_tensor:  # nn.init.trunc_normal_ reads its bounds back from one
                 return func(torch.empty(0, dtype=target.dtype), *args[1:], **kwargs)
-        elif func is Tensor.__bool__ and args[0].is_meta and id(args[0]) not in self._made and _asks_init():
-            return False  # trunc_normal_ again: are there values out of bounds? There are no values
+        elif func is Tensor.__bool__ and args[0].is_meta and id(args[0]) not in self._made and _called_by_init():
+            return False  # trunc_normal_ again: it asks whether values are out of bounds, and there are none
         for value in (*args, *kwargs.values()):
             for item in value if type(value) in (tuple, list) else (value,):
                 if type(item) is Tensor and id(item) in self._made:
@@ -103,13 +103,13 @@ class MetaFactoryMode(TorchFunctionMode):
         if kwargs.get("out") is not None or kwargs.get("requires_grad"):
             return _tensor(func(*args, **kwargs))
         if func is torch.full:
-            phantom = _tensor(func(*args, **kwargs | {"device": "meta"}))
+            placeholder = _tensor(func(*args, **kwargs | {"device": "meta"}))
         else:
-            phantom = torch.empty(*args, **{k: v for k, v in kwargs.items() if k in _DESCRIBING}, device="meta")
-        self._made[id(phantom)] = phantom, lambda: _tensor(func(*args, **kwargs))
+            placeholder = torch.empty(*args, **{k: v for k, v in kwargs.items() if k in _DESCRIBING}, device="meta")
+        self._made[id(placeholder)] = placeholder, lambda: _tensor(func(*args, **kwargs))
         if func in _RANDOM:
             self._skip()
-        return phantom
+        return placeholder
 
     def _skip(self) -> None:
         if self._random_state is None:
@@ -117,46 +117,46 @@ class MetaFactoryMode(TorchFunctionMode):
 
     @property
     def drew_others(self) -> bool:
-        """Whether random numbers of a known seed were drawn that others would have been drawn before."""
+        """Whether random numbers of a known seed were drawn that are others than without this mode."""
         if self._random_state is None or torch.initial_seed() > _LARGEST_SEED:
             return False
         return not torch.equal(self._random_state, torch.get_rng_state())
 
-    def _make_real(self, phantom: Tensor) -> None:
-        _, make = self._made.pop(id(phantom))
-        _swap(phantom, make())
+    def _make_real(self, placeholder: Tensor) -> None:
+        _, make = self._made.pop(id(placeholder))
+        _swap(placeholder, make())
 
     def settle(self) -> None:
-        """Make real what code has kept as something else than a parameter: a buffer, an attribute."""
+        """Make the placeholders real that code keeps as something else than a parameter, such as a buffer."""
         kept: list[Tensor] = []
-        only_here: int | None = None  # how many references a phantom has that nobody else refers to
-        for phantom, _ in self._made.values():
-            count = _reference_count(phantom)
+        only_here: int | None = None  # how many references the unused placeholder has
+        for placeholder, _ in self._made.values():
+            count = _reference_count(placeholder)
             only_here = count if only_here is None else only_here
             if count is None or only_here is None or count > only_here:
-                kept.append(phantom)
+                kept.append(placeholder)
         alone = use_count(next(iter(self._made.values()))[0])
-        for phantom in kept:
-            users = use_count(phantom)
+        for placeholder in kept:
+            users = use_count(placeholder)
             self._shared |= users is None or alone is None or users > alone  # a parameter was made of it
-            self._make_real(phantom)
+            self._make_real(placeholder)
         self._made.clear()
 
     @property
     def keeps_views(self) -> bool:
-        """Whether something was kept that looks into a parameter, or was computed from one; only after the context."""
+        """Whether the code keeps a view of a parameter, or a tensor computed from one. Only after the context."""
         if any(ref() is not None for ref in self._computed):
-            gc.collect()  # a cycle
+            gc.collect()  # it may only be held by a cycle
         return self._shared or any(ref() is not None for ref in self._computed)
 
 
-def _reference_count(phantom: Tensor) -> int | None:
-    """How many references there are to a phantom; None where Python does not count exactly, so that all are kept."""
-    return sys.getrefcount(phantom) if _COUNTS_EXACTLY else None
+def _reference_count(placeholder: Tensor) -> int | None:
+    """How many references there are to a placeholder; None where Python does not count exactly."""
+    return sys.getrefcount(placeholder) if _COUNTS_EXACTLY else None
 
 
-def _asks_init() -> bool:
-    """Whether a function of nn.init looks into what it has just filled; anybody else is to be given true values."""
+def _called_by_init() -> bool:
+    """Whether a function of nn.init looks into what it has just filled; other callers must see true values."""
     return sys._getframe(2).f_globals.get("__name__") == "torch.nn.init"
 
 
@@ -165,7 +165,7 @@ def _swap(here: Tensor, there: Tensor) -> None:
 
 
 def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a function's first argument (or ``out``) is there to be written."""
+    """Whether a function writes to its first argument, or to ``out``."""
     if func is Tensor.requires_grad_:
         return False
     name: str = getattr(func, "__name__", "")
@@ -173,7 +173,7 @@ def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _empty(parameter: nn.Parameter, like: Tensor | None = None) -> None:
-    """Take a parameter's memory away: whoever initialises it holds a placeholder, however it was made."""
+    """Make a parameter a placeholder, without memory, however it was made."""
     if like is not None or not parameter.is_meta:
         like = parameter if like is None else like
         _swap(parameter, nn.Parameter(torch.empty_like(like, device="meta"), parameter.requires_grad))

@@ -1,4 +1,4 @@
-"""The order in which a module uses its tensors, as one forward shows it (Cicada §3.3)."""
+"""The order in which a module uses its tensors, recorded during one forward (Cicada §3.3)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.overrides import TorchFunctionMode
 
 
 class ExecutionTrace(TorchFunctionMode):
-    """Notes each tensor when a function of torch's is first given it, whoever calls that function in this thread.
+    """Records each tensor when it is first passed to a function of torch, by any code in this thread.
 
-    ``names`` are those of the tensors, by their ids; ``order`` has the names of what was used.
+    ``names`` has the tensors' names by their ids; ``order`` gets the names of those that were used.
     """
 
     def __init__(self, names: dict[int, str]) -> None:
@@ -26,7 +26,7 @@ class ExecutionTrace(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def ahead_of(self, names: Iterable[str]) -> list[str]:
-        """What was used in its order, then the rest of these names in theirs."""
+        """The names that were used, in that order, and then the rest of ``names`` in theirs."""
         return list(dict.fromkeys((*self.order, *names)))
 
     def _note(self, values: tuple[Any, ...] | list[Any]) -> None:
@@ -42,7 +42,7 @@ class ExecutionTrace(TorchFunctionMode):
 def record_execution_order(module: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
     """The state dict's names in the order of their first use in ``module(*args, **kwargs)``; unused ones come last.
 
-    For ``WeightIndex.reordered`` and ``prefetch(order=…)``. Tied tensors have their first name.
+    ``WeightIndex.reordered`` and ``prefetch(order=…)`` take it. Tied tensors have their first name.
     """
     names: dict[int, str] = {}
     persistent = module.state_dict(keep_vars=True)

@@ -1,4 +1,4 @@
-"""The tensors of a region's shards, without a copy."""
+"""Tensors that are views of a region, without a copy."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ DTYPES = {
 
 
 class Views:
-    """Makes tensors that look into the region. Their memory is mapped read-only: writing to one ends the process.
+    """Makes tensors that are views of the region. Their memory is read-only: writing to one ends the process.
 
-    A view keeps its mapping alive, also after the region was closed.
+    A view keeps its mapping alive, even after the region is closed.
     """
 
     def __init__(self, region: Region) -> None:
@@ -33,7 +33,7 @@ class Views:
         self._shards: dict[int, Any] = {}
 
     def tensor(self, name: str, entry: TensorEntry) -> Tensor:
-        """The tensor of an entry; a copy only where its bytes do not lie on a multiple of its element size."""
+        """The tensor of an entry: a view, or a copy where its bytes are not aligned to its element size."""
         if entry.dtype not in DTYPES:
             raise WeightsError(f"tensor {name} has dtype {entry.dtype}; expected one of {', '.join(DTYPES)}")
         dtype = DTYPES[entry.dtype]
@@ -42,7 +42,7 @@ class Views:
             shard = self._shards[entry.shard] = _array(self._region.shard(entry.shard))
         if entry.start == entry.stop:
             return torch.empty(entry.shape, dtype=dtype)
-        # Each a storage of its own: what is saved of a tensor is its storage, and not the shard.
+        # Each has a storage of its own: torch.save writes a tensor's whole storage, which must not be the shard.
         data = torch.frombuffer(shard, dtype=torch.uint8, count=entry.stop - entry.start, offset=entry.start)
         if data.data_ptr() % dtype.itemsize:
             data = data.clone()
@@ -52,15 +52,15 @@ class Views:
 
 
 def bytes_tensor(memory: memoryview) -> Tensor:
-    """uint8 [bytes] over read-only memory."""
+    """uint8 [bytes]: a view of read-only memory."""
     return torch.frombuffer(_array(memory), dtype=torch.uint8) if memory.nbytes else torch.empty(0, dtype=torch.uint8)
 
 
 def _array(memory: memoryview) -> Any:
-    """The same memory, writable to all who ask.
+    """The same memory as a ctypes array, which claims to be writable.
 
-    torch.frombuffer warns of such memory, and a warning can only be silenced for all threads at once; an array at the
-    same address is not read-only to it. The array refers to the memoryview, and the tensor to the array.
+    torch.frombuffer warns of read-only memory, and a warning can only be silenced for all threads at once. The array
+    keeps the memoryview alive, and the tensor the array.
     """
     if not memory.nbytes:
         return b""

@@ -1,22 +1,22 @@
-"""Decoder families, one file each; attribute names follow the checkpoint's tensor names."""
+"""Model families, one file each; their attributes have the names of the checkpoint's tensors."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from medusa_runtime.models.registry import ARCHITECTURES, family
+from medusa_runtime.models.registry import ARCHITECTURES, family, model_config
 
 if TYPE_CHECKING:
     from medusa_runtime.models.base import Attention, DecoderModel, ModelConfig
 
-__all__ = ["ARCHITECTURES", "Attention", "DecoderModel", "ModelConfig", "build_model"]
+__all__ = ["ARCHITECTURES", "Attention", "DecoderModel", "ModelConfig", "build_model", "model_config"]
 
-_OF_TORCH = ("Attention", "DecoderModel", "ModelConfig")
+_NEED_TORCH = ("Attention", "DecoderModel", "ModelConfig")
 
 
 def __getattr__(name: str) -> Any:
-    """Imports torch with the first of these names; what only decides which model it is does without."""
-    if name not in _OF_TORCH:
+    """Import torch with the first use of these names: deciding which model a checkpoint is needs none of them."""
+    if name not in _NEED_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from medusa_runtime.models import base
 
@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
 
 
 def build_model(config: ModelConfig) -> DecoderModel:
-    """The model of ``config``, in evaluation mode, its parameters still without memory (see load/skeleton.py)."""
+    """The model that ``config`` describes, in evaluation mode; its parameters have no memory yet (load/skeleton.py)."""
     from medusa_runtime.load.skeleton import skeleton
 
     with skeleton():

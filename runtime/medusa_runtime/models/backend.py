@@ -1,6 +1,6 @@
-"""What will run a checkpoint: the one decision that `serve`, `doctor`, `materialize` and `inspect` share.
+"""Which engine runs a checkpoint: the one decision that `serve`, `doctor`, `materialize` and `inspect` share.
 
-Deciding reads small files only and imports no torch; ``verify`` also builds the model's configuration, which does.
+It needs only small files and no torch; ``verify`` also reads the model's configuration, which imports torch.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from typing import Any, NamedTuple
 from ..config import Settings, require_handler
 from ..errors import CorruptError, MismatchError, ModelError
 from .fields import Fields
-from .registry import ARCHITECTURES, architecture_of, is_encoder, unsupported
+from .registry import ARCHITECTURES, architecture_of, is_encoder, model_config, unsupported
 
 ReadFile = Callable[[str], bytes | None]
 
 
 class Backend(NamedTuple):
-    """``kind``: decoder and encoder of the torch engine, vllm, or handler, whose code runs the model itself."""
+    """What runs a checkpoint.
+
+    ``kind``: decoder or encoder of the torch engine, vllm, or handler, whose code runs the model itself.
+    """
 
     kind: str
     architecture: str = ""
@@ -32,10 +35,10 @@ class Backend(NamedTuple):
 
 
 def backend(read: ReadFile, settings: Settings) -> Backend:
-    """What runs the checkpoint whose small files ``read`` returns (None for one that it has not).
+    """What runs the checkpoint whose small files ``read`` returns (None for a file that it does not have).
 
-    Raises MismatchError without a config.json, CorruptError for one that is none, ModelError for a model that no engine
-    chosen so runs, and ConfigError when there is nothing to run it.
+    Raises MismatchError without a config.json, CorruptError for one that is not JSON, ModelError for a model that the
+    chosen engine does not run, and ConfigError for ``--engine none`` without a handler.
     """
     if settings.engine == "none":
         require_handler(settings)
@@ -54,32 +57,21 @@ def backend(read: ReadFile, settings: Settings) -> Backend:
         return Backend("vllm", architecture)
     if architecture not in ARCHITECTURES:
         raise unsupported(architecture)
-    refuse_quantized(Fields(config))
+    Fields(config).refuse_quantized()
     return Backend("decoder", architecture)
 
 
 def verify(read: ReadFile, settings: Settings) -> Backend:
-    """Like ``backend``; also raises what the engine would say of the keys in config.json. Imports torch."""
+    """Like ``backend``; also raises the engine's errors about keys in config.json. Imports torch."""
     found = backend(read, settings)
     config = read_object(read, "config.json") or {}
     if found.kind == "decoder":
-        from .base import ModelConfig
-
-        ModelConfig.from_hf(config)
+        model_config(config)
     elif found.kind == "encoder":
         from .bert import BertConfig
 
         BertConfig.from_hf(config)
     return found
-
-
-def refuse_quantized(fields: Fields) -> None:
-    if fields.get("quantization_config") is not None:
-        raise fields.error(
-            "quantization_config",
-            "absent (the torch engine runs no quantized weights, --engine vllm does)",
-            fields.raw["quantization_config"],
-        )
 
 
 def no_config() -> MismatchError:
@@ -90,7 +82,7 @@ def no_config() -> MismatchError:
 
 
 def read_object(read: ReadFile, name: str) -> dict[str, Any] | None:
-    """A small file that is a JSON object; None when there is none. Raises CorruptError for another one."""
+    """The JSON object in a small file; None without the file. Raises CorruptError when it is something else."""
     data = read(name)
     if data is None:
         return None
@@ -103,4 +95,4 @@ def read_object(read: ReadFile, name: str) -> dict[str, Any] | None:
     return dict(parsed)
 
 
-__all__ = ["Backend", "backend", "no_config", "read_object", "refuse_quantized", "verify"]
+__all__ = ["Backend", "backend", "no_config", "read_object", "verify"]

@@ -1,27 +1,24 @@
-"""What every decoder family offers: a config, and layers that run one by one over flat batches."""
+"""What every family of decoders has: a configuration, and layers that run one by one over flat batches."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
-from medusa_runtime.models.backend import refuse_quantized
 from medusa_runtime.models.fields import Fields
-from medusa_runtime.models.registry import architecture_of, family
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class Attention(Protocol):
-    """Attention over the tokens of this step and whatever came before; the cache behind it belongs to the engine.
+    """Attention over the tokens of this step and those before; the engine owns the cache behind it.
 
-    It may have an attribute ``lengths``, [tokens]: how long each token's sequence is with this step. Only dynamic rope
-    scaling asks for it.
+    It may have an attribute ``lengths`` [tokens]: how long each token's sequence is after this step. Only dynamic rope
+    scaling reads it.
     """
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
@@ -34,7 +31,10 @@ class Attention(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What an engine must know of a model; each family adds what its layers need. ``windows`` has one entry a layer."""
+    """What an engine must know about a model; each family adds what its layers need.
+
+    ``windows`` has the sliding window of each layer, or None.
+    """
 
     architecture: str
     vocab_size: int
@@ -49,22 +49,14 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     windows: tuple[int | None, ...]
 
-    @staticmethod
-    def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-        """The config of a checkpoint's parsed config.json.
-
-        Raises ModelError (an architecture or feature we do not have) and ConfigError (a key is missing or wrong).
-        """
-        architecture = architecture_of(raw)
-        return family(architecture).config_class.read(architecture, Fields(raw))
-
     @classmethod
     def read(cls, architecture: str, fields: Fields) -> Self:
+        """The configuration of this family that ``fields`` describe; see ``registry.model_config``."""
         raise NotImplementedError
 
     @staticmethod
     def common(architecture: str, fields: Fields, *, tied: bool, kv_heads: int | None = None) -> dict[str, Any]:
-        """The keys that all families share; ``tied`` and ``kv_heads`` are the family's defaults."""
+        """The fields that all families share; ``tied`` and ``kv_heads`` are the family's defaults."""
         hidden = fields.count("hidden_size", "n_embed")
         heads = fields.count("num_attention_heads", "n_head")
         if fields.get("head_dim") is None and hidden % heads:
@@ -72,7 +64,7 @@ class ModelConfig:
         kv_heads = kv_heads or fields.count("num_key_value_heads", default=heads)
         if heads % kv_heads:
             raise fields.error("num_key_value_heads", f"a divisor of the {heads} attention heads", kv_heads)
-        refuse_quantized(fields)
+        fields.refuse_quantized()
         layers = fields.count("num_hidden_layers", "n_layer")
         dtype = "dtype" if fields.get("dtype") is not None else "torch_dtype"
         return {
@@ -94,8 +86,8 @@ class ModelConfig:
 class DecoderModel(nn.Module):
     """A decoder-only transformer whose layers run in any range [start, stop), hidden states in and out.
 
-    Batches are flat: the new tokens of all sequences behind each other, no batch dimension, no padding. Its four kinds
-    of units (embedding, each layer, final norm, head) are always called as modules, so that a loader can gate them.
+    Batches are flat: the new tokens of all sequences one after another, without a batch dimension or padding. Its units
+    (embedding, each layer, final norm, head) are always called as modules, so that a loader can gate them.
     """
 
     config_class: ClassVar[type[ModelConfig]]
@@ -116,7 +108,7 @@ class DecoderModel(nn.Module):
         return hidden
 
     def prepare(self, hidden: Tensor, positions: Tensor, attention: Attention) -> Any:
-        """What all layers of a step share (the rope's cosines and sines); None if there is nothing."""
+        """What all layers of a step share, such as the rope's cosines and sines; None if they share nothing."""
         return None
 
     def logits(self, hidden: Tensor) -> Tensor:

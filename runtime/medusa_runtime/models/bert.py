@@ -14,10 +14,10 @@ from medusa_runtime.errors import ModelError
 from medusa_runtime.models.activation import ACTIVATIONS
 from medusa_runtime.models.fields import Fields
 
-_KINDS = {"bert": 0, "roberta": 1, "xlm-roberta": 1, "camembert": 1}  # 1: positions begin behind the padding's index
+_KINDS = {"bert": 0, "roberta": 1, "xlm-roberta": 1, "camembert": 1}  # 1: positions begin after the padding's index
 _PREFIXES = ("bert.", "roberta.")
 _HEADS = ("cls.", "lm_head.", "classifier.", "qa_outputs.")
-_OLD = {"gamma": "weight", "beta": "bias"}  # names of layer norms in the first checkpoints
+_OLD = {"gamma": "weight", "beta": "bias"}  # parameters of layer norms in the first checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class BertConfig:
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any], *, pooler: bool = True) -> Self:
-        """Of a checkpoint's config.json. ModelError for another kind of model, ConfigError for a missing key."""
+        """The sizes in a config.json. Raises ModelError for another kind of model, ConfigError for a missing key."""
         kind = raw.get("model_type")
         if kind not in _KINDS:
             raise ModelError(f"config.json: model_type is {kind!r}; expected an encoder: {', '.join(_KINDS)}")
@@ -62,7 +62,7 @@ class BertConfig:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest text."""
+        """The number of tokens in the longest text."""
         return self.max_positions - self.first_position
 
 
@@ -99,7 +99,7 @@ class SelfAttention(nn.Module):
 
 
 class Residual(nn.Module):
-    """A projection, added to what came before, and normed."""
+    """A projection, added to its input, and a layer norm of the sum."""
 
     def __init__(self, inputs: int, config: BertConfig) -> None:
         super().__init__()
@@ -158,8 +158,8 @@ class BertEncoder(nn.Module):
 class Bert(nn.Module):
     """Token ids [batch, tokens] → hidden states [batch, tokens, hidden] of the last layer.
 
-    ``mask`` [batch, tokens] is true for tokens and false for padding, which stands at the end; None when there is none.
-    ``segments`` [batch, tokens] tells first and second text apart. ``pooled`` is BertModel's pooler_output.
+    ``mask`` [batch, tokens] is true for tokens and false for padding, which is at the end; None when there is none.
+    ``segments`` [batch, tokens] is 0 in the first text and 1 in the second. ``pooled`` is BertModel's pooler_output.
     """
 
     def __init__(self, config: BertConfig) -> None:

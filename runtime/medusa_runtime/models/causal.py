@@ -1,4 +1,4 @@
-"""Attention without a cache: the new tokens are one whole sequence."""
+"""Causal attention without a cache: the new tokens are one whole sequence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class CausalAttention:
-    """For a forward pass over one sequence from its beginning, and as the plainest implementation of the seam."""
+    """Attention for a forward over one whole sequence; the plainest implementation of ``Attention``."""
 
     def __init__(self, tokens: int) -> None:
         self.lengths = torch.full((tokens,), tokens)

@@ -1,4 +1,4 @@
-"""Reading a config.json: values of the right type, or one error that names the key."""
+"""Reading a config.json: each value has the right type, or one error names its key."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Fields:
         self.where = where
 
     def get(self, *names: str) -> Any:
-        """The first of these keys that is there, or None."""
+        """The value of the first of these keys that is present, or None."""
         return next((self.raw[name] for name in names if self.raw.get(name) is not None), None)
 
     def count(self, *names: str, default: int | None = None) -> int:
-        """A positive integer. ConfigError if it is absent and has no default, or is something else."""
+        """A positive integer. Raises ConfigError if it is absent and has no default, or is something else."""
         value = self._value(names, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.error(names[0], "a positive integer", value)
@@ -54,7 +54,17 @@ class Fields:
             raise self.error(name, "a token id or a list of them", value)
         return found
 
+    def refuse_quantized(self) -> None:
+        """ConfigError for quantized weights, which the torch engine does not run."""
+        if self.get("quantization_config") is not None:
+            raise self.error(
+                "quantization_config",
+                "absent (the torch engine runs no quantized weights, --engine vllm does)",
+                self.raw["quantization_config"],
+            )
+
     def error(self, name: str, expected: str, found: Any) -> ConfigError:
+        """The error for a key whose value is not as expected."""
         shown = "nothing" if found is _MISSING else repr(found)
         return ConfigError(f"{self.where}: expected {name} to be {expected}, found {shown}")
 

@@ -1,4 +1,4 @@
-"""A projection that multiplies the fastest way there is on this machine."""
+"""Projections that use the fastest product on this machine."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from medusa_runtime.kernels import linear, linears
 
 
 class Linear(nn.Linear):
-    """[tokens, in] → [tokens, out]."""
+    """A linear layer: [tokens, in] → [tokens, out]."""
 
     def reset_parameters(self) -> None:
-        """Nothing: a loader brings the values."""
+        """Do nothing: a loader brings the values."""
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        """``residual`` [tokens, out] is added."""
+        """The projection of ``input``, plus ``residual`` [tokens, out] if there is one."""
         return linear(input, self.weight, self.bias, residual)
 
 
 def project(x: Tensor, *projections: Linear) -> Sequence[Tensor]:
-    """x [tokens, in] through each projection, in one product where there is a kernel for it."""
+    """x [tokens, in] through each projection, as one product where there is a kernel for that."""
     weights = [projection.weight for projection in projections]
     return linears(x, weights, [projection.bias for projection in projections])

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, and those that differ by a bias, a norm or a window: Mistral, Yi, Qwen2, Qwen2.5, Qwen3."""
+"""Llama 2 and 3, and families that differ by a bias, a norm or a window: Mistral, Yi, Qwen2, Qwen2.5, Qwen3."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ class LlamaConfig(ModelConfig):
 
 
 def _windows(architecture: str, fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """The sliding window of each layer: Mistral has one for all, Qwen one for the layers that say so."""
+    """The sliding window of each layer: Mistral has one for all layers, Qwen one for some."""
     if architecture == "MistralForCausalLM":
-        # null means none, and absent means the first Mistral's
+        # null means no window; an absent key means that of the first Mistral
         window = 4096 if "sliding_window" not in fields.raw else fields.get("sliding_window")
         return (window and fields.count("sliding_window", default=4096),) * layers
     if not architecture.startswith("Qwen") or not fields.flag("use_sliding_window", default=False):
@@ -89,7 +89,7 @@ class SelfAttention(nn.Module):
             self.k_norm = RMSNorm(size, config.norm_eps)
 
     def forward(self, normed: Tensor, hidden: Tensor, rotation: Rotation, attention: Attention) -> Tensor:
-        """``normed`` is attended to; the result is ``hidden`` and what that gave."""
+        """``hidden`` plus the attention over ``normed``."""
         q, k, v = project(normed, self.q_proj, self.k_proj, self.v_proj)
         q, k, v = q.view(self.q_shape), k.view(self.kv_shape), v.view(self.kv_shape)
         if self.qk_norm:
@@ -113,7 +113,7 @@ class GatedMLP(nn.Module):
         self.silu = self.activation is ACTIVATIONS["silu"]
 
     def forward(self, normed: Tensor, hidden: Tensor) -> Tensor:
-        """``hidden`` and what the network makes of ``normed``."""
+        """``hidden`` plus the network's output for ``normed``."""
         gate, up = project(normed, self.gate_proj, self.up_proj)
         gated = silu_gate(gate, up) if self.silu else self.activation(gate) * up
         return cast(Tensor, self.down_proj(gated, hidden))

@@ -9,7 +9,7 @@ from medusa_runtime.kernels import rms_norm
 
 
 class RMSNorm(nn.Module):
-    """[..., size] → [..., size]."""
+    """A root-mean-square norm over the last dimension: [..., size] → [..., size]."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()

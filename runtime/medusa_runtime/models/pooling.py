@@ -1,4 +1,4 @@
-"""One vector for a text from the vectors of its tokens (Reimers and Gurevych, Sentence-BERT, 2019, §3)."""
+"""Pooling: one vector for a text from the vectors of its tokens (Sentence-BERT, Reimers and Gurevych 2019, §3)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def mean(hidden: Tensor, mask: Tensor) -> Tensor:
-    """hidden [batch, tokens, size], mask [batch, tokens] (false: padding) → [batch, size]."""
+    """The mean of the tokens: hidden [batch, tokens, size], mask [batch, tokens] (false: padding) → [batch, size]."""
     weights = mask.unsqueeze(-1).to(hidden.dtype)
     return (hidden * weights).sum(1) / weights.sum(1).clamp(min=1)
 
@@ -23,5 +23,5 @@ POOLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"mean": mean, "cls": 
 
 
 def unit(vectors: Tensor) -> Tensor:
-    """Each vector [..., size] at length 1, so that a dot product is the cosine."""
+    """Each vector [..., size] scaled to length 1, so that a dot product is the cosine."""
     return F.normalize(vectors, dim=-1)

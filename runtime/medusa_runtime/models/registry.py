@@ -1,4 +1,4 @@
-"""Which class runs which ``architectures`` entry of a config.json."""
+"""The supported architectures, as config.json names them, and the classes that run them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from medusa_runtime.errors import ModelError
+from medusa_runtime.models.fields import Fields
 
 if TYPE_CHECKING:
-    from medusa_runtime.models.base import DecoderModel
+    from medusa_runtime.models.base import DecoderModel, ModelConfig
 
-# Yi's checkpoints say LlamaForCausalLM; RWForCausalLM is what Falcon's first ones said.
+# Yi's checkpoints are named LlamaForCausalLM, and Falcon's first ones RWForCausalLM.
 ARCHITECTURES: dict[str, str] = {
     "LlamaForCausalLM": "llama:Llama",
     "MistralForCausalLM": "llama:Llama",
@@ -23,19 +24,19 @@ ARCHITECTURES: dict[str, str] = {
     "RWForCausalLM": "falcon:Falcon",
 }
 
-# model_type of encoders, which make vectors and no text; models/bert.py runs them.
+# The model_type of encoders, which turn text into vectors; models/bert.py runs them.
 ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert")
 
 
 def is_encoder(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json is an encoder's; one whose architecture is a decoder here is a decoder."""
+    """Whether a config.json describes an encoder, and not one of the decoders above."""
     named = raw.get("architectures")
     known = isinstance(named, list) and any(name in ARCHITECTURES for name in named if isinstance(name, str))
     return raw.get("model_type") in ENCODERS and not known
 
 
 def family(architecture: str) -> type[DecoderModel]:
-    """The model class of an architecture. Raises ModelError, which lists those there are."""
+    """The model class of an architecture. Raises ModelError, which lists the known ones."""
     if architecture not in ARCHITECTURES:
         raise unsupported(architecture)
     module, _, name = ARCHITECTURES[architecture].partition(":")
@@ -43,7 +44,17 @@ def family(architecture: str) -> type[DecoderModel]:
     return found
 
 
+def model_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """The configuration of the decoder that a checkpoint's parsed config.json describes. Imports torch.
+
+    Raises ModelError (an architecture or feature we do not have) and ConfigError (a key is missing or wrong).
+    """
+    architecture = architecture_of(raw)
+    return family(architecture).config_class.read(architecture, Fields(raw))
+
+
 def unsupported(architecture: str) -> ModelError:
+    """The error for an architecture that the torch engine does not run."""
     return ModelError(
         f"the torch engine does not know the architecture {architecture}; it knows {', '.join(ARCHITECTURES)}. "
         "For others use --engine vllm."
@@ -51,13 +62,13 @@ def unsupported(architecture: str) -> ModelError:
 
 
 def import_families() -> None:
-    """Import every family's module, for a process from which engines are forked."""
+    """Import every family's module, in a process from which engines are forked."""
     for target in set(ARCHITECTURES.values()):
         import_module(f"medusa_runtime.models.{target.partition(':')[0]}")
 
 
 def architecture_of(raw: Mapping[str, Any]) -> str:
-    """The first of the ``architectures`` of a config.json that is known here, else the first. Raises ModelError."""
+    """The first known one of a config.json's ``architectures``, else the first. Raises ModelError without any."""
     named = raw.get("architectures")
     if not isinstance(named, list) or not named or not all(isinstance(name, str) for name in named):
         raise ModelError(

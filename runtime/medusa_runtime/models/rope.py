@@ -1,6 +1,6 @@
 """Rotary position embeddings (Su et al., 2021) and the ways to stretch them beyond the trained length.
 
-Nothing is tabulated: the cosines and sines of a step are made from its positions, once for all layers, in some 20 µs.
+There is no table: the cosines and sines of a step are computed from its positions, once for all layers, in some 20 µs.
 So a rope holds no memory, has no longest position, and needs nothing from the checkpoint.
 """
 
@@ -21,19 +21,19 @@ KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
 class Rotation(NamedTuple):
-    """Of the tokens of one step, each [tokens, 1, rotated]; the first half of the sines is negated."""
+    """The cosines and sines of one step's tokens, each [tokens, 1, rotated]; the first half of ``sin`` is negated."""
 
     cos: Tensor
     sin: Tensor
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q and k [tokens, heads, head_dim] with their first ``rotated`` dimensions turned; may overwrite both."""
+        """q and k [tokens, heads, head_dim] with their first ``rotated`` dimensions rotated; may overwrite both."""
         return rotate(q, k, self.cos, self.sin)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """The rope of a config.json. ``size`` counts the rotated dimensions of a head; the rest is as the file names it."""
+    """The rope that a config.json describes, with its names. ``size`` counts the rotated dimensions of a head."""
 
     kind: str
     size: int
@@ -50,7 +50,7 @@ class RopeConfig:
 
     @classmethod
     def read(cls, fields: Fields, *, head_dim: int, max_positions: int) -> RopeConfig:
-        """From ``rope_parameters`` (transformers 5), else ``rope_theta`` and ``rope_scaling``; else ModelError."""
+        """Read ``rope_parameters`` (transformers 5), else ``rope_theta`` and ``rope_scaling``. Raises ModelError."""
         key = "rope_parameters" if fields.get("rope_parameters") is not None else "rope_scaling"
         raw = fields.get(key) or {}
         if not isinstance(raw, dict):
@@ -87,7 +87,7 @@ class RopeConfig:
 
 
 class Rope:
-    """Makes the rotation of a step from its positions."""
+    """Computes the rotation of a step from its positions."""
 
     def __init__(self, config: RopeConfig) -> None:
         self.config = config
@@ -96,9 +96,9 @@ class Rope:
     def rotation(self, positions: Tensor, dtype: torch.dtype, lengths: Tensor | None = None) -> Rotation:
         """positions [tokens] → the rotation, computed in fp32 and then rounded to ``dtype``.
 
-        ``lengths`` [tokens]: how long each token's sequence is with this step; without it a sequence ends at its token.
+        ``lengths`` [tokens]: how long each token's sequence is after this step; without it each ends at its token.
         """
-        frequencies = self._frequencies  # not made at construction: it belongs where the positions are
+        frequencies = self._frequencies  # made here, on the device of the positions
         if frequencies is None or frequencies.device != positions.device:
             frequencies = self._frequencies = _frequencies(self.config).to(positions.device)
         if self.config.kind == "dynamic":
@@ -117,7 +117,7 @@ def _exponents(config: RopeConfig) -> Tensor:
 
 
 def _frequencies(config: RopeConfig) -> Tensor:
-    """[rotated / 2], radians a position."""
+    """The frequencies [rotated / 2] in radians per position."""
     frequencies = 1.0 / (config.theta ** _exponents(config))
     if config.kind == "linear":
         return frequencies / config.factor
@@ -137,7 +137,7 @@ def _dynamic(config: RopeConfig, lengths: Tensor) -> Tensor:
 
 
 def _llama3(config: RopeConfig, frequencies: Tensor) -> Tensor:
-    """Llama 3.1: low frequencies are stretched, high ones kept, those between blended."""
+    """Llama 3.1's scaling: low frequencies are stretched, high ones kept, those between blended."""
     turns = config.original_max_positions * frequencies / (2 * math.pi)  # over the trained length
     blend = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
     blend = blend.clamp(0, 1)
@@ -145,7 +145,7 @@ def _llama3(config: RopeConfig, frequencies: Tensor) -> Tensor:
 
 
 def _yarn(config: RopeConfig, frequencies: Tensor) -> Tensor:
-    """YaRN (Peng et al., 2023), §3.2: as llama3, but blended linearly over the dimensions."""
+    """YaRN's scaling (Peng et al., 2023, §3.2): like llama3's, but blended linearly over the dimensions."""
 
     def dimension(turns: float) -> float:
         length = math.log(config.original_max_positions / (turns * 2 * math.pi))
@@ -161,7 +161,7 @@ def _yarn(config: RopeConfig, frequencies: Tensor) -> Tensor:
 
 
 def _attention_factor(rope: Fields, factor: float) -> float:
-    """YaRN's temperature, which scales the cosines and sines."""
+    """YaRN's temperature, with which the cosines and sines are multiplied."""
 
     def temperature(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -1,4 +1,4 @@
-"""How a checkpoint makes one vector of a text: what sentence-transformers writes beside its weights."""
+"""How an encoder turns a text into one vector, from the files that sentence-transformers puts beside the weights."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ File = Callable[[str], bytes | None]
 
 @dataclass(frozen=True)
 class Sentences:
-    """``pooling`` is a name of POOLINGS, ``unit`` whether vectors get length 1, ``max_tokens`` what it was trained for.
+    """The settings of a sentence encoder; the defaults hold for a checkpoint without such files.
 
-    The defaults are those of an encoder that says nothing of it.
+    ``pooling`` is a name in POOLINGS, ``unit`` whether vectors are scaled to length 1, and ``max_tokens`` the length of
+    text that it was trained for.
     """
 
     pooling: str = "mean"
@@ -29,7 +30,10 @@ class Sentences:
 
     @classmethod
     def read(cls, file: File) -> Self:
-        """Of modules.json and the files it names. ModelError for what is not done here, CorruptError for no JSON."""
+        """Read modules.json and the files that it names.
+
+        Raises ModelError for a setting that is not supported, and CorruptError for a file that is not JSON.
+        """
         modules = _json(file, MODULES)
         if modules is None:
             return cls()

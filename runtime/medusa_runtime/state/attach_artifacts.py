@@ -1,4 +1,4 @@
-"""What a bundle holds for an engine whose region was filled for all functions of a node.
+"""The artifacts of a bundle, for an engine whose region was filled for all functions of a node.
 
 The agent's prefetcher does not know which settings a function will have, and puts no code into a region that functions
 share. So the engine process that a function takes reads the bundle beside the weights itself, and never one that the
@@ -28,7 +28,7 @@ from .trust import Trust
 def attach_artifacts(
     region: Region, model: str, settings: Settings, timeline: Timeline, trust: Trust | None = None
 ) -> None:
-    """Lend the region the artifacts beside ``model`` that are valid for these settings.
+    """Attach to the region the artifacts beside ``model`` that are valid for these settings.
 
     Never raises for a bundle: what cannot be used is left out, and logged once. ``trust``: from whom code is taken, by
     default as the settings say.

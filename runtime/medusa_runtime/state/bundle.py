@@ -26,32 +26,32 @@ _MEMORY_SHARE = 0.25
 
 
 class Bundle:
-    """``prefix`` is where the bundle lies in its store, empty or ending in a slash. Thread-safe."""
+    """A bundle in a store, below ``prefix``, which is empty or ends in a slash. Thread-safe."""
 
     def __init__(self, store: Store, prefix: str = "") -> None:
         self._store = store
         self._prefix = prefix
 
     def text(self) -> bytes | None:
-        """The manifest's text; None when there is no bundle. Raises StateError and StorageError."""
+        """Read the manifest's text; None when there is no bundle. Raises StateError and StorageError."""
         return read_manifest(self._store, self._prefix)
 
     def manifest(self) -> Manifest | None:
-        """None when there is no bundle. Raises StateError and StorageError."""
+        """Read the manifest; None when there is no bundle. Raises StateError and StorageError."""
         text = self.text()
         return None if text is None else Manifest.parse(text)
 
     def objection(self, trust: Trust, text: bytes, manifest: Manifest) -> str | None:
-        """Why code from here may not be run; None when it may. ``text``: what ``manifest`` was parsed from."""
+        """Return why code from here may not be run; None when it may. ``text``: what ``manifest`` was parsed from."""
         return trust.objection(self._store, self._prefix, text, manifest)
 
     def check_trusted(self, trust: Trust, text: bytes, manifest: Manifest) -> None:
-        """Raises StateError where there is an objection."""
+        """Raise StateError when code from this bundle may not be run."""
         if (objection := self.objection(trust, text, manifest)) is not None:
             raise StateError(objection)
 
     def read(self, artifact: Artifact) -> bytes:
-        """A blob, from the manifest or the store. Raises StateError when it is not there, not what was written, or
+        """Read a blob from the manifest or the store. Raises StateError when it is not there, not what was written, or
         larger than a quarter of the memory that is free."""
         if artifact.inline is not None:
             return bytes(verified(artifact, artifact.inline))
@@ -60,7 +60,7 @@ class Bundle:
         return bytes(buffer)
 
     def read_into(self, artifact: Artifact, buffer: memoryview) -> None:
-        """A blob into a buffer of its size, in pieces at the same time; the buffer's content is void after an error."""
+        """Read a blob into a buffer of its size, several pieces at a time. After an error the content is void."""
         name = f"{self._prefix}{BLOBS}/{artifact.sha256}"
         try:
             info = self._store.stat(name)
@@ -84,19 +84,19 @@ class Bundle:
 
 
 def room_bytes() -> int:
-    """What one artifact may take of the memory that is free."""
+    """Return how much of the free memory one artifact may take."""
     return min(int(memory_available_bytes() * _MEMORY_SHARE), _LARGEST_BYTES)
 
 
 def checked_size(artifact: Artifact, room_bytes: Callable[[], int]) -> int:
-    """The blob's size. StateError when there is no room for it."""
+    """Return the blob's size. Raises StateError when there is no room for it."""
     if artifact.size > (room := room_bytes()):
         raise StateError(f"its blob is said to have {artifact.size:,} bytes, expected at most {room:,}")
     return artifact.size
 
 
 def verified(artifact: Artifact, data: bytes | memoryview) -> bytes | memoryview:
-    """The same data, when it has the artifact's size and digest. Raises StateError."""
+    """Return the data unchanged if it has the artifact's size and digest. Raises StateError if not."""
     if len(data) != artifact.size:
         raise StateError(f"its blob has {len(data):,} bytes, expected {artifact.size:,}; materialize again")
     if hashlib.sha256(data).hexdigest() != artifact.sha256:

@@ -25,7 +25,7 @@ _PART = ".part"
 
 
 class BundleWriter:
-    """One bundle's only writer, for as long as the context lasts.
+    """The only writer of a bundle, for as long as the context lasts.
 
     Killed at any point it leaves the bundle as it was, and perhaps files that the next commit removes.
     """
@@ -36,7 +36,7 @@ class BundleWriter:
         self._made_folder = False
 
     def __enter__(self) -> Self:
-        """Raises ConfigError when the folder cannot be written, StateError when somebody else writes it."""
+        """Lock the folder. Raises ConfigError when it cannot be written, StateError while another process writes it."""
         self._made_folder = not self._folder.exists()
         try:
             (self._folder / BLOBS).mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ class BundleWriter:
                 self._folder.rmdir()
 
     def existing(self) -> Manifest:
-        """What is there already; an empty manifest when there is none, or none that can be read."""
+        """Read the present manifest; an empty one when there is none, or none that can be read."""
         try:
             return Manifest.parse((self._folder / MANIFEST).read_bytes())
         except (OSError, StateError):
@@ -127,7 +127,7 @@ def _pieces(data: bytes | Path) -> Iterable[bytes]:
 
 
 def _sync(folder: Path) -> None:
-    """A rename is durable once its folder is."""
+    """Sync a folder, which makes a rename in it durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

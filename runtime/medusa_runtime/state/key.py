@@ -1,4 +1,4 @@
-"""What an artifact is valid for: facts about the checkpoint, the settings and the machine.
+"""State keys, which say what an artifact is valid for: facts about the checkpoint, the settings and the machine.
 
 An artifact's key holds only the facts it depends on (``kinds.py``). Where the checkpoint lies, whose home this is, on
 which host and in how many processes it is served are no facts, so they invalidate nothing. All facts are found without
@@ -41,7 +41,7 @@ _NVIDIA = Path("/proc/driver/nvidia")
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What the facts are about."""
+    """What the facts are taken from."""
 
     index: WeightIndex
     files: Mapping[str, bytes]
@@ -49,7 +49,7 @@ class Subject:
 
     @property
     def config(self) -> dict[str, Any]:
-        """config.json; empty when there is none that can be read (whoever needs it will say so)."""
+        """Read config.json; empty when it cannot be read, which the code that needs it reports."""
         try:
             config = json.loads(self.files.get("config.json", b"{}"))
         except ValueError:
@@ -58,7 +58,7 @@ class Subject:
 
 
 def layout(subject: Subject) -> str:
-    """Where each byte of the weights lies: shards, sizes, tensors. Not the store, path or version."""
+    """Digest where each byte of the weights lies: shards, sizes, tensors. Not the store, path or version."""
     shards = [(shard.name, shard.size_bytes, shard.data_start) for shard in subject.index.shards]
     return _digest([shards, sorted(subject.index.tensors.items())])
 
@@ -90,7 +90,7 @@ def max_model_len(subject: Subject) -> str:
 
 
 def gpu(subject: Subject) -> str:
-    """The GPUs' names; ``none`` where the CPU computes."""
+    """Return the GPUs' names; ``none`` where the CPU computes."""
     return "none" if subject.settings.device == "cpu" else _gpu_names()
 
 
@@ -102,7 +102,7 @@ def package_version(*names: str) -> str:
 
 
 def find_machine() -> None:
-    """Find what the facts say about this machine, ahead of time."""
+    """Determine the facts about this machine ahead of time."""
     isa()
     _gpu_names()
     _installed(tuple(sys.path))
@@ -125,7 +125,7 @@ def _installed(path: tuple[str, ...]) -> dict[str, str]:
 
 @cache
 def isa(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The machine's architecture and the vector extensions of its CPU."""
+    """Return the machine's architecture and the vector extensions of its CPU."""
     flags: set[str] = set()
     try:
         for line in cpuinfo.read_text().splitlines():
@@ -162,7 +162,7 @@ def _driver() -> str:
 
 
 def driver_version() -> str:
-    """The GPU driver's; ``none`` where there is none, or none that tells."""
+    """Return the GPU driver's version; ``none`` without a driver, or where it does not report one."""
     return _driver()
 
 
@@ -197,11 +197,11 @@ class Facts:
         return {name: self[name] for name in names}
 
     def concerns(self, key: Mapping[str, str]) -> bool:
-        """Whether an artifact of this key is for this engine, in whatever version; another's lies beside it."""
+        """Whether an artifact with this key is for this engine, in any version; another engine's lies beside it."""
         return key.get("engine", self["engine"]).partition(" ")[0] == self.subject.settings.engine
 
     def difference(self, key: Mapping[str, str], names: tuple[str, ...]) -> str | None:
-        """Why an artifact of this key is not valid here; None when it is."""
+        """Return why an artifact with this key is not valid here; None when it is."""
         for name in names:
             if name not in key:
                 return f"its key does not say for which {name} it was made"
@@ -215,7 +215,7 @@ def _uses(engine: str, kind: Kind) -> bool:
 
 
 def choose(manifest: Manifest, kind: Kind, candidates: Sequence[Facts]) -> Artifact | None:
-    """The artifact that is valid for one of these; None when there is none to choose from. StateError: what differs."""
+    """Choose the artifact that is valid here; None when there is none at all. StateError says what differs."""
     reason = None
     for facts in candidates:
         for artifact in manifest.of_kind(kind.name) if _uses(facts.subject.settings.engine, kind) else ():
@@ -233,7 +233,7 @@ def _digest(value: Any) -> str:
 
 
 def _difference(name: str, there: str, here: str) -> str:
-    """Of long lists, such as a CPU's extensions, only what differs."""
+    """Shorten long lists, such as a CPU's extensions, to what differs."""
     if max(len(there), len(here)) <= _LONG:
         return f"it was made for {name} {there}, here it is {here}"
     there_only = " ".join(sorted(set(there.split()) - set(here.split()))) or "nothing"

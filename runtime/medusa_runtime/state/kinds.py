@@ -1,4 +1,4 @@
-"""What a state bundle can hold, and what each artifact depends on."""
+"""The kinds of artifacts that a state bundle can hold, and what each depends on."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ KINDS = {kind.name: kind for kind in (WEIGHT_INDEX, KV_PLAN, STAGE_TIMES, CUDA_G
 
 
 def register(kind: Kind) -> None:
-    """Let bundles hold artifacts of another kind: a package above this one brings it."""
+    """Register a further kind of artifact, which a package above this one brings."""
     KINDS[kind.name] = kind
 
 
 def file_name(kind: str) -> str:
-    """Under which name a restored artifact is among a region's files."""
+    """Return the name of a restored artifact among a region's files."""
     return f".medusa/{kind}"
 
 

@@ -1,4 +1,4 @@
-"""How large the KV cache is (MEDUSA §6): recorded once, and checked against the machine as it is at each start.
+"""The size of the KV cache (MEDUSA §6): recorded once, and checked against the machine as it is at each start.
 
 What a forward needs beside weights and cache was measured offline (``engine/forward_memory.py``). Without a record it
 is computed from the number of layers and the shapes of what they compute (ParaServe §7). No forward is run to find out.
@@ -55,7 +55,7 @@ class KvPlan:
 
     @property
     def needed_bytes(self) -> int:
-        """All that has to be free when the weights are there."""
+        """The bytes that have to be free when the weights are there."""
         return self.cache_bytes + self.activation_bytes + self.margin_bytes
 
     def to_bytes(self) -> bytes:
@@ -63,7 +63,7 @@ class KvPlan:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> KvPlan:
-        """Raises StateError when it is none, or its numbers cannot be."""
+        """Parse a plan. Raises StateError when it is none, or its numbers are impossible."""
         try:
             document = json.loads(data)
             found = document.pop("format")
@@ -82,7 +82,7 @@ class KvPlan:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Of one engine's cache: see KvPlan."""
+    """The sizes of one engine's cache; see KvPlan."""
 
     block_tokens: int
     block_bytes: int
@@ -144,7 +144,7 @@ def plan(
 
 
 def recorded_in(region: Region) -> KvPlan | None:
-    """What the state bundle holds for this start; of what cannot be read it says so."""
+    """Return the plan that the state bundle holds for this start; one that cannot be read is reported."""
     data = region.file(file_name(KV_PLAN.name))
     if data is None:
         return None
@@ -169,12 +169,12 @@ def _is_for(recorded: KvPlan, geometry: Geometry) -> bool:
 
 
 def _least(made: KvPlan, settings: Settings) -> int:
-    """Tokens without which nothing can be served: one sequence of the length that was asked for, or a block."""
+    """Return the fewest tokens that can serve anything: one sequence of the requested length, or a block."""
     return made.max_model_len if settings.max_model_len else min(made.max_model_len, made.block_tokens)
 
 
 def _checked(made: KvPlan, settings: Settings) -> KvPlan:
-    """With max_model_len as long as the cache allows. ConfigError when that is too little."""
+    """Set max_model_len to what the cache allows. Raises ConfigError when that is too little."""
     least = _least(made, settings)
     if made.tokens < least:
         needed = -(-least // made.block_tokens) * made.block_bytes

@@ -15,7 +15,7 @@ _CHARACTERS = 300
 
 
 def leave_out(what: str, reason: object, timeline: Timeline, began_ns: int) -> None:
-    """Both may quote the bundle, which anybody may have written: control characters do not reach the log."""
+    """Report one thing. Texts may quote the bundle, which anybody may have written: control characters are escaped."""
     what, text = _printable(what), _printable(str(reason))
     logger.warning("%s is not used: %s", what, text)
     timeline.record("restore", began_ns, time.monotonic_ns(), artifact=what, left_out=text[:_CHARACTERS])

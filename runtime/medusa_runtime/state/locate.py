@@ -1,4 +1,4 @@
-"""Where a state bundle lies. Apart from what reads one: most checkpoints have none, and their start imports no more."""
+"""Where a state bundle lies. Most checkpoints have none, and their start imports no more than this module."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FOLDER, MANIFEST, BLOBS = ".medusa", "manifest.json", "blobs"
 
 
 def read_manifest(store: Store, prefix: str) -> bytes | None:
-    """The manifest's text; None when there is none (some stores forbid instead of saying so).
+    """Read the manifest's text; None when there is none (some stores forbid instead of saying so).
 
     ``prefix`` is the bundle's folder in the store, empty or ending in a slash. Raises StateError and StorageError.
     """

@@ -26,7 +26,7 @@ _KIND = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")
 
 
 class Artifact(NamedTuple):
-    """``key``: the facts it is valid for. ``inline``: the blob itself, where the manifest holds it."""
+    """An entry. ``key``: the facts it is valid for. ``inline``: the blob itself, where the manifest holds it."""
 
     kind: str
     key: dict[str, str]
@@ -36,7 +36,7 @@ class Artifact(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """Who is said to have signed a manifest (``ed25519:<base64>``), the signature, and the message it is for."""
+    """A signature: who is said to have made it (``ed25519:<base64>``), the signature, and the message it is for."""
 
     key: str
     value: bytes
@@ -44,7 +44,7 @@ class Signature(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """``files``: the small files that the checkpoint had, if known. ``rejected``: malformed entries, and why.
+    """A manifest. ``files``: the checkpoint's small files, if known. ``rejected``: malformed entries, and why.
 
     ``signature``: not checked; see ``trust``.
     """
@@ -56,7 +56,7 @@ class Manifest(NamedTuple):
 
     @classmethod
     def parse(cls, text: bytes) -> Manifest:
-        """Raises StateError for what is no manifest, or one of another schema."""
+        """Parse a manifest. Raises StateError for any other text, or another schema."""
         try:
             document = json.loads(text)
             schema = document["schema"]
@@ -86,7 +86,7 @@ class Manifest(NamedTuple):
         return cls(tuple(artifacts), names, tuple(rejected), _signature(document))
 
     def to_json(self, signer: Signer | None = None) -> bytes:
-        """The file's text, signed where there is somebody to sign it."""
+        """Return the file's text, signed where there is a signer."""
         document: dict[str, Any] = {"schema": SCHEMA}
         if self.files is not None:
             document["files"] = self.files
@@ -101,13 +101,13 @@ class Manifest(NamedTuple):
 
 
 def _message(document: dict[str, Any]) -> bytes:
-    """What is signed: the manifest without its signature, in one spelling."""
+    """Return what is signed: the manifest without its signature, in one spelling."""
     rest = {name: value for name, value in document.items() if name != "signature"}
     return b"medusa state bundle\n" + json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()
 
 
 def _signature(document: dict[str, Any]) -> Signature | None:
-    """None where there is none, or none that could be right."""
+    """Read the signature; None where there is none, or none that could be right."""
     raw = document.get("signature")
     if not isinstance(raw, dict) or not isinstance(raw.get("key"), str) or not isinstance(raw.get("value"), str):
         return None

@@ -1,4 +1,4 @@
-"""Offline: make a state bundle (MEDUSA §3). Every artifact is made for itself; one that cannot be is left out."""
+"""Make a state bundle offline (MEDUSA §3). Artifacts are made one by one; one that cannot be made is left out."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class Made(NamedTuple):
-    """What came of one kind: its size and the seconds it took, or why there is none."""
+    """The outcome for one kind: its size and the seconds it took, or why there is none."""
 
     kind: str
     size_bytes: int = 0
@@ -47,7 +47,7 @@ class Made(NamedTuple):
 
 
 class Materialization:
-    """One bundle being made, into ``out`` or beside a checkpoint that is a folder. ``told`` hears of each artifact.
+    """A bundle in the making, into ``out`` or beside a checkpoint that is a folder. ``told`` hears of each artifact.
     ``ordered`` says in which order tensors of a region are used, where no engine runs the model. ``signer`` signs it.
 
     ``prepare``, then what there is to add, then ``commit``; until then the bundle is as it was. Raises ConfigError for
@@ -138,7 +138,7 @@ class Materialization:
                 self.add(kind, blob, began)
 
     def add(self, kind: Kind, data: bytes | Path, began: float) -> None:
-        """Another artifact, on which work began at this ``time.monotonic``."""
+        """Add an artifact, on which work began at this ``time.monotonic``."""
         assert self._facts is not None
         artifact = self._writer.add(kind.name, self._facts.key(kind.facts), data)
         self._made.append(artifact)
@@ -160,7 +160,7 @@ class Materialization:
         return manifest
 
     def _vouched(self, existing: Manifest, kept: list[Artifact]) -> list[Artifact]:
-        """What may stand under our signature: code that others put into the folder may not."""
+        """Return the artifacts that our signature may cover: not code that others put into the folder."""
         assert self._signer is not None
         if Trust(keys=(self._signer.public,)).signature_objection(existing) is None:
             return kept
@@ -180,7 +180,7 @@ class Materialization:
 
 
 def beside(model: str) -> Path:
-    """Where a checkpoint's bundle lies. ConfigError when that is no folder of this machine."""
+    """Return where a checkpoint's bundle lies. ConfigError when that is no folder of this machine."""
     if scheme_of(model) not in ("", "file"):
         raise ConfigError(
             f"--model={redacted(model)!r} is not on this machine: expected --out DIR for the bundle. Upload that "

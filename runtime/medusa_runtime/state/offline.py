@@ -1,4 +1,4 @@
-"""What is made offline by a process of its own: an engine that is started once leaves nothing behind in another."""
+"""Run offline work in a process of its own, so that an engine that is started once leaves nothing behind."""
 
 from __future__ import annotations
 

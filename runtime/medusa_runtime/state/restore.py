@@ -1,4 +1,4 @@
-"""Online: which artifacts of a state bundle this start uses. Runs in the prefetcher, and never imports torch.
+"""Restore a state bundle online: which of its artifacts a start uses. Runs in the prefetcher, without torch.
 
 The manifest is asked for together with the weights' headers, small artifacts stand in it, and large ones are fetched
 beside the weights. Whatever does not fit here, is damaged or does not come in time is left out, for itself alone, and
@@ -107,16 +107,16 @@ class Restoration:
         return None if self._given_up else self._manifest
 
     def _far(self) -> bool:
-        """Whether the bundle is not on this machine, and so may take any time."""
+        """Whether the bundle is on another machine, and reading it may take any time."""
         return self._remote if self._settings.state is None else scheme_of(self._settings.state) not in ("", "file")
 
     def files(self) -> Collection[str] | None:
-        """What ``weights.checkpoint.Known`` asks. Of local files nothing is taken on trust: looking costs nothing."""
+        """Answer ``Known``. For local files nothing is taken on trust: looking at them costs nothing."""
         manifest = self._wait()
         return manifest.files if manifest and self._remote else None
 
     def archive(self, name: str) -> KnownArchive | None:
-        """What ``weights.checkpoint.Known`` asks. It is verified, so any artifact that has it may answer."""
+        """Answer ``Known``. The answer is verified, so any artifact that has it may give it."""
         manifest = self._wait()
         for artifact in manifest.of_kind(WEIGHT_INDEX.name) if manifest and self._bundle else ():
             from .weight_index import RecordedIndex
@@ -140,7 +140,7 @@ class Restoration:
         )
 
     def restore(self, checkpoint: Checkpoint) -> Restored:
-        """What a fetch of this checkpoint should know, and which files there are besides."""
+        """Return what a fetch of this checkpoint should know, and the further files that there are."""
         manifest = self._wait()
         index, checksums = checkpoint.index, None
         if manifest is None:
@@ -204,7 +204,7 @@ class Restoration:
                 leave_out(kind, error, self._timeline, began_ns)
 
     def finish(self) -> None:
-        """Until everything has come or is known not to come."""
+        """Wait until everything has come or is known not to come."""
         if self._fetching is not None:
             self._fetching.join()
 

@@ -27,7 +27,7 @@ class Signer:
 
     @classmethod
     def read(cls, path: Path) -> Signer:
-        """From a PEM file without a password. Raises ConfigError, and MissingPackageError."""
+        """Read a PEM file without a password. Raises ConfigError and MissingPackageError."""
         expected = (
             f"--sign={str(path)!r} cannot be used: expected a PEM file with an ed25519 private key without a password "
             f"(openssl genpkey -algorithm ed25519 -out {path.name})"

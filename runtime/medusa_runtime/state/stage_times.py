@@ -1,4 +1,4 @@
-"""How long a start's stages take on this machine, measured; and what a start elsewhere is expected to take."""
+"""Measured times of a start's stages on this machine, and what a start elsewhere is expected to take."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class StageTimes:
     def predicted_ttft_s(
         self, workers: Sequence[Worker], *, full_memory: int = 0, waiting_s: float = 0.0, hop_s: float = 0.0
     ) -> float:
-        """ParaServe's Eq. 5: TTFT of a pipeline group of these workers, of which ``full_memory`` hold the whole model.
+        """ParaServe's Eq. 5: the TTFT of a pipeline group of these workers, ``full_memory`` of which hold all of it.
 
         ``hop_s`` is the network's latency between two of them (t_n). One worker of its own is a group of one.
         """
@@ -63,7 +63,7 @@ class StageTimes:
         return waiting_s + slowest + computing + hop_s * size
 
     def predicted_tpot_s(self, size: int, *, full_memory: int = 0, hop_s: float = 0.0) -> float:
-        """ParaServe's Eq. 2."""
+        """Apply ParaServe's Eq. 2."""
         return self.decode_s * (size - full_memory + full_memory / size) + hop_s * size
 
     def to_bytes(self) -> bytes:
@@ -74,7 +74,7 @@ class StageTimes:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> StageTimes:
-        """Raises StateError when it is none."""
+        """Parse measured times. Raises StateError for any other content."""
         try:
             document = json.loads(data)
             found = document.pop("format")
@@ -89,7 +89,7 @@ class StageTimes:
         return times
 
     def _check(self) -> None:
-        """Raises StateError unless everything is a number that can be measured."""
+        """Check the numbers. Raises StateError unless each of them can be a measurement."""
         numbers = [value for name, value in asdict(self).items() if name != "stages"]
         if isinstance(self.stages, dict):
             numbers += self.stages.values()
@@ -99,12 +99,12 @@ class StageTimes:
 
 
 def _is_measure(number: object) -> bool:
-    """``inf`` is the speed of what is not copied."""
+    """Return bytes a second; ``inf`` for what is not copied."""
     return (type(number) in (int, float) and 0 <= number < 1e18) or number == math.inf  # type: ignore[operator]
 
 
 def summarize(starts: Sequence[Sequence[Stage]], decode_s: Sequence[float]) -> StageTimes:
-    """Of the timelines of some starts, each with a first token, and the seconds between later ones."""
+    """Compute the medians of some starts' timelines, each with a first token, and the seconds between later ones."""
     per_start = [_lengths(stages) for stages in starts]
     names = dict.fromkeys(name for lengths in per_start for name in lengths)
     stages = {name: median([lengths.get(name, 0.0) for lengths in per_start]) for name in names}
@@ -143,7 +143,7 @@ def _applying_s(stages: Sequence[Stage]) -> float:
 
 
 def _moment(stages: Sequence[Stage], name: str, process: str | None = None) -> float:
-    """When a stage began. StateError when it did not."""
+    """Return when a stage began. Raises StateError when it did not."""
     for stage in stages:
         if stage.name == name and process in (None, stage.process):
             return stage.start_ns / _NS

@@ -24,7 +24,7 @@ _PORTS = {"http": 80, "https": 443}
 
 @dataclass(frozen=True, slots=True)
 class Trust:
-    """``prefixes``: folders and URLs. ``keys``: public ones, ``ed25519:<base64>``.
+    """Whom a start trusts. ``prefixes``: folders and URLs. ``keys``: public ones, ``ed25519:<base64>``.
 
     ``own_files``: whether the user that this process runs as is trusted to have written code for it. Not in the node's
     agent: there others say which folder is read, and root of any container has the agent's user id.
@@ -36,16 +36,16 @@ class Trust:
 
     @classmethod
     def of(cls, settings: Settings) -> Trust:
-        """A function's own, from ``--trust-state`` and ``--trust-key``."""
+        """Read a function's settings, ``--trust-state`` and ``--trust-key``."""
         return cls.named(settings.trust_state, settings.trust_key, own_files=True)
 
     @classmethod
     def named(cls, prefixes: str | None, keys: str | None, *, own_files: bool = False) -> Trust:
-        """From the texts of the two settings."""
+        """Parse the texts of the two settings."""
         return cls(tuple(prefixes.split(",") if prefixes else ()), tuple(keys.split(",") if keys else ()), own_files)
 
     def objection(self, store: Store, prefix: str, text: bytes, manifest: Manifest) -> str | None:
-        """Why no code is run from the bundle at ``prefix`` of ``store``, whose manifest has this text; None: it is.
+        """Return why no code is run from the bundle at ``prefix`` of ``store``, whose manifest this is; None: it is.
 
         A change of a blob is no way around this: the manifest holds its sha256.
         """
@@ -67,7 +67,7 @@ class Trust:
         )
 
     def signature_objection(self, manifest: Manifest) -> str | None:
-        """Why its signature is none of these keys'; None when it is."""
+        """Return why none of these keys made the signature; None when one did."""
         signature = manifest.signature
         if signature is None:
             return "it is not signed"
@@ -83,8 +83,11 @@ class Trust:
 
 
 def _owner_objection(path: Path, text: bytes) -> str | None:
-    """Why a local manifest is not this user's own. What was read must be what is in the file whose owner is looked at:
-    somebody who may write to the folder could have exchanged it in between."""
+    """Return why a local manifest is not this user's own.
+
+    What was read must be what is in the file whose owner is looked at: somebody who may write to the folder could have
+    exchanged it in between.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(fd, "rb") as file:
@@ -103,7 +106,7 @@ def _owner_objection(path: Path, text: bytes) -> str | None:
 
 
 def _place(url: str, prefix: str = "") -> str | None:
-    """One spelling of a place, for comparing: a local path without links, or scheme, host and path of a URL.
+    """Spell a place in one way, for comparing: a local path without links, or scheme, host and path of a URL.
 
     None for a URL that may lead elsewhere than its text says.
     """

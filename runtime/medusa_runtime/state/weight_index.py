@@ -43,7 +43,7 @@ class RecordedIndex:
     directories: dict[str, tuple[int, str]] = field(default_factory=dict)
 
     def archive(self, name: str) -> KnownArchive | None:
-        """What a PyTorch file's index would find."""
+        """Return what an index of a PyTorch file would find."""
         if name not in self.directories:
             return None
         number, shard = next((n, shard) for n, shard in enumerate(self.index.shards) if shard.name == name)
@@ -56,7 +56,7 @@ class RecordedIndex:
         return [shard.version for shard in self.index.shards]
 
     def verifier(self, index: WeightIndex) -> Checksums | None:
-        """What verifies a fetch of ``index``, which has the same layout; None when nothing was recorded."""
+        """Return what verifies a fetch of ``index``, which has the same layout; None when nothing was recorded."""
         algorithm = next(
             (name for name in ALGORITHMS if name in self.checksums and checksum_function(name) is not None), None
         )
@@ -77,7 +77,7 @@ class RecordedIndex:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RecordedIndex:
-        """Raises StateError when it is none, or describes tensors that cannot be where it says."""
+        """Parse an index. Raises StateError for any other content, and for tensors that cannot lie where it says."""
         try:
             document = json.loads(_decompressed(data))
             checksums = {}
@@ -104,7 +104,7 @@ def _decompressed(data: bytes) -> bytes:
 
 
 def _place(place: Any, size_bytes: int) -> tuple[int, str]:
-    """Where a file's directory begins, and its digest."""
+    """The place of a file's directory, and its digest."""
     start, digest = place
     if not size_bytes - _MOST_DIRECTORY_BYTES <= _count(start) <= size_bytes or not isinstance(digest, str):
         raise ValueError("a directory that is not at the end of its file")
@@ -118,7 +118,7 @@ def _count(value: Any) -> int:
 
 
 def _check(index: WeightIndex) -> None:
-    """ValueError or TypeError unless each tensor lies in its shard, in as many bytes as it takes.
+    """Raise ValueError or TypeError unless each tensor lies in its shard, in as many bytes as it takes.
 
     The bundle may be anybody's: a tensor that reaches beyond its file would be read from another's memory.
     """
@@ -143,8 +143,10 @@ def _check(index: WeightIndex) -> None:
 
 
 def record(region: Region, order: Sequence[str] | None) -> RecordedIndex:
-    """The index of a filled region, in a recorded order if there is one, with its chunks' checksums by all algorithms
-    there are here."""
+    """Make the index of a filled region, in a recorded order if there is one.
+
+    It has the chunks' checksums by all algorithms there are here.
+    """
     index = region.wait_index()
     if order is not None:
         index = index.reordered(order)
@@ -177,7 +179,7 @@ def _directory(shard: Shard, data: memoryview) -> tuple[int, str]:
 
 
 def _portable(index: WeightIndex) -> WeightIndex:
-    """Without the paths of this machine."""
+    """Return the index without the paths of this machine."""
     shards = [shard._replace(path=None) for shard in index.shards]
     return WeightIndex(shards, index.tensors, index.order, recorded=index.recorded)
 

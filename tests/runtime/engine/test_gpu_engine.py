@@ -351,13 +351,13 @@ def test_imported_requests_wait_for_the_weights_too(start: Callable[..., Any]) -
 
 def test_dynamic_rope_is_not_captured() -> None:
     from medusa_runtime.engine.gpu.decode_graphs import obstacle
-    from medusa_runtime.models import ModelConfig, build_model
+    from medusa_runtime.models import build_model, model_config
 
     raw = {
         "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
         "num_attention_heads": 2, "vocab_size": 64, "max_position_embeddings": 64,
         "rope_scaling": {"rope_type": "dynamic", "factor": 2.0},
     }  # fmt: skip
-    assert "dynamic rope" in str(obstacle(build_model(ModelConfig.from_hf(raw))))
+    assert "dynamic rope" in str(obstacle(build_model(model_config(raw))))
     del raw["rope_scaling"]
-    assert obstacle(build_model(ModelConfig.from_hf(raw))) is None
+    assert obstacle(build_model(model_config(raw))) is None

@@ -44,7 +44,7 @@ def test_torch_works_in_the_context_that_was_retained(cuda: torch.device) -> Non
 
 @pytest.mark.parametrize("way", ["auto", "register", "staging"])
 def test_a_link_copies_every_byte(cuda: torch.device, way: str) -> None:
-    from medusa_runtime.load.cuda_link import CudaLink
+    from medusa_runtime.load.upload.cuda_link import CudaLink
 
     source = memfd(40 << 20)
     link = CudaLink(cuda, way=way)

@@ -95,12 +95,12 @@ def expected() -> Any:
 
 
 def test_what_the_engine_does_equals_a_plain_import(expected: Any) -> None:
-    still = "import sys\nfrom medusa_runtime.imports.lazy_modules import DeferredModule\n"
-    still += "print(json.dumps([n for n, m in sys.modules.items() if type(m) is DeferredModule]))\n"
-    lean, deferred = run(LEAN + ENGINE + still).splitlines()
+    still = "import sys\nfrom medusa_runtime.imports.lazy_modules import LazyModule\n"
+    still += "print(json.dumps([n for n, m in sys.modules.items() if type(m) is LazyModule]))\n"
+    lean, lazy = run(LEAN + ENGINE + still).splitlines()
     assert json.loads(lean) == expected
     for name in ("torch.distributed", "torch.fx", "torch.export", "torch._meta_registrations", "torch.jit", "numpy"):
-        assert name in json.loads(deferred), f"{name} was executed: the import is not lean"
+        assert name in json.loads(lazy), f"{name} was executed: the import is not lean"
 
 
 USES = [
@@ -197,8 +197,8 @@ def test_a_thread_for_which_the_executing_one_waits(tmp_path: Path) -> None:
         f"""
 import sys, threading
 sys.path.insert(0, {str(tmp_path)!r})
-from medusa_runtime.imports.lazy_modules import LazyFinder
-LazyFinder("package", ("package",), eager=frozenset({{"package"}})).install()
+from medusa_runtime.imports.lazy_modules import LazyFinder, LazyPolicy
+LazyFinder("package", LazyPolicy(packages=("package",), eager=frozenset({{"package"}}))).install()
 import package, threads
 
 def two():
@@ -238,7 +238,7 @@ thread.join()
 
 
 def test_a_seed_executes_nothing() -> None:
-    run(LEAN + "torch.manual_seed(1); import sys; assert type(sys.modules['torch.fx']).__name__ == 'DeferredModule'")
+    run(LEAN + "torch.manual_seed(1); import sys; assert type(sys.modules['torch.fx']).__name__ == 'LazyModule'")
 
 
 def test_complete_leaves_nothing_out() -> None:
@@ -248,9 +248,9 @@ def test_complete_leaves_nothing_out() -> None:
 complete()
 complete()
 import sys
-from medusa_runtime.imports.lazy_modules import DeferredModule, LazyFinder, StandIn
+from medusa_runtime.imports.lazy_modules import LazyModule, LazyFinder, StandIn
 modules = {n: m for n, m in sys.modules.items() if n.startswith(("torch", "numpy"))}
-left = [n for n, m in modules.items() if type(m) is DeferredModule]
+left = [n for n, m in modules.items() if type(m) is LazyModule]
 left += [f"{n}.{key}" for n, m in modules.items() for key, value in vars(m).items() if type(value) is StandIn]
 assert not left, left
 assert not any(type(finder) is LazyFinder for finder in sys.meta_path)
@@ -316,7 +316,9 @@ assert torch.fx.Graph and torch.distributed.is_available()
 # A user's import of a torch that is built for GPUs is lean only when it is told to be.
 HOW = "lean" if _built_for_gpu(Path(str(importlib.util.find_spec("torch").origin))) else "auto"  # type: ignore[union-attr]
 FINDERS = (
-    "import sys; from medusa_runtime.imports.lazy_torch import await_users_import as wait; how = " + repr(HOW) + "\n"
+    "import sys; from medusa_runtime.imports.lazy_torch import make_handlers_import_lean as wait; how = "
+    + repr(HOW)
+    + "\n"
 )
 
 
@@ -331,7 +333,7 @@ import numpy
 assert numpy.ones(2).sum() == 2
 from torch import nn
 import torch
-assert type(sys.modules["torch.fx"]).__name__ == "DeferredModule", sys.modules["torch.fx"]
+assert type(sys.modules["torch.fx"]).__name__ == "LazyModule", sys.modules["torch.fx"]
 assert torch.from_numpy(numpy.ones(2)).sum() == 2 and nn.Linear(2, 2)(torch.ones(1, 2)).shape == (1, 2)
 """
     )
@@ -347,7 +349,7 @@ import multiprocessing, torch
 
 receiver, sender = multiprocessing.Pipe()
 tensor, parameter = torch.zeros(2), torch.nn.Parameter(torch.zeros(2), requires_grad=False)
-assert type(sys.modules["torch.fx"]).__name__ == "DeferredModule" and not tensor.is_shared()
+assert type(sys.modules["torch.fx"]).__name__ == "LazyModule" and not tensor.is_shared()
 sender.send([tensor, parameter])
 for mine, received in zip([tensor, parameter], receiver.recv()):
     received[0] = 7
@@ -397,14 +399,14 @@ complete()
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("lean_torch.TESTED_PYTHONS = ((3, 10),)", "the lean import was tested with CPython 3.10"),
+        ("lazy_torch.TESTED_PYTHONS = ((3, 10),)", "the lean import was tested with CPython 3.10"),
         ("sys.implementation.name = 'pypy'", "pypy {}.{}, the lean import was tested with CPython 3.11, 3.12, 3.13"),
     ],
 )
 def test_another_python_imports_plainly_and_says_so_once(change: str, said: str) -> None:
     script = "import logging, sys; logging.basicConfig(level='INFO', stream=sys.stdout)\n"
-    script += f"from medusa_runtime import lean_torch\n{change}\n"
-    output = run(script + "torch = lean_torch.import_torch(); assert vars(torch.fx)['Graph']; lean_torch.complete()")
+    script += f"from medusa_runtime.imports import lazy_torch\n{change}\n"
+    output = run(script + "torch = lazy_torch.import_torch(); assert vars(torch.fx)['Graph']; lazy_torch.complete()")
     (line,) = output.splitlines()
     assert line.startswith("INFO:medusa_runtime.imports.lazy_modules:importing torch plainly: ")
     assert line.endswith(said.format(*sys.version_info[:2]))
@@ -427,8 +429,8 @@ print(type(sys.modules["torch.fx"]).__name__)
 @pytest.mark.parametrize(
     ("how", "device", "found"),
     [
-        ("auto", "cpu", "DeferredModule"),
-        ("lean", "cpu", "DeferredModule"),
+        ("auto", "cpu", "LazyModule"),
+        ("lean", "cpu", "LazyModule"),
         ("plain", "cpu", "module"),
         ("auto", "cuda", "module"),
         ("lean", "cuda", "module"),

@@ -14,7 +14,8 @@ import torch
 from medusa_runtime.errors import CorruptError, MismatchError, WeightsError
 from medusa_runtime.fetch.schedule import Schedule
 from medusa_runtime.load.alignment import needed_bytes
-from medusa_runtime.load.build import build
+from medusa_runtime.load.factory.build import build
+from medusa_runtime.load.factory.options import BuildOptions
 from medusa_runtime.load.loader import Loader
 from medusa_runtime.load.pending import PendingParameter
 from medusa_runtime.region.reader import Region
@@ -119,11 +120,13 @@ def test_each_submodule_waits_for_its_own(filling: Fill) -> None:
 def test_prefix_and_rename(filling: Fill) -> None:
     net, state = reference()
     stored = {f"backbone.{name}": tensor for name, tensor in state.items()} | {"head.weight": torch.zeros(3)}
-    module, loader = build(filling(stored).complete().region, make, "backbone.")
+    module, loader = build(filling(stored).complete().region, make, BuildOptions(prefix="backbone."))
     assert torch.equal(module(X), net(X))
     loader.wait()
     odd = {f"x_{name}": tensor for name, tensor in state.items()}
-    module, loader = build(filling(odd).complete().region, make, rename=lambda name: name.removeprefix("x_"))
+    module, loader = build(
+        filling(odd).complete().region, make, BuildOptions(rename=lambda name: name.removeprefix("x_"))
+    )
     assert torch.equal(module(X), net(X))
     loader.wait()
 
@@ -141,7 +144,7 @@ def test_types_of_the_module_win_as_with_load_state_dict(filling: Fill) -> None:
 def test_converts_as_it_loads(filling: Fill) -> None:
     net, state = reference()
     filled = filling(state).lay_out()
-    module, loader = build(filled.region, make, dtype=torch.bfloat16, memory_format=torch.channels_last)
+    module, loader = build(filled.region, make, BuildOptions(dtype=torch.bfloat16, memory_format=torch.channels_last))
     assert module.conv.weight.dtype == torch.bfloat16
     assert module.scale.dtype == torch.bfloat16
     thread = arriving(filled, list(state))
@@ -231,13 +234,13 @@ def test_not_strict_leaves_initial_values(filling: Fill) -> None:
     _, state = reference()
     del state["bn.weight"]
     state["other"] = torch.zeros(1)
-    module, loader = build(filling(state).complete().region, make, strict=False)
+    module, loader = build(filling(state).complete().region, make, BuildOptions(strict=False))
     loader.wait()
     assert torch.equal(module.bn.weight, torch.ones(8))
     assert torch.equal(module.first.weight, state["first.weight"])
     state["first.weight"] = torch.zeros(8, 9)
     with pytest.raises(MismatchError, match="of another shape"):
-        build(filling(state).complete().region, make, strict=False)[1].wait()
+        build(filling(state).complete().region, make, BuildOptions(strict=False))[1].wait()
 
 
 @pytest.mark.parametrize("use", [lambda module: module(X), lambda module: module.attention.out_proj.weight.sum()])
@@ -285,7 +288,7 @@ def test_released_layers_take_no_memory_and_cannot_be_loaded_again(filling: Fill
     filled.arrive(*big)
     region: Region = filled.region
     full = os.fstat(region.fd).st_blocks * 512
-    module, loader = build(region, stack, copy=True, release=True)
+    module, loader = build(region, stack, BuildOptions(copy=True, release=True))
     loader.wait()
     assert full - os.fstat(region.fd).st_blocks * 512 > 0.98 * sum(t.nbytes for t in big.values())
     assert region.peak_bytes == full
@@ -298,10 +301,10 @@ def test_views_are_not_released(filling: Fill) -> None:
     net, state = reference()
     filled = filling(state).lay_out()
     filled.arrive(*state)
-    module, loader = build(filled.region, make, release=True)
+    module, loader = build(filled.region, make, BuildOptions(release=True))
     loader.wait()
     assert torch.equal(module(X), net(X))
-    again = build(filled.region, lambda: nn.Linear(8, 8), "first.")
+    again = build(filled.region, lambda: nn.Linear(8, 8), BuildOptions(prefix="first."))
     assert isinstance(again[1], Loader)
     again[1].wait()
 
@@ -331,7 +334,9 @@ def test_bits_do_not_depend_on_where_in_its_file_a_tensor_lies(filling: Fill, sh
         module, loader = build(filling(state, shift=shift).complete().region, lambda: Rows().eval())
         loader.wait()
         assert torch.equal(module(x), eager(x))
-        viewing, loader = build(filling(state, shift=shift).complete().region, lambda: Rows().eval(), exact=False)
+        viewing, loader = build(
+            filling(state, shift=shift).complete().region, lambda: Rows().eval(), BuildOptions(exact=False)
+        )
         loader.wait()
         assert viewing.dense.weight.data_ptr() % 64 == shift  # as in its file: this one is no copy
         assert (module.dense.weight.data_ptr() % 64 == shift) or shift % needed_bytes()

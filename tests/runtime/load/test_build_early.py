@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from medusa_runtime.errors import WeightsError
-from medusa_runtime.load.build import build
+from medusa_runtime.load.factory.build import build
+from medusa_runtime.load.factory.options import BuildOptions
 from medusa_runtime.load.loader import Loader
 from medusa_runtime.load.pending import PendingParameter
 from medusa_runtime.region.reader import Region
@@ -73,7 +74,7 @@ def early(filling: Fill) -> Iterator[Early]:
         state = {name: tensor.clone() for name, tensor in eager().state_dict().items()}
         filled = filling(state).lay_out()
         regions.append(Region(os.dup(filled.region.fd), private=True))  # as a handler's
-        module, loader = build(regions[-1], make, **options)
+        module, loader = build(regions[-1], make, BuildOptions(**options))
 
         def come() -> None:
             while not any(filled.writer.demanded()):
@@ -200,7 +201,7 @@ def test_a_tied_parameter_is_met_once_while_it_comes(filling: Fill) -> None:
 
     state = {name: tensor.detach().clone() for name, tensor in tied().named_parameters()}
     filled = filling(state).lay_out()
-    module, loader = build(filled.region, tied, copy=True)
+    module, loader = build(filled.region, tied, BuildOptions(copy=True))
     held, found = list(module.parameters()), list[str]()
     with torch.no_grad():
         for name, parameter in module.named_parameters():

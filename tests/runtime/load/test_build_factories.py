@@ -12,7 +12,8 @@ import torch
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import MismatchError, WeightsError
 from medusa_runtime.fetch.prefetcher import prefetch
-from medusa_runtime.load.build import build
+from medusa_runtime.load.factory.build import build
+from medusa_runtime.load.factory.options import BuildOptions
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 from torch import Tensor, nn
@@ -52,7 +53,7 @@ def check(
         finally:
             os._exit(0)  # what failed is in the region
     try:
-        module, loader = build(region, factory, **options)
+        module, loader = build(region, factory, BuildOptions(**options))
         with torch.inference_mode():
             assert torch.equal(call(module), call(eager))
             loader.wait()

@@ -12,8 +12,9 @@ from medusa_runtime.checkpoint.reader import open_checkpoint
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import CorruptError
 from medusa_runtime.fetch.prefetcher import prefetch
-from medusa_runtime.load.build import build
 from medusa_runtime.load.conversion import is_converted, write_safetensors
+from medusa_runtime.load.factory.build import build
+from medusa_runtime.load.factory.options import BuildOptions
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 from safetensors.torch import load_file, save_file
@@ -60,7 +61,7 @@ def test_is_used_in_place(tmp_path: Path) -> None:
             if name == "model.pt":
                 write_safetensors(region, tmp_path / "model.safetensors")
         module: Any
-        module, loader = build(regions[1], make, release=True)
+        module, loader = build(regions[1], make, BuildOptions(release=True))
         loader.wait()
         x = torch.rand(1, 3, 8, 8)
         assert torch.equal(module(x), net(x))

@@ -9,9 +9,9 @@ import pytest
 import torch
 from medusa_runtime.config import Settings
 from medusa_runtime.fetch.prefetcher import prefetch
-from medusa_runtime.load import gc_freeze as collecting
-from medusa_runtime.load.build import build
-from medusa_runtime.load.gc_freeze import freeze, thaw
+from medusa_runtime.load.factory import gc_freeze
+from medusa_runtime.load.factory.build import build
+from medusa_runtime.load.factory.gc_freeze import freeze, thaw
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 from safetensors.torch import save_file
@@ -21,7 +21,7 @@ from torch import nn
 @pytest.fixture(autouse=True)
 def _as_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever loads other tests have left behind."""
-    monkeypatch.setattr(collecting, "_loads", 0)
+    monkeypatch.setattr(gc_freeze, "_loads", 0)
     gc.unfreeze()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from medusa_runtime.errors import CorruptError, MismatchError
+from medusa_runtime.load.applier import Applier
 from medusa_runtime.load.loader import Loader
 from medusa_runtime.load.skeleton import skeleton
 from medusa_runtime.timeline import Timeline
@@ -92,7 +93,7 @@ def test_parameters_are_views_of_the_region(filling: Fill) -> None:
     net, state = reference()
     filled = filling(state).complete()
     module = empty_net()
-    with Loader(filled.region, module, dtype=torch.float32) as loader:
+    with Loader(filled.region, Applier(module, dtype=torch.float32)) as loader:
         loader.wait()
     torch.testing.assert_close(module(IDS), net(IDS), rtol=0, atol=0)
     for name, parameter in module.named_parameters():
@@ -107,7 +108,7 @@ def test_views_outlive_the_region(filling: Fill) -> None:
     net, state = reference()
     filled = filling(state).complete()
     module = empty_net()
-    Loader(filled.region, module, dtype=None).wait()
+    Loader(filled.region, Applier(module)).wait()
     filled.close()
     del filled
     gc.collect()
@@ -118,7 +119,7 @@ def test_casts_where_the_dtype_differs(filling: Fill) -> None:
     _, state = reference()
     state = {name: tensor.to(torch.bfloat16) if "head" in name else tensor for name, tensor in state.items()}
     module = empty_net()
-    Loader(filling(state).complete().region, module, dtype=torch.bfloat16).wait()
+    Loader(filling(state).complete().region, Applier(module, dtype=torch.bfloat16)).wait()
     assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
     torch.testing.assert_close(module.embed.weight.detach(), state["embed.weight"].to(torch.bfloat16))
     assert module.steps.dtype == torch.float32
@@ -127,7 +128,7 @@ def test_casts_where_the_dtype_differs(filling: Fill) -> None:
 def test_copies_what_is_misaligned(filling: Fill) -> None:
     net, state = reference()
     module = empty_net()
-    Loader(filling(state, shift=3).complete().region, module, dtype=None).wait()
+    Loader(filling(state, shift=3).complete().region, Applier(module)).wait()
     torch.testing.assert_close(module(IDS), net(IDS), rtol=0, atol=0)
     assert all(parameter.data_ptr() % 4 == 0 for parameter in module.parameters())
 
@@ -138,7 +139,7 @@ def test_tied_weights_are_one_tensor(filling: Fill, duplicate: bool) -> None:
     if duplicate:
         state = {"head.weight": torch.zeros(10, 4)} | state
     module = empty_net(tied=True)
-    Loader(filling(state).complete().region, module, dtype=None).wait()
+    Loader(filling(state).complete().region, Applier(module)).wait()
     assert module.head.weight is module.embed.weight
     torch.testing.assert_close(module(IDS), net(IDS), rtol=0, atol=0)
 
@@ -149,7 +150,7 @@ def test_buffers_are_loaded_and_may_be_written(filling: Fill) -> None:
     source[1].running_mean.fill_(0.5)
     with skeleton():
         module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    Loader(filling(dict(source.state_dict())).complete().region, module, dtype=torch.float32).wait()
+    Loader(filling(dict(source.state_dict())).complete().region, Applier(module, dtype=torch.float32)).wait()
     module.train()(torch.randn(3, 4))  # writes the running statistics
     assert module[1].num_batches_tracked == 1
     assert module[1].running_mean is not None
@@ -163,7 +164,7 @@ def test_names_all_that_does_not_match(filling: Fill) -> None:
     state["head.weight"] = torch.zeros(10, 5)
     filled = filling(state).lay_out()  # no byte ever arrives
     module = empty_net()
-    with Loader(filled.region, module, dtype=None) as loader:
+    with Loader(filled.region, Applier(module)) as loader:
         with pytest.raises(MismatchError) as caught:
             module(IDS)
         with pytest.raises(MismatchError):
@@ -179,7 +180,7 @@ def test_names_whole_numbers_where_floats_belong(filling: Fill) -> None:
     state["head.weight"] = state["head.weight"].to(torch.int64)
     refusal = r"1 quantized, where floats were expected: head\.weight \(I64\)"
     with (
-        Loader(filling(state).lay_out().region, empty_net(), dtype=torch.float32) as loader,
+        Loader(filling(state).lay_out().region, Applier(empty_net(), dtype=torch.float32)) as loader,
         pytest.raises(MismatchError, match=refusal),
     ):
         loader.wait()
@@ -193,7 +194,7 @@ def test_rename_maps_and_leaves_out(filling: Fill) -> None:
     def rename(name: str) -> str | None:
         return None if name.endswith("inv_freq") else name.removeprefix("model.")
 
-    Loader(filling(stored).complete().region, module, dtype=None, rename=rename).wait()
+    Loader(filling(stored).complete().region, Applier(module, dtype=None, rename=rename)).wait()
     torch.testing.assert_close(module(IDS), net(IDS), rtol=0, atol=0)
 
 
@@ -203,7 +204,7 @@ def test_a_forward_waits_for_each_unit_alone(filling: Fill) -> None:
     module = empty_net()
     timeline = Timeline.create("test")
     reached: list[str] = []
-    with Loader(filled.region, module, dtype=None, timeline=timeline) as loader:
+    with Loader(filled.region, Applier(module), timeline=timeline) as loader:
         for name in ("embed", "layers.0", "layers.1", "layers.2", "head"):
             module.get_submodule(name).register_forward_hook(lambda *_, name=name: reached.append(name))
         thread, results = in_thread(lambda: module(IDS))
@@ -233,7 +234,7 @@ def test_a_fetch_error_reaches_the_waiting_forward(filling: Fill) -> None:
     _, state = reference()
     filled = filling(state).lay_out()
     module = empty_net()
-    with Loader(filled.region, module, dtype=None) as loader:
+    with Loader(filled.region, Applier(module)) as loader:
         filled.arrive("embed.weight", "layers.0.up.weight")
         thread, results = in_thread(lambda: module(IDS))
         until(lambda: not module.layers[0].up.weight.is_meta)
@@ -249,7 +250,7 @@ def test_close_lets_a_waiting_forward_go(filling: Fill) -> None:
     _, state = reference()
     filled = filling(state)  # not even laid out
     module = empty_net()
-    loader = Loader(filled.region, module, dtype=None)
+    loader = Loader(filled.region, Applier(module))
     thread, results = in_thread(lambda: module(IDS))
     loader.close()
     loader.close()
@@ -274,7 +275,7 @@ def test_parameters_that_nobody_calls(filling: Fill) -> None:
     filled = filling(dict(source.state_dict())).lay_out()
     with skeleton():
         module = Bare()
-    with Loader(filled.region, module, dtype=None):
+    with Loader(filled.region, Applier(module)):
         thread, results = in_thread(lambda: module(torch.ones(2)))
         filled.arrive(*source.state_dict())
         thread.join(30)

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from medusa_runtime.config import Settings
 from medusa_runtime.fetch.prefetcher import prefetch
-from medusa_runtime.load.build import build
+from medusa_runtime.load.factory.build import build
+from medusa_runtime.load.factory.options import BuildOptions
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 from safetensors.torch import save_file
@@ -21,7 +22,7 @@ def test_what_is_copied_is_no_longer_mapped(tmp_path: Path) -> None:
     try:
         prefetch(region, str(tmp_path), settings=Settings(), timeline=Timeline.create("test"))
         for copy, stays in ((True, False), (False, True), (True, True)):
-            module, loader = build(region, lambda: nn.Linear(1024, 512), copy=copy)
+            module, loader = build(region, lambda: nn.Linear(1024, 512), BuildOptions(copy=copy))
             with loader:
                 loader.wait()
             assert module.state_dict()["weight"].sum() == 512 * 1024

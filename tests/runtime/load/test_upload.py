@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 from medusa_runtime.errors import DeviceError, WeightsError
-from medusa_runtime.load import upload
+from medusa_runtime.load.applier import Applier
 from medusa_runtime.load.gate import passing
 from medusa_runtime.load.loader import Loader
 from medusa_runtime.load.skeleton import skeleton
+from medusa_runtime.load.upload import uploads
+from medusa_runtime.load.upload.link import ALIGNMENT
 from medusa_runtime.region.reader import Region
 from torch import Tensor, nn
 
@@ -122,7 +124,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def load(filled: Any, module: nn.Module, link: HostLink, **options: Any) -> Loader:
-    return Loader(filled.region, module, **{"dtype": torch.float32, "link": link, **options})
+    return Loader(filled.region, Applier(module, dtype=torch.float32), link=link, **options)
 
 
 def test_all_of_it_arrives_in_execution_order_in_one_slab(filling: Fill, net: Net) -> None:
@@ -162,7 +164,7 @@ def test_slots_are_aligned_and_do_not_overlap(filling: Fill, net: Net) -> None:
     assert all(slot.offset + slot.size_bytes <= later.offset for slot, later in itertools.pairwise(slots))
     assert slots[-1].offset + slots[-1].size_bytes <= loader.layout.size_bytes
     assert all(slot.offset % 16 == 0 for slot in slots)
-    assert loader.layout.slots["layers.1.q.weight"].offset % upload.ALIGNMENT == 0
+    assert loader.layout.slots["layers.1.q.weight"].offset % ALIGNMENT == 0
 
 
 def test_a_forward_waits_for_the_device_and_not_for_the_host(filling: Fill, net: Net) -> None:
@@ -204,7 +206,7 @@ def test_what_a_forward_waits_for_is_urgent(filling: Fill, net: Net) -> None:
         until(lambda: len(link.copies) == 1)
         forward = threading.Thread(target=module, args=(IDS,), daemon=True)
         forward.start()
-        until(lambda: any(gate.name == "embed" for gate in loader._urgent))
+        until(lambda: any(gate.name == "embed" for gate in loader._backlog.demanding))
         filled.arrive(*(name for name in filled.index.order if name != "layers.2.out.weight"))
         filled.writer.finish()
         forward.join(60)
@@ -224,7 +226,7 @@ def test_bytes_of_another_type_are_converted(filling: Fill, net: Net) -> None:
 
 def test_no_more_than_a_window_is_on_its_way(filling: Fill, net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = 300
-    monkeypatch.setattr(upload, "_IN_FLIGHT_BYTES", limit)
+    monkeypatch.setattr(uploads, "_IN_FLIGHT_BYTES", limit)
     module, link = empty_net(), HostLink()
     with load(filling(state(net)).complete(), module, link) as loader:
         loader.wait()
@@ -273,4 +275,4 @@ def test_the_hosts_pages_are_released_behind_it(filling: Fill, net: Net) -> None
 
 
 def load_again(region: Region) -> Loader:
-    return Loader(region, empty_net(), dtype=torch.float32, link=HostLink())
+    return Loader(region, Applier(empty_net(), dtype=torch.float32), link=HostLink())

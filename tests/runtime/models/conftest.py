@@ -1,39 +1,7 @@
-"""Any module filled from a checkpoint the way an instance fills it: prefetcher, region, skeleton, loader."""
+"""Fixtures of tests that fill a model."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from module_fixtures import filled
 
-import pytest
-import torch
-from medusa_runtime.config import Settings
-from medusa_runtime.fetch.prefetcher import prefetch
-from medusa_runtime.load.loader import Loader
-from medusa_runtime.load.skeleton import skeleton
-from medusa_runtime.region.reader import Region
-from medusa_runtime.timeline import Timeline
-from torch import nn
-
-Filled = Callable[[Path, Callable[[], nn.Module]], nn.Module]
-
-
-@pytest.fixture
-def filled() -> Iterator[Filled]:
-    """``filled(folder, factory)``: what the factory makes, in evaluation mode, with the folder's weights."""
-    with contextlib.ExitStack() as stack:
-
-        def fill(folder: Path, factory: Callable[[], nn.Module]) -> nn.Module:
-            region = Region.create()
-            stack.callback(region.close)
-            prefetch(region, str(folder), settings=Settings(), timeline=Timeline.create("test"))
-            with skeleton():
-                module = factory().eval()
-            assert all(parameter.is_meta for parameter in module.parameters())
-            with Loader(region, module, dtype=None) as loader:
-                loader.wait()
-            return module
-
-        with torch.inference_mode():
-            yield fill
+__all__ = ["filled"]

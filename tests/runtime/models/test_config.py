@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from medusa_runtime.errors import ConfigError, ModelError
-from medusa_runtime.models import ARCHITECTURES, ModelConfig, build_model
+from medusa_runtime.models import ARCHITECTURES, build_model, model_config
 from medusa_runtime.models.llama import LlamaConfig
 from medusa_runtime.models.registry import family
 
@@ -23,7 +23,7 @@ LLAMA = {
 
 
 def llama(**changes: Any) -> LlamaConfig:
-    config = ModelConfig.from_hf(LLAMA | changes)
+    config = model_config(LLAMA | changes)
     assert isinstance(config, LlamaConfig)
     return config
 
@@ -85,12 +85,12 @@ def test_an_unknown_architecture_lists_the_known_ones() -> None:
 )
 def test_bad_values_are_named(changes: dict[str, Any], error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=r"(?s).*" + said):
-        ModelConfig.from_hf(LLAMA | changes)
+        model_config(LLAMA | changes)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_architecture_builds_without_memory(architecture: str) -> None:
-    model = build_model(ModelConfig.from_hf(LLAMA | {"architectures": [architecture], "ffn_dim": 96}))
+    model = build_model(model_config(LLAMA | {"architectures": [architecture], "ffn_dim": 96}))
     assert type(model) is family(architecture)
     assert not model.training
     assert all(parameter.is_meta for parameter in model.parameters())

@@ -13,8 +13,9 @@ import pytest
 import torch
 from medusa_runtime.checkpoint.header import header_bytes, parse_header
 from medusa_runtime.checkpoint.index import Shard, WeightIndex
+from medusa_runtime.load.applier import Applier
 from medusa_runtime.load.loader import Loader
-from medusa_runtime.models import DecoderModel, ModelConfig, build_model
+from medusa_runtime.models import DecoderModel, build_model, model_config
 from medusa_runtime.models.causal import CausalAttention
 from medusa_runtime.region.reader import Region, file_version
 from torch import Tensor
@@ -109,9 +110,9 @@ def loaded(folder: Path, dtype: torch.dtype | None = None) -> Iterator[DecoderMo
     for chunk in writer.pending():
         writer.publish(chunk)
     writer.finish()
-    config = ModelConfig.from_hf(json.loads((folder / "config.json").read_bytes()))
+    config = model_config(json.loads((folder / "config.json").read_bytes()))
     model = build_model(config)
-    with Loader(region, model, dtype=dtype or config.dtype) as loader:
+    with Loader(region, Applier(model, dtype=dtype or config.dtype)) as loader:
         loader.wait()
     yield model
     region.close()

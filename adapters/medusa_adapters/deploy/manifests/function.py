@@ -57,12 +57,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def function(arguments: argparse.Namespace, *, platform: str, timeout_s: int) -> Function:
     """The checked function. ConfigError names the flag that cannot be used."""
     values.name(arguments.name)
-    values.within(arguments.concurrency, 1, _MOST_CONCURRENCY, "--concurrency", "requests")
+    # SageMaker's own --max-concurrency counts instances.
+    flag = "--concurrency" if platform == "sagemaker" else "--max-concurrency"
+    values.within(arguments.concurrency, 1, _MOST_CONCURRENCY, flag, "requests")
     measured = measure(arguments.timeline) if arguments.timeline else None
     if measured is not None and measured.answer_s > timeout_s:
         raise ConfigError(
-            f"--timeout={timeout_s}: the measured start takes {measured.answer_s:.1f} s to its first answer, no first "
-            "request could be answered; raise the timeout or make the start faster"
+            f"--timeout-s={timeout_s}: the measured start takes {measured.answer_s:.1f} s to its first answer, no "
+            "first request could be answered; raise the timeout or make the start faster"
         )
     given = {"MEDUSA_MODEL": arguments.model, "MEDUSA_HANDLER": arguments.handler, "MEDUSA_ENGINE": arguments.engine}
     env = {"MEDUSA_PLATFORM": platform}

@@ -22,6 +22,11 @@ def of_knative(metadata: Mapping[str, Any], pods: Mapping[str, str]) -> dict[str
     return _policy(metadata, pods, [{"from": peers}])
 
 
+def of_namespace(metadata: Mapping[str, Any], pods: Mapping[str, str]) -> dict[str, Any]:
+    """Pods of the function's own namespace."""
+    return _policy(metadata, pods, [{"from": [{"podSelector": {}}]}])
+
+
 def _policy(metadata: Mapping[str, Any], pods: Mapping[str, str], ingress: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "apiVersion": "networking.k8s.io/v1",
@@ -31,4 +36,4 @@ def _policy(metadata: Mapping[str, Any], pods: Mapping[str, str], ingress: list[
     }
 
 
-__all__ = ["closed", "of_knative"]
+__all__ = ["closed", "of_knative", "of_namespace"]

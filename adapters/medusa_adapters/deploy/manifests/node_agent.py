@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import network_policy
+from .secret import Secret, sources
+from .secret import environment as single_entries
 
 FOLDER = "/run/medusa"
 SOCKET = f"{FOLDER}/node.sock"
@@ -28,22 +30,36 @@ def mount(*, read_only: bool) -> dict[str, Any]:
     return {"name": "medusa-node", "mountPath": FOLDER, "readOnly": read_only}
 
 
+def variables(daemon: Mapping[str, Any]) -> dict[str, str]:
+    """The plain variables of an agent's DaemonSet."""
+    (container,) = daemon["spec"]["template"]["spec"]["containers"]
+    return {entry["name"]: entry["value"] for entry in container.get("env", ()) if "value" in entry}
+
+
+def set_variable(daemon: Mapping[str, Any], name: str, value: str) -> None:
+    """Give a DaemonSet's agent a variable, in place of the one it has."""
+    (container,) = daemon["spec"]["template"]["spec"]["containers"]
+    container["env"] = [entry for entry in container["env"] if entry["name"] != name] + [{"name": name, "value": value}]
+
+
 def manifests(
     image: str,
     *,
     memory: str,
     cpu: str = "100m",
-    prewarm: str | None = None,
-    secrets: Sequence[str] = (),
+    environment: Mapping[str, str | None] | None = None,
+    secrets: Sequence[Secret] = (),
+    pull_secrets: Sequence[str] = (),
     node_selector: Mapping[str, str] | None = None,
     tolerations: Sequence[Mapping[str, str]] = (),
 ) -> list[dict[str, Any]]:
     """Namespace, ServiceAccount, Role, RoleBinding, NetworkPolicy, DaemonSet.
 
     ``memory`` and ``cpu`` are for regions and engine processes: those that were taken run on in the agent's container.
-    ``prewarm`` is `medusa node`'s; the entries of ``secrets`` (in the agent's namespace) are what it fetches with.
+    ``environment`` has `medusa node`'s variables, those without a value are left out; ``secrets`` (in the agent's
+    namespace) are what it fetches with.
     """
-    environment = {"MEDUSA_NODE_SOCKET": SOCKET} | ({"MEDUSA_NODE_PREWARM": prewarm} if prewarm else {})
+    given = {name: value for name, value in (environment or {}).items() if value}
     where = {"name": NAME, "namespace": NAMESPACE, "labels": _LABELS}
     rbac = "rbac.authorization.k8s.io"
     return [
@@ -74,7 +90,10 @@ def manifests(
                 "template": {
                     "metadata": {"labels": _LABELS},
                     "spec": _pod(
-                        _container(image, memory, cpu, environment, secrets), node_selector or {}, tolerations
+                        _container(image, memory, cpu, {"MEDUSA_NODE_SOCKET": SOCKET} | given, secrets),
+                        pull_secrets,
+                        node_selector or {},
+                        tolerations,
                     ),
                 },
             },
@@ -83,13 +102,16 @@ def manifests(
 
 
 def _container(
-    image: str, memory: str, cpu: str, environment: Mapping[str, str], secrets: Sequence[str]
+    image: str, memory: str, cpu: str, environment: Mapping[str, str], secrets: Sequence[Secret]
 ) -> dict[str, Any]:
     container: dict[str, Any] = {
         "name": "node",
         "image": image,
         "args": ["node"],
-        "env": [{"name": name, "value": value} for name, value in environment.items()],
+        "env": [
+            *({"name": name, "value": value} for name, value in environment.items()),
+            *single_entries(secrets),
+        ],
         "resources": {"requests": {"cpu": cpu, "memory": memory}, "limits": {"memory": memory}},
         "readinessProbe": {
             "exec": {"command": ["medusa", "node", "--status"]},
@@ -115,13 +137,16 @@ def _container(
         },
         "volumeMounts": [mount(read_only=False), {"name": "tmp", "mountPath": "/tmp"}],
     }
-    if secrets:
-        container["envFrom"] = [{"secretRef": {"name": name}} for name in secrets]
+    if from_secrets := sources(secrets):
+        container["envFrom"] = from_secrets
     return container
 
 
 def _pod(
-    container: dict[str, Any], node_selector: Mapping[str, str], tolerations: Sequence[Mapping[str, str]]
+    container: dict[str, Any],
+    pull_secrets: Sequence[str],
+    node_selector: Mapping[str, str],
+    tolerations: Sequence[Mapping[str, str]],
 ) -> dict[str, Any]:
     pod: dict[str, Any] = {
         "serviceAccountName": NAME,
@@ -132,6 +157,8 @@ def _pod(
         "containers": [container],
         "volumes": [volume("DirectoryOrCreate"), {"name": "tmp", "emptyDir": {}}],
     }
+    if pull_secrets:
+        pod["imagePullSecrets"] = [{"name": name} for name in pull_secrets]
     if node_selector:
         pod["nodeSelector"] = dict(node_selector)
     if tolerations:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from . import values
@@ -29,7 +29,10 @@ class Stack:
     max_scale: int = 20
     scale_to_zero: bool = False
     profile: str | None = None  # GPUs come only through a Profile
-    secrets: Sequence[str] = ()
+    secrets: Sequence[str] = ()  # those of a registry among them: the gateway tells them by their type
+    labels: Mapping[str, str] = field(default_factory=dict)
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    base_image: str | None = None  # None: as the template's Dockerfile has it
     healthcheck_s: int = 5
 
 
@@ -57,8 +60,9 @@ def _entry(function: Function, stack: Stack) -> dict[str, Any]:
         "handler": stack.handler,
         "image": function.image,
         "environment": environment,
-        "labels": _labels(function, stack),
+        "labels": {**_labels(function, stack), **stack.labels},
         "annotations": {
+            **stack.annotations,
             "com.openfaas.health.http.path": "/_/health",
             "com.openfaas.ready.http.path": "/_/ready",
         },
@@ -70,6 +74,8 @@ def _entry(function: Function, stack: Stack) -> dict[str, Any]:
         entry["namespace"] = values.label(stack.namespace, "--namespace")
     if stack.secrets:
         entry["secrets"] = [values.subdomain(secret, "--secret") for secret in stack.secrets]
+    if stack.base_image:
+        entry["build_args"] = {"BASE_IMAGE": stack.base_image}
     resources = {
         key: values.quantity(value, f"--{key}")
         for key, value in (("memory", stack.memory), ("cpu", stack.cpu))

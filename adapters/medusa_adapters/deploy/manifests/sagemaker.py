@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,9 @@ MOST_CONCURRENCY = 200
 MOST_SERVERLESS_IMAGE_BYTES = 10 * 1024**3
 MODEL_FOLDER = "/opt/ml/model"
 TIMEOUT_S = 60  # for /invocations; a streamed answer may take longer, but must begin
-_VARIANT = "AllTraffic"
+VARIANT = "AllTraffic"
+_INSTANCES = "sagemaker:variant:DesiredInstanceCount"
+_PROVISIONED = "sagemaker:variant:DesiredProvisionedConcurrency"
 _S3 = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/.*)?")
 _GPU_FAMILIES = re.compile(r"ml\.(p\d|g\d)")
 _MOST_NAME = 63 - len("-20261231-235959-999")
@@ -37,6 +39,53 @@ class Capacity:
     @property
     def serverless(self) -> bool:
         return self.instance_type is None
+
+
+@dataclass(frozen=True)
+class Vpc:
+    """The subnets that instances are in, and the security groups that they have."""
+
+    subnets: Sequence[str]
+    security_groups: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Autoscaling:
+    """Between how many instances (serverless: provisioned concurrency) an endpoint scales, and at what load.
+
+    ``target``: requests that an instance has at a time; on serverless the share of provisioned concurrency in use.
+    """
+
+    least: int
+    most: int
+    target: float
+    cooldown_s: int = 300
+
+
+def check_network(capacity: Capacity, vpc: Vpc | None) -> None:
+    """ConfigError for half a VPC, and for one around a serverless endpoint."""
+    if vpc is None:
+        return
+    if not vpc.subnets or not vpc.security_groups:
+        raise ConfigError("--subnet and --security-group: expected both of them or neither")
+    if capacity.serverless:
+        raise ConfigError("--subnet: SageMaker serverless joins no VPC; add --instance-type, e.g. ml.m5.large")
+
+
+def check_scaling(capacity: Capacity, scaling: Autoscaling | None) -> None:
+    """ConfigError for limits between which the endpoint's first size does not lie."""
+    if scaling is None:
+        return
+    values.within(scaling.least, 1, 1000, "--min-scale")
+    values.within(scaling.most, scaling.least, 1000, "--max-scale")
+    first, flag = capacity.instance_count, "--instance-count"
+    if capacity.serverless:
+        flag = "--provisioned-concurrency"
+        if capacity.provisioned_concurrency is None:
+            raise ConfigError("--max-scale: a serverless endpoint scales --provisioned-concurrency; add it")
+        first = capacity.provisioned_concurrency
+        values.within(scaling.most, scaling.least, capacity.max_concurrency, "--max-scale", "(--max-concurrency)")
+    values.within(first, scaling.least, scaling.most, flag, "(--min-scale to --max-scale)")
 
 
 def check(capacity: Capacity, model_data: str | None) -> None:
@@ -91,7 +140,14 @@ def check_name(name: str) -> str:
 
 
 def model(
-    name: str, function: Function, *, role: str, model_data: str | None, serverless: bool = False
+    name: str,
+    function: Function,
+    *,
+    role: str,
+    model_data: str | None,
+    serverless: bool = False,
+    vpc: Vpc | None = None,
+    tags: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Parameters of CreateModel."""
     # Serverless does not say what it is, and passes no stream on.
@@ -109,12 +165,17 @@ def model(
                     "CompressionType": "None",
                 }
             }
-    return {"ModelName": name, "PrimaryContainer": container, "ExecutionRoleArn": role}
+    found = {"ModelName": name, "PrimaryContainer": container, "ExecutionRoleArn": role} | tagged(tags)
+    if vpc is not None:
+        found["VpcConfig"] = {"Subnets": list(vpc.subnets), "SecurityGroupIds": list(vpc.security_groups)}
+    return found
 
 
-def endpoint_config(name: str, capacity: Capacity, *, startup_timeout_s: int) -> dict[str, Any]:
+def endpoint_config(
+    name: str, capacity: Capacity, *, startup_timeout_s: int, tags: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Parameters of CreateEndpointConfig, for the model of the same name."""
-    variant: dict[str, Any] = {"VariantName": _VARIANT, "ModelName": name}
+    variant: dict[str, Any] = {"VariantName": VARIANT, "ModelName": name}
     if capacity.serverless:
         serverless = {"MemorySizeInMB": capacity.memory_mb, "MaxConcurrency": capacity.max_concurrency}
         if capacity.provisioned_concurrency is not None:
@@ -128,9 +189,42 @@ def endpoint_config(name: str, capacity: Capacity, *, startup_timeout_s: int) ->
             "ContainerStartupHealthCheckTimeoutInSeconds": startup_timeout_s,
             "ModelDataDownloadTimeoutInSeconds": max(startup_timeout_s, 600),
         }
-    return {"EndpointConfigName": name, "ProductionVariants": [variant]}
+    return {"EndpointConfigName": name, "ProductionVariants": [variant]} | tagged(tags)
 
 
-def endpoint(name: str, config: str) -> Mapping[str, str]:
-    """Parameters of CreateEndpoint and of UpdateEndpoint."""
-    return {"EndpointName": name, "EndpointConfigName": config}
+def endpoint(name: str, config: str, tags: Mapping[str, str] | None = None) -> Mapping[str, Any]:
+    """Parameters of CreateEndpoint and, without tags, of UpdateEndpoint."""
+    return {"EndpointName": name, "EndpointConfigName": config} | tagged(tags)
+
+
+def tagged(tags: Mapping[str, str] | None) -> dict[str, Any]:
+    """The parameter ``Tags``, or nothing."""
+    return {"Tags": [{"Key": key, "Value": value} for key, value in tags.items()]} if tags else {}
+
+
+def autoscaling(name: str, capacity: Capacity, scaling: Autoscaling) -> list[tuple[str, dict[str, Any]]]:
+    """The two calls of Application Auto Scaling that scale an endpoint which is in service."""
+    target = {
+        "ServiceNamespace": "sagemaker",
+        "ResourceId": f"endpoint/{name}/variant/{VARIANT}",
+        "ScalableDimension": _PROVISIONED if capacity.serverless else _INSTANCES,
+    }
+    metric = (
+        "SageMakerVariantProvisionedConcurrencyUtilization"
+        if capacity.serverless
+        else "SageMakerVariantConcurrentRequestsPerModelHighResolution"
+    )
+    tracking = {
+        "PredefinedMetricSpecification": {"PredefinedMetricType": metric},
+        "TargetValue": scaling.target,
+        "ScaleInCooldown": scaling.cooldown_s,
+        "ScaleOutCooldown": 0,
+    }
+    policy = {
+        "PolicyName": f"{name}-load",
+        **target,
+        "PolicyType": "TargetTrackingScaling",
+        "TargetTrackingScalingPolicyConfiguration": tracking,
+    }
+    limits = {"MinCapacity": scaling.least, "MaxCapacity": scaling.most}
+    return [("RegisterScalableTarget", {**target, **limits}), ("PutScalingPolicy", policy)]

@@ -10,7 +10,7 @@ import math
 
 from .measured import Measured
 
-_AUTOSCALING = "autoscaling.knative.dev/"
+PREFIX = "autoscaling.knative.dev/"
 _PROGRESS = "serving.knative.dev/progress-deadline"
 _LEAST_WINDOW_S, _MOST_WINDOW_S = 20, 3600  # Knative accepts 6 s to 1 h
 _MOST_RETENTION_S = 3600
@@ -21,11 +21,11 @@ _STARTS = 10  # an average over ten starts is not moved by the load that queued 
 def scale(measured: Measured | None, *, concurrency: int, min_scale: int, max_scale: int) -> dict[str, str]:
     """Values are strings, as Kubernetes wants them; without a measurement Knative's defaults stay."""
     found = {
-        _AUTOSCALING + "class": "kpa.autoscaling.knative.dev",
-        _AUTOSCALING + "metric": "concurrency",
-        _AUTOSCALING + "target": str(concurrency),
-        _AUTOSCALING + "min-scale": str(min_scale),
-        _AUTOSCALING + "max-scale": str(max_scale),
+        PREFIX + "class": "kpa.autoscaling.knative.dev",
+        PREFIX + "metric": "concurrency",
+        PREFIX + "target": str(concurrency),
+        PREFIX + "min-scale": str(min_scale),
+        PREFIX + "max-scale": str(max_scale),
     }
     if measured is None:
         return found
@@ -34,12 +34,12 @@ def scale(measured: Measured | None, *, concurrency: int, min_scale: int, max_sc
     retention_s = min(math.ceil(_STARTS * answer_s), _MOST_RETENTION_S)
     return found | {
         # Load that grows while an instance starts must fit into the others' headroom.
-        _AUTOSCALING + "target-utilization-percentage": str(round(min(max(85 - 3 * answer_s, 50), 85))),
-        _AUTOSCALING + "window": f"{window_s}s",
+        PREFIX + "target-utilization-percentage": str(round(min(max(85 - 3 * answer_s, 50), 85))),
+        PREFIX + "window": f"{window_s}s",
         # Going is worth it once nothing came for as long as coming back costs, ten times over.
-        _AUTOSCALING + "scale-to-zero-pod-retention-period": f"{retention_s}s",
-        _AUTOSCALING + "scale-down-delay": f"{math.ceil(start_s) if start_s >= 1 else 0}s",
+        PREFIX + "scale-to-zero-pod-retention-period": f"{retention_s}s",
+        PREFIX + "scale-down-delay": f"{math.ceil(start_s) if start_s >= 1 else 0}s",
         # -1 keeps the activator in the path, where a burst may wait; 0 spares the hop when starts are short
-        _AUTOSCALING + "target-burst-capacity": "-1" if start_s >= 1 else "0",
+        PREFIX + "target-burst-capacity": "-1" if start_s >= 1 else "0",
         _PROGRESS: f"{max(_LEAST_PROGRESS_S, math.ceil(_STARTS * answer_s))}s",
     }

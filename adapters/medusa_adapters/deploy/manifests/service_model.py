@@ -76,9 +76,17 @@ def _string_problems(shape: Any, value: Any, where: str) -> Iterator[str]:
         shown = ", ".join(shape.enum) if len(shape.enum) <= 8 else f"one of the {len(shape.enum)} that AWS lists"
         yield f"{where}={value!r}: expected {shown}"
     pattern = shape.metadata.get("pattern")
-    if pattern and not re.fullmatch(pattern, value):
+    if pattern and not _fits(pattern, value):
         yield f"{where}={value!r}: expected the form {pattern}"
     yield from _range_problems(shape, len(value), f"{where} (characters)")
+
+
+def _fits(pattern: str, value: str) -> bool:
+    """True also for a pattern that Python cannot read (they are Java's): the service itself will check it."""
+    try:
+        return re.fullmatch(pattern, value) is not None
+    except re.error:
+        return True
 
 
 def _range_problems(shape: Any, number: float, where: str) -> Iterator[str]:

@@ -27,7 +27,7 @@ _SUFFIXES = {"m": 1e-3, "": 1.0, "k": 1e3} | {
 
 
 def name(value: str, flag: str = "NAME") -> str:
-    """A function's name: an RFC 1035 label, which all three platforms accept."""
+    """A function's name: an RFC 1035 label, which all platforms accept."""
     if len(value) > _LONGEST or not _SERVICE.fullmatch(value):
         raise ConfigError(
             f"{flag}={value!r} cannot be used: expected a lower-case letter, then letters, digits and '-', "
@@ -55,11 +55,12 @@ def subdomain(value: str, flag: str) -> str:
     return value
 
 
-def image(value: str | None) -> str:
+def image(value: str | None, flag: str = "--image") -> str:
+    """The name of an image, with or without registry, tag and digest."""
     if not value:
-        raise ConfigError("--image is missing: expected the function's image, e.g. --image registry.example/fn:1")
+        raise ConfigError(f"{flag} is missing: expected the function's image, e.g. {flag} registry.example/fn:1")
     if not _IMAGE.fullmatch(value):
-        raise ConfigError(f"--image={value!r} cannot be used: expected [registry/]name[:tag][@sha256:…]")
+        raise ConfigError(f"{flag}={value!r} cannot be used: expected [registry/]name[:tag][@sha256:…]")
     return value
 
 
@@ -93,12 +94,28 @@ def pairs(values: Sequence[str], flag: str) -> dict[str, str]:
     return found
 
 
+def annotation_pairs(values: Sequence[str], flag: str = "--annotation") -> dict[str, str]:
+    """``KEY=VALUE`` flags for annotations, whose values may be any text."""
+    found = {}
+    for text in values:
+        key, sign, value = text.partition("=")
+        if not sign or not _KEY.fullmatch(key):
+            raise ConfigError(f"{flag}={text!r} cannot be used: expected key=value, e.g. example.com/team=search")
+        found[key] = value
+    return found
+
+
+def is_variable(text: str) -> bool:
+    """Whether an environment variable may be called so."""
+    return _VARIABLE.fullmatch(text) is not None
+
+
 def variables(values: Sequence[str], flag: str = "--env") -> dict[str, str]:
     """``NAME=VALUE`` flags for the environment. The value stays out of the message: it may be a secret."""
     found = {}
     for text in values:
         variable, sign, value = text.partition("=")
-        if not sign or not _VARIABLE.fullmatch(variable):
+        if not sign or not is_variable(variable):
             found_text = repr(variable) if sign else "a text without '='"
             raise ConfigError(f"{flag} cannot be used: expected NAME=VALUE, found {found_text}")
         found[variable] = value

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ConfigError, RequestError
+from ...load.applier import Applier
 from ...load.loader import Loader
 from ...load.skeleton import skeleton
 from ...models.base import DTYPES
@@ -44,7 +45,7 @@ class Encoder:
         dtype = reading.dtype or DTYPES[weights_dtype(region.wait_index())]
         with timeline.stage("skeleton"), skeleton():
             self._model = Bert(self.config).eval()
-        self._loader = Loader(region, self._model, dtype=dtype, timeline=timeline)
+        self._loader = Loader(region, Applier(self._model, dtype=dtype), timeline=timeline)
         self.tokenizer = Tokenizer(region.file("tokenizer.json"), timeline)
 
     @property

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from ...config import Settings
 from ...errors import StateError
-from ...load.upload import Link
 from ...region.reader import Region
 from ...state.kinds import CUDA_GRAPHS, file_name
 from ...timeline import Timeline
 
 if TYPE_CHECKING:  # a start on a CPU imports nothing of this
     from ...load.loader import Loader
+    from ...load.upload.link import Link
     from ...models import DecoderModel
     from ..torch.kv_cache import KvCache
     from .decode_graphs import Capturer, DecodeGraphs, Graph
@@ -75,7 +75,7 @@ class Gpu:
 
         The context is there already, so this takes milliseconds.
         """
-        from ...load.cuda_link import CudaLink
+        from ...load.upload.cuda_link import CudaLink
         from ...state.graphs.driver import CudaDriver
         from .placed_memory import BASE, PlacedMemory
 

@@ -17,6 +17,7 @@ import torch
 from ...config import Settings
 from ...errors import EngineError, MedusaError, RequestError
 from ...limits import cpu_count
+from ...load.applier import Applier
 from ...load.loader import Loader
 from ...models import build_model
 from ...region.reader import Region
@@ -59,7 +60,11 @@ class TorchEngine:
         release = settings.host_weights == "release"
         link = gpu.link if gpu is not None else None
         self._loader = Loader(
-            region, self._model, dtype=dtype, timeline=timeline, link=link, release=release and gpu is not None
+            region,
+            Applier(self._model, dtype=dtype),
+            timeline=timeline,
+            link=link,
+            release=release and gpu is not None,
         )
         self._tokenizer = Tokenizer(region.file("tokenizer.json"), timeline)
         with timeline.stage("kv_plan") as detail:

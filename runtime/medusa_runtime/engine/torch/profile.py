@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ...config import Settings
+from ...load.applier import Applier
 from ...load.loader import Loader
 from ...load.plan import Rename
 from ...load.trace import record_execution_order
@@ -47,7 +48,7 @@ def profile(region: Region, settings: Settings) -> Profile:
     dtype = config.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
     model = build_model(config)
     timeline = Timeline.create("profile")
-    loader = Loader(region, model, dtype=dtype, timeline=timeline)
+    loader = Loader(region, Applier(model, dtype=dtype), timeline=timeline)
     try:
         loader.wait()
         with torch.inference_mode():

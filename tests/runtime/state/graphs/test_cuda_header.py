@@ -45,7 +45,7 @@ pytestmark = pytest.mark.skipif(
     FOLDER is None or shutil.which("c++") is None, reason="needs CUDA 13's cuda.h and cupti.h (CUDA_HOME) and c++"
 )
 
-# What is called without declared types, by device/ and load/cuda_link.py, or from the allocation recorder.
+# What is called without declared types, by device/ and load/upload/cuda_link.py, or from the allocation recorder.
 UNTYPED = {
     "cuDeviceGetCount": "p",
     "cuDevicePrimaryCtxRelease_v2": "i",

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from medusa_runtime.load.skeleton import skeleton
-from medusa_runtime.models.vgg import PLANS, VGG, vgg
 from safetensors.torch import save_file
 from torch import Tensor, nn
+
+from benchmarks.cicada.vgg import PLANS, VGG, vgg
 
 # torchvision's indices of the convolutions in ``features``; a pooling follows where the next index is 3 away.
 CONVOLUTIONS = {

@@ -1,8 +1,8 @@
-"""The way into a GPU's memory: from the region's own pages, registered, or through pinned staging memory.
+"""Copying weights into a GPU's memory: from the region's own pages, or through pinned staging memory.
 
-A copy engine reads only host memory that cannot move. Either the pages where a tensor lies are registered with the
-driver and read in place (nothing is copied twice), or its bytes pass through a ring of pinned buffers. Pages that two
-tensors share are never registered: a page is registered once, by the tensor that has all of it.
+A copy engine reads only host memory that cannot move. Either the pages of a tensor are registered with the driver and
+read in place, so that nothing is copied twice, or its bytes pass through a ring of pinned buffers. A page is registered
+only by the tensor that has all of it, and so at most once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Piece(NamedTuple):
 
 
 class CudaCopy:
-    """Done when its event has passed. Keeps alive what the copy engine reads."""
+    """A copy that is done when its event has passed. Keeps alive the memory that the copy engine reads."""
 
     def __init__(self, event: torch.cuda.Event, keep: Any) -> None:
         self._event = event
@@ -48,7 +48,10 @@ class CudaCopy:
 
 
 class CudaLink:
-    """Copies on several streams, urgent tensors on those of high priority. Belongs to one thread, but for ``close``."""
+    """Copies tensors on several streams, urgent ones on streams of high priority.
+
+    Belongs to one thread, but for ``close``.
+    """
 
     def __init__(
         self,
@@ -58,9 +61,9 @@ class CudaLink:
         way: str = "auto",
         pieces: int = _PIECES,
     ) -> None:
-        """``memory`` gives named regions, else torch does.
+        """``memory`` allocates device memory by a name; without it torch does.
 
-        ``way``: ``register``, ``staging``, or ``auto``, which registers until the driver refuses.
+        ``way`` is ``register``, ``staging``, or ``auto``, which registers until the driver refuses.
         """
         assert way in WAYS
         self.device = device
@@ -116,7 +119,7 @@ class CudaLink:
 
     @staticmethod
     def _own_pages(source: Tensor) -> tuple[int, int]:
-        """The part of these bytes that lies on pages which hold nothing else: [begin, end)."""
+        """The part [begin, end) of these bytes whose pages hold nothing else."""
         address, size = source.data_ptr(), source.numel()
         begin = -address % PAGE_BYTES
         end = size - (address + size) % PAGE_BYTES
@@ -145,7 +148,7 @@ class CudaLink:
             part = source[start : start + _PIECE_BYTES]
             piece = self._free_piece()
             buffer = piece.buffer[: part.numel()]
-            buffer.copy_(part)  # several threads copy; pinned memory is filled faster than one of them can
+            buffer.copy_(part)  # by several threads: one cannot fill pinned memory as fast as it is read
             target[start : start + part.numel()].copy_(buffer, non_blocking=True)
             piece.event.record(stream)
             self._ring.append(piece)

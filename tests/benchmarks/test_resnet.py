@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from medusa_runtime.load.skeleton import skeleton
-from medusa_runtime.models.resnet import PLANS, ResNet, resnet
 from safetensors.torch import save_file
 from torch import nn
+
+from benchmarks.cicada.resnet import PLANS, ResNet, resnet
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")

@@ -1,4 +1,4 @@
-"""Old names of tensors, which a module's own code brings up to date when it is loaded: weight_norm's hooks do."""
+"""Hooks with which a module's own code changes names of old checkpoints as they are loaded, as weight_norm's do."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from medusa_runtime.load.plan import Rename
 
 
 def with_load_hooks(module: nn.Module, index: WeightIndex, rename: Rename) -> Rename:
-    """``rename``, and then what the module's hooks and its parts' own ``_load_from_state_dict`` make of the names.
+    """``rename`` followed by the renaming that the module's hooks and overridden ``_load_from_state_dict`` do.
 
-    They are run on a state dict without values, before any has come. MismatchError where one computes something: that
-    is another checkpoint, to be made once and stored.
+    They are run on a state dict without values, before any has arrived. Raises MismatchError where one computes a
+    value: that makes another checkpoint, which should be made once and stored.
     """
     parts = [(name, part) for name, part in module.named_modules() if not isinstance(part, LazyModuleMixin)]
     hooked = [(name, part) for name, part in parts if part._load_state_dict_pre_hooks or _loads_itself(part)]
@@ -52,7 +52,7 @@ def with_load_hooks(module: nn.Module, index: WeightIndex, rename: Rename) -> Re
 
 
 def _loads_itself(part: nn.Module) -> bool:
-    """Whether somebody else than PyTorch has written how it is loaded; its hooks are called there."""
+    """Whether code outside PyTorch overrides ``_load_from_state_dict``, which then calls the hooks."""
     for kind in type(part).__mro__:
         if "_load_from_state_dict" in vars(kind):
             return not kind.__module__.startswith("torch.")
@@ -60,7 +60,7 @@ def _loads_itself(part: nn.Module) -> bool:
 
 
 def _without_memory(part: nn.Module) -> nn.Module:
-    """It, for its ``_load_from_state_dict`` to write to: of the same names and shapes."""
+    """A copy with meta tensors of the same names and shapes, for ``_load_from_state_dict`` to write to."""
     stand_in = copy(part)
     for held in ("_parameters", "_buffers"):
         meta = {name: None if own is None else _meta(own) for name, own in vars(part)[held].items()}
@@ -74,19 +74,19 @@ def _meta(own: Tensor) -> Tensor:
 
 
 def has_post_hooks(module: nn.Module) -> bool:
-    """Whether something is to be done when all values are there."""
+    """Whether the module has hooks that run when all values are there."""
     return any(part._load_state_dict_post_hooks for part in module.modules())
 
 
 def run_post_hooks(module: nn.Module) -> None:
-    """As at the end of ``load_state_dict``: a part's after those of what is inside it."""
+    """Run the hooks as ``load_state_dict`` does at its end: a part's after those of the parts inside it."""
     for part in reversed(list(module.modules())):
         for hook in list(part._load_state_dict_post_hooks.values()):
             hook(part, _IncompatibleKeys([], []))
 
 
 def check_extra_state(module: nn.Module) -> None:
-    """WeightsError where a part keeps something that is no tensor, which only ``load_state_dict`` gives it."""
+    """Raise WeightsError where a part has extra state, which only ``load_state_dict`` can give it."""
     for name, part in module.named_modules():
         if type(part).set_extra_state is not nn.Module.set_extra_state:
             raise WeightsError(

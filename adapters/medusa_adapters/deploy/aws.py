@@ -1,0 +1,90 @@
+"""Calls of AWS' services through boto3, checked against the services' own models before any is made."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from medusa_runtime.errors import ConfigError, DeployError, MissingPackageError
+
+from .manifests.service_model import check_call
+
+Tell = Callable[[str], None]
+Calls = list[tuple[str, Mapping[str, Any]]]
+
+_MISSING = 'deploying to AWS needs an optional package: pip install "medusa-runtime[deploy]"'
+
+
+class Aws:
+    """A session in one region. What AWS says when it refuses a call becomes the text of a DeployError."""
+
+    def __init__(self, region: str | None) -> None:
+        try:
+            import boto3  # 0.2 s
+        except ModuleNotFoundError:
+            raise MissingPackageError(_MISSING) from None
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        self.failures: tuple[type[Exception], ...] = (BotoCoreError, ClientError)
+        self._clients: dict[str, Any] = {}
+        try:
+            self._session = boto3.session.Session(region_name=region)
+        except BotoCoreError as error:
+            raise DeployError(f"AWS cannot be called: {error}") from None
+        if not self._session.region_name:
+            raise DeployError("AWS' region is missing: give --region or set AWS_DEFAULT_REGION")
+        self.region = str(self._session.region_name)
+
+    def client(self, service: str) -> Any:
+        """boto3's client of a service."""
+        if service not in self._clients:
+            try:
+                self._clients[service] = self._session.client(service)
+            except self.failures as error:
+                raise DeployError(f"AWS cannot be called: {error}") from None
+        return self._clients[service]
+
+    def call(self, service: str, operation: str, parameters: Mapping[str, Any]) -> Any:
+        """Make one call. DeployError with AWS' reason when it is refused."""
+        method = "".join("_" + c.lower() if c.isupper() else c for c in operation).lstrip("_")
+        try:
+            return getattr(self.client(service), method)(**parameters)
+        except self.failures as error:
+            raise DeployError(f"{_NAMES.get(service, service)} refused {operation}: {error}") from error
+
+
+_NAMES = {"sagemaker": "SageMaker", "application-autoscaling": "Application Auto Scaling", "lambda": "Lambda"}
+
+
+def planned(calls: Calls, service: str) -> Calls:
+    """The calls, each checked against the service's own model. Raises ConfigError."""
+    try:
+        for operation, parameters in calls:
+            check_call(service, operation, parameters)
+    except ModuleNotFoundError:
+        raise MissingPackageError(_MISSING) from None
+    return calls
+
+
+def print_calls(calls: Calls) -> None:
+    """The calls as JSON; and, on stderr, that none of them was made."""
+    print(json.dumps([{"operation": operation, "parameters": given} for operation, given in calls], indent=2))
+    print("medusa: nothing was called; add --apply to make these calls", file=sys.stderr)
+
+
+def pairs(given: list[str], flag: str = "--tag") -> dict[str, str]:
+    """``KEY=VALUE`` flags for tags. AWS' own model checks their form."""
+    found = {}
+    for text in given:
+        key, sign, value = text.partition("=")
+        if not sign or not key:
+            raise ConfigError(f"{flag}={text!r} cannot be used: expected KEY=VALUE")
+        found[key] = value
+    return found
+
+
+def say(line: str) -> None:
+    """Print a line at once."""
+    print(line, flush=True)

@@ -1,0 +1,43 @@
+"""`medusa deploy kserve`: a ServingRuntime and an InferenceService, printed or applied with kubectl."""
+
+from __future__ import annotations
+
+import argparse
+
+from . import agent
+from .cluster import print_or_apply
+from .manifests import knative, kserve, values
+from .manifests.function import add_arguments as add_function_arguments
+from .manifests.function import function
+from .placement import add_arguments as add_placement_arguments
+from .placement import placement
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_function_arguments(parser)
+    parser.add_argument(
+        "--timeout", type=int, default=300, help="seconds a request may take (60 to 600; default: %(default)s)"
+    )
+    add_placement_arguments(parser)
+    parser.add_argument(
+        "--mode",
+        choices=tuple(kserve.MODES),
+        default="knative",
+        help="what KServe runs it on: Knative, which scales to zero, or a Deployment (default: %(default)s)",
+    )
+    parser.add_argument("--apply", action="store_true", help="apply with kubectl instead of printing")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    values.within(arguments.timeout, knative.LEAST_TIMEOUT_S, knative.MOST_TIMEOUT_S, "--timeout-s", "seconds")
+    placed = placement(arguments)
+    described = function(
+        arguments, platform="knative" if arguments.mode == "knative" else "local", timeout_s=arguments.timeout
+    )
+    return print_or_apply(
+        kserve.manifests(described, placed, mode=arguments.mode),
+        ["Made by `medusa deploy kserve`.", "The instance fetches the model itself, so there is no storageUri."],
+        agent=agent.Agent(),
+        namespace=placed.namespace,
+        apply=arguments.apply,
+    )

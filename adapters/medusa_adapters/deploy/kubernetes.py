@@ -1,0 +1,96 @@
+"""`medusa deploy kubernetes`: a Deployment, a Service and an autoscaler, printed or applied with kubectl."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+from medusa_runtime.errors import ConfigError
+
+from . import agent
+from .cluster import print_or_apply
+from .manifests import kubernetes, values
+from .manifests.function import Function, function
+from .manifests.function import add_arguments as add_function_arguments
+from .manifests.pod import Placement
+from .placement import add_arguments as add_placement_arguments
+from .placement import placement
+
+_MOST_TIMEOUT_S = 12 * 3600
+_HOST = re.compile(r"(\*\.)?[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_shared_arguments(parser)
+    parser.add_argument(
+        "--network-policy",
+        action="store_true",
+        help="render a NetworkPolicy, too: connections from this namespace alone",
+    )
+    agent.add_arguments(parser)
+    parser.add_argument("--apply", action="store_true", help="apply with kubectl instead of printing")
+
+
+def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``described``, which a Helm chart has, too."""
+    add_function_arguments(parser)
+    parser.add_argument("--timeout", type=int, default=300, help="seconds a request may take (default: %(default)s)")
+    add_placement_arguments(parser)
+    parser.add_argument(
+        "--autoscaler",
+        choices=kubernetes.AUTOSCALERS,
+        help="hpa: by CPU; keda: by requests, as Prometheus has them; keda-http: by requests, to zero; "
+        "none: --min-scale instances (default: hpa with --cpu, else none)",
+    )
+    parser.add_argument("--prometheus", metavar="URL", help="with keda: the Prometheus that scrapes the instances")
+    parser.add_argument(
+        "--host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="with keda-http: a host name under which the function is called; may be repeated",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    wanted, placed, scaling = described(arguments, node_agent=arguments.node_agent)
+    shared = agent.agent(arguments, placed, image=wanted.image, model=wanted.env.get("MEDUSA_MODEL"))
+    documents = [*shared.manifests, *kubernetes.manifests(wanted, placed, scaling)]
+    if arguments.network_policy:
+        documents.append(kubernetes.network_policy_of(wanted, placed))
+    return print_or_apply(
+        documents,
+        ["Made by `medusa deploy kubernetes`.", *comments(scaling)],
+        agent=shared,
+        namespace=placed.namespace,
+        apply=arguments.apply,
+    )
+
+
+def described(
+    arguments: argparse.Namespace, *, node_agent: bool = False
+) -> tuple[Function, Placement, kubernetes.Scaling]:
+    """What is to be rendered, checked. ConfigError names the flag that cannot be used."""
+    values.within(arguments.timeout, 1, _MOST_TIMEOUT_S, "--timeout-s", "seconds")
+    placed = placement(arguments, node_agent=node_agent)
+    for host in arguments.host:
+        if not _HOST.fullmatch(host):
+            raise ConfigError(f"--host={host!r} cannot be used: expected a host name such as fn.example.com")
+    scaling = kubernetes.Scaling(
+        arguments.autoscaler or ("hpa" if arguments.cpu else "none"), arguments.prometheus, tuple(arguments.host)
+    )
+    kubernetes.check(scaling, placed)
+    return function(arguments, platform="local", timeout_s=arguments.timeout), placed, scaling
+
+
+def comments(scaling: kubernetes.Scaling) -> list[str]:
+    """What the autoscaler needs in the cluster."""
+    return {
+        "hpa": ["The HorizontalPodAutoscaler needs the cluster's metrics-server."],
+        "keda": ["The ScaledObject needs KEDA (https://keda.sh), and Prometheus to scrape the instances' /metrics."],
+        "keda-http": [
+            "The HTTPScaledObject needs KEDA and its HTTP add-on; send requests to the add-on's interceptor "
+            "(keda-add-ons-http-interceptor-proxy), which holds them while no instance runs."
+        ],
+        "none": ["The number of instances is fixed: no --autoscaler was chosen."],
+    }[scaling.autoscaler]

@@ -1,0 +1,102 @@
+"""`medusa deploy lambda`: the calls that make, update or delete a Lambda function, printed or made through boto3."""
+
+from __future__ import annotations
+
+import argparse
+
+from medusa_runtime.errors import ConfigError, DeployError
+
+from .aws import Aws, Calls, pairs, planned, print_calls, say
+from .manifests import lambda_, values
+from .manifests.function import add_arguments as add_function_arguments
+from .manifests.function import function
+
+_CREATED, _UPDATED = "function_active_v2", "function_updated_v2"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_function_arguments(parser)
+    parser.add_argument("--role", metavar="ARN", help="execution role")
+    parser.add_argument(
+        "--timeout", type=int, default=60, help="seconds a request may take (1 to 900; default: %(default)s)"
+    )
+    parser.add_argument("--memory-mb", type=int, default=2048, help="128 to 10240; CPUs follow it; the weights count")
+    parser.add_argument("--storage-mb", type=int, default=512, help="size of /tmp, 512 to 10240")
+    parser.add_argument("--architecture", choices=lambda_.ARCHITECTURES, default="x86_64", help="the image's")
+    parser.add_argument(
+        "--url", choices=("iam", "public"), help="give it a function URL, for callers with AWS' signature or for all"
+    )
+    parser.add_argument("--subnet", action="append", default=[], metavar="ID", help="of a VPC to join; may be repeated")
+    parser.add_argument(
+        "--security-group", action="append", default=[], metavar="ID", help="with --subnet; may be repeated"
+    )
+    parser.add_argument("--tag", action="append", default=[], metavar="KEY=VALUE", help="may be repeated")
+    parser.add_argument("--region", help="default: as boto3 finds it")
+    parser.add_argument("--update", action="store_true", help="give the function that is there this version")
+    parser.add_argument("--delete", action="store_true", help="delete the function")
+    parser.add_argument("--apply", action="store_true", help="make the calls; without it they are only printed")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.update and arguments.delete:
+        raise ConfigError("--update and --delete: expected one of them")
+    calls = plan(arguments)
+    if not arguments.apply:
+        print_calls(calls)
+        return 0
+    aws = Aws(arguments.region)
+    made: Calls = []
+    try:
+        for operation, parameters in calls:
+            aws.call("lambda", operation, parameters)
+            made.append((operation, parameters))
+            say(f"{operation} {parameters['FunctionName']}")
+            _wait(aws, operation, arguments.name)
+    except DeployError:
+        if made and made[0][0] == "CreateFunction":
+            aws.call("lambda", "DeleteFunction", {"FunctionName": arguments.name})
+            say(f"DeleteFunction {arguments.name}")
+        raise
+    if arguments.url and not arguments.update and not arguments.delete:
+        say(aws.call("lambda", "GetFunctionUrlConfig", {"FunctionName": arguments.name})["FunctionUrl"])
+    return 0
+
+
+def plan(arguments: argparse.Namespace) -> Calls:
+    """The calls, checked against the limits and against Lambda's own model. Raises ConfigError."""
+    if arguments.delete:
+        return planned([("DeleteFunction", {"FunctionName": values.name(arguments.name)})], "lambda")
+    values.within(arguments.timeout, 1, lambda_.MOST_TIMEOUT_S, "--timeout-s", "seconds")
+    if not arguments.role:
+        raise ConfigError(
+            "--role is missing: expected the ARN of the execution role, e.g. arn:aws:iam::123456789012:role/fn"
+        )
+    if arguments.update and (arguments.url or arguments.tag):
+        raise ConfigError("--url and --tag: expected without --update; they stay as they were made")
+    capacity = lambda_.Capacity(
+        role=arguments.role,
+        memory_mb=arguments.memory_mb,
+        storage_mb=arguments.storage_mb,
+        architecture=arguments.architecture,
+        subnets=arguments.subnet,
+        security_groups=arguments.security_group,
+        tags=pairs(arguments.tag),
+        url=None if arguments.url is None else {"iam": "AWS_IAM", "public": "NONE"}[arguments.url],
+    )
+    lambda_.check(capacity)
+    described = function(arguments, platform="lambda", timeout_s=arguments.timeout)
+    make = lambda_.update if arguments.update else lambda_.creation
+    return planned([*make(described, capacity)], "lambda")
+
+
+def _wait(aws: Aws, operation: str, name: str) -> None:
+    """Until Lambda has done it: it takes no other call for the function before."""
+    waiter = {"CreateFunction": _CREATED}.get(operation, _UPDATED if operation.startswith("UpdateFunction") else None)
+    if waiter is None:
+        return
+    from botocore.exceptions import WaiterError
+
+    try:
+        aws.client("lambda").get_waiter(waiter).wait(FunctionName=name)
+    except WaiterError as error:
+        raise DeployError(f"Lambda did not bring {name} up: {error}") from None

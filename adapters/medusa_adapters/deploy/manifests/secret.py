@@ -1,0 +1,47 @@
+"""A Kubernetes Secret as environment variables: all of its entries, or one of them under a name of its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from medusa_runtime.errors import ConfigError
+
+from . import values
+
+_ENTRY = re.compile(r"[-._a-zA-Z0-9]{1,253}")
+FORM = "SECRET or VARIABLE=SECRET/KEY"
+
+
+class Secret(NamedTuple):
+    """``key`` and ``variable`` are None when every entry becomes the variable of its own name."""
+
+    name: str
+    key: str | None = None
+    variable: str | None = None
+
+
+def secret(text: str, flag: str) -> Secret:
+    """``SECRET`` or ``VARIABLE=SECRET/KEY``. Raises ConfigError, which names the flag."""
+    variable, sign, rest = text.rpartition("=")
+    if not sign:
+        return Secret(values.subdomain(text, flag))
+    name, slash, key = rest.partition("/")
+    if not slash or not _ENTRY.fullmatch(key) or not values.is_variable(variable):
+        raise ConfigError(f"{flag}={text!r} cannot be used: expected {FORM}, e.g. HF_TOKEN=hub/token")
+    return Secret(values.subdomain(name, flag), key, variable)
+
+
+def sources(secrets: Sequence[Secret]) -> list[dict[str, Any]]:
+    """A container's ``envFrom``: the secrets that are taken whole."""
+    return [{"secretRef": {"name": found.name}} for found in secrets if found.key is None]
+
+
+def environment(secrets: Sequence[Secret]) -> list[dict[str, Any]]:
+    """Entries of a container's ``env``: the secrets of which one key is taken."""
+    return [
+        {"name": found.variable, "valueFrom": {"secretKeyRef": {"name": found.name, "key": found.key}}}
+        for found in secrets
+        if found.key is not None
+    ]

@@ -1,0 +1,85 @@
+"""How tensors of a checkpoint become the parameters and buffers of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from medusa_runtime.checkpoint.index import WeightIndex
+from medusa_runtime.load.gate import Gate, gates
+from medusa_runtime.load.plan import Place, Plan, Rename, places, plan
+from medusa_runtime.timeline import Timeline
+
+
+class Applier:
+    """Applies tensors to a model of ours, whose parameters want no gradient.
+
+    ``dtype`` converts floating point tensors; None keeps the checkpoint's types. ``rename`` maps a tensor's name in the
+    checkpoint to the module's, or to None to leave it out; without it the module's own ``rename`` is used if it has
+    one, else the names are equal.
+    """
+
+    def __init__(self, module: nn.Module, *, dtype: torch.dtype | None = None, rename: Rename | None = None) -> None:
+        self.module = module
+        self.dtype = dtype
+        self._rename: Rename = rename or getattr(module, "rename", None) or (lambda name: name)
+        self._places: dict[str, Place] = {}
+
+    def gates(self, timeline: Timeline | None) -> list[Gate]:
+        """Gates in front of the module's parts, closed."""
+        return gates(self.module, timeline)
+
+    def plan(self, index: WeightIndex) -> Plan:
+        """Where each tensor goes. Raises MismatchError when the checkpoint is not this module's."""
+        self._places = places(self.module)
+        return plan(index, self._places, self._rename)
+
+    def hints(self, index: WeightIndex) -> bool:
+        """Whether the plan's order is one that the prefetcher does not know."""
+        return False
+
+    def initial_values(self, missing: Sequence[Place]) -> Iterator[Tensor]:
+        """The values of places for which the checkpoint has none: counters of batch norms, which the module has."""
+        for place in missing:
+            assert not place.tensor.is_meta
+            yield place.tensor.detach()
+
+    def apply(self, place: Place, tensor: Tensor) -> bool:
+        """Give ``tensor``, a view of the region, to the module. Whether the module has a copy instead of the view."""
+        value = tensor.to(None, self.dtype if tensor.is_floating_point() else None)
+        if place.is_buffer and same_memory(value, tensor):
+            value = value.clone()  # the forward may write to it, so it is never a view
+        return not same_memory(self.assign(place, self.as_parameter(place, value)), tensor)
+
+    def as_parameter(self, place: Place, value: Tensor) -> Tensor:
+        """``value`` as what the module holds in this place."""
+        return value if place.is_buffer else nn.Parameter(value, requires_grad=False)
+
+    def assign(self, place: Place, value: Tensor) -> Tensor:
+        """Put ``value`` into every module that owns this place; what the module now holds."""
+        for owner, attribute in place.owners:
+            held: dict[str, Any] = owner._buffers if place.is_buffer else owner._parameters
+            if held.get(attribute) is place.tensor:  # else its user has put something else there
+                held[attribute] = value
+        return value
+
+    def names(self, index: WeightIndex) -> dict[int, str]:
+        """The checkpoint's name of each tensor of the module, by the tensor's id. Only when all are applied."""
+        found: dict[int, str] = {}
+        for name in index.order:
+            target = self._rename(name)
+            place = None if target is None else self._places.get(target)
+            if place is None:
+                continue
+            for owner, attribute in place.owners:
+                held: dict[str, Any] = owner._buffers if place.is_buffer else owner._parameters
+                found.setdefault(id(held.get(attribute)), name)
+        return found
+
+
+def same_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are views of the same memory."""
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -1,0 +1,110 @@
+"""The tensors that a load has still to apply: which have arrived, and which gate waits for which."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from torch import nn
+
+from medusa_runtime.load.gate import Gate
+from medusa_runtime.load.plan import Place
+from medusa_runtime.region.reader import Region
+from medusa_runtime.timeline import Timeline
+
+_HINT_EVERY_S, _HINTED = 0.01, 256  # how often, and how many of the next tensors, the prefetcher is told
+_LOOKAHEAD = 32  # tensors behind the next one that are looked at; a fetch is seldom further out of order
+
+
+class Backlog:
+    """What is still pending, in execution order; what a forward waits for goes first (Cicada §3.5).
+
+    Belongs to the thread of the load, but for the demands of gates. A gate opens when the last tensor of its modules
+    is counted.
+    """
+
+    def __init__(self, region: Region, gates: Sequence[Gate], timeline: Timeline | None) -> None:
+        self.pending: dict[str, Place] = {}  # by the tensors' names in the checkpoint
+        self.urgent: list[str] = []  # those of them that a forward waited for at the last look
+        self.demanding: list[Gate] = []  # at which a forward waits
+        self._region = region
+        self._gates = gates
+        self._timeline = timeline
+        self._waiting: dict[nn.Module, list[Gate]] = {}
+        self._needs: dict[Gate, list[str]] = {}
+        self._order: list[str] = []
+        self._next = 0  # the first one in the order that may be pending
+        self._hints = False
+        self._hint_at = 0.0
+        for gate in gates:
+            gate.demand = self._demand
+
+    def add(self, todo: dict[str, Place], missing: Sequence[Place], *, hints: bool) -> None:
+        """Take in all that a load applies, ``missing`` ones without the checkpoint; open gates that need nothing.
+
+        ``hints``: the prefetcher does not know this order, and is told which tensors are next.
+        """
+        self.pending, self._order, self._hints = todo, list(todo), hints
+        for gate in self._gates:
+            for owner in gate.owners:
+                self._waiting.setdefault(owner, []).append(gate)
+        needs: dict[Gate, list[str]] = {gate: [] for gate in self._gates}
+        for name, place in todo.items():
+            for gate in self._gates_of(place):
+                gate.remaining += 1
+                needs[gate].append(name)
+        for place in missing:
+            for gate in self._gates_of(place):
+                gate.remaining += 1
+        self._needs = needs
+        for gate in self._gates:
+            if not gate.remaining:
+                gate.open()
+
+    def arrived(self, wait_s: float) -> list[str]:
+        """Pending tensors whose bytes are there, urgent ones first; waits for the next one when there is none."""
+        pending, region = self.pending, self._region
+        while self._order[self._next] not in pending:
+            self._next += 1
+        self.urgent = self._demand_again()
+        if self._hints and (now := time.monotonic()) >= self._hint_at:
+            self._hint_at = now + _HINT_EVERY_S
+            region.hint(self._order[self._next : self._next + _HINTED])
+        ahead = self._order[self._next : self._next + _LOOKAHEAD]
+        looked = [name for name in dict.fromkeys([*self.urgent, *ahead]) if name in pending]
+        found = [name for name in looked if region.has(name)]
+        if not found:
+            try:
+                region.wait_tensor(looked[0], wait_s)
+            except TimeoutError:
+                pass
+        return found
+
+    def count(self, place: Place, start_ns: int) -> None:
+        """A tensor was applied: its gates wait for one less. ``start_ns`` is when that began."""
+        for gate in self._gates_of(place):
+            gate.begin_ns = gate.begin_ns or start_ns
+            gate.remaining -= 1
+            if not gate.remaining:
+                gate.open()
+                if self._timeline is not None:
+                    self._timeline.record("apply", gate.begin_ns, time.monotonic_ns(), unit=gate.name)
+
+    def _demand(self, gate: Gate) -> None:
+        """A forward waits at this gate: have its tensors fetched and applied first."""
+        self.demanding.append(gate)
+        names = self._needs.get(gate)
+        if names is not None:  # else the index has not come, and nothing is fetched yet
+            self._region.demand([name for name in names if name in self.pending])
+
+    def _demand_again(self) -> list[str]:
+        """The pending tensors that a forward waits for, demanded again in case the first demand was lost."""
+        self.demanding = [gate for gate in self.demanding if not gate.is_open]
+        names = [name for gate in self.demanding for name in self._needs.get(gate, ()) if name in self.pending]
+        if names:
+            self._region.demand(names)
+        return names
+
+    def _gates_of(self, place: Place) -> list[Gate]:
+        """Each gate once, also when tied parameters have several owners in one unit."""
+        return list(dict.fromkeys(gate for owner, _ in place.owners for gate in self._waiting.get(owner, ())))

@@ -1,0 +1,1 @@
+"""Modules that a user's factory makes: constructed without weights, and filled while they are already in use."""

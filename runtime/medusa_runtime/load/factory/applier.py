@@ -1,0 +1,137 @@
+"""How tensors are applied to a module of which only its factory is known: with the result of ``load_state_dict``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from medusa_runtime.checkpoint.index import WeightIndex
+from medusa_runtime.load.aliasing import aliased
+from medusa_runtime.load.alignment import must_move
+from medusa_runtime.load.applier import Applier, same_memory
+from medusa_runtime.load.factory.load_hooks import with_load_hooks
+from medusa_runtime.load.factory.options import BuildOptions
+from medusa_runtime.load.gate import Gate, owner_gates
+from medusa_runtime.load.pending import can_be_pending, fill_in_place, make_pending, pending_value, resolve
+from medusa_runtime.load.plan import Place, Plan, Rename, places, plan
+from medusa_runtime.timeline import Timeline
+
+
+class FactoryApplier(Applier):
+    """Applies tensors to what a user's factory made; it may be in use, and changed by its user, meanwhile.
+
+    Every module that owns tensors has a gate, and every parameter is a ``PendingParameter`` until its value arrives.
+    ``factory`` makes the module with initial values, for what the checkpoint lacks (``strict=False``).
+    """
+
+    def __init__(self, module: nn.Module, factory: Callable[[], nn.Module], options: BuildOptions) -> None:
+        super().__init__(module, dtype=options.dtype, rename=_rename(module, options))
+        self._factory = factory
+        self._options = options
+        self._device = None if options.device is None else torch.device(options.device)
+        # What the factory made. What is done to the module later is its user's, and is left as it is.
+        self._places = places(module)
+        self._in_place: set[Place] = set()  # written to where they are, because others look at them there
+        self.has_shared = False  # whether something else uses the memory of a parameter
+
+    def gates(self, timeline: Timeline | None) -> list[Gate]:
+        """Gates in front of the modules that own tensors; the tensors are pending from now on."""
+        found = owner_gates(self.module, timeline)
+        self._make_pending({id(owner): gate for gate in found for owner in gate.owners})
+        return found
+
+    def _make_pending(self, guards: dict[int, Gate]) -> None:
+        device = self._device or torch.device("cpu")
+        elsewhere = aliased(place.tensor for place in self._places.values() if can_be_pending(place.tensor))
+        self.has_shared = bool(elsewhere)
+        for place in set(self._places.values()):
+            tensor = place.tensor
+            if is_lazy(tensor):
+                continue
+            if place.is_buffer or id(tensor) in elsewhere or not can_be_pending(tensor):
+                self._in_place.add(place)
+            if can_be_pending(tensor) and id(tensor) not in elsewhere:
+                dtype = self.dtype if self.dtype and tensor.is_floating_point() else tensor.dtype
+                make_pending(tensor, guards[id(place.owners[0][0])], dtype, device)
+
+    def plan(self, index: WeightIndex) -> Plan:
+        rename = with_load_hooks(self.module, index, self._rename)
+        found = plan(index, self._places, rename, strict=self._options.strict, built=True)
+        if index.recorded:
+            return found
+        # Nobody knows in which order a forward goes; it was constructed in one that is seldom another.
+        rank = {name: number for number, name in enumerate(self._places)}
+        return Plan(dict(sorted(found.todo.items(), key=lambda item: rank[item[1].name])), found.missing)
+
+    def hints(self, index: WeightIndex) -> bool:
+        return not index.recorded
+
+    def initial_values(self, missing: Sequence[Place]) -> Iterator[Tensor]:
+        """The values that the factory gives them, as after ``load_state_dict(strict=False)``."""
+        fresh: dict[str, Place] = {}
+        for place in missing:
+            with torch._C.DisableTorchFunctionSubclass():
+                value = None if place.tensor.is_meta or is_lazy(place.tensor) else place.tensor.detach()
+            if value is None:
+                fresh = fresh or places(self._factory())
+                tensor = fresh[place.name].tensor
+                value = tensor if is_lazy(tensor) else tensor.detach()
+            yield value
+
+    def apply(self, place: Place, tensor: Tensor) -> bool:
+        value = self._converted(place, tensor)
+        filled = place in self._in_place and fill_in_place(place.tensor, value)
+        if place.is_buffer and not filled and same_memory(value, tensor):
+            value = value.clone()  # the forward may write to it, so it is never a view
+        value = self.assign(place, place.tensor if filled else self.as_parameter(place, value))
+        return filled or is_lazy(value) or not same_memory(value, tensor)
+
+    def as_parameter(self, place: Place, value: Tensor) -> Tensor:
+        if place.is_buffer or is_lazy(value):
+            return value
+        # Whether it wants a gradient changes how torch multiplies, and so last bits, also where nobody asks for one.
+        return nn.Parameter(value, place.tensor.requires_grad)
+
+    def assign(self, place: Place, value: Tensor) -> Tensor:
+        if pending_value(place.tensor) is not None:
+            value = resolve(place.tensor, value)
+        return super().assign(place, value)
+
+    def _converted(self, place: Place, tensor: Tensor) -> Tensor:
+        """``tensor`` as ``load_state_dict`` leaves it: of the module's type, whatever the file's is."""
+        if is_lazy(tensor):
+            return tensor
+        dtype, own = self.dtype if tensor.is_floating_point() else None, place.tensor.dtype
+        value = tensor.to(self._device, (dtype or own) if own.is_floating_point else own)
+        if self._options.memory_format is not None and value.dim() == 4:
+            value = value.contiguous(memory_format=self._options.memory_format)
+        elif not (place.is_buffer or is_lazy(place.tensor)):
+            value = _laid_out_as(place.tensor, value)
+        must_copy = self._options.copy or (self._options.exact and must_move(value))
+        return value.clone() if must_copy and same_memory(value, tensor) else value
+
+
+def _rename(module: nn.Module, options: BuildOptions) -> Rename:
+    own: Rename | None = options.rename or getattr(module, "rename", None)
+
+    def rename(name: str) -> str | None:
+        if not name.startswith(options.prefix):
+            return None
+        bare = name[len(options.prefix) :]
+        return own(bare) if own else bare
+
+    return rename
+
+
+def _laid_out_as(like: Tensor, value: Tensor) -> Tensor:
+    """``value`` as ``load_state_dict`` leaves it: in the module's own memory format, which changes last bits."""
+    if like.stride() == value.stride():
+        return value
+    pairs = zip(like.shape, like.stride(), value.stride(), strict=True)
+    if all(size == 1 or own == found for size, own, found in pairs):  # torch reads the format of a 1x1 kernel from them
+        return value.as_strided(like.shape, like.stride(), value.storage_offset())
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.empty_like(like, dtype=value.dtype, device=value.device, requires_grad=False).copy_(value)

@@ -1,0 +1,1 @@
+"""Weights on their way into the memory of a device."""

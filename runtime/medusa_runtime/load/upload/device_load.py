@@ -1,0 +1,85 @@
+"""Loading onto a device: every tensor has its address at once, and is applied when its copy is done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from torch import Tensor
+
+from medusa_runtime.checkpoint.index import WeightIndex
+from medusa_runtime.load.applier import Applier
+from medusa_runtime.load.backlog import Backlog
+from medusa_runtime.load.upload.link import Link
+from medusa_runtime.load.upload.slab import Layout, lay_out
+from medusa_runtime.load.upload.slab import views as slab_views
+from medusa_runtime.load.upload.uploads import Uploads
+from medusa_runtime.load.views import Views
+from medusa_runtime.region.reader import Region
+
+_POLL_S = 0.0005  # how long to wait for the next tensor before looking for copies that are done
+
+
+class DeviceLoad:
+    """Copies a backlog's tensors over a link into one slab on the device.
+
+    ``on_placed`` is called when every parameter has its address. With ``release`` the region's bytes of each copied
+    tensor are dropped, so that nobody can load them a second time.
+    """
+
+    def __init__(
+        self,
+        region: Region,
+        applier: Applier,
+        backlog: Backlog,
+        link: Link,
+        *,
+        release: bool,
+        on_placed: Callable[[], None],
+    ) -> None:
+        self._region = region
+        self._applier = applier
+        self._backlog = backlog
+        self._link = link
+        self._release = release
+        self._on_placed = on_placed
+        self.slab: Tensor | None = None
+        self.layout: Layout | None = None
+
+    def run(self, index: WeightIndex, check: Callable[[], None]) -> None:
+        """Upload and apply all of the backlog; ``check`` is called again and again and may raise."""
+        views, uploads, backlog, link = Views(self._region), Uploads(self._link), self._backlog, self._link
+        places, sources, begun_ns = dict(backlog.pending), dict[str, Tensor](), dict[str, int]()
+        targets = self._place()
+        while backlog.pending or uploads:
+            check()
+            must_wait = not backlog.pending or not uploads.has_room
+            for name in uploads.wait(check) if must_wait else uploads.finished():
+                backlog.count(places[name], begun_ns[name])
+                source = sources.pop(name)
+                if self._release:
+                    link.forget(source)
+                    del source
+                    self._region.release(name)
+            for name in backlog.arrived(_POLL_S) if backlog.pending else ():
+                del backlog.pending[name]
+                begun_ns[name] = time.monotonic_ns()
+                sources[name] = views.tensor(name, index.tensors[name])
+                uploads.begin(name, targets[name], sources[name], urgent=name in backlog.urgent)
+                if not uploads.has_room:
+                    break
+
+    def close(self) -> None:
+        """Wait for the copies that run. May be called twice."""
+        self._link.close()
+
+    def _place(self) -> dict[str, Tensor]:
+        """Where on the device each tensor goes; the module has its parameters from now on."""
+        applier, pending = self._applier, self._backlog.pending
+        layout = self.layout = lay_out(pending, applier.module, applier.dtype)
+        slab = self.slab = self._link.memory("weights", layout.size_bytes)
+        targets = slab_views(slab, layout, pending)
+        for name, place in pending.items():
+            applier.assign(place, applier.as_parameter(place, targets[name]))
+        self._on_placed()
+        return targets

@@ -1,0 +1,60 @@
+"""Copies to a device that are in flight (ParaServe §5.2: the parameter manager's streams)."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from medusa_runtime.load.upload.link import Copy, Link
+
+_IN_FLIGHT_BYTES = 256 << 20  # a tensor that a forward waits for waits no longer than these take
+_POLL_S = 0.0002
+
+
+@dataclass(slots=True)
+class _Upload:
+    name: str
+    copy: Copy
+    size_bytes: int
+
+
+class Uploads:
+    """The copies that have begun and are not known to be done. Belongs to one thread."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._running: deque[_Upload] = deque()
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another copy may begin."""
+        return self._bytes < _IN_FLIGHT_BYTES
+
+    def begin(self, name: str, target: Tensor, source: Tensor, *, urgent: bool) -> None:
+        """Begin to copy ``source`` to ``target``; ``finished`` will report it by its name."""
+        upload = _Upload(name, self._link.copy(target, source, urgent=urgent), target.nbytes)
+        self._running.append(upload)
+        self._bytes += upload.size_bytes
+
+    def finished(self) -> list[str]:
+        """The names of copies that are done, each reported once, in any order: urgent ones overtake others."""
+        done = [upload for upload in self._running if upload.copy.done()]
+        if done:
+            self._running = deque(upload for upload in self._running if upload not in done)
+            self._bytes -= sum(upload.size_bytes for upload in done)
+        return [upload.name for upload in done]
+
+    def wait(self, check: Callable[[], None]) -> list[str]:
+        """Wait until at least one copy is done; ``check`` is called meanwhile and may raise."""
+        while not (names := self.finished()):
+            check()
+            time.sleep(_POLL_S)
+        return names

@@ -1,0 +1,62 @@
+"""`medusa deploy` as a user runs it, and what its manifests are held against."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+MEDUSA = Path(sys.executable).with_name("medusa")
+CRD = Path(__file__).parent / "adapters" / "schemas" / "knative_service_crd.yaml"
+
+
+def deploy(platform: str, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("MEDUSA_")}
+    command = [MEDUSA, "deploy", platform, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=clean | environ, timeout=90, check=False)
+
+
+def rendered(platform: str, *arguments: str) -> tuple[str, list[dict[str, Any]]]:
+    done = deploy(platform, *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, list(yaml.safe_load_all(done.stdout))
+
+
+def refused(platform: str, *arguments: str, **environ: str) -> str:
+    done = deploy(platform, *arguments, **environ)
+    assert done.returncode in (1, 2), done
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("medusa: ")
+    assert not done.stdout
+    return line
+
+
+def strict(schema: Any) -> Any:
+    """The CRD's schema with unknown fields refused (a cluster drops them) and Kubernetes' own keywords read."""
+    if isinstance(schema, list):
+        return [strict(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: strict(value) for key, value in schema.items()}
+    open_ended = schema.get("x-kubernetes-preserve-unknown-fields") or "additionalProperties" in schema
+    if isinstance(schema.get("properties"), dict) and not open_ended:
+        found["additionalProperties"] = False
+    if schema.get("x-kubernetes-int-or-string"):
+        found["type"] = ["integer", "string"]
+    return found
+
+
+def knative_schema() -> Any:
+    """Knative's own schema of a Service, strict."""
+    (version,) = yaml.safe_load(CRD.read_text())["spec"]["versions"]
+    schema = version["schema"]["openAPIV3Schema"]
+    # The API server itself knows these; the CRD leaves them out.
+    schema["properties"] |= {key: {"type": "string"} for key in ("apiVersion", "kind")}
+    texts = {"type": "object", "additionalProperties": {"type": "string"}}
+    metadata = {"name": {"type": "string"}, "namespace": {"type": "string"}, "labels": texts, "annotations": texts}
+    schema["properties"]["metadata"] = {"type": "object", "properties": metadata}
+    return strict(schema)
