@@ -1,4 +1,4 @@
-"""How many requests are let in, and in which order. Probes are not counted, so they never queue behind work."""
+"""Admits requests, up to a number and in order. Probes are not counted, so they never queue behind work."""
 
 from __future__ import annotations
 

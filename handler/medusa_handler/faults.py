@@ -9,7 +9,7 @@ from typing import Any
 
 from medusa_runtime.errors import MedusaError, OverloadedError, RequestError
 
-from .user_code.contract import HttpError
+from .contract import HttpError
 
 _TYPES = {
     400: "invalid_request_error",
@@ -44,16 +44,16 @@ class ApiError(HttpError):
 
 
 class ClientGoneError(Exception):
-    """The client has closed its connection; there is nobody to answer."""
+    """The client has closed its connection; no answer can reach it."""
 
 
 def not_ready(message: str, retry_after_s: float = 1.0) -> ApiError:
-    """503 for what will be there later."""
+    """Return a 503 for something that is not there yet."""
     return ApiError(503, message, code="not_ready", headers=retry_after(retry_after_s))
 
 
 def stopping() -> ApiError:
-    """503 for a request that still waited for the start when the instance was told to stop."""
+    """Return a 503 for a request that still waited for the start when the instance was stopped."""
     return not_ready("the instance is stopping and will not become ready; try again")
 
 
@@ -78,7 +78,7 @@ def as_api_error(error: Exception) -> ApiError | None:
 
 
 def internal_error(request_id: str) -> ApiError:
-    """What a client is told of a defect."""
+    """The answer to a client when our code or the user's is defective."""
     return ApiError(500, f"internal error; the log has the details under request id {request_id}", code="internal")
 
 

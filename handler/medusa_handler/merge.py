@@ -34,7 +34,7 @@ class Merge(Generic[T]):
 
     @property
     def done(self) -> bool:
-        """Every source has ended."""
+        """Whether every source has ended."""
         return self._open == 0
 
     def get(self, timeout_s: float) -> Item[T] | None:
@@ -51,7 +51,7 @@ class Merge(Generic[T]):
         return Item(number, value)
 
     def close(self) -> None:
-        """The sources are closed by their own threads, as soon as these return from them; ``cancel`` hastens that."""
+        """Let each thread close its source when it returns from it; a source's ``cancel`` speeds that up."""
         self._closed.set()
         for source in self._sources:
             cancel = getattr(source, "cancel", None)

@@ -51,7 +51,7 @@ class Histogram:
 
 
 class Metrics:
-    """What this process counts by itself."""
+    """The counters and histograms of the worker process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,12 +1,11 @@
-"""What probes are answered, by whichever process accepts connections, from pages of memory that others write."""
+"""The answers to probes, made by the process that accepts connections from memory that other processes write."""
 
 from __future__ import annotations
 
-import json
 import mmap
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .model.name import served_name, small_files
 from .platform import ACCEPTING, LIVE, READY
 
 if TYPE_CHECKING:
@@ -21,9 +20,6 @@ _ENGINE = ("", "idle", "starting", "loading", "ready")
 _FUNCTION = ("", "loading", "ready")
 _READY, _DRAINING, _ENGINE_AT, _FUNCTION_AT, _BODIES_FULL = range(5)  # bytes of the page
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
-_NAMELESS = ("", ".", "..", "model", "models", "main")
-
 
 class ProbeResponse(NamedTuple):
     """A probe's answer: 200 or 503, and the body."""
@@ -33,7 +29,10 @@ class ProbeResponse(NamedTuple):
 
 
 class Probes:
-    """Made before the worker is forked. The worker calls ``tell``; anybody may call ``answer``, which never waits."""
+    """The state that probes report, made before the worker is forked.
+
+    The worker calls ``publish``; any process may call ``answer``, which never waits.
+    """
 
     def __init__(self, settings: Settings, platform: Platform, region: Region | None, heartbeats: Heartbeats) -> None:
         self.kinds = {**PROBES, **platform.probes}
@@ -42,11 +41,11 @@ class Probes:
         self.heartbeats = heartbeats
         self._page = mmap.mmap(-1, mmap.PAGESIZE)
 
-    def tell(self, *, ready: bool, draining: bool, engine: str, function: str) -> None:
+    def publish(self, *, ready: bool, draining: bool, engine: str, function: str) -> None:
         self._page[:4] = bytes((ready, draining, _ENGINE.index(engine), _FUNCTION.index(function)))
 
-    def tell_bodies_full(self, full: bool) -> None:
-        """Whether the worker has room for another large body, or for one that waits (body_budget.py)."""
+    def set_bodies_full(self, full: bool) -> None:
+        """Note whether the worker can take no further large body, nor let one wait (body_budget.py)."""
         self._page[_BODIES_FULL] = full
 
     @property
@@ -54,7 +53,7 @@ class Probes:
         return bool(self._page[_BODIES_FULL])
 
     def answer(self, path: str) -> ProbeResponse | str | None:
-        """None when the path is no probe's; a path of the function where that is to be asked, because it is ready."""
+        """The answer, None for a path that is no probe, or a path of the function, which is then to answer itself."""
         kind = self.kinds.get(path)
         if kind is None:
             return None
@@ -72,7 +71,7 @@ class Probes:
         )
 
     def _status(self, *, ready: int, draining: int) -> dict[str, Any]:
-        """Bytes are of the weights; ``eta_s`` is the rest of the fetch at the present rate."""
+        """The body of an answer. Bytes are of the weights; ``eta_s`` is the rest of the fetch at the present rate."""
         status: dict[str, Any] = {"status": "draining" if draining else "ready" if ready else "starting"}
         if engine := _ENGINE[self._page[_ENGINE_AT]]:
             status |= {"model": served_name(self._settings, small_files(self._region)), "engine": engine}
@@ -90,43 +89,5 @@ class Probes:
         return status
 
 
-def small_files(region: Region | None) -> Callable[[str], bytes | None] | None:
-    """What reads a region's small files, once they are there; never waits."""
-    return region.file if region is not None and region.progress().state in ("fetching", "done") else None
-
-
 def _hung(roles: list[str]) -> dict[str, Any]:
     return {"status": "hung", "process": ", ".join(roles)}
-
-
-def served_name(settings: Settings, read: Callable[[str], bytes | None] | None = None) -> str:
-    """The model's name in the OpenAI routes: as given, or what its location says, without secrets.
-
-    That is the last part of a path or URL which names something; of a URL with a host alone, and of a folder that is
-    called "model", the name that its config.json has.
-    """
-    if settings.served_model_name is not None:
-        return settings.served_model_name
-    from medusa_runtime.storage.base import redacted, scheme_of  # 5 ms that no first answer of /livez should wait for
-
-    url = redacted(settings.model or "").rstrip("/")
-    path = (
-        url.partition("://")[2].partition("/")[2] if scheme_of(url) in ("http", "https") else url.rpartition("://")[2]
-    )
-    parts = [part for part in path.split("/") if part]
-    if parts and parts[-1].endswith(_WEIGHTS):
-        parts[-1:] = [] if len(parts) > 1 else [parts[-1].rpartition(".")[0]]
-    if parts and parts[-1] not in _NAMELESS:
-        return parts[-1]
-    return _name_in(read) or (parts or ["model"])[-1]
-
-
-def _name_in(read: Callable[[str], bytes | None] | None) -> str | None:
-    """The name in a config.json: what the checkpoint was saved from, or the kind of its model."""
-    try:
-        config = json.loads((read and read("config.json")) or b"{}")
-    except ValueError:
-        return None
-    names = [config.get("_name_or_path"), config.get("model_type")] if isinstance(config, dict) else []
-    found = [name.rstrip("/").rpartition("/")[2] for name in names if isinstance(name, str)]
-    return next((name for name in found if name and name not in _NAMELESS), None)

@@ -21,7 +21,9 @@ EXAMPLE = ROOT / "examples" / "pydoc-lm"
 VLLM = ROOT / ".venv-vllm"
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
 RUNNERS = tomllib.loads(Path(__file__).with_name("commands.toml").read_text())
-PROGRAM = re.compile(r"\$ |(?:\S+/bin/)?(?:make|medusa|python|podman|docker|kubectl|curl|pip|faas-cli|apt-get)\s")
+PROGRAM = re.compile(
+    r"\$ |(?:\S+/bin/)?(?:make|medusa|python|podman|docker|kubectl|curl|pip|faas-cli|apt-get|openssl)\s"
+)
 
 
 def commands_of(block: str) -> list[str]:

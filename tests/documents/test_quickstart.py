@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,16 @@ def test_the_model_answers_as_the_page_says() -> None:
     with Trial("--model", str(EXAMPLE)) as function:
         answer = function.post(url.removeprefix("localhost:8080"), body, {"content-type": "application/json"})
     assert answer.json["choices"][0]["text"] == " the value of the value."
+
+
+def test_the_function_of_the_page_runs_without_a_server(tmp_path: Path) -> None:
+    (tmp_path / "hello.py").write_text(next(block for _, block in BLOCKS if block.startswith("# hello.py")))
+    (command,) = (block for _, block in BLOCKS if block.startswith("medusa run "))
+    _, *arguments = shlex.split(command)
+    ran = subprocess.run(
+        [sys.executable, "-m", "medusa_adapters", *arguments], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert f"`{ran.stdout.strip()}`" in (ROOT / "docs/quickstart.md").read_text()
 
 
 def test_the_handler_of_the_page_streams(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_metrics_are_those_of_a_running_function() -> None:
     with Trial("--model", str(EXAMPLE)) as function:
         function.post("/v1/completions", json.dumps({"prompt": "This", "max_tokens": 3}))
         served = kinds(function.get("/metrics").text)
-    documented = documented_kinds("Requests", "The start", "The engine")
+    documented = documented_kinds("Requests", "The start", "Processes", "The engine")
     elsewhere = {name for name in documented_kinds("The engine") if "torch" not in engines_of(name)}
     assert served == {name: kind for name, kind in documented.items() if name not in elsewhere}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from medusa_handler.faults import ApiError
-from medusa_handler.openai.chat_template import ChatTemplate
+from medusa_handler.model.chat_template import ChatTemplate
 
 MESSAGES = [
     {"role": "system", "content": "Be <short> & kind."},

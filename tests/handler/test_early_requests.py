@@ -8,9 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from medusa_handler.admission import Admission
+from medusa_handler.http.environ import ARRIVED
 from medusa_handler.platform import Platform
 from medusa_handler.probes import Probes
-from medusa_handler.server.wsgi_gateway import ARRIVED, WsgiGateway
+from medusa_handler.server.wsgi_gateway import WsgiGateway
 from medusa_runtime.liveness import Heartbeats
 
 
@@ -60,21 +61,21 @@ def test_requests_beyond_the_cap_are_refused_before_the_app_is_there() -> None:
         settings=settings,
         probes=Probes(settings, Platform(), None, Heartbeats()),
         admission=SimpleNamespace(refused=0),
-        eta_s=lambda: 7.2,
+        model=SimpleNamespace(eta_s=lambda: 7.2),
     )
-    front = WsgiGateway(service, build)
+    gateway = WsgiGateway(service, build)
     answers: list[tuple[str, dict[str, str], bytes]] = []
 
     def call() -> None:
-        told: list[Any] = []
+        began: list[Any] = []
         environ = {"PATH_INFO": "/", "REQUEST_METHOD": "POST"}
-        body = b"".join(front(environ, lambda status, headers: told.append((status, dict(headers)))))
-        answers.append((*told[0], body))
+        body = b"".join(gateway(environ, lambda status, headers: began.append((status, dict(headers)))))
+        answers.append((*began[0], body))
 
     held = [threading.Thread(target=call) for _ in range(2)]
     for thread in held:
         thread.start()
-    until(lambda: not front._room._value)
+    until(lambda: not gateway._room._value)
     call()
     ((status, headers, body),) = answers
     assert status == "503 Service Unavailable"

@@ -14,11 +14,12 @@ import gunicorn
 import pytest
 from gunicorn.workers.base import Worker as BaseWorker
 from gunicorn.workers.gthread import TConn, ThreadWorker
-from medusa_handler.server import gunicorn_worker as arbiter
+from medusa_handler.server import gunicorn_worker
 from medusa_runtime.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-OVERRIDDEN = sorted(name for name in vars(arbiter.Worker) if name in dir(ThreadWorker) and not name.startswith("__"))
+OWN = vars(gunicorn_worker.Worker)
+OVERRIDDEN = sorted(name for name in OWN if name in dir(ThreadWorker) and not name.startswith("__"))
 # What the overriding methods use of the worker and of its connections, beside what they override.
 USED = {"on_pending_socket_readable": ThreadWorker, "set_timeout": TConn, "close": TConn}
 
@@ -38,20 +39,20 @@ def names_of(function: object) -> list[str]:
 
 def test_the_declared_range_is_the_one_that_is_checked() -> None:
     oldest, below = (tuple(map(int, part.split("."))) for part in re.findall(r"[\d.]+", declared()))
-    assert (oldest, below) == (arbiter.OLDEST, arbiter.BELOW)
-    assert arbiter.OLDEST <= gunicorn.version_info[:2] < arbiter.BELOW
+    assert (oldest, below) == (gunicorn_worker.OLDEST, gunicorn_worker.BELOW)
+    assert gunicorn_worker.OLDEST <= gunicorn.version_info[:2] < gunicorn_worker.BELOW
 
 
 def test_what_is_overridden_has_gunicorns_own_signatures() -> None:
     expected = ["accept", "enqueue_req", "get_thread_pool", "handle", "handle_error", "handle_exit", "handle_request"]
-    assert [*expected, "init_process", "murder_pending"] == OVERRIDDEN
+    assert [*expected, "init_process", "murder_pending", "notify", "on_client_socket_readable"] == OVERRIDDEN
     differing = {
-        name: (names_of(getattr(arbiter.Worker, name)), names_of(getattr(ThreadWorker, name)))
+        name: (names_of(getattr(gunicorn_worker.Worker, name)), names_of(getattr(ThreadWorker, name)))
         for name in OVERRIDDEN
-        if names_of(getattr(arbiter.Worker, name)) != names_of(getattr(ThreadWorker, name))
+        if names_of(getattr(gunicorn_worker.Worker, name)) != names_of(getattr(ThreadWorker, name))
     }
     assert not differing
-    assert set(names_of(TConn.close)[1:]) <= set(names_of(arbiter._closed))
+    assert set(names_of(TConn.close)[1:]) <= set(names_of(gunicorn_worker._closed))
 
 
 def test_what_is_used_is_there() -> None:
@@ -62,11 +63,11 @@ def test_what_is_used_is_there() -> None:
 
 
 def test_an_older_version_is_refused_and_a_newer_one_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    arbiter.check_version()
+    gunicorn_worker.check_version()
     with pytest.raises(ConfigError, match=re.escape(f"expected {declared()}, found 23.0.0: pip install")):
-        arbiter.check_version((23, 0, 0))
+        gunicorn_worker.check_version((23, 0, 0))
     assert not caplog.records
-    arbiter.check_version((99, 1, 0))
+    gunicorn_worker.check_version((99, 1, 0))
     assert "gunicorn 99.1.0 is newer than the tested ones" in caplog.text
 
 
@@ -75,7 +76,7 @@ def test_an_older_version_is_refused_and_a_newer_one_warned_of(caplog: pytest.Lo
 @pytest.mark.parametrize("end", ["oldest", "newest"])
 def test_requests_are_served_at_both_ends_of_the_range(tmp_path: Path, end: str) -> None:
     """The tests of a served function, streams, probes and a stop among them, with another gunicorn."""
-    wanted = f"gunicorn=={'.'.join(map(str, arbiter.OLDEST))}.0" if end == "oldest" else declared()
+    wanted = f"gunicorn=={'.'.join(map(str, gunicorn_worker.OLDEST))}.0" if end == "oldest" else declared()
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
     installed = subprocess.run(
         [*install, "--target", str(tmp_path / "installed"), wanted], capture_output=True, text=True, check=False
@@ -90,7 +91,7 @@ def test_requests_are_served_at_both_ends_of_the_range(tmp_path: Path, end: str)
         check=True,
     )
     assert where.stdout.startswith(str(tmp_path))
-    tests = [f"tests/handler/test_{name}.py" for name in ("gunicorn", "serving", "door")]
+    tests = [f"tests/handler/test_{name}.py" for name in ("gunicorn", "serving", "probe_acceptor")]
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not slow", "-p", "no:cacheprovider", *tests],
         cwd=ROOT,

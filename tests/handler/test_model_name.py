@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from medusa_handler.probes import served_name
+from medusa_handler.model.name import served_name
 from medusa_runtime.config import Settings
 
 CONFIG = b'{"_name_or_path": "org/tiny-llama", "model_type": "llama"}'

@@ -1,4 +1,4 @@
-"""Whatever bytes a connection begins with: the door waits, answers, refuses or passes the connection on untouched."""
+"""Whatever bytes a connection begins with, the acceptor waits, answers, refuses, or passes it on untouched."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from fuzzing import fuzz
 from hypothesis import strategies as st
+from medusa_handler.http.environ import SMALL_BODY_BYTES
 from medusa_handler.platform import Platform
 from medusa_handler.probes import Probes
 from medusa_handler.server.probe_acceptor import ProbeAcceptor
-from medusa_handler.server.whole_requests import HEAD_BYTES, SMALL_BODY_BYTES, Sent, judge
+from medusa_handler.server.whole_requests import HEAD_BYTES, Sent, judge
 from medusa_runtime.config import Settings
 from medusa_runtime.liveness import Heartbeats
 
@@ -39,20 +40,20 @@ REQUESTS = st.lists(PIECES, max_size=14).map(b"".join)
 
 
 @pytest.fixture
-def door() -> Iterator[ProbeAcceptor]:
+def acceptor() -> Iterator[ProbeAcceptor]:
     listener = socket.create_server(("127.0.0.1", 0))
     probes = Probes(Settings(), Platform(), None, Heartbeats())
     made = ProbeAcceptor(listener, probes, read_timeout_s=5.0, tick=lambda: None)
     yield made
     made._selector.close()
-    made.entrance.keep_reading_end()
-    made.entrance.close()
+    made.handoff.keep_reading_end()
+    made.handoff.close()
     listener.close()
 
 
 @pytest.mark.timeout(3000)
-def test_no_bytes_break_the_door(door: ProbeAcceptor) -> None:
-    client, served = _pair(door)
+def test_no_bytes_break_the_acceptor(acceptor: ProbeAcceptor) -> None:
+    client, served = _pair(acceptor)
     port = served.getsockname()[1]
 
     def check(data: bytes) -> None:
@@ -62,15 +63,15 @@ def test_no_bytes_break_the_door(door: ProbeAcceptor) -> None:
             client.sendall(data)
         while data and len(served.recv(1 << 16, socket.MSG_PEEK)) < len(data):
             pass
-        door._look(served)
+        acceptor._look(served)
         expected = judge(data) if data else Sent.NOTHING
-        if served in door._held:
+        if served in acceptor._held:
             kept = _is_probe(data)
             assert kept or expected in (Sent.PART, Sent.NOTHING)
-            door._forget(served)
-        elif door._waiting:
+            acceptor._forget(served)
+        elif acceptor._waiting:
             assert expected in (Sent.WHOLE, Sent.HEAD)
-            assert door._waiting.pop() is served
+            assert acceptor._waiting.pop() is served
             assert served.recv(1 << 16) == data  # the worker finds all of it
         answered = b""
         client.setblocking(False)
@@ -84,7 +85,7 @@ def test_no_bytes_break_the_door(door: ProbeAcceptor) -> None:
             assert _is_probe(data) or expected in (Sent.TOO_LARGE, Sent.NO_HTTP)
         client.close()
         served.close()
-        client, served = _pair(door)
+        client, served = _pair(acceptor)
         assert served.getsockname()[1] == port
 
     try:
@@ -94,18 +95,18 @@ def test_no_bytes_break_the_door(door: ProbeAcceptor) -> None:
         served.close()
 
 
-def _pair(door: ProbeAcceptor) -> tuple[socket.socket, socket.socket]:
+def _pair(acceptor: ProbeAcceptor) -> tuple[socket.socket, socket.socket]:
     client = socket.socket()
     # An end of stream that leaves nothing behind: a hundred thousand connections would take all ports for a minute.
     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
-    client.connect(door._listener.getsockname())
-    served = door._listener.accept()[0]
+    client.connect(acceptor._listener.getsockname())
+    served = acceptor._listener.accept()[0]
     served.setblocking(False)
     return client, served
 
 
 def _is_probe(data: bytes) -> bool:
-    """Read another way than the door does: a GET or HEAD of a probe's path, without a body, and nothing behind it."""
+    """Read in another way: a GET or HEAD of a probe's path, without a body, and nothing behind it."""
     head, end, behind = data.partition(b"\r\n\r\n")
     line, *fields = head.split(b"\r\n")
     words = line.split(b" ")

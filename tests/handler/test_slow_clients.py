@@ -120,7 +120,7 @@ def test_a_request_in_pieces_is_whole_in_the_end(served: Any) -> None:
         assert read_answer(connection) == (200, {"method": "POST", "bytes": 3_000_000})
 
 
-def test_the_door_refuses_what_is_no_request(serve: Serve) -> None:
+def test_the_acceptor_refuses_what_is_no_request(serve: Serve) -> None:
     served = serve(handler="function/handler.py:anything", read_timeout_s=1.0)
     served.wait_ready()
     for sent, status, code in (

@@ -34,8 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
     if settings.handler is None:
         raise ConfigError("expected a handler: medusa run handler.py, or handler.py:name")
     body = _body(arguments.request)
+    from medusa_handler.contract import Context, Headers, HttpError, Request
     from medusa_handler.user_code.code import UserCode
-    from medusa_handler.user_code.contract import Context, Headers, HttpError, Request
     from medusa_handler.user_code.loop import EventLoop
     from medusa_handler.user_code.user_traceback import log_cause, user_traceback
 
@@ -74,7 +74,7 @@ def _hinted(error: Exception, message: str) -> MedusaError:
 
 def _show(result: Any) -> int:
     """Print what the handler returned, a stream's items one per line, and return its HTTP status."""
-    from medusa_handler.user_code.contract import Response
+    from medusa_handler.contract import Response
 
     status = 200
     if isinstance(result, Response):

@@ -1,4 +1,4 @@
-"""What an adapter is, and how the one for the platform around us is found."""
+"""The interface of an adapter, and the choice of the one for the platform that this process runs on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from medusa_handler.platform import Platform
     from medusa_runtime.config import Settings
 
-# In the order in which they are asked whether it is theirs; the last one always says yes.
+# In the order in which ``detect`` is called; the last one always says yes.
 ADAPTERS = {
     "knative": "medusa_adapters.platforms.knative",
     "openfaas": "medusa_adapters.platforms.openfaas",
@@ -27,7 +27,7 @@ class Adapter(Protocol):
         """Whether the environment is this platform's."""
 
     def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """What the platform's own variables mean, as variables of ours (docs/environment.md).
+        """Translate the platform's own variables into ours (docs/environment.md).
 
         Raises ConfigError, which names the platform's variable.
         """

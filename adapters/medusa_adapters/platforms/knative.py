@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flask import Flask
+    from medusa_handler.contract import Request
     from medusa_handler.platform import Platform
-    from medusa_handler.service import Service
-    from medusa_handler.user_code.contract import Request
     from medusa_runtime.config import Settings
 
 _STRUCTURED = "application/cloudevents"
@@ -38,22 +37,15 @@ def platform(settings: Settings, environ: Mapping[str, str]) -> Platform:
     def send(request: Request, result: Any) -> Any:
         return _reply(request, result, source) if _is_event(request) else result
 
-    return Platform(name="knative", extend=_extend, receive=_receive, send=send)
+    allow = "POST, OPTIONS" if settings.handler is None else _METHODS
+    return Platform(name="knative", preflight=partial(_preflight, allow=allow), receive=_receive, send=send)
 
 
-def _extend(app: Flask, service: Service) -> None:
-    from flask import Response, request
-
-    @app.before_request
-    def answer_options() -> Response | None:
-        """CloudEvents' webhook handshake (http-webhook, section 4): who may deliver, and how."""
-        if request.method != "OPTIONS" or request.path != "/":
-            return None
-        allow = _METHODS if service.function is not None else "POST, OPTIONS"
-        headers = {"Allow": allow}
-        if origin := request.headers.get("WebHook-Request-Origin"):
-            headers |= {"WebHook-Allowed-Origin": origin, "WebHook-Allowed-Rate": "*"}
-        return Response(status=204, headers=headers)
+def _preflight(headers: Mapping[str, str], allow: str) -> dict[str, str]:
+    """CloudEvents' webhook handshake (http-webhook, section 4): who may deliver, and how."""
+    origin = headers.get("WebHook-Request-Origin")
+    webhook = {"WebHook-Allowed-Origin": origin, "WebHook-Allowed-Rate": "*"} if origin else {}
+    return {"Allow": allow, **webhook}
 
 
 def _is_event(request: Request) -> bool:
@@ -70,7 +62,7 @@ def _receive(request: Request) -> Request:
     """An event in binary mode, whatever mode it came in. Raises HttpError 400, 415 for a batch."""
     if not _is_event(request):
         return request
-    from medusa_handler.user_code.contract import Headers, HttpError
+    from medusa_handler.contract import Headers, HttpError
 
     try:
         from cloudevents.core.bindings.http import HTTPMessage, from_http_event, to_binary_event  # 50 ms
@@ -99,7 +91,7 @@ def _reply(request: Request, result: Any, source: str) -> Any:
     that a duplicate is answered by a duplicate. One that is such a reply itself gets none, or a trigger without a
     filter would send them in circles.
     """
-    from medusa_handler.user_code.contract import Response
+    from medusa_handler.contract import Response
 
     if result is None:
         return Response(status=202)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from medusa_handler.metrics import Histogram
-    from medusa_handler.service import Service
 
 logger = logging.getLogger(__name__)
 
@@ -50,22 +50,19 @@ class Calls:
         return "\n".join(lines) + "\n"
 
 
-def start(service: Service, calls: Calls, host: str, port: int) -> None:
-    """Serve in a thread; a port that is taken costs the metrics, not the function. Port 0: none."""
-    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer  # 15 ms
+def serve(page: Callable[[], str], host: str, port: int) -> None:
+    """Serve what ``page`` returns, in a thread; with port 0 do nothing.
 
-    from medusa_handler.http.exposition import exposition
+    A port that is taken costs the metrics, not the function.
+    """
+    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer  # 15 ms
 
     class Handler(BaseHTTPRequestHandler):
         timeout = 10  # seconds a client may be silent
 
         def do_GET(self) -> None:
             found = self.path.partition("?")[0] == "/metrics"
-            body = (
-                (exposition(service) + calls.page(service.admission.in_flight)).encode()
-                if found
-                else b"there is only /metrics\n"
-            )
+            body = page().encode() if found else b"there is only /metrics\n"
             self.send_response(200 if found else 404)
             self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 from medusa_runtime.config import to_env
 
 if TYPE_CHECKING:
-    from flask import Flask, Response
-    from medusa_handler.service import Service
+    from medusa_handler.contract import Request, Response
+    from medusa_handler.platform import Route
     from medusa_runtime.config import Settings
 
 _NAME = re.compile(r"[\w.-]{1,256}")
@@ -39,37 +39,14 @@ _NOT_THEIRS = (
 _HOP_BY_HOP = ("connection", "transfer-encoding", "content-length", "server", "date", "host", "keep-alive")
 _JSON = {"description": "As in SageMaker's contract", "content": {"application/json": {"schema": {}}}}
 _ANYTHING = {"description": "What the model answers", "content": {"*/*": {"schema": {}}}}
-_STATUSES = {"Weights.TooLarge": 507, "Config.Invalid": 400}  # of what an instance says when it ends
+_STATUSES = {"Weights.TooLarge": 507, "Config.Invalid": 400}  # by the code with which an instance ends
 _POLL_S = 0.1
 _END_S = 30.0
 
 
-def described_paths() -> dict[str, Any]:
-    """The routes, for /openapi.json."""
-    text = {"type": "string"}
-    fields = {
-        "model_name": {"type": "string", "pattern": r"^[\w.-]{1,256}$"},
-        "url": {"type": "string", "pattern": "^/"},
-    }
-    wanted = {"type": "object", "required": ["model_name", "url"], "properties": fields}
-    name = [{"name": "name", "in": "path", "required": True, "schema": text}]
-    own = {"parameters": name, "responses": {"200": _JSON, "404": _JSON}}
-    anything: dict[str, Any] = {"content": {"*/*": {"schema": {}}}}
-    load = {
-        "requestBody": {"required": True, "content": {"application/json": {"schema": wanted}}},
-        "responses": dict.fromkeys(("200", "400", "409", "429", "500", "507"), _JSON),
-    }
-    invoke = {"parameters": name, "requestBody": anything, "responses": {"404": _JSON, "default": _ANYTHING}}
-    return {
-        "/models": {"get": {"responses": {"200": _JSON}}, "post": load},
-        "/models/{name}": {"get": own, "delete": own},
-        "/models/{name}/invoke": {"post": invoke},
-    }
-
-
 @dataclass
 class Loaded:
-    """One model: its instance and the port of that."""
+    """A loaded model: its instance, and the port of that."""
 
     url: str
     process: subprocess.Popen[str]
@@ -78,48 +55,65 @@ class Loaded:
 
 
 class Models:
+    """The models of one host, each in an instance of its own."""
+
     def __init__(self, settings: Settings, environ: Mapping[str, str]) -> None:
-        """``settings`` are each model's, too: what the host was told by flags reaches them as variables."""
-        told = {**environ, **to_env(settings)}
-        self._environ = {name: value for name, value in told.items() if name not in _NOT_THEIRS}
+        """``settings`` are each model's, too: the host's flags reach them as variables."""
+        given = {**environ, **to_env(settings)}
+        self._environ = {name: value for name, value in given.items() if name not in _NOT_THEIRS}
         self._lock = threading.Lock()
         self._loaded: dict[str, Loaded] = {}
         # A child is killed when the thread that started it ends, so one thread starts them all.
         self._starter = ThreadPoolExecutor(1, "start-model")
 
-    def add_routes(self, app: Flask, service: Service) -> None:
-        from flask import jsonify, request
-        from medusa_handler.http.body import json_object
-        from medusa_handler.http.work import Work
+    def routes(self) -> list[Route]:
+        from medusa_handler.platform import Route
 
-        work = Work(service)
+        return [
+            Route("GET", "/models", self._list),
+            Route("POST", "/models", self._load, work="/models"),
+            Route("GET", "/models/<name>", lambda _, name: _described(name, self._find(name))),
+            Route("DELETE", "/models/<name>", lambda _, name: _described(name, self.unload(name))),
+            Route("POST", "/models/<name>/invoke", self._invoke, work="/models/invoke"),
+        ]
 
-        @app.get("/models")
-        def models() -> Response:
-            with self._lock:
-                return jsonify({"models": [_described(name, loaded) for name, loaded in self._loaded.items()]})
+    @staticmethod
+    def described_paths() -> dict[str, Any]:
+        """The routes, for /openapi.json."""
+        text = {"type": "string"}
+        fields = {
+            "model_name": {"type": "string", "pattern": r"^[\w.-]{1,256}$"},
+            "url": {"type": "string", "pattern": "^/"},
+        }
+        wanted = {"type": "object", "required": ["model_name", "url"], "properties": fields}
+        name = [{"name": "name", "in": "path", "required": True, "schema": text}]
+        own = {"parameters": name, "responses": {"200": _JSON, "404": _JSON}}
+        anything: dict[str, Any] = {"content": {"*/*": {"schema": {}}}}
+        load = {
+            "requestBody": {"required": True, "content": {"application/json": {"schema": wanted}}},
+            "responses": dict.fromkeys(("200", "400", "409", "429", "500", "507"), _JSON),
+        }
+        invoke = {"parameters": name, "requestBody": anything, "responses": {"404": _JSON, "default": _ANYTHING}}
+        return {
+            "/models": {"get": {"responses": {"200": _JSON}}, "post": load},
+            "/models/{name}": {"get": own, "delete": own},
+            "/models/{name}/invoke": {"post": invoke},
+        }
 
-        @app.post("/models")
-        def load() -> Response:
-            body = json_object()
-            name, url = body.get("model_name"), body.get("url")
-            return work.run("/models", lambda: jsonify(_described(str(name), self.load(name, url))))
+    def _list(self, _: Request) -> dict[str, Any]:
+        with self._lock:
+            return {"models": [_described(name, loaded) for name, loaded in self._loaded.items()]}
 
-        @app.get("/models/<name>")
-        def model(name: str) -> Response:
-            return jsonify(_described(name, self._find(name)))
+    def _load(self, request: Request) -> dict[str, str]:
+        name, url = request.object.get("model_name"), request.object.get("url")
+        return _described(str(name), self.load(name, url))
 
-        @app.delete("/models/<name>")
-        def unload(name: str) -> Response:
-            return jsonify(_described(name, self.unload(name)))
-
-        @app.post("/models/<name>/invoke")
-        def invoke(name: str) -> Response:
-            return work.run("/models/invoke", lambda: _pass_on(self._find(name).port, dict(request.headers)))
+    def _invoke(self, request: Request, name: str) -> Response:
+        return _pass_on(self._find(name).port, request)
 
     def load(self, name: Any, url: Any) -> Loaded:
         """Start the model's instance and wait until it is ready. Raises HttpError 400, 409, 507, 500."""
-        from medusa_handler.user_code.contract import HttpError
+        from medusa_handler.contract import HttpError
 
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise HttpError(400, f"model_name: expected up to 256 letters, digits, '.', '_' and '-', found {name!r}")
@@ -147,11 +141,11 @@ class Models:
         )
 
     def _wait(self, loaded: Loaded) -> None:
-        from medusa_handler.user_code.contract import HttpError
+        from medusa_handler.contract import HttpError
 
         process, last = loaded.process, [""]
         assert process.stdout is not None
-        log = threading.Thread(target=_tell_on, args=(process, last), name="model-log", daemon=True)
+        log = threading.Thread(target=_copy_log, args=(process, last), name="model-log", daemon=True)
         log.start()
         for line in process.stdout:
             if line.startswith("listening on "):
@@ -177,7 +171,7 @@ class Models:
         return loaded
 
     def _find(self, name: str) -> Loaded:
-        from medusa_handler.user_code.contract import HttpError
+        from medusa_handler.contract import HttpError
 
         with self._lock:
             loaded = self._loaded.get(name)
@@ -186,7 +180,7 @@ class Models:
         return loaded
 
     def close(self) -> None:
-        """At SIGTERM: the instances drain by themselves."""
+        """Let the instances drain, at SIGTERM."""
         with self._lock:
             for loaded in self._loaded.values():
                 loaded.process.terminate()
@@ -197,7 +191,7 @@ def _described(name: str, loaded: Loaded) -> dict[str, str]:
 
 
 def _check_memory(folder: Path) -> None:
-    from medusa_handler.user_code.contract import HttpError
+    from medusa_handler.contract import HttpError
     from medusa_runtime.limits import memory_available_bytes
 
     needed = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
@@ -206,8 +200,8 @@ def _check_memory(folder: Path) -> None:
         raise HttpError(507, f"{folder} has {needed / 1e6:,.0f} MB of weights, {free / 1e6:,.0f} MB are free")
 
 
-def _tell_on(process: subprocess.Popen[str], last: list[str]) -> None:
-    """The instance's stderr onto ours; its last line is why it ended."""
+def _copy_log(process: subprocess.Popen[str], last: list[str]) -> None:
+    """Copy the instance's stderr to ours, and keep its last line, which says why it ended."""
     assert process.stderr is not None
     for line in process.stderr:
         last[0] = line.strip()
@@ -225,30 +219,40 @@ def _ping(port: int) -> int:
             return 0
 
 
-def _pass_on(port: int, headers: dict[str, str]) -> Response:
-    """This request, answered by the instance on ``port``; streams come through piece by piece."""
-    from flask import Response
-    from medusa_handler.http.body import read_body
-    from medusa_handler.user_code.contract import HttpError
+def _pass_on(port: int, request: Request) -> Response:
+    """The answer of the instance on ``port``; a stream comes through piece by piece."""
+    from medusa_handler.contract import Headers, HttpError, Response
 
-    body = read_body()
-    kept = {name: value for name, value in headers.items() if name.lower() not in (*_HOP_BY_HOP, "authorization")}
+    not_theirs = (*_HOP_BY_HOP, "authorization")
+    kept = {name: value for name, value in request.headers.items() if name.lower() not in not_theirs}
     connection = http.client.HTTPConnection("127.0.0.1", port)
     try:
-        connection.request("POST", "/invocations", body, kept)
+        connection.request("POST", "/invocations", request.body, kept)
         answer = connection.getresponse()
     except OSError as error:
         connection.close()
         raise HttpError(503, f"the model's instance does not answer: {error}") from None
+    found = Headers((name, value) for name, value in answer.getheaders() if name.lower() not in _HOP_BY_HOP)
+    return Response(_Pieces(connection, answer), answer.status, found, found.get("content-type"))
 
-    def pieces() -> Iterator[bytes]:
-        while piece := answer.read1(65536):
-            yield piece
 
-    found = [(name, value) for name, value in answer.getheaders() if name.lower() not in _HOP_BY_HOP]
-    response = Response(pieces(), answer.status, found)
-    response.call_on_close(connection.close)
-    return response
+class _Pieces:
+    """An answer's bytes as they come; the connection is closed with it."""
+
+    def __init__(self, connection: http.client.HTTPConnection, answer: http.client.HTTPResponse) -> None:
+        self._connection = connection
+        self._answer = answer
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self
+
+    def __next__(self) -> bytes:
+        if piece := self._answer.read1(65536):
+            return piece
+        raise StopIteration
+
+    def close(self) -> None:
+        self._connection.close()
 
 
 def _end(loaded: Loaded) -> None:

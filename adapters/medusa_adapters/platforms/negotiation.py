@@ -1,12 +1,13 @@
-"""What a function returned, in a content type that the caller accepts (RFC 9110, section 12.5.1)."""
+"""Content negotiation: a result in a type that the caller accepts (RFC 9110, section 12.5.1)."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from medusa_handler.user_code.contract import HttpError, Response
+from medusa_handler.contract import HttpError, Response
 
 _EVENTS, _JSON, _LINES = "text/event-stream", "application/json", "application/jsonlines"
 _TEXT, _BYTES = "text/plain", "application/octet-stream"
@@ -25,10 +26,18 @@ def negotiate(accept: str, result: Any) -> Any:
 
     Raises HttpError 406, with the forms there are.
     """
-    accepted = _ranges(accept)
     if isinstance(result, tuple) and len(result) > 1 and isinstance(result[1], int):
         return result if result[1] >= 400 else _again(negotiate(accept, result[0]), result)
-    forms = _forms(result)
+    return _chosen(accept, result, _forms(result))
+
+
+def negotiate_answer(accept: str, answer: Response) -> Any:
+    """Like ``negotiate``, for a model's own answer."""
+    return _chosen(accept, answer, _answer_forms(answer))
+
+
+def _chosen(accept: str, result: Any, forms: dict[str, Any]) -> Any:
+    accepted = _ranges(accept)
     if not accepted or not forms:
         return result
     for wanted in accepted:
@@ -62,10 +71,6 @@ def _ranges(accept: str) -> list[str]:
 
 def _forms(result: Any) -> dict[str, Any]:
     """Each content type the result can have, its own first; none for what nobody may change."""
-    import flask
-
-    if isinstance(result, flask.Response):
-        return _model_forms(result)
     if result is None or isinstance(result, Response) or type(result).__module__.split(".")[0] == "cloudevents":
         return {}
     if isinstance(result, Iterator):
@@ -78,17 +83,19 @@ def _forms(result: Any) -> dict[str, Any]:
     return {**forms, _BYTES: lambda: Response(_dumps(result), content_type=_BYTES)}
 
 
-def _model_forms(response: Any) -> dict[str, Any]:
-    """A model's answer; a stream that was asked for in the body stays one."""
-    if response.mimetype != _JSON or response.status_code >= 400:
+def _answer_forms(answer: Response) -> dict[str, Any]:
+    """The forms of a model's answer; none for an error."""
+    if (answer.content_type or "").partition(";")[0] != _JSON or answer.status >= 400:
         return {}
+    assert isinstance(answer.body, bytes)
+    body = answer.body
 
     def texts() -> list[str]:
-        choices = response.get_json()["choices"]
+        choices = json.loads(body)["choices"]
         return [choice["text"] if "text" in choice else choice["message"]["content"] or "" for choice in choices]
 
     return {
-        _JSON: lambda: response,
+        _JSON: lambda: answer,
         _TEXT: lambda: "\n".join(texts()),
         _LINES: lambda: _lines(iter([{"text": text} for text in texts()])),
         _BYTES: lambda: "\n".join(texts()).encode(),

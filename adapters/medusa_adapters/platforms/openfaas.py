@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,12 +14,10 @@ from medusa_runtime.errors import ConfigError
 from . import duration
 
 if TYPE_CHECKING:
-    from flask import Flask, Response
-    from medusa_handler.platform import Platform
-    from medusa_handler.service import Service
-    from medusa_runtime.config import Settings
+    from collections.abc import Callable
 
-    from .metrics_server import Calls
+    from medusa_handler.platform import Answered, Platform
+    from medusa_runtime.config import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -57,49 +54,42 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
 def platform(settings: Settings, environ: Mapping[str, str]) -> Platform:
     from medusa_handler.platform import ACCEPTING, READY, Platform
 
+    from .metrics_server import Calls, serve
+
     lock = None if environ.get("suppress_lock", "").lower() in ("true", "1") else Path("/tmp/.lock")
     metrics_port = _count(environ, "metrics_port", _METRICS_PORT)
 
-    def extend(app: Flask, service: Service) -> None:
-        from .metrics_server import Calls, start
+    calls = Calls()
 
-        calls = Calls()
-        _tell_calls(app, calls)
-        start(service, calls, settings.host, metrics_port)
+    def start(page: Callable[[], str], in_flight: Callable[[], int]) -> None:
+        serve(lambda: page() + calls.page(in_flight()), settings.host, metrics_port)
         if lock is not None:
             _touch(lock)
+
+    def answered(call: Answered) -> dict[str, str]:
+        calls.count(call.method, call.status, call.elapsed_s)
+        call_id = _call_id(call.headers)
+        return {"X-Duration-Seconds": f"{call.elapsed_s:f}"} | ({"X-Call-Id": call_id} if call_id else {})
 
     return Platform(
         name="openfaas",
         probes={"/_/health": ACCEPTING, "/_/ready": environ.get("ready_path") or READY},
-        extend=extend,
+        request_id=_call_id,
+        answered=answered,
+        start=start,
         limit_s=_limit_s,
         stop=None if lock is None else lambda: lock.unlink(missing_ok=True),
         linger_s=_linger_s(environ),
     )
 
 
-def _tell_calls(app: Flask, calls: Calls) -> None:
-    from flask import g, request
-
-    @app.before_request
-    def name_call() -> None:
-        call_id = request.headers.get("X-Call-Id", "")
-        if call_id.isascii() and call_id.isprintable() and 0 < len(call_id) <= 128:
-            g.call_id = g.request_id = call_id
-
-    @app.after_request
-    def tell_call(response: Response) -> Response:
-        elapsed_s = time.monotonic() - g.began
-        calls.count(request.method, response.status_code, elapsed_s)
-        response.headers["X-Duration-Seconds"] = f"{elapsed_s:f}"
-        if "call_id" in g:
-            response.headers["X-Call-Id"] = g.call_id
-        return response
+def _call_id(headers: Mapping[str, str]) -> str | None:
+    call_id = headers.get("X-Call-Id", "")
+    return call_id if call_id.isascii() and call_id.isprintable() and 0 < len(call_id) <= 128 else None
 
 
 def _limit_s(headers: Mapping[str, str]) -> float | None:
-    """X-Timeout may only shorten exec_timeout; like of-watchdog, take no notice of one that cannot be read."""
+    """X-Timeout may only shorten exec_timeout; like of-watchdog, one that cannot be read is ignored."""
     try:
         return duration.seconds(headers.get("X-Timeout", "")) or None
     except ValueError:

@@ -6,14 +6,13 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flask import Flask, Response
+    from medusa_handler.contract import Request, Response
     from medusa_handler.platform import Platform
-    from medusa_handler.service import Service
-    from medusa_handler.user_code.contract import Request
     from medusa_runtime.config import Settings
 
 _MODEL = "/opt/ml/model"
@@ -54,52 +53,34 @@ def platform(settings: Settings, environ: Mapping[str, str]) -> Platform:
     from medusa_handler.platform import READY, Platform
 
     streams = not is_serverless(environ)
-    models, paths = None, {}
+    models = None
     if is_multi_model(environ):
-        from .multi_model import Models, described_paths
+        from .multi_model import Models
 
-        paths = described_paths()
         models = Models(settings, environ)
-
-    def extend(app: Flask, service: Service) -> None:
-        _name_requests(app)
-        if not streams:
-            app.after_request(_whole)
-        if models is not None:
-            models.add_routes(app, service)
-
     return Platform(
         name="sagemaker",
         probes={"/ping": READY},
         aliases=(_INVOKE,),
-        extend=extend,
+        routes=() if models is None else models.routes(),
+        request_id=_inference_id,
         receive=_receive_prompt if settings.handler is None else _receive,
-        send=lambda request, result: _send(request, result, streams=streams),
+        send=partial(_send_answer if settings.handler is None else _send, streams=streams),
         stop=None if models is None else models.close,
         streams=streams,
-        paths=paths,
+        paths={} if models is None else models.described_paths(),
         early_heartbeats=False,  # the status that a client of InvokeEndpointWithResponseStream sees is the first one
     )
 
 
-def _name_requests(app: Flask) -> None:
-    from flask import g, request
-
-    @app.before_request
-    def name_inference() -> None:
-        name = request.headers.get("X-Amzn-SageMaker-Inference-Id", "")
-        if name.isascii() and name.isprintable() and 0 < len(name) <= 128:
-            g.request_id = name
-
-
-def _whole(response: Response) -> Response:
-    response.make_sequence()
-    return response
+def _inference_id(headers: Mapping[str, str]) -> str | None:
+    name = headers.get("X-Amzn-SageMaker-Inference-Id", "")
+    return name if name.isascii() and name.isprintable() and 0 < len(name) <= 128 else None
 
 
 def _receive(request: Request) -> Request:
-    """The same path as everywhere else. Raises HttpError 415 for a content type that is none."""
-    from medusa_handler.user_code.contract import HttpError
+    """The request with the path it has on other platforms. Raises HttpError 415 for a malformed content type."""
+    from medusa_handler.contract import HttpError
 
     kind = request.headers.get("content-type", "")
     if kind and "/" not in kind:
@@ -108,8 +89,8 @@ def _receive(request: Request) -> Request:
 
 
 def _receive_prompt(request: Request) -> Request:
-    """For a model without a function: JSON, lines of JSON with one prompt each, or the prompt itself."""
-    from medusa_handler.user_code.contract import Headers, HttpError
+    """Translate a request for a model: JSON, lines of JSON with one prompt each, or the prompt itself."""
+    from medusa_handler.contract import Headers, HttpError
 
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind in _TEXTUAL:
@@ -123,7 +104,7 @@ def _receive_prompt(request: Request) -> Request:
 
 def _one_body(lines: bytes) -> bytes:
     """Lines of {"prompt": …} that agree in everything else, as one body with all prompts."""
-    from medusa_handler.user_code.contract import HttpError
+    from medusa_handler.contract import HttpError
 
     try:
         bodies = [json.loads(line) for line in lines.splitlines() if line.strip()]
@@ -143,3 +124,9 @@ def _send(request: Request, result: Any, *, streams: bool) -> Any:
     from .negotiation import collected, negotiate
 
     return negotiate(request.headers.get("accept", ""), result if streams else collected(result))
+
+
+def _send_answer(request: Request, answer: Response, *, streams: bool) -> Any:
+    from .negotiation import negotiate_answer
+
+    return negotiate_answer(request.headers.get("accept", ""), answer)

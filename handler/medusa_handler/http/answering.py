@@ -1,4 +1,4 @@
-"""What a user's function returned → the HTTP response."""
+"""From the result of a user's function to the HTTP response."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, cast
 import flask
 from werkzeug.wrappers import Response as WerkzeugResponse
 
+from ..contract import Request, Response
 from ..faults import ClientGoneError, as_api_error, internal_error
 from ..merge import Item, Merge
-from ..user_code.contract import Request, Response
 from ..user_code.user_traceback import user_traceback
 from . import sse
 
@@ -38,7 +38,9 @@ def respond(service: Service, result: Any, request: Request, gone: Callable[[], 
         if _is_stream(result.body):
             pieces = cast("Iterator[str | bytes]", result.body)
             stream = (piece.encode() if isinstance(piece, str) else piece for piece in pieces)
-            return flask.Response(stream, status, headers, content_type=content_type)
+            response = flask.Response(stream, status, headers, content_type=content_type)
+            response.call_on_close(getattr(pieces, "close", lambda: None))
+            return response
         result = result.body
     elif isinstance(result, tuple) and 2 <= len(result) <= 3 and isinstance(result[1], int):
         status, headers = result[1], dict(result[2]) if len(result) == 3 else {}
@@ -163,11 +165,11 @@ class Events:
                 elif self._merge.done:
                     break
                 else:
-                    yield self._service.heartbeat()
+                    yield sse.heartbeat(self._service)
                 item = self._next()
         except ClientGoneError:
             return
-        except Exception as error:  # noqa: BLE001 the status is sent; the rest of the stream must tell
+        except Exception as error:  # noqa: BLE001 the status is sent; only the stream can still say it
             known = as_api_error(error)
             if known is None:
                 folder = self._service.function.folder if self._service.function else None

@@ -6,20 +6,25 @@ import logging
 import re
 import time
 import uuid
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
-from flask import Flask, Response, g, jsonify, request
+from flask import Blueprint, Flask, Response, g, jsonify, request
 from werkzeug.exceptions import HTTPException, MethodNotAllowed
 
+from ..contract import Headers
 from ..faults import ApiError, as_api_error, compact, internal_error
+from ..platform import Answered
 from ..user_code.binding import InvalidBodyError
 from ..user_code.user_traceback import user_traceback
+from .body import received
 from .exposition import exposition
-from .invocation import root
+from .invocation import Infer, root
 from .timing import as_chrome_trace, as_json
 from .work import Work
 
 if TYPE_CHECKING:
+    from ..platform import Platform, Route
     from ..service import Service
 
 logger = logging.getLogger(__name__)
@@ -27,23 +32,74 @@ logger = logging.getLogger(__name__)
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-def create_app(service: Service) -> Flask:
-    """All routes of one instance."""
+class ModelRoutes(NamedTuple):
+    """The routes of a served model, and what answers ``POST /`` where there is no function."""
+
+    blueprint: Blueprint
+    infer: Infer
+
+
+def create_app(service: Service, model_routes: Callable[[Service, Work], ModelRoutes] | None = None) -> Flask:
+    """All routes of one instance; ``model_routes`` where an engine serves the model."""
     app = Flask("medusa_handler", static_folder=None, template_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = service.settings.max_body_mb * 1_000_000
     app.json.sort_keys = False  # type: ignore[attr-defined]
     work = Work(service)
+    _name_requests(app, service.platform)
+    _add_reports(app, service)
+    model = None if model_routes is None else model_routes(service, work)
+    if model is not None:
+        app.register_blueprint(model.blueprint)
+    own = {rule.rule: sorted(rule.methods or ()) for rule in app.url_map.iter_rules()}
+    app.register_blueprint(root(service, work, None if model is None else model.infer))
+    for route in service.platform.routes:
+        _add_route(app, service, work, route)
+    preflight = service.platform.preflight
+
+    @app.before_request
+    def keep_own() -> Response | None:
+        """Keep the function, which takes every path, from answering ours with another method."""
+        if request.method == "OPTIONS" and request.path == "/" and preflight is not None:
+            return Response(status=204, headers=dict(preflight(Headers(request.headers.items()))))
+        methods = own.get(request.path)
+        if methods is None or (request.method in methods and request.method != "OPTIONS"):
+            return None
+        if request.method == "OPTIONS":
+            return Response(headers={"Allow": ", ".join(methods)})
+        raise MethodNotAllowed(methods)
+
+    app.register_error_handler(Exception, lambda error: _error(service, error))
+    if service.platform.start is not None:
+        service.platform.start(lambda: exposition(service), lambda: service.admission.in_flight)
+    return app
+
+
+def _name_requests(app: Flask, platform: Platform) -> None:
+    """Give each request an id, the client's own where it sends one, and let the platform see each answer."""
 
     @app.before_request
     def name_request() -> None:
-        given = request.headers.get("X-Request-Id", "")
         g.began = time.monotonic()
-        g.request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        own = platform.request_id(Headers(request.headers.items())) if platform.request_id is not None else None
+        given = request.headers.get("X-Request-Id", "")
+        g.request_id = own or (given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex)
 
     @app.after_request
-    def tell_request(response: Response) -> Response:
+    def finish_head(response: Response) -> Response:
+        if not platform.streams:
+            response.make_sequence()
+        if platform.answered is not None:
+            elapsed_s = time.monotonic() - g.began
+            headers = Headers(request.headers.items())
+            response.headers.update(
+                platform.answered(Answered(request.method, headers, response.status_code, elapsed_s))
+            )
         response.headers["X-Request-Id"] = g.request_id
         return response
+
+
+def _add_reports(app: Flask, service: Service) -> None:
+    """Add the routes that report on the instance."""
 
     @app.get("/metrics")
     def metrics() -> Response:
@@ -60,25 +116,18 @@ def create_app(service: Service) -> Flask:
 
         return jsonify(describe(service, service.probes.kinds))
 
-    if service.engine is not None:
-        from ..openai.routes import blueprint
 
-        app.register_blueprint(blueprint(service, work))
-    own = {rule.rule: sorted(rule.methods or ()) for rule in app.url_map.iter_rules()}
-    app.register_blueprint(root(service, work))
+def _add_route(app: Flask, service: Service, work: Work, route: Route) -> None:
+    def view(**parameters: str) -> Response:
+        def answer() -> Response:
+            from .answering import respond
 
-    @app.before_request
-    def keep_own() -> Response | None:
-        """A function takes every path but these, whatever the method."""
-        methods = own.get(request.path)
-        if methods is None or (request.method in methods and request.method != "OPTIONS"):
-            return None
-        if request.method == "OPTIONS":
-            return Response(headers={"Allow": ", ".join(methods)})
-        raise MethodNotAllowed(methods)
+            called = received()
+            return respond(service, route.answer(called, **parameters), called, work.gone())
 
-    app.register_error_handler(Exception, lambda error: _error(service, error))
-    return app
+        return answer() if route.work is None else work.run(route.work, answer)
+
+    app.add_url_rule(route.path, f"{route.method} {route.path}", view, methods=[route.method])
 
 
 def _error(service: Service, error: Exception) -> Response:

@@ -11,10 +11,9 @@ from flask import g, request
 from gunicorn.http.errors import ParseException
 from werkzeug.exceptions import ClientDisconnected
 
+from ..contract import Headers, Request
 from ..faults import ApiError
-from ..server.slow_clients import CLOSE, WHOLE
-from ..server.whole_requests import SMALL_BODY_BYTES
-from .body_budget import GRANT
+from .environ import CLOSE, GRANT, SMALL_BODY_BYTES, WHOLE
 
 _STEP_BYTES = 1 << 20
 
@@ -43,7 +42,7 @@ def read_body() -> bytes:
 
 
 def _is_there() -> bool:
-    """Whether the body has arrived as a whole: the request was not begun before that."""
+    """Whether the whole body arrived before the request began."""
     headers = request.headers
     return (request.content_length or 0) <= SMALL_BODY_BYTES and not (
         "Transfer-Encoding" in headers or "Expect" in headers
@@ -90,6 +89,18 @@ def _incomplete(why: str) -> ApiError:
     _close()
     message = f"the body ended early, came too slowly or is badly chunked: {why}"
     return ApiError(400, message, code="incomplete_body")
+
+
+def received() -> Request:
+    """The current request, as functions see it."""
+    return Request(
+        method=request.method,
+        path=request.path,
+        headers=Headers(request.headers.items()),
+        query=request.args.to_dict(),
+        body=read_body(),
+        id=g.request_id,
+    )
 
 
 def json_object() -> dict[str, Any]:

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from ..faults import ApiError, retry_after
 
-GRANT = "medusa.grant"  # the key in a WSGI environ of this request's Grant
 # What is taken beside a body while it is read: an eighth of it by Python, and gunicorn's copies of the last pieces.
 _GROWTH, _COPIES, _COPIED_BYTES = 8, 4, 8 << 20
 _CHUNKED_BYTES = 1 << 20  # the step by which a body of unknown size grows
@@ -34,13 +33,13 @@ class _Waiting(NamedTuple):
 class BodyBudget:
     """``readers`` bodies at most are read at a time, and half as many wait: each holds a thread meanwhile."""
 
-    def __init__(self, total_bytes: int, readers: int, tell_full: Callable[[bool], None]) -> None:
-        """``tell_full`` is called when there is no place to wait any more, and when there is one again."""
+    def __init__(self, total_bytes: int, readers: int, on_full: Callable[[bool], None]) -> None:
+        """``on_full`` is given True when there is no place to wait any more, and False when there is one again."""
         self._total_bytes = total_bytes
         self._most_readers = max(readers, 1)
         self._most_waiting = max(readers // 2, 1)
         self._lock = threading.Lock()
-        self._tell_full = tell_full
+        self._on_full = on_full
         self._waiting: deque[_Waiting] = deque()
         self._reading: set[Grant] = set()
         self.used_bytes = 0
@@ -71,10 +70,10 @@ class BodyBudget:
             self.used_bytes += needed
             self._reading.add(grant)
             turn.set()
-        self._tell_full(len(self._waiting) >= self._most_waiting)
+        self._on_full(len(self._waiting) >= self._most_waiting)
 
     def grow(self, grant: Grant, more_bytes: int) -> None:
-        """Room for more of a body of unknown size, if need be soon. Raises ApiError 503."""
+        """Grant memory for more of a body of unknown size; wait a while for it. Raises ApiError 503."""
         end = time.monotonic() + _PATIENCE_S
         while True:
             with self._lock:
@@ -89,14 +88,14 @@ class BodyBudget:
             time.sleep(_LOOK_S)
 
     def has_read(self, grant: Grant) -> None:
-        """The body is there: what was held beside it is free again."""
+        """Free what was held beside the body while it was read."""
         with self._lock:
             if grant in self._reading:
                 self._reading.remove(grant)
                 self._give_back(grant, max(grant.granted_bytes - grant.received_bytes, 0))
 
     def release(self, grant: Grant) -> None:
-        """Nobody needs the body any more."""
+        """Free all of it: nobody needs the body any more."""
         with self._lock:
             self._reading.discard(grant)
             self._give_back(grant, grant.granted_bytes)
@@ -148,7 +147,7 @@ class Grant:
         self._budget.begin(self, _CHUNKED_BYTES if size_bytes is None else size_bytes)
 
     def received(self, count: int) -> None:
-        """So many bytes have come. Raises ApiError 503 when there is no room for those that follow."""
+        """Note that ``count`` bytes have come. Raises ApiError 503 when there is no room for those that follow."""
         self.received_bytes += count
         while self._room_bytes is not None and self.received_bytes >= self._room_bytes:
             step = self._room_bytes  # twice as much, so that a large body does not ask too often
@@ -156,12 +155,12 @@ class Grant:
             self._room_bytes += step
 
     def end(self) -> None:
-        """The body has been read, or never will be."""
+        """Call when the body has been read, or never will be."""
         self._budget.has_read(self)
 
     def release(self) -> None:
-        """Nobody needs the body any more."""
+        """Free all of it: nobody needs the body any more."""
         self._budget.release(self)
 
 
-__all__ = ["GRANT", "BodyBudget", "Grant"]
+__all__ = ["BodyBudget", "Grant"]

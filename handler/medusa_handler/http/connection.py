@@ -8,9 +8,10 @@ from typing import Any
 
 
 def gone(environ: Mapping[str, Any]) -> Callable[[], bool]:
-    """A function that tells whether the client has closed its connection, from gunicorn's own key of the environ.
+    """Return a function that checks whether the client has closed its connection.
 
-    It looks at the socket without reading from it: an end of stream means closed, data means a pipelined request.
+    The socket is under gunicorn's key of the environ. The function looks at it without reading: an end of stream means
+    closed, data means a pipelined request.
     """
     connection = environ.get("gunicorn.socket")
     if not isinstance(connection, socket.socket):

@@ -1,4 +1,4 @@
-"""/metrics: what this process counts, what the engine says, and where the cold start's time went."""
+"""/metrics: the counters of this process, those of the engine, and the times of the cold start's stages."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def exposition(service: Service) -> str:
     """The whole page, in Prometheus' text format."""
     lines = _lines(service)
     if service.settings.model is not None:
-        lines = (_with_model(line, escape(service.model_name)) for line in lines)
+        lines = (_with_model(line, escape(service.model.name)) for line in lines)
     return "\n".join(lines) + "\n"
 
 
 def _with_model(line: str, name: str) -> str:
-    """The line of a sample with the label ``model``, so that dashboards can tell functions apart."""
+    """The line of a sample with the label ``model``, so that dashboards can distinguish functions."""
     if line.startswith("#"):
         return line
     sample, _, value = line.rpartition(" ")

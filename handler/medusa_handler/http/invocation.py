@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from flask import Blueprint, Response, g, request
+from flask import Blueprint, Response, request
 
+from ..contract import Request
+from ..contract import Response as UserResponse
 from ..faults import ApiError
-from ..server.wsgi_gateway import ARRIVED
-from ..user_code.contract import Headers, Request
-from .body import as_json_object, read_body
+from .body import received
+from .environ import ARRIVED
 
 if TYPE_CHECKING:
     from ..service import Service
@@ -20,30 +21,42 @@ if TYPE_CHECKING:
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 
 
-def root(service: Service, work: Work) -> Blueprint:
-    platform = service.platform
+Infer = Callable[["Service", Request, Callable[[], bool]], Response]
+"""Answers a request with the model. Raises what the OpenAI routes raise."""
+
+
+def root(service: Service, work: Work, infer: Infer | None) -> Blueprint:
+    """``POST /`` and every path that is not the server's own; ``infer`` answers where there is no function."""
     routes = Blueprint("function", __name__)
-    function, send = service.function, platform.send
-    if function is None and service.engine is None:
-        return routes  # a host of models that come by request
-    if function is None:
+    if service.function is not None:
+        _add_function(routes, service, service.function, work)
+    elif infer is not None:
+        _add_model(routes, service, infer, work)
+    return routes  # without routes: a host of models that come by request
 
-        def infer() -> Response:
-            def answer() -> Response:
-                called = _request(service)
-                gone = work.gone()
-                response = _infer(service, called, gone)
-                if send is None:
-                    return response
-                from .answering import respond
 
-                return respond(service, send(called, response), called, gone)
+def _add_model(routes: Blueprint, service: Service, infer: Infer, work: Work) -> None:
+    platform = service.platform
 
-            return work.run("/", answer)
+    def view() -> Response:
+        def answer() -> Response:
+            called, gone = _request(service), work.gone()
+            response = infer(service, called, gone)
+            if platform.send is None or response.is_streamed:
+                return response
+            from .answering import respond
 
-        for path in ("/", *platform.aliases):
-            routes.add_url_rule(path, view_func=infer, methods=["POST"])
-        return routes
+            content = response.get_data(), response.status_code, dict(response.headers), response.content_type
+            return respond(service, platform.send(called, UserResponse(*content)), called, gone)
+
+        return work.run("/", answer)
+
+    for path in ("/", *platform.aliases):
+        routes.add_url_rule(path, view_func=view, methods=["POST"])
+
+
+def _add_function(routes: Blueprint, service: Service, function: UserFunction, work: Work) -> None:
+    platform, send = service.platform, service.platform.send
 
     @routes.route("/", methods=_METHODS, provide_automatic_options=False)
     @routes.route("/<path:_path>", methods=_METHODS, provide_automatic_options=False)
@@ -67,8 +80,6 @@ def root(service: Service, work: Work) -> Blueprint:
             return response
 
         return work.run("/", answer)
-
-    return routes
 
 
 def _takes_only_events(called: Request) -> bool:
@@ -106,45 +117,5 @@ def _held(service: Service, function: UserFunction, called: Request, gone: Calla
 
 def _request(service: Service) -> Request:
     """The request as the function sees it, whatever the platform made of it."""
-    received = Request(
-        method=request.method,
-        path=request.path,
-        headers=Headers(request.headers.items()),
-        query=request.args.to_dict(),
-        body=read_body(),
-        id=g.request_id,
-    )
     translate = service.platform.receive
-    return received if translate is None else translate(received)
-
-
-def _infer(service: Service, called: Request, gone: Callable[[], bool]) -> Response:
-    """A JSON body as in the OpenAI routes (``messages``: a chat, ``input``: embeddings); any other is the prompt."""
-    if _mimetype(called) == "application/json":
-        return _ask(service, as_json_object(called.body), gone)
-    prompt = called.body.decode(errors="replace")
-    if not prompt.strip():
-        raise ApiError(400, 'expected {"prompt": …} as JSON, or the prompt itself as the body', param="prompt")
-    # curl -d sends JSON as a form.
-    return _ask(service, _object(prompt) if prompt.lstrip().startswith("{") else {"prompt": prompt}, gone)
-
-
-def _mimetype(called: Request) -> str:
-    return called.headers.get("content-type", "").partition(";")[0].strip().lower()
-
-
-def _ask(service: Service, body: dict[str, object], gone: Callable[[], bool]) -> Response:
-    from ..openai.routes import complete, converse, embed_texts
-
-    answer = converse if "messages" in body else embed_texts if "input" in body else complete
-    return answer(service, body, gone)
-
-
-def _object(text: str) -> dict[str, object]:
-    import json
-
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return {"prompt": text}
-    return value if isinstance(value, dict) else {"prompt": text}
+    return received() if translate is None else translate(received())

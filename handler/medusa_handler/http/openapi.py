@@ -1,4 +1,4 @@
-"""/openapi.json: what this instance's routes take and give (OpenAPI 3.1)."""
+"""/openapi.json: a description of this instance's routes (OpenAPI 3.1)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FUNCTION_METHODS = ("get", "post", "put", "patch", "delete")
 
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """A field's schema; null is as if it were not there."""
+    """A field's schema that also accepts null, which means the default."""
     return {"anyOf": [schema, {"type": "null"}]}
 
 
@@ -72,7 +72,7 @@ def _embeddings(vocab_size: int | None) -> dict[str, Any]:
 
 
 def describe(service: Service, probes: Mapping[str, str]) -> dict[str, Any]:
-    """The document; ``probes`` are paths and what each tells."""
+    """The document; ``probes`` maps paths to what each reports."""
     paths: dict[str, Any] = {path: {"get": _probe(kind)} for path, kind in probes.items()}
     paths["/metrics"] = {"get": _operation("Metrics in Prometheus' text format", {"200": _answer("text/plain")})}
     paths["/timeline"] = {"get": _operation("Where this start's time went", {"200": _answer("application/json")})}
@@ -80,7 +80,7 @@ def describe(service: Service, probes: Mapping[str, str]) -> dict[str, Any]:
     paths |= _model_paths(service) | _function_paths(service) | dict(service.platform.paths)
     document: dict[str, Any] = {
         "openapi": "3.1.0",
-        "info": {"title": service.model_name if service.engine is not None else "function", "version": "1"},
+        "info": {"title": service.model.name if service.engine is not None else "function", "version": "1"},
         "paths": paths,
     }
     if service.settings.token is not None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..faults import compact
+
+if TYPE_CHECKING:
+    from ..service import Service
 
 CONTENT_TYPE = "text/event-stream; charset=utf-8"
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -12,8 +15,15 @@ HEARTBEAT = b": waiting\n\n"
 DONE = b"data: [DONE]\n\n"
 
 
-def waiting(fetched_bytes: int, total_bytes: int, eta_s: float) -> bytes:
-    """A heartbeat of a stream that waits for the model."""
+def heartbeat(service: Service) -> bytes:
+    """A comment for a silent stream; while the model is fetched it says how far that is."""
+    if service.ready or service.region is None:
+        return HEARTBEAT
+    progress = service.region.progress()
+    return _waiting(progress.fetched_bytes, progress.total_bytes, service.model.eta_s())
+
+
+def _waiting(fetched_bytes: int, total_bytes: int, eta_s: float) -> bytes:
     done = f"{fetched_bytes / 1e6:.0f} of {total_bytes / 1e6:.0f} MB fetched, " if total_bytes else ""
     return f": waiting for the model, {done}about {eta_s:.0f} s left\n\n".encode()
 

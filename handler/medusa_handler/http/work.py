@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from flask import Response, g, request
 
+from ..deadline import Deadline
 from ..faults import ClientGoneError, as_api_error
 from .body import read_body
 from .connection import gone
-from .deadline import Deadline
 from .timing import server_timing
 
 if TYPE_CHECKING:
@@ -21,24 +21,26 @@ _CLIENT_CLOSED = 499  # nginx's status for a client that left; only metrics see 
 
 
 class Work:
+    """Runs requests that are work: admitted, counted, and ended when their client leaves or their time is over."""
+
     def __init__(self, service: Service) -> None:
         self._service = service
 
     def gone(self) -> Callable[[], bool]:
-        """A function that says whether the client has left, and raises ApiError 504 when the request's time is over."""
+        """Return a function that checks whether the client has left, and raises ApiError 504 when time is over."""
         left = gone(request.environ)
         limit_s = self._service.limit_s(dict(request.headers))
         return left if limit_s is None else Deadline(limit_s, g.began, left)
 
     def run(self, route: str, answer: Callable[[], Response]) -> Response:
-        """The answer, counted in until its last byte has been written. Raises OverloadedError when full."""
+        """Run a request that is admitted until its last byte has been written. Raises OverloadedError when full."""
         service = self._service
         began = time.monotonic()
         try:
-            # A client that sends its body slowly takes no other's place; one that would find none sends in vain.
-            service.admission.check(service.ready, service.eta_s)
+            # A body that comes slowly takes no place; where there is none, the body need not come at all.
+            service.admission.check(service.ready, service.model.eta_s)
             read_body()
-            service.admission.enter(service.ready, service.eta_s)
+            service.admission.enter(service.ready, service.model.eta_s)
         except Exception as error:
             self._count(route, error)
             raise

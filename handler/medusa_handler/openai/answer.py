@@ -12,7 +12,7 @@ from medusa_runtime.engine.base import Delta, TokenLogprob
 
 @dataclass
 class Choice:
-    """What one sequence has produced so far."""
+    """The text and tokens that one sequence has produced so far."""
 
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Choice:
 
 
 class Shape(Protocol):
-    """How an answer looks: a completion's or a chat's."""
+    """The form of an answer: a completion's or a chat's."""
 
     @property
     def object(self) -> str: ...
@@ -48,7 +48,7 @@ class Shape(Protocol):
     def choice(self, index: int, choice: Choice) -> dict[str, Any]: ...
 
     def first_chunks(self, index: int) -> list[dict[str, Any]]:
-        """What a stream sends before a choice's first delta."""
+        """The chunks that a stream sends before a choice's first delta."""
 
     def chunk(self, index: int, choice: Choice, delta: Delta) -> dict[str, Any]:
         """``choice`` already contains ``delta``."""
@@ -56,7 +56,7 @@ class Shape(Protocol):
 
 @dataclass(frozen=True)
 class Envelope:
-    """What all objects of one answer have in common."""
+    """The fields that all objects of one answer have in common."""
 
     id: str
     model: str
@@ -80,7 +80,7 @@ class Envelope:
 
 
 def usage(choices: Sequence[Choice], per_prompt: int) -> dict[str, int]:
-    """Each prompt counts once, however many sequences (``per_prompt``) continue it."""
+    """Count the tokens. Each prompt counts once, however many sequences (``per_prompt``) continue it."""
     prompt = sum(max(c.prompt_tokens for c in choices[i : i + per_prompt]) for i in range(0, len(choices), per_prompt))
     completion = sum(choice.completion_tokens for choice in choices)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

@@ -53,7 +53,7 @@ def _text(content: Any, name: str) -> str:
 
 
 def template_arguments(body: Body) -> dict[str, Any]:
-    """What a chat template may see besides the messages. Raises ApiError 400."""
+    """The arguments of the chat template besides the messages. Raises ApiError 400."""
     tools = body.get("tools") or None
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
         raise invalid("tools", "a list of objects", tools)

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import base64
-import time
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from flask import Response, jsonify
-from medusa_runtime.engine.base import Embedding
 
-from ..faults import ClientGoneError
+from ..model.embeddings import Input, embeddings, floats
 from . import parameters
 from .parameters import Body, invalid, token_ids
 
 if TYPE_CHECKING:
     from ..service import Service
 
-Input = str | tuple[int, ...]
-
 _MOST_INPUTS = 2048
-_TOGETHER = 64  # inputs given to the engine at once; between them a client that left is noticed
 _FORMS = ("float", "base64")
 _EXPECTED = "text, a list of token ids, or a list of either, none of them empty"
 
@@ -36,7 +30,7 @@ def embed(service: Service, body: Body, model: str, gone: Callable[[], bool]) ->
     truncate = parameters.integer(body, "truncate_prompt_tokens", None, -1)
     if truncate == 0:
         raise invalid("truncate_prompt_tokens", "-1 (the model's limit) or 1 and more", truncate)
-    vectors = embeddings(service, found, gone, dimensions=dimensions, truncate=truncate)
+    vectors = embeddings(service.model, found, gone, dimensions=dimensions, truncate=truncate)
     tokens = sum(vector.tokens for vector in vectors)
     data = [
         {"object": "embedding", "index": index, "embedding": _shown(vector.data, form)}
@@ -65,37 +59,6 @@ def inputs(body: Body) -> list[Input]:
         else:
             raise invalid("input", _EXPECTED, item)
     return found
-
-
-def embeddings(
-    service: Service,
-    inputs: Sequence[Input],
-    gone: Callable[[], bool],
-    *,
-    dimensions: int | None = None,
-    truncate: int | None = None,
-) -> list[Embedding]:
-    """A vector for each input, in order; held while the model loads. Raises what ``embed`` raises."""
-    assert service.engine is not None
-    began = time.monotonic()
-
-    def look() -> None:
-        if gone():
-            raise ClientGoneError
-        service.check_hold(began)
-
-    found: dict[int, Embedding] = {}
-    # Those of similar length together, so that there is little padding.
-    order = sorted(range(len(inputs)), key=lambda number: len(inputs[number]))
-    for start in range(0, len(order), _TOGETHER):
-        numbers = order[start : start + _TOGETHER]
-        asked = [inputs[number] for number in numbers]
-        found |= zip(numbers, service.engine.embed(asked, dimensions, truncate, look=look), strict=True)
-    return [found[number] for number in range(len(inputs))]
-
-
-def floats(data: bytes) -> list[float]:
-    return array("f", data).tolist()
 
 
 def _shown(data: bytes, form: Any) -> str | list[float]:

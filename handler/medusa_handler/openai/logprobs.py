@@ -7,7 +7,7 @@ from typing import Any
 
 from medusa_runtime.engine.base import TokenLogprob
 
-_LEAST = -9999.0  # JSON has no infinity; what OpenAI itself sends for it
+_LEAST = -9999.0  # JSON has no infinity; OpenAI sends this for it
 
 
 def completion_logprobs(tokens: Sequence[TokenLogprob], offset: int, alternatives: int) -> dict[str, Any]:

@@ -33,6 +33,7 @@ _REFUSED = {
 
 
 def invalid(param: str, expected: str, found: Any) -> ApiError:
+    """Return the 400 for a field whose value cannot be used."""
     shown = repr(found)
     shown = shown if len(shown) <= 80 else shown[:79] + "…"
     return ApiError(400, f"{param}: expected {expected}, found {shown}", param=param, code="invalid_value")

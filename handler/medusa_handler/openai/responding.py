@@ -11,9 +11,9 @@ from flask import Response
 from medusa_runtime.engine.base import Delta, GenerateRequest
 
 from ..faults import ClientGoneError, as_api_error, compact, internal_error
-from ..generation import Generation
 from ..http import sse
 from ..merge import Item
+from ..model.generation import Generation
 from .answer import Choice, Envelope, Shape, usage
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Plan:
-    """What one API request asks for. ``per_prompt`` sequences continue each prompt, ``keep`` of them are answered."""
+    """The work of one API request: ``per_prompt`` sequences continue each prompt, and ``keep`` of them are returned."""
 
     requests: list[GenerateRequest]
     envelope: Envelope
@@ -35,8 +35,8 @@ class Plan:
 
 
 def respond(service: Service, plan: Plan, gone: Callable[[], bool]) -> Response:
-    """Run the plan. What goes wrong before the first token has its own status; later it is told inside the stream."""
-    generation = Generation(service, plan.requests, gone)
+    """Run the plan. An error before the first token has its own status; a later one is an event of the stream."""
+    generation = Generation(service.model, plan.requests, gone)
     try:
         if not plan.stream:
             with generation:
@@ -98,7 +98,7 @@ def _events(
     item = first
     while True:
         if item is None:
-            yield service.heartbeat()
+            yield sse.heartbeat(service)
         else:
             choices[item.source].add(item.value)
             chunk = shape.chunk(item.source, choices[item.source], item.value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import os
 import signal
 import socket
@@ -16,12 +15,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from medusa_runtime.liveness import Heartbeats, Watchdog
-from medusa_runtime.process import die_with_parent, name_process
-from medusa_runtime.resource_limits import LEAST_FILES, most_files
 
 from ..platform import Platform
 from ..probes import Probes
-from .probe_acceptor import KEEPALIVE_S, ProbeAcceptor
+from .probe_acceptor import ProbeAcceptor
 
 if TYPE_CHECKING:
     from medusa_runtime.config import Settings
@@ -32,11 +29,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SPARE_THREADS = 32  # for probes, metrics and requests that are about to be refused
-_IDLE_CONNECTIONS = 2048
-_LARGEST_BODIES = 8  # for which there is memory at the same time, if nothing else was set
-STOP_GRACE_S = 1  # for responses that have been made, and idle connections
-
 
 def serve(
     listener: socket.socket, instance: InstanceHandle, settings: Settings, platform: Platform | None = None
@@ -44,24 +36,24 @@ def serve(
     """Serve on ``listener`` until SIGTERM; returns the exit status. Runs in a forked process without threads."""
     platform = platform or Platform()
     probes = Probes(settings, platform, instance.region, instance.heartbeats)
-    _tell_starting(probes, instance, settings)
+    _publish_start(probes, instance, settings)
     instance.heartbeats.enter("function")
     watchdog = Watchdog(instance.heartbeats)
-    door = ProbeAcceptor(
+    acceptor = ProbeAcceptor(
         listener, probes, read_timeout_s=settings.read_timeout_s, tick=partial(_watch, watchdog, instance.heartbeats)
     )
-    door.open()
-    door.stand_still_over_forks()
+    acceptor.open()
+    acceptor.stand_still_over_forks()
     with instance.timeline.stage("server"):
         # gunicorn costs about 110 ms to import; the supervisor does not need it.
         from .gunicorn_worker import FunctionServer
 
         application = FunctionServer(
-            door,
+            acceptor,
             settings,
             probes,
             boot=lambda: _boot(instance, settings, platform, probes),
-            starting=lambda: _tell_starting(probes, instance, settings),
+            starting=lambda: _publish_start(probes, instance, settings),
         )
     _keep_sigterm_over_forks()
     try:
@@ -71,12 +63,12 @@ def serve(
     return 0
 
 
-def _tell_starting(probes: Probes, instance: InstanceHandle, settings: Settings) -> None:
-    """For as long as no worker has said more: before the first one, and again when one has died."""
+def _publish_start(probes: Probes, instance: InstanceHandle, settings: Settings) -> None:
+    """Set what probes report until a worker says more: before the first one, and again when one has died."""
     waits = "starting" if settings.engine_start == "now" else "idle"
     engine, function = waits if instance.engine else "", "loading" if settings.handler else ""
-    probes.tell(ready=False, draining=False, engine=engine, function=function)
-    probes.tell_bodies_full(False)
+    probes.publish(ready=False, draining=False, engine=engine, function=function)
+    probes.set_bodies_full(False)
 
 
 def _watch(watchdog: Watchdog, heartbeats: Heartbeats) -> None:
@@ -89,7 +81,7 @@ def _watch(watchdog: Watchdog, heartbeats: Heartbeats) -> None:
 def _boot(
     instance: InstanceHandle, settings: Settings, platform: Platform, probes: Probes
 ) -> tuple[WsgiGateway, Callable[[], bool]]:
-    """In the worker: everything is made in the background."""
+    """Make, in the worker, the WSGI callable and what drains it. What takes long is made in the background."""
     from ..service import Service
     from .wsgi_gateway import WsgiGateway
 
@@ -100,25 +92,28 @@ def _boot(
     def build() -> Any:
         from ..http.app import create_app  # imports Flask, 100 to 200 ms
 
-        app = create_app(service)
-        if platform.extend is not None:
-            platform.extend(app, service)
-        return app
+        if service.engine is None:
+            return create_app(service)
+        from ..openai.routes import model_routes
 
-    front = WsgiGateway(service, build)
+        return create_app(service, model_routes)
+
+    gateway = WsgiGateway(service, build)
     if settings.handler is not None:
         from ..user_code.function import UserFunction
 
-        service.function = UserFunction(service)
+        service.function = UserFunction(
+            settings, service.model, service.timeline, fail=instance.fail, on_loaded=service.function_loaded
+        )
     service.publish()
     if instance.engine is not None:
         instance.engine.changed = service.publish
         if settings.engine_start == "now":
             instance.engine.start()
-    threading.Thread(target=_warm, args=(service, front), name="load-handler", daemon=True).start()
+    threading.Thread(target=_warm, args=(service, gateway), name="load-handler", daemon=True).start()
 
     def drain() -> bool:
-        """After SIGTERM: not ready any more, but answering until the last request has been served."""
+        """Go on answering after SIGTERM, no longer ready, until the last request has been served."""
         service.draining.set()
         service.publish()
         if waiting := service.admission.in_flight:
@@ -133,12 +128,12 @@ def _boot(
             service.function.close()
         return idle
 
-    return front, drain
+    return gateway, drain
 
 
-def _warm(service: Service, front: WsgiGateway) -> None:
+def _warm(service: Service, gateway: WsgiGateway) -> None:
     with service.timeline.stage("app"):
-        front.app()
+        gateway.app()
     if service.function is not None:
         service.function.load()
     # Imported for good: a full collection that looked at all of it would hold up a hundred streams and every probe.
@@ -147,50 +142,8 @@ def _warm(service: Service, front: WsgiGateway) -> None:
         service.timeline.mark("ready")
 
 
-def worker_folder() -> str | None:
-    """Where gunicorn's worker keeps its (unlinked) heartbeat file; memory where there is some."""
-    return None if os.access("/dev/shm", os.W_OK) else "/tmp"
-
-
-def body_memory_mb(settings: Settings) -> int:
-    """What request bodies may take in sum: at least one of the largest."""
-    return max(settings.body_memory_mb or _LARGEST_BODIES * settings.max_body_mb, settings.max_body_mb + 4)
-
-
-def threads(settings: Settings) -> int:
-    return settings.max_concurrency + settings.max_waiting + _SPARE_THREADS
-
-
-def options(door: ProbeAcceptor, settings: Settings, heartbeats: Heartbeats) -> dict[str, Any]:
-    """gunicorn's settings. No timeout (a model may take long), no control socket, no access log."""
-    return {
-        "workers": 1,
-        "worker_class": "medusa_handler.server.gunicorn_worker.Worker",
-        "threads": threads(settings),
-        # One more would end gunicorn's worker when the process may open no further file.
-        "worker_connections": min(threads(settings) + _IDLE_CONNECTIONS, most_files() - LEAST_FILES // 2),
-        "worker_tmp_dir": worker_folder() or "/dev/shm",
-        "timeout": 0,
-        "graceful_timeout": math.ceil(settings.drain_s) + 2 * STOP_GRACE_S,
-        "keepalive": int(KEEPALIVE_S),
-        "limit_request_line": 8190,
-        "limit_request_fields": 100,
-        "limit_request_field_size": 8190,
-        # A proxy beside us (queue-proxy) passes on what clients send: no header of theirs may move our routes.
-        "forwarded_allow_ips": "",
-        "forwarder_headers": "",
-        "control_socket_disable": True,
-        "loglevel": "warning",
-        "accesslog": None,
-        "proc_name": "function",
-        "on_starting": partial(_listen_at, door),
-        "pre_fork": lambda arbiter, _worker: arbiter.app.starting(),
-        "post_fork": partial(_in_worker, door, heartbeats),
-    }
-
-
 def _keep_sigterm_over_forks() -> None:
-    """Until a child has its own handlers it would run its parent's, which is gunicorn's and loses the signal."""
+    """Hold SIGTERM back during a fork: until a child has its own handlers, gunicorn's would lose the signal."""
 
     def default() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -201,14 +154,3 @@ def _keep_sigterm_over_forks() -> None:
         after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM}),
         after_in_child=default,
     )
-
-
-def _listen_at(door: ProbeAcceptor, arbiter: Any) -> None:
-    arbiter.LISTENERS = [door.entrance]  # gunicorn makes its own only where there are none
-
-
-def _in_worker(door: ProbeAcceptor, heartbeats: Heartbeats, arbiter: Any, _worker: Any) -> None:
-    heartbeats.enter("worker")
-    door.close_in_worker()
-    die_with_parent(arbiter.pid)
-    name_process("worker")

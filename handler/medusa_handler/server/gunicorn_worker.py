@@ -29,11 +29,12 @@ from medusa_runtime.errors import ConfigError
 from medusa_runtime.resource_limits import as_limit_error
 
 from ..faults import ApiError, compact
-from ..http.body_budget import GRANT, BodyBudget, Grant
-from .function_process import STOP_GRACE_S, body_memory_mb, options, threads
+from ..http.body_budget import BodyBudget, Grant
+from ..http.environ import CLOSE, GRANT, SMALL_BODY_BYTES, WHOLE
+from .gunicorn_options import STOP_GRACE_S, body_memory_mb, options, threads
 from .late_clients import LateClients
-from .slow_clients import CLOSE, WHOLE, SlowClients
-from .whole_requests import SMALL_BODY_BYTES, Incoming, Sent
+from .slow_clients import SlowClients
+from .whole_requests import Incoming, Sent
 
 if TYPE_CHECKING:
     from medusa_runtime.config import Settings
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OLDEST, BELOW = (27, 0), (27, 1)  # 26.2 and older keep a pipelined request that was read ahead waiting for more bytes
-_SHORTAGE_S = 0.05  # until the next look for a free descriptor
+_RETRY_S = 0.05  # until the next look for a free descriptor
 _STATUSES = (
     (errors.LimitRequestLine, 414),
     (errors.LimitRequestHeaders, 431),
@@ -57,11 +58,11 @@ _STATUSES = (
 
 
 def _closed(graceful: bool = False) -> None:
-    """In the place of a connection's close() once that has been done."""
+    """Replaces a connection's close() where closing it is left to LateClients."""
 
 
 def check_version(found: tuple[int, ...] = version_info) -> None:
-    """ConfigError for a gunicorn whose methods differ from those overridden here; a newer one is only warned of."""
+    """Raise ConfigError for a gunicorn too old for the methods overridden here; warn of an untested newer one."""
     tested = f"gunicorn>={'.'.join(map(str, OLDEST))},<{'.'.join(map(str, BELOW))}"
     name = __version__ if found == version_info else ".".join(map(str, found))
     if found < OLDEST:
@@ -75,7 +76,7 @@ def _timeval(seconds: float) -> bytes:
 
 
 def _correct(req: Any) -> None:
-    """Where gunicorn is not as strict as RFC 9110 and 9112. Raises its own errors."""
+    """Check what RFC 9110 and 9112 ask and gunicorn does not. Raises gunicorn's errors."""
     fields: dict[str, str] = {}
     for name, value in req.headers:
         fields[name] = f"{fields[name]},{value}" if name in fields else value
@@ -102,7 +103,7 @@ class FunctionServer(BaseApplication):  # type: ignore[misc]
 
     def __init__(
         self,
-        door: ProbeAcceptor,
+        acceptor: ProbeAcceptor,
         settings: Settings,
         probes: Probes,
         *,
@@ -110,7 +111,7 @@ class FunctionServer(BaseApplication):  # type: ignore[misc]
         starting: Callable[[], None],
     ) -> None:
         check_version()
-        self._options = options(door, settings, probes.heartbeats)
+        self._options = options(acceptor, settings, probes.heartbeats)
         self._boot = boot
         self.starting = starting
         self.heartbeats = probes.heartbeats
@@ -120,7 +121,7 @@ class FunctionServer(BaseApplication):  # type: ignore[misc]
         self.write_timeout_s = settings.write_timeout_s
         # With those that wait, half of the threads.
         self.body_budget = BodyBudget(
-            body_memory_mb(settings) * 1_000_000, readers=threads(settings) // 3, tell_full=probes.tell_bodies_full
+            body_memory_mb(settings) * 1_000_000, readers=threads(settings) // 3, on_full=probes.set_bodies_full
         )
         super().__init__()
 
@@ -130,20 +131,20 @@ class FunctionServer(BaseApplication):  # type: ignore[misc]
                 self.cfg.set(name, value)
 
     def load(self) -> Wsgi:
-        front, self.drain = self._boot()
+        gateway, self.drain = self._boot()
         slow = self.slow_clients
 
         def handle(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
             environ[WHOLE] = partial(slow.end, environ["gunicorn.socket"])
             environ[CLOSE] = self.serving.request.force_close
             environ[GRANT] = self.serving.grant
-            return front(environ, start_response)
+            return gateway(environ, start_response)
 
         return handle
 
 
 class _Pool(ThreadPoolExecutor):
-    """Where no further thread can be made (ulimit -u, a container's pids), those that are there do the work."""
+    """Does with the threads it has where no further one can be made (ulimit -u, a container's pids)."""
 
     def _adjust_thread_count(self) -> None:
         try:
@@ -158,7 +159,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
     """On SIGTERM goes on accepting (a platform's probes must see 503, not a refused connection) until drained."""
 
     def init_process(self) -> None:
-        # A handler of signals may interrupt whoever holds a lock that it needs itself, and so hang; this takes none.
+        # A signal handler may interrupt the thread that holds a lock which it needs itself, and hang; this takes none.
         # The thread is made now, since to start one takes a lock, too, and at the end there may be no room for it.
         self._stop: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._late_clients = LateClients()
@@ -175,10 +176,10 @@ class Worker(ThreadWorker):  # type: ignore[misc]
             if (known := as_limit_error(error)) is None:
                 raise
             logger.warning("a client must wait: %s", known)
-            time.sleep(_SHORTAGE_S)
+            time.sleep(_RETRY_S)
 
     def enqueue_req(self, conn: Any) -> None:
-        """Give a connection a thread when it has sent a whole request; the door passes on no other ones.
+        """Give a connection a thread when it has sent a whole request; the acceptor passes on no other ones.
 
         So this is about further requests of a connection, which gunicorn would let hold a thread from their first byte.
         """
@@ -246,7 +247,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
             grant.release()
 
     def handle_error(self, req: Any, client: Any, addr: Any, exc: BaseException) -> None:
-        """A request that is no HTTP, or against our limits. gunicorn's own answer would be HTML."""
+        """Answer a request that is no HTTP or exceeds a limit, in JSON; gunicorn's own answer would be HTML."""
         status = next((status for kind, status in _STATUSES if isinstance(exc, kind)), 500)
         if status == 500:
             logger.error("request failed", exc_info=exc)

@@ -17,13 +17,15 @@ _MOST = 512
 
 
 class LateClients:
+    """Connections that have been answered and wait for the client to close its end."""
+
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._leaving: dict[socket.socket, float] = {}
         threading.Thread(target=self._run, name="late-clients", daemon=True).start()
 
     def leave(self, connection: socket.socket) -> None:
-        """Nothing more comes from us; the socket is closed when the client has closed its end, or has had its time."""
+        """Send nothing more, and close the socket when the client has closed its end or its time is over."""
         with contextlib.suppress(OSError):
             connection.setblocking(False)
             connection.shutdown(socket.SHUT_WR)

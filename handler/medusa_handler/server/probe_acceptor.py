@@ -35,7 +35,7 @@ _RETRY_S = 0.02  # until the next look for room in the socket to the worker, or 
 _MOST_WAITING = 1024  # connections for which the worker has no room
 _MOST_THROWN_AWAY = 8  # pieces of 64 KiB
 _MOST_HELD = 8192  # connections that have sent no whole request; then the oldest one is closed
-# All of a request's head, and nothing behind it; what is odd in any way is the worker's to judge.
+# All of a request's head, and nothing behind it; anything unusual is left to the worker.
 _HEAD = re.compile(
     rb"(GET|HEAD) (/[!-\"$->@-~]*)(?:\?[!-~]*)? HTTP/1\.([01])\r\n((?:[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~]*\r\n)*)\r\n"
 )
@@ -60,12 +60,12 @@ class _Held:
 
 
 class ProbeAcceptor:
-    """``tick`` is called about every half second, from the door's own thread, but never while a worker is forked."""
+    """Accepts in a thread, which calls ``tick`` about every half second, but never while a worker is forked."""
 
     def __init__(
         self, listener: socket.socket, probes: Probes, *, read_timeout_s: float, tick: Callable[[], None]
     ) -> None:
-        self.entrance = HandoffSocket(listener.getsockname())
+        self.handoff = HandoffSocket(listener.getsockname())
         self._listener = listener
         self._probes = probes
         self._read_timeout_s = read_timeout_s
@@ -83,7 +83,7 @@ class ProbeAcceptor:
         # A signal that the kernel gave to this thread would wake nobody: only the main thread handles it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
-            threading.Thread(target=self._run, name="door", daemon=True).start()
+            threading.Thread(target=self._run, name="probe-acceptor", daemon=True).start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
@@ -96,7 +96,7 @@ class ProbeAcceptor:
         self._selector.close()
         for each in (self._listener, *self._held, *self._waiting):
             each.close()
-        self.entrance.keep_reading_end()
+        self.handoff.keep_reading_end()
 
     def _run(self) -> None:
         try:
@@ -138,7 +138,7 @@ class ProbeAcceptor:
             self._look(connection)
 
     def _look(self, connection: socket.socket) -> None:
-        """What has it sent? Nothing is taken from it unless it is a probe."""
+        """Look at what the connection has sent, and decide who answers. Only a probe is taken from it."""
         held = self._held.get(connection)
         incoming = Incoming(connection) if held is None else held.incoming
         before = incoming.seen
@@ -160,7 +160,7 @@ class ProbeAcceptor:
             elif sent is Sent.NO_HTTP:
                 self._refuse(connection, 400, "expected an HTTP/1.1 request, found something else")
             elif sent is Sent.HEAD and self._probes.bodies_full:
-                # Said here, because it costs the worker thirty times as much.
+                # Refused here, because it would cost the worker thirty times as much.
                 self._refuse(connection, 503, "the memory for request bodies is taken; try again later", "body_memory")
             elif (answer := self._answer(incoming.data)) is None:
                 self._waiting.append(connection)
@@ -172,14 +172,14 @@ class ProbeAcceptor:
         if not head.startswith((b"GET ", b"HEAD ")) or (request := _HEAD.fullmatch(head)) is None:
             return None
         method, path, recent, fields = request[1], request[2], request[3] == b"1", b"\r\n" + request[4].lower()
-        told = self._probes.answer(path.decode())
-        if not isinstance(told, ProbeResponse) or any(b"\r\n" + name in fields for name in _BODY_OR_MORE):
+        probe = self._probes.answer(path.decode())
+        if not isinstance(probe, ProbeResponse) or any(b"\r\n" + name in fields for name in _BODY_OR_MORE):
             return None
         if fields.count(b"\r\nhost:") != 1 and recent:
             return None
         lasting = recent and b"\r\nconnection:" not in fields
-        status = 200 if told.good else 503
-        return _response(status, told.status, lasting=lasting, only_head=method == b"HEAD"), lasting
+        status = 200 if probe.good else 503
+        return _response(status, probe.status, lasting=lasting, only_head=method == b"HEAD"), lasting
 
     def _send(self, connection: socket.socket, taken: int, answer: bytes, lasting: bool) -> None:
         with contextlib.suppress(OSError):
@@ -230,7 +230,7 @@ class ProbeAcceptor:
                 self._selector.register(connection, selectors.EVENT_READ, connection)
 
     def _close_late(self, connection: socket.socket) -> None:
-        """End a connection that has sent no whole request in its time; one that has begun is told so."""
+        """End a connection that has sent no whole request in its time; one that has begun one gets 408."""
         begun = self._held[connection].incoming.seen
         self._forget(connection)
         if begun:
@@ -239,7 +239,7 @@ class ProbeAcceptor:
             connection.close()
 
     def _pass_on_what_waits(self) -> None:
-        while self._waiting and self.entrance.send(self._waiting[0]):
+        while self._waiting and self.handoff.send(self._waiting[0]):
             self._waiting.popleft().close()
 
 
@@ -258,7 +258,7 @@ def _response(status: int, value: object, *, lasting: bool, only_head: bool) -> 
 
 
 class HandoffSocket:
-    """Where the worker accepts the connections that the door has passed on. To gunicorn it is a listening socket."""
+    """Hands connections from the acceptor to the worker. To gunicorn it is a listening socket."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         self._address = address
@@ -279,7 +279,7 @@ class HandoffSocket:
         os.close(os.dup(self._reading.fileno()))
         data, descriptors, _, _ = socket.recv_fds(self._reading, 1, 1)
         if not descriptors:
-            raise BlockingIOError(errno.EAGAIN, "no connection came with it" if data else "the door is closed")
+            raise BlockingIOError(errno.EAGAIN, "no connection came with it" if data else "the acceptor is closed")
         connection = socket.socket(fileno=descriptors[0])
         try:
             return connection, connection.getpeername()[:2]

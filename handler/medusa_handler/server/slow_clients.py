@@ -10,11 +10,10 @@ import socket
 import threading
 import time
 
-WHOLE = "medusa.whole"  # the key in a WSGI environ of a function to call when the whole request has been read
-CLOSE = "medusa.close"  # and of a function that ends the connection with this answer
-
 
 class SlowClients:
+    """The connections that are sending a request, and since when."""
+
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._lock = threading.Lock()
@@ -31,7 +30,7 @@ class SlowClients:
             self._reading.pop(id(connection), None)
 
     def shut(self) -> None:
-        """End what is overdue. Call about once a second; whoever reads from the connection sees its end."""
+        """Shut down the connections that are overdue. Call about once a second; its reader then sees the end."""
         now = time.monotonic()
         with self._lock:
             for key, (connection, end) in tuple(self._reading.items()):

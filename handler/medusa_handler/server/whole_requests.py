@@ -11,8 +11,9 @@ import re
 import socket
 from enum import Enum
 
+from ..http.environ import SMALL_BODY_BYTES
+
 HEAD_BYTES = 32 << 10  # the largest head; less than what a socket's buffer holds from the start
-SMALL_BODY_BYTES = 16 << 10  # the largest body that is waited for
 _PEEK_BYTES = 2 * HEAD_BYTES
 _CLOSE_WAIT = 8  # TCP_INFO's state of a connection whose client will send no more
 _BEGINS = re.compile(rb"(?:\r\n)*(?:[!#$%&'*+.^_`|~0-9A-Za-z-]{1,32}(?: |\Z)|\r?\Z)")
@@ -21,7 +22,7 @@ _LENGTH = re.compile(rb"[0-9]{1,20}[ \t]*")
 
 
 class Sent(Enum):
-    """What has come of a request."""
+    """How much of a request has come."""
 
     NOTHING = "nothing"
     PART = "part"
@@ -33,7 +34,7 @@ class Sent(Enum):
 
 
 def judge(data: bytes) -> Sent:
-    """What ``data``, the first bytes of a request, amount to. Whether a whole head is right is not looked at."""
+    """How much of a request ``data``, its first bytes, contains. A head is not checked any further."""
     end = data.find(b"\r\n\r\n")
     if end < 0:
         if len(data) >= HEAD_BYTES:
@@ -50,7 +51,7 @@ def judge(data: bytes) -> Sent:
 
 
 class Incoming:
-    """What a connection has sent of its next request. ``before``: bytes of it that were taken from the socket."""
+    """The part of a connection's next request that has come. Nothing is taken from the socket."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -58,7 +59,10 @@ class Incoming:
         self.data = b""
 
     def look(self, before: bytes = b"") -> Sent:
-        """Call when the connection can be read. After PART it can be read again only when more has come."""
+        """Call when the connection can be read. After PART it becomes readable again only when more has come.
+
+        ``before`` holds the bytes of the request that were already taken from the socket.
+        """
         try:
             peeked = self._connection.recv(_PEEK_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -76,7 +80,7 @@ class Incoming:
             return sent
         if peeked == b"" or (peeked and len(self.data) == self._seen and self._ended()):
             self.release()
-            return Sent.WHOLE  # whoever reads it finds the end at once
+            return Sent.WHOLE  # the reader finds the end at once
         self._seen = len(self.data)
         self._wake_at(len(peeked or b"") + 1)
         return Sent.PART
@@ -105,4 +109,4 @@ class Incoming:
             return True
 
 
-__all__ = ["HEAD_BYTES", "SMALL_BODY_BYTES", "Incoming", "Sent", "judge"]
+__all__ = ["HEAD_BYTES", "Incoming", "Sent", "judge"]

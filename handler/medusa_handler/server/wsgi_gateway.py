@@ -13,16 +13,15 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from ..faults import not_ready
+from ..http.environ import ARRIVED, WHOLE
 from ..probes import ProbeResponse
-from .slow_clients import WHOLE
 
 if TYPE_CHECKING:
     from ..service import Service
 
 Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
-ARRIVED = "medusa.arrived"  # the environ's key of a number that grows from request to request
-_TELLS = ("/metrics", "/timeline", "/openapi.json")  # what is no work is not refused
+_REPORTS = ("/metrics", "/timeline", "/openapi.json")  # routes that are no work are not refused
 _TOKEN_WANTED = {
     "error": {
         "message": "expected the header Authorization: Bearer <token> with this server's token",
@@ -31,7 +30,7 @@ _TOKEN_WANTED = {
         "code": "invalid_token",
     }
 }
-_PROBE_IS_READ = {
+_PROBE_IS_READ_ONLY = {
     "error": {
         "message": "a probe takes GET and HEAD alone",
         "type": "invalid_request_error",
@@ -42,6 +41,8 @@ _PROBE_IS_READ = {
 
 
 class WsgiGateway:
+    """The WSGI callable; ``build`` makes the Flask app, and is called once."""
+
     def __init__(self, service: Service, build: Callable[[], Wsgi]) -> None:
         self._service = service
         self._build = build
@@ -56,7 +57,7 @@ class WsgiGateway:
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         if WHOLE in environ and environ.get("CONTENT_LENGTH", "0") in ("", "0") and not _is_chunked(environ):
             environ[WHOLE]()
-        # We know no other protocol; werkzeug would refuse who offers to go on with WebSocket.
+        # We know no other protocol; werkzeug would refuse a client that offers to go on with WebSocket.
         environ.pop("HTTP_UPGRADE", None)
         probe = self._service.probes.answer(environ["PATH_INFO"])
         if probe is not None and environ["REQUEST_METHOD"] in ("GET", "HEAD"):
@@ -67,9 +68,9 @@ class WsgiGateway:
         elif self._token is not None and not self._is_authorized(environ.get("HTTP_AUTHORIZATION", "")):
             return _json(start_response, "401 Unauthorized", _TOKEN_WANTED, ("WWW-Authenticate", "Bearer"))
         elif probe is not None:
-            return _json(start_response, "405 Method Not Allowed", _PROBE_IS_READ, ("Allow", "GET, HEAD"))
+            return _json(start_response, "405 Method Not Allowed", _PROBE_IS_READ_ONLY, ("Allow", "GET, HEAD"))
         environ[ARRIVED] = next(self._arrivals)
-        if self._app is None and environ["PATH_INFO"] not in _TELLS:
+        if self._app is None and environ["PATH_INFO"] not in _REPORTS:
             # Each of these holds a thread until the app is there; beyond the cap that must be none of the probes' own.
             if not self._room.acquire(blocking=False):
                 return self._refuse(start_response)
@@ -80,7 +81,7 @@ class WsgiGateway:
         return self.app()(environ, start_response)
 
     def app(self) -> Wsgi:
-        """The Flask app, built by whoever needs it first."""
+        """The Flask app, built by the first thread that needs it."""
         with self._building:
             if self._app is None:
                 self._app = self._build()
@@ -90,14 +91,14 @@ class WsgiGateway:
         service = self._service
         service.admission.refused += 1
         why = f"it is still starting, and {self._cap} requests wait for it already, as many as may"
-        error = not_ready(why, service.eta_s())
+        error = not_ready(why, service.model.eta_s())
         body = error.body() if service.settings.handler is None else {"error": error.message}
         return _json(start_response, "503 Service Unavailable", body, *error.headers.items())
 
     def _is_authorized(self, header: str) -> bool:
         assert self._token is not None
         scheme, _, given = header.partition(" ")
-        # It takes as long for a near miss as for any other. Bytes, because it refuses text that is not ASCII.
+        # A near miss takes as long as any other. Bytes, because compare_digest refuses text that is not ASCII.
         same = hmac.compare_digest(given.strip().encode("latin-1", "replace"), self._token.encode())
         return same and scheme.lower() == "bearer"
 

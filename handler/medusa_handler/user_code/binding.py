@@ -10,7 +10,7 @@ from typing import Any, get_origin
 
 from medusa_runtime.errors import HandlerLoadError
 
-from .contract import Context, HttpError, Request
+from ..contract import Context, HttpError, Request
 
 Resolve = Callable[[Request], Any]
 
@@ -111,7 +111,7 @@ def _is_cloud_event(kind: Any) -> bool:
 
 
 def _cloud_event(kind: Any, request: Request) -> Any:
-    """The event in the body, binary or structured, of the flavour (1.x or 2.x of the package) that is asked for."""
+    """The event in the body, binary or structured, as the class of the package (1.x or 2.x) that ``kind`` is."""
     headers = {name.lower(): value for name, value in request.headers.items()}
     try:
         if kind.__module__.startswith("cloudevents.core"):

@@ -11,9 +11,9 @@ from typing import Any
 
 from medusa_runtime.errors import HandlerError, HandlerLoadError
 
-from ..http.deadline import Deadline
+from ..contract import Context, Request
+from ..deadline import Deadline
 from .binding import Binding
-from .contract import Context, Request
 from .loader import load_target
 from .loop import AsyncItems, EventLoop
 
@@ -30,7 +30,7 @@ class UserCode:
 
     @property
     def is_event_style(self) -> bool:
-        """It is an OpenFaaS ``handle(event, context)``, whose result has a statusCode."""
+        """Whether it is an OpenFaaS ``handle(event, context)``, whose result has a statusCode."""
         return self._binding is not None and self._binding.is_event_style
 
     def load(self, spec: str, context: Context) -> None:
@@ -61,9 +61,9 @@ class UserCode:
         return self._instance  # type: ignore[no-any-return]
 
     def call(self, request: Request, gone: Callable[[], bool] = lambda: False) -> Any:
-        """Its result; an asynchronous iterator comes back as a plain one.
+        """Call it, once it is loaded, and return its result; an asynchronous iterator comes back as a plain one.
 
-        Only after it was loaded. Raises what it raises, ClientGoneError, and 504 when its time is over.
+        Raises what it raises, ClientGoneError, and 504 when its time is over.
         """
         assert self._binding is not None
         positional, named = self._binding.arguments(request)

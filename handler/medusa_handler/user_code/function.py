@@ -10,24 +10,39 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_runtime.errors import MedusaError, WeightsError
 
+from ..contract import Context, Request
 from .code import UserCode
-from .contract import Context, Request
 from .loop import EventLoop
 from .model import Model, client_gone
 from .user_traceback import log_cause, user_traceback
 from .weights import Weights
 
 if TYPE_CHECKING:
-    from ..service import Service
+    from medusa_runtime.config import Settings
+    from medusa_runtime.timeline import Timeline
+
+    from ..model.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 
 
 class UserFunction:
-    """``ready`` when ``load`` has returned. One that cannot be loaded ends the instance."""
+    """``ready`` when ``load`` has returned. ``fail`` ends the instance, ``on_loaded`` is called once it is ready."""
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(
+        self,
+        settings: Settings,
+        model: ServedModel,
+        timeline: Timeline,
+        *,
+        fail: Callable[[MedusaError], None],
+        on_loaded: Callable[[], None],
+    ) -> None:
+        self._settings = settings
+        self._model = model
+        self._timeline = timeline
+        self._fail = fail
+        self._on_loaded = on_loaded
         self._loaded = threading.Event()
         self._code = UserCode(EventLoop())
 
@@ -37,52 +52,50 @@ class UserFunction:
 
     @property
     def is_event_style(self) -> bool:
-        """It is an OpenFaaS ``handle(event, context)``, whose result has a statusCode."""
+        """Whether it is an OpenFaaS ``handle(event, context)``, whose result has a statusCode."""
         return self._code.is_event_style
 
     @property
     def folder(self) -> Path | None:
-        """Where the user's code lies."""
+        """The folder of the user's code."""
         return self._code.folder
 
     def load(self) -> None:
-        """Import the user's code and run its ``load``; what fails ends the instance with one message."""
-        service = self._service
+        """Import the user's code and run its ``load``; an error ends the instance with one message."""
         try:
-            with service.timeline.stage("handler"):
+            with self._timeline.stage("handler"):
                 self._load()
         except MedusaError as error:
             log_cause(error, self.folder)
-            service.instance.fail(error)
+            self._fail(error)
         else:
             self._loaded.set()
-            service.publish()
-            service.admission.open()
+            self._on_loaded()
 
     def _load(self) -> None:
-        service = self._service
-        assert service.settings.handler is not None
-        if service.settings.torch_import != "plain":
+        settings, region = self._settings, self._model.region
+        assert settings.handler is not None
+        if settings.torch_import != "plain":
             from medusa_runtime.imports.lazy_torch import make_handlers_import_lean
 
-            make_handlers_import_lean(service.settings.torch_import)
-        model = Model(service) if service.engine is not None else None
-        weights = Weights(service.region, service.settings, service.timeline, self._unloadable)
-        self._code.load(service.settings.handler, Context(model, service.settings, weights))
+            make_handlers_import_lean(settings.torch_import)
+        model = Model(self._model) if self._model.engine is not None else None
+        weights = Weights(region, settings, self._timeline, self._weights_failed)
+        self._code.load(settings.handler, Context(model, settings, weights))
 
-    def _unloadable(self, error: BaseException) -> None:
-        """A module was built whose weights cannot be loaded, now or ever."""
+    def _weights_failed(self, error: BaseException) -> None:
+        """End the instance: a module was built whose weights cannot be loaded, now or ever."""
         if not isinstance(error, MedusaError):
             error = WeightsError(f"a module's weights could not be loaded: {type(error).__name__}: {error}")
-        self._service.instance.fail(error)
+        self._fail(error)
 
     def call(self, request: Request, gone: Callable[[], bool]) -> Any:
-        """As ``UserCode.call``; what it asks of ``context.model`` is cancelled when the client leaves."""
+        """Like ``UserCode.call``. When the client leaves, what the function asked of ``context.model`` is cancelled."""
         client_gone.set(gone)
         return self._code.call(request, gone)
 
     def close(self) -> None:
-        """Run the user's ``close``; its error is logged, for nobody waits for it."""
+        """Run the user's ``close``; an error is logged, because no caller waits for it."""
         if not self.ready:
             return
         try:

@@ -18,7 +18,7 @@ _POLL_S = 0.25  # how soon a client that left is noticed
 
 
 class EventLoop:
-    """Started with the first coroutine."""
+    """An event loop that starts with the first coroutine."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -10,35 +10,38 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_runtime.engine.base import EngineInfo, GenerateRequest, SamplingParams
 
-from ..generation import Generation
+from ..model.embeddings import embeddings, floats
+from ..model.generation import Generation
 
 if TYPE_CHECKING:
-    from ..service import Service
+    from ..model.served_model import ServedModel
 
 Prompt = str | Sequence[int]
 
 client_gone: contextvars.ContextVar[Callable[[], bool]] = contextvars.ContextVar("client_gone")
-"""Tells whether the client of the running request has left; what it asked of the model is then cancelled."""
+"""Whether the client of the running request has left; what the function asked of the model is then cancelled."""
 
 _FIELDS = {field.name for field in dataclasses.fields(SamplingParams)}
 
 
 class Model:
-    """Sampling parameters are vLLM's, e.g. ``max_tokens=64, temperature=0``. May be used before the weights are there;
-    what is asked then waits."""
+    """The model, for a function. Sampling parameters are vLLM's, e.g. ``max_tokens=64, temperature=0``.
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    It may be used before the weights are there; a call then waits for them.
+    """
+
+    def __init__(self, served: ServedModel) -> None:
+        self._served = served
 
     @property
     def name(self) -> str:
-        return self._service.model_name
+        return self._served.name
 
     @property
     def info(self) -> EngineInfo:
-        """What the engine runs; waits until it does."""
-        assert self._service.engine is not None
-        return self._service.engine.wait_ready(self._service.settings.hold_s)
+        """The engine and the model that it runs; waits until it does."""
+        assert self._served.engine is not None
+        return self._served.engine.wait_ready(self._served.settings.hold_s)
 
     def generate(self, prompt: Prompt, **sampling: Any) -> str:
         """The whole completion. Raises RequestError, OverloadedError, EngineError."""
@@ -56,32 +59,30 @@ class Model:
     def stream_chat(self, messages: list[dict[str, Any]], **sampling: Any) -> Iterator[str]:
         """The answer's text as it comes."""
         params = _params({"max_tokens": None, **sampling})
-        template = self._service.chat_template(_gone())
+        template = self._served.chat_template(_gone())
         return self._stream(
             template.render(messages, {"add_generation_prompt": True}), params, add_special_tokens=False
         )
 
     def embed(self, texts: Sequence[str | Sequence[int]], dimensions: int | None = None) -> list[list[float]]:
-        """A vector for each text, of an encoder; texts beyond its length are cut. Raises RequestError, EngineError."""
-        from ..openai.embeddings import embeddings, floats
-
+        """A vector for each text, by an encoder; texts beyond its length are cut. Raises RequestError, EngineError."""
         given = [text if isinstance(text, str) else tuple(text) for text in texts]
-        found = embeddings(self._service, given, _gone(), dimensions=dimensions, truncate=-1)
+        found = embeddings(self._served, given, _gone(), dimensions=dimensions, truncate=-1)
         return [floats(vector.data) for vector in found]
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        assert self._service.engine is not None
-        return self._service.engine.tokenize(text, add_special_tokens)
+        assert self._served.engine is not None
+        return self._served.engine.tokenize(text, add_special_tokens)
 
     def detokenize(self, token_ids: list[int]) -> str:
-        assert self._service.engine is not None
-        return self._service.engine.detokenize(token_ids)
+        assert self._served.engine is not None
+        return self._served.engine.detokenize(token_ids)
 
     def _stream(
         self, prompt: str | tuple[int, ...], params: SamplingParams, *, add_special_tokens: bool
     ) -> Iterator[str]:
         request = GenerateRequest(f"fn-{uuid.uuid4().hex}", prompt, params, add_special_tokens)
-        with Generation(self._service, [request], _gone()) as generation:
+        with Generation(self._served, [request], _gone()) as generation:
             for item in generation.events():
                 if item is not None and item.value.text:
                     yield item.value.text

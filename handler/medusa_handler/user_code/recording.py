@@ -1,4 +1,4 @@
-"""Offline: the order in which a function uses the weights of its own modules, as one request shows it (Cicada §3.3)."""
+"""Finds, offline, the order in which a function uses the weights of its own modules, by a request (Cicada §3.3)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from medusa_runtime.errors import HandlerError, MedusaError
 from medusa_runtime.timeline import Timeline
 
+from ..contract import Context, Headers, HttpError, Request, Response
 from .code import UserCode
-from .contract import Context, Headers, HttpError, Request, Response
 from .loop import EventLoop
 from .user_traceback import log_cause
 from .weights import Weights
@@ -34,7 +34,7 @@ class _ThisThread(EventLoop):
         future: Future[T] = Future()
         try:
             future.set_result(self._runner.run(coroutine))
-        except Exception as error:  # noqa: BLE001  raised by whoever asks for the result
+        except Exception as error:  # noqa: BLE001  raised where the result is read
             future.set_exception(error)
         return future
 
@@ -73,7 +73,7 @@ def execution_order(region: Region, settings: Settings, body: bytes) -> list[str
 
 
 def _answer(code: UserCode, body: bytes) -> None:
-    """One request, its result taken to the end."""
+    """Make one request and read its result to the end."""
     headers = Headers({"content-type": "application/json"}.items())
     try:
         result = code.call(Request("POST", "/", headers, {}, body, "materialize"))

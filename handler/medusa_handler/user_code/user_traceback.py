@@ -23,7 +23,7 @@ def user_traceback(error: BaseException, folder: Path | None = None) -> str:
 
 
 def log_cause(error: MedusaError, folder: Path | None) -> None:
-    """The user's own error behind one of ours, if there is one."""
+    """Log the user's own error behind one of ours, if there is one."""
     if error.__cause__ is not None:
         logger.error("%s\n%s", error.code, user_traceback(error.__cause__, folder))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from medusa_handler.openai.chat_template import ChatTemplate
+from medusa_handler.model.chat_template import ChatTemplate
 from medusa_runtime.engine.serving.tokenizer import Tokenizer
 from medusa_runtime.errors import RequestError
 from medusa_runtime.timeline import Timeline

@@ -10,7 +10,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from ..faults import ApiError, ClientGoneError
+from .faults import ApiError, ClientGoneError
 
 _POLL_S = 0.25  # how soon a client that left is noticed
 
@@ -44,9 +44,9 @@ _threads = _Threads()
 
 
 class Deadline:
-    """Says whether the client has left, like the function it wraps, and raises ApiError 504 when time is over.
+    """Checks whether the client has left, like the function it wraps, and raises ApiError 504 when time is over.
 
-    Everything that waits asks it now and then, so model work and coroutines end with it. Plain user code cannot be
+    Everything that waits calls it now and then, so model work and coroutines end with it. Plain user code cannot be
     interrupted: it is left to end in its own thread, and its result is dropped.
     """
 

@@ -94,8 +94,10 @@ class Response:
 
 @dataclass(frozen=True)
 class Context:
-    """What ``load`` is given: the model behind the function (None when no engine runs one), the settings, and
-    ``weights``, which fill a module of the function's own (``weights.build``)."""
+    """The argument of ``load``: the model behind the function, the settings, and the weights.
+
+    ``model`` is None when no engine runs one; ``weights.build`` fills a module of the function's own.
+    """
 
     model: Any
     settings: Any
@@ -103,5 +105,5 @@ class Context:
 
     @property
     def hostname(self) -> str:
-        """As OpenFaaS' handlers know it."""
+        """The name of this host, where OpenFaaS' handlers look for it."""
         return os.uname().nodename

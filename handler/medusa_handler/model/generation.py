@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from medusa_runtime.engine.base import Delta, GenerateRequest
 
-from .faults import ClientGoneError
-from .merge import Item, Merge
+from ..faults import ClientGoneError
+from ..merge import Item, Merge
 
 if TYPE_CHECKING:
     from medusa_runtime.engine.client import TokenStream
 
-    from .service import Service
+    from .served_model import ServedModel
 
 _POLL_S = 0.25  # how soon a client that left is noticed
 
@@ -22,9 +22,9 @@ _POLL_S = 0.25  # how soon a client that left is noticed
 class Generation:
     """Iterate over ``events``; a context manager that cancels what still runs."""
 
-    def __init__(self, service: Service, requests: Sequence[GenerateRequest], gone: Callable[[], bool]) -> None:
-        assert service.engine is not None
-        self._service = service
+    def __init__(self, model: ServedModel, requests: Sequence[GenerateRequest], gone: Callable[[], bool]) -> None:
+        assert model.engine is not None
+        self._model = model
         self._gone = gone
         self._began = time.monotonic()
         self._first: dict[int, float] = {}
@@ -35,7 +35,7 @@ class Generation:
         self._closed = False
         try:
             for request in requests:
-                self._streams.append(service.engine.generate(request))
+                self._streams.append(model.engine.generate(request))
         except BaseException:
             self.close()
             raise
@@ -61,7 +61,7 @@ class Generation:
                 yield item
                 continue
             if not self._first:
-                self._service.check_hold(self._began)
+                self._model.check_hold(self._began)
             if heartbeat_s is not None and now - last >= heartbeat_s:
                 last = now
                 yield None
@@ -87,7 +87,7 @@ class Generation:
         if delta.finish_reason is not None:
             self._unfinished.discard(item.source)
             first_s = self._first[item.source] - self._began
-            self._service.metrics.generated(first_s, now - self._began, self._tokens[item.source])
+            self._model.metrics.generated(first_s, now - self._began, self._tokens[item.source])
 
     def close(self) -> None:
         self._closed = True

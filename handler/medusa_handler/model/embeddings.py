@@ -1,0 +1,54 @@
+"""Texts to vectors: held while the model loads, given up when the client leaves."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ..faults import ClientGoneError
+
+if TYPE_CHECKING:
+    from medusa_runtime.engine.base import Embedding
+
+    from .served_model import ServedModel
+
+Input = str | tuple[int, ...]
+
+_BATCH = 64  # inputs given to the engine at once; between batches a client that left is noticed
+
+
+def embeddings(
+    model: ServedModel,
+    inputs: Sequence[Input],
+    gone: Callable[[], bool],
+    *,
+    dimensions: int | None = None,
+    truncate: int | None = None,
+) -> list[Embedding]:
+    """A vector for each input, in order. ``truncate`` cuts inputs at so many tokens, -1 at the model's limit.
+
+    Raises RequestError, EngineError, ClientGoneError, and ApiError 503 after ``hold_s``.
+    """
+    assert model.engine is not None
+    began = time.monotonic()
+
+    def look() -> None:
+        if gone():
+            raise ClientGoneError
+        model.check_hold(began)
+
+    found: dict[int, Embedding] = {}
+    # Inputs of similar length share a batch, so that there is little padding.
+    order = sorted(range(len(inputs)), key=lambda number: len(inputs[number]))
+    for start in range(0, len(order), _BATCH):
+        numbers = order[start : start + _BATCH]
+        batch = [inputs[number] for number in numbers]
+        found |= zip(numbers, model.engine.embed(batch, dimensions, truncate, look=look), strict=True)
+    return [found[number] for number in range(len(inputs))]
+
+
+def floats(data: bytes) -> list[float]:
+    """A vector's bytes as numbers."""
+    return array("f", data).tolist()

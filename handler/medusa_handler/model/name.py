@@ -1,0 +1,52 @@
+"""The name under which a model is served."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from medusa_runtime.config import Settings
+    from medusa_runtime.region.reader import Region
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+_NAMELESS = ("", ".", "..", "model", "models", "main")
+
+
+def small_files(region: Region | None) -> Callable[[str], bytes | None] | None:
+    """A function that reads a region's small files; None while they are not there. Never waits."""
+    return region.file if region is not None and region.progress().state in ("fetching", "done") else None
+
+
+def served_name(settings: Settings, read: Callable[[str], bytes | None] | None = None) -> str:
+    """The model's name in the OpenAI routes: as given, or what its location says, without secrets.
+
+    That is the last part of a path or URL which names something; of a URL with a host alone, and of a folder that is
+    called "model", the name that its config.json has.
+    """
+    if settings.served_model_name is not None:
+        return settings.served_model_name
+    from medusa_runtime.storage.base import redacted, scheme_of  # 5 ms that no first answer of /livez should wait for
+
+    url = redacted(settings.model or "").rstrip("/")
+    path = (
+        url.partition("://")[2].partition("/")[2] if scheme_of(url) in ("http", "https") else url.rpartition("://")[2]
+    )
+    parts = [part for part in path.split("/") if part]
+    if parts and parts[-1].endswith(_WEIGHTS):
+        parts[-1:] = [] if len(parts) > 1 else [parts[-1].rpartition(".")[0]]
+    if parts and parts[-1] not in _NAMELESS:
+        return parts[-1]
+    return _name_in(read) or (parts or ["model"])[-1]
+
+
+def _name_in(read: Callable[[str], bytes | None] | None) -> str | None:
+    """The name in a config.json: what the checkpoint was saved from, or the kind of its model."""
+    try:
+        config = json.loads((read and read("config.json")) or b"{}")
+    except ValueError:
+        return None
+    names = [config.get("_name_or_path"), config.get("model_type")] if isinstance(config, dict) else []
+    found = [name.rstrip("/").rpartition("/")[2] for name in names if isinstance(name, str)]
+    return next((name for name in found if name and name not in _NAMELESS), None)

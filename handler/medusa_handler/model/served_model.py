@@ -1,0 +1,110 @@
+"""The model that an instance serves: its engine, its small files, and when requests can expect it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..faults import ClientGoneError, not_ready, stopping
+from ..metrics import Metrics
+from .chat_template import ChatTemplate
+from .name import served_name, small_files
+
+if TYPE_CHECKING:
+    from medusa_runtime.config import Settings
+    from medusa_runtime.engine.client import EngineClient
+    from medusa_runtime.region.reader import Region
+    from medusa_runtime.timeline import Timeline
+
+_POLL_S = 0.25  # how soon a client that left is noticed
+_LONGEST_GUESS_S = 60.0
+
+
+class ServedModel:
+    """``engine`` is None where the function runs the model itself, ``region`` where there is no model."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        engine: EngineClient | None,
+        region: Region | None,
+        timeline: Timeline,
+        *,
+        metrics: Metrics,
+        draining: threading.Event,
+    ) -> None:
+        self.settings = settings
+        self.engine = engine
+        self.region = region
+        self.metrics = metrics
+        self._timeline = timeline
+        self._draining = draining
+        self._chat_template: ChatTemplate | None = None
+
+    @property
+    def name(self) -> str:
+        return served_name(self.settings, small_files(self.region))
+
+    @property
+    def ready(self) -> bool:
+        """The engine answers, or is started by the first request."""
+        return self.engine is None or self.engine.ready or self.settings.engine_start == "request"
+
+    @property
+    def engine_status(self) -> str:
+        """The engine's state, as probes report it; empty where there is no engine."""
+        if self.engine is None:
+            return ""
+        if self.engine.ready:
+            return "ready"
+        if not self.engine.started:
+            return "idle"
+        return "starting" if self.engine.info is None else "loading"
+
+    def chat_template(self, gone: Callable[[], bool]) -> ChatTemplate:
+        """The checkpoint's chat template, once the prefetcher has brought the small files (it does so first)."""
+        if self._chat_template is None:
+            assert self.region is not None
+            self._wait_for_files(self.region, gone)
+            self._chat_template = ChatTemplate(self.region.file)
+        return self._chat_template
+
+    def _wait_for_files(self, region: Region, gone: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + self.settings.hold_s
+        while True:
+            try:
+                region.wait_index(timeout_s=_POLL_S)
+                return
+            except TimeoutError:
+                pass
+            if gone():
+                raise ClientGoneError
+            if self._draining.is_set():
+                raise stopping()
+            if time.monotonic() > deadline:
+                raise not_ready(f"the model's files were not there within {self.settings.hold_s:g} s of the request")
+
+    def check_hold(self, began: float) -> None:
+        """Raise 503 for a request that came at ``began`` and has waited ``hold_s`` for the model, or would in vain."""
+        if self.engine is None or self.engine.ready:
+            return
+        if self._draining.is_set():
+            raise stopping()
+        if time.monotonic() - began > self.settings.hold_s:
+            text = f"the model was not loaded within {self.settings.hold_s:g} s of the request"
+            raise not_ready(text, self.eta_s())
+
+    def eta_s(self) -> float:
+        """Seconds until it is worth asking again for what is not there yet.
+
+        While weights are fetched: the rest of the fetch at the present rate. Nothing measures progress after it; a
+        start that has taken some time is taken to need as long again.
+        """
+        fetch_s = 0.0 if self.region is None else self.region.progress().eta_s
+        if fetch_s:
+            return float(fetch_s)
+        stages = self._timeline.stages()
+        elapsed_s = (time.monotonic_ns() - stages[0].start_ns) / 1e9 if stages else 1.0
+        return min(elapsed_s, _LONGEST_GUESS_S)

@@ -1,0 +1,123 @@
+"""The calls of the OpenAI interface: body → generation → answer."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from medusa_runtime.engine.base import GenerateRequest, SamplingParams
+
+from ..faults import ApiError
+from ..model.name import served_name
+from . import chat, completion, embeddings, parameters
+from .answer import Envelope
+from .parameters import Body
+from .responding import Plan, respond
+
+if TYPE_CHECKING:
+    from flask import Response
+
+    from ..service import Service
+
+_MOST_SEQUENCES = 128  # prompts x n of one request
+_MOST_BEST_OF = 20
+
+
+def complete(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
+    """Answer a completion."""
+    model = check_model(service, body)
+    prompts = completion.prompts(body)
+    keep = parameters.count(body, "n", 1, 1, _MOST_SEQUENCES)
+    per_prompt = parameters.count(body, "best_of", keep, keep, max(keep, _MOST_BEST_OF))
+    stream = parameters.flag(body, "stream")
+    if stream and per_prompt > keep:
+        raise parameters.invalid("best_of", "n, because a stream cannot be ranked", per_prompt)
+    logprobs = parameters.logprob_count(body, "logprobs")
+    echo = parameters.flag(body, "echo")
+    if echo and logprobs is not None:
+        raise ApiError(400, "echo: log-probabilities of the prompt are not supported", param="echo", code="unsupported")
+    params = parameters.sampling(
+        body,
+        max_tokens=parameters.count(body, "max_tokens", 16, 1),
+        logprobs=0 if per_prompt > keep and logprobs is None else logprobs,
+    )
+    echoes = [_text(service, prompt) for prompt in prompts for _ in range(keep)] if echo else []
+    name = f"cmpl-{uuid.uuid4().hex}"
+    requests = _requests(name, prompts, params, per_prompt, parameters.flag(body, "add_special_tokens", True))
+    envelope = Envelope(name, model, completion.CompletionShape(logprobs, echoes))
+    return respond(service, Plan(requests, envelope, per_prompt, keep, stream, _include_usage(body)), gone)
+
+
+def converse(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
+    """Answer a chat."""
+    model = check_model(service, body)
+    messages = chat.messages(body)
+    arguments = chat.template_arguments(body)
+    count = parameters.count(body, "n", 1, 1, _MOST_SEQUENCES)
+    alternatives = parameters.logprob_count(body, "top_logprobs")
+    wanted = parameters.flag(body, "logprobs")
+    if alternatives and not wanted:
+        raise parameters.invalid("top_logprobs", "logprobs to be true with it", alternatives)
+    logprobs = (alternatives or 0) if wanted else None
+    limit = parameters.integer(body, "max_completion_tokens", parameters.integer(body, "max_tokens", None, 1), 1)
+    params = parameters.sampling(body, max_tokens=limit, logprobs=logprobs)
+    prompt = service.model.chat_template(gone).render(messages, arguments)
+    name = f"chatcmpl-{uuid.uuid4().hex}"
+    # The template writes the special tokens itself.
+    requests = _requests(name, [prompt], params, count, parameters.flag(body, "add_special_tokens", False))
+    envelope = Envelope(name, model, chat.ChatShape(logprobs))
+    stream = parameters.flag(body, "stream")
+    return respond(service, Plan(requests, envelope, count, count, stream, _include_usage(body)), gone)
+
+
+def embed_texts(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
+    """Answer a request for embeddings."""
+    return embeddings.embed(service, body, check_model(service, body), gone)
+
+
+def check_model(service: Service, body: Body) -> str:
+    """The served model's name. Raises ApiError 404 when the body names another one."""
+    asked = body.get("model")
+    # The name that the location has is known before config.json is there, and goes on being one.
+    if asked in (None, "", service.model.name, service.settings.model, served_name(service.settings)):
+        return service.model.name
+    raise ApiError(
+        404,
+        f"the model {asked!r} does not exist; this server has {service.model.name!r}",
+        param="model",
+        code="model_not_found",
+    )
+
+
+def _requests(
+    name: str, prompts: list[completion.Prompt], params: SamplingParams, per_prompt: int, add_special_tokens: bool
+) -> list[GenerateRequest]:
+    if len(prompts) * per_prompt > _MOST_SEQUENCES:
+        raise ApiError(
+            400,
+            f"expected at most {_MOST_SEQUENCES} sequences, found {len(prompts)} prompts x {per_prompt}",
+            param="prompt",
+        )
+    requests: list[GenerateRequest] = []
+    for prompt in prompts:
+        for number in range(per_prompt):
+            # Sequences of one prompt must differ, and be the same again with the same seed.
+            own = params if params.seed is None or not number else replace(params, seed=params.seed + number)
+            requests.append(GenerateRequest(f"{name}-{len(requests)}", prompt, own, add_special_tokens))
+    return requests
+
+
+def _include_usage(body: Body) -> bool:
+    options: Any = body.get("stream_options")
+    if options is None:
+        return False
+    if not isinstance(options, dict):
+        raise parameters.invalid("stream_options", "an object", options)
+    return parameters.flag(options, "include_usage")
+
+
+def _text(service: Service, prompt: completion.Prompt) -> str:
+    assert service.engine is not None
+    return prompt if isinstance(prompt, str) else service.engine.detokenize(list(prompt))

@@ -1,0 +1,41 @@
+"""``POST /`` without a function: the model answers, a body of OpenAI's or a bare prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from flask import Response
+
+from ..faults import ApiError
+from ..http.body import as_json_object
+from .calls import complete, converse, embed_texts
+
+if TYPE_CHECKING:
+    from ..contract import Request
+    from ..service import Service
+
+
+def infer(service: Service, called: Request, gone: Callable[[], bool]) -> Response:
+    """Answer a JSON body as the OpenAI routes do (``messages``: chat, ``input``: embeddings); any other is a prompt."""
+    if called.headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json":
+        return _answer(service, as_json_object(called.body), gone)
+    prompt = called.body.decode(errors="replace")
+    if not prompt.strip():
+        raise ApiError(400, 'expected {"prompt": …} as JSON, or the prompt itself as the body', param="prompt")
+    # curl -d sends JSON as a form.
+    return _answer(service, _object(prompt) if prompt.lstrip().startswith("{") else {"prompt": prompt}, gone)
+
+
+def _answer(service: Service, body: dict[str, object], gone: Callable[[], bool]) -> Response:
+    answer = converse if "messages" in body else embed_texts if "input" in body else complete
+    return answer(service, body, gone)
+
+
+def _object(text: str) -> dict[str, object]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {"prompt": text}
+    return value if isinstance(value, dict) else {"prompt": text}

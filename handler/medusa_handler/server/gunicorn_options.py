@@ -1,0 +1,77 @@
+"""gunicorn's settings: one threaded worker, on connections that the acceptor hands to it."""
+
+from __future__ import annotations
+
+import math
+import os
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from medusa_runtime.process import die_with_parent, name_process
+from medusa_runtime.resource_limits import LEAST_FILES, most_files
+
+from .probe_acceptor import KEEPALIVE_S
+
+if TYPE_CHECKING:
+    from medusa_runtime.config import Settings
+    from medusa_runtime.liveness import Heartbeats
+
+    from .probe_acceptor import ProbeAcceptor
+
+_SPARE_THREADS = 32  # for probes, metrics and requests that are about to be refused
+_IDLE_CONNECTIONS = 2048
+_LARGEST_BODIES = 8  # for which there is memory at the same time, if nothing else was set
+STOP_GRACE_S = 1  # for responses that have been made, and idle connections
+
+
+def worker_folder() -> str | None:
+    """The folder of gunicorn's (unlinked) heartbeat file. None means /dev/shm, which is memory."""
+    return None if os.access("/dev/shm", os.W_OK) else "/tmp"
+
+
+def body_memory_mb(settings: Settings) -> int:
+    """How much memory all request bodies may take together: at least one of the largest."""
+    return max(settings.body_memory_mb or _LARGEST_BODIES * settings.max_body_mb, settings.max_body_mb + 4)
+
+
+def threads(settings: Settings) -> int:
+    return settings.max_concurrency + settings.max_waiting + _SPARE_THREADS
+
+
+def options(acceptor: ProbeAcceptor, settings: Settings, heartbeats: Heartbeats) -> dict[str, Any]:
+    """gunicorn's settings. No timeout (a model may take long), no control socket, no access log."""
+    return {
+        "workers": 1,
+        "worker_class": "medusa_handler.server.gunicorn_worker.Worker",
+        "threads": threads(settings),
+        # One more would end gunicorn's worker when the process may open no further file.
+        "worker_connections": min(threads(settings) + _IDLE_CONNECTIONS, most_files() - LEAST_FILES // 2),
+        "worker_tmp_dir": worker_folder() or "/dev/shm",
+        "timeout": 0,
+        "graceful_timeout": math.ceil(settings.drain_s) + 2 * STOP_GRACE_S,
+        "keepalive": int(KEEPALIVE_S),
+        "limit_request_line": 8190,
+        "limit_request_fields": 100,
+        "limit_request_field_size": 8190,
+        # A proxy beside us (queue-proxy) passes on what clients send: no header of theirs may move our routes.
+        "forwarded_allow_ips": "",
+        "forwarder_headers": "",
+        "control_socket_disable": True,
+        "loglevel": "warning",
+        "accesslog": None,
+        "proc_name": "function",
+        "on_starting": partial(_listen_at, acceptor),
+        "pre_fork": lambda arbiter, _worker: arbiter.app.starting(),
+        "post_fork": partial(_in_worker, acceptor, heartbeats),
+    }
+
+
+def _listen_at(acceptor: ProbeAcceptor, arbiter: Any) -> None:
+    arbiter.LISTENERS = [acceptor.handoff]  # gunicorn makes its own only where there are none
+
+
+def _in_worker(acceptor: ProbeAcceptor, heartbeats: Heartbeats, arbiter: Any, _worker: Any) -> None:
+    heartbeats.enter("worker")
+    acceptor.close_in_worker()
+    die_with_parent(arbiter.pid)
+    name_process("worker")
