@@ -76,11 +76,17 @@ def test_inspect_is_readable(model: Path) -> None:
     assert medusa("inspect", "--model", model, "--tensors").stdout == text  # as it is named to serve and materialize
 
 
-@pytest.mark.parametrize("arguments", [(), ("model", "--model", "model")])
-def test_inspect_wants_one_checkpoint(arguments: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "expected a checkpoint: medusa inspect URL, or --model URL [Config.Invalid]"),
+        (("model", "--model", "model"), "expected one checkpoint, found 'model' and --model 'model'; leave one out"),
+    ],
+)
+def test_inspect_wants_one_checkpoint(arguments: tuple[str, ...], said: str) -> None:
     result = medusa("inspect", *arguments)
     assert result.returncode == 2
-    assert "expected one checkpoint: medusa inspect URL, or --model URL [Config.Invalid]" in result.stderr
+    assert said in result.stderr
 
 
 def test_inspect_needs_no_weights(model: Path, origin: str) -> None:

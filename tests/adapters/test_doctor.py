@@ -16,9 +16,10 @@ MEDUSA = Path(sys.executable).with_name("medusa")
 # The command without its last check, which takes seconds to import torch.
 QUICK = """
 import sys
-from medusa_adapters import cli, doctor
+from medusa_adapters.cli import doctor
+from medusa_adapters.cli.main import main
 doctor._torch = lambda: iter(())
-sys.exit(cli.main(sys.argv[1:]))
+sys.exit(main(sys.argv[1:]))
 """
 
 

@@ -22,7 +22,7 @@ VLLM = ROOT / ".venv-vllm"
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
 RUNNERS = tomllib.loads(Path(__file__).with_name("commands.toml").read_text())
 PROGRAM = re.compile(
-    r"\$ |(?:\S+/bin/)?(?:make|medusa|python|podman|docker|kubectl|curl|pip|faas-cli|apt-get|openssl)\s"
+    r"\$ |(?:\S+/bin/)?(?:make|medusa|python|podman|docker|kubectl|curl|pip|faas-cli|apt-get|openssl|helm)\s"
 )
 
 

@@ -57,9 +57,9 @@ def test_a_file_that_is_no_socket_stays(start_node: Start) -> None:
     Path(node.socket).write_text("precious")
     node.start(wait=False)
     assert node.process.wait(60) == 2
-    assert "is no socket" in node.output()
+    assert "is not a socket" in node.output()
     assert Path(node.socket).read_text() == "precious"
-    with pytest.raises(NodeError, match="is no socket"):
+    with pytest.raises(NodeError, match="is not a socket"):
         node.client()
 
 
@@ -142,6 +142,10 @@ def test_bad_requests_are_answered(start_node: Start, put_model: Put) -> None:
         assert "expected an absolute path" in ask("region", url="models/x")
 
 
+def is_recorded(node: Any, region: Region) -> bool:
+    return str(os.fstat(region.fd).st_ctime_ns) in Path(f"{node.socket}.regions").read_text()
+
+
 def test_a_region_outlives_its_agent_and_comes_back_to_the_next(start_node: Start, put_model: Put, origin: Any) -> None:
     node = start_node("--look-every-s", "0")
     url = put_model("m")
@@ -149,6 +153,7 @@ def test_a_region_outlives_its_agent_and_comes_back_to_the_next(start_node: Star
     region = first.region(url)
     assert read_all(region) == 8
     node.until(lambda: node.status()["regions"][0]["state"] == "done")
+    node.until(lambda: is_recorded(node, region))  # the agent does so a moment later
     node.kill()
     assert read_all(region) == 8, "what a function has, it keeps"
     node.start()

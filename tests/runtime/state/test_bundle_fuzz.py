@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from medusa_runtime.checkpoint.index import Shard, TensorEntry, WeightIndex
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import ConfigError, StateError
-from medusa_runtime.state.graphs.blob_format import decode, encode
+from medusa_runtime.state.graphs.blob_format import VERSION, decode, encode
 from medusa_runtime.state.kinds import KINDS
 from medusa_runtime.state.kv_plan import Geometry, KvPlan, plan
 from medusa_runtime.state.manifest import Artifact, Manifest
@@ -248,7 +248,7 @@ _PROLOGUE = struct.Struct("<8s32sIQQ")
 def graphs(header: Any, body: bytes) -> bytes:
     """With a digest that is right, as whoever makes a wrong one would write it."""
     text = json.dumps(header).encode()
-    rest = struct.pack("<IQQ", 2, len(text), len(body)) + text + body
+    rest = struct.pack("<IQQ", VERSION, len(text), len(body)) + text + body
     return b"MEDUSAG\n" + hashlib.sha256(rest).digest() + rest
 
 
