@@ -59,7 +59,7 @@ def test_a_file_that_is_no_socket_stays(start_node: Start) -> None:
     assert node.process.wait(60) == 2
     assert "is not a socket" in node.output()
     assert Path(node.socket).read_text() == "precious"
-    with pytest.raises(NodeError, match="is not a socket"):
+    with pytest.raises(NodeError, match="is no socket"):
         node.client()
 
 
