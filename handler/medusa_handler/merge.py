@@ -21,7 +21,7 @@ class Item(NamedTuple, Generic[T]):
 
 
 class Merge(Generic[T]):
-    """Reads each source in a thread of its own. An error of a source is raised to the reader."""
+    """Reads each source in a thread of its own. The reader gets a source's error raised."""
 
     def __init__(self, sources: Sequence[Iterable[T]], ahead: int = _AHEAD) -> None:
         self._sources = sources
@@ -38,7 +38,7 @@ class Merge(Generic[T]):
         return self._open == 0
 
     def get(self, timeout_s: float) -> Item[T] | None:
-        """The next item, or None after ``timeout_s`` or when a source has ended."""
+        """Return the next item, or None after ``timeout_s`` or when a source has ended."""
         try:
             number, value, error, last = self._items.get(timeout=timeout_s)
         except queue.Empty:

@@ -44,11 +44,11 @@ class Service:
 
     @property
     def ready(self) -> bool:
-        """Everything a request needs is there; a model that the first request loads counts as being there."""
+        """Whether everything that a request needs is there; a model that the first request loads counts as there."""
         return self.model.ready and (self.function is None or self.function.ready)
 
     def first_answer(self) -> bool:
-        """True once, for the request that is answered first."""
+        """Return True once: to the first request that is answered."""
         return self._answered.acquire(blocking=False)
 
     def publish(self) -> None:
@@ -67,7 +67,7 @@ class Service:
         self.admission.open()
 
     def limit_s(self, headers: Mapping[str, str]) -> float | None:
-        """How long a request with these headers (names as in "X-Timeout") may take; None: as long as it needs."""
+        """Return how long a request with these headers (named as in "X-Timeout") may take; None: any time."""
         own = self.platform.limit_s(headers) if self.platform.limit_s is not None else None
         limits = [limit for limit in (own, self.settings.timeout_s or None) if limit is not None]
         return min(limits, default=None)

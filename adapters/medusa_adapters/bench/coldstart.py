@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def question_of(arguments: argparse.Namespace) -> Question:
-    """What to ask of which model. Raises ConfigError for a bad option or a folder without a checkpoint."""
+    """Return what to ask of which model. Raises ConfigError for a bad option or a folder without a checkpoint."""
     model = given_model(arguments)
     if not model:
         raise ConfigError("expected a checkpoint: medusa bench coldstart MODEL, or --model MODEL")
@@ -77,7 +77,7 @@ def measure(
     question: Question,
     check: Check | None = None,
 ) -> Samples:
-    """Adds the rows that the arguments ask for; the samples are empty where it was memory that was measured."""
+    """Measure and add the rows that the arguments ask for. The samples are empty when memory was measured."""
     with ExitStack() as stack:
         for contestant in taking_part:
             stack.callback(contestant.close)
@@ -95,7 +95,7 @@ def measure(
 
 
 def take_turns(taking_part: Sequence[Contestant], question: Question, runs: int, check: Check | None = None) -> Samples:
-    """``runs`` rounds after one that is thrown away (it fills the page cache); each samples all contestants once.
+    """Sample all contestants once in each of ``runs`` rounds. A first round fills the page cache and is thrown away.
 
     Raises MedusaError when first tokens differ: the times would then compare different work.
     """
@@ -135,7 +135,7 @@ def add_rows(result: Result, samples: Samples) -> None:
 
 
 def median_sample(samples: Sequence[Sample]) -> Sample:
-    """The sample whose TTFT is the median (the lower one of two)."""
+    """Return the sample whose TTFT is the median (the lower one of two)."""
     return sorted(samples, key=lambda sample: sample.ttft_s)[(len(samples) - 1) // 2]
 
 
@@ -181,7 +181,7 @@ def _show(result: Result, samples: Samples, ours: str, targets: Sequence[Target]
 
 
 def _subject(question: Question) -> dict[str, str]:
-    """What the report says of the measurement, beside the machine."""
+    """Return what the report shows about the measurement, beside the machine."""
     from datetime import UTC, datetime
     from importlib.metadata import PackageNotFoundError, version
 

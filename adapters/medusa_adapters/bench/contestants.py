@@ -1,4 +1,4 @@
-"""What takes turns in a cold-start benchmark: each contestant gives one sample, from the exec of a fresh process."""
+"""The contestants that take turns in a cold-start benchmark. Each sample starts with the exec of a fresh process."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .served_instance import ServedInstance, medusa_command, serve_command
 
 @dataclass(frozen=True)
 class Question:
-    """What every contestant is asked: a prompt, and the checkpoint to answer it with.
+    """The question to every contestant: a prompt, and the checkpoint to answer it with.
 
-    ``model`` is where ours reads from, ``folder`` the same files on this machine, or empty. ``sent_bytes`` returns what
-    the store has sent so far, where a benchmark started one.
+    ``model`` is where Medusa reads from, ``folder`` the same files on this machine, or empty. ``sent_bytes`` returns
+    what the store has sent so far, where a benchmark started one.
     """
 
     model: str
@@ -77,7 +77,7 @@ class Medusa:
         self._flags = ("--engine", engine, *flags)
 
     def prepared(self, question: Question) -> Question:
-        """Make what the question needs (a bundle, say) and return it with that; may take long, the first time."""
+        """Make what the question needs, such as a bundle, and return it with that. May take long the first time."""
         return question
 
     def start(self, question: Question, *flags: str) -> ServedInstance:
@@ -108,6 +108,6 @@ class Medusa:
 
 
 def weights_mb(question: Question) -> float | None:
-    """The size of the weights, where they are safetensors files on this machine."""
+    """Return the size of the weights; None unless they are safetensors files on this machine."""
     files = list(Path(question.folder).glob("*.safetensors")) if question.folder else []
     return sum(file.stat().st_size for file in files) / 1e6 or None

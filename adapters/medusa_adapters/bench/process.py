@@ -29,8 +29,8 @@ class Process:
 
     ``started_ns`` (CLOCK_MONOTONIC) is taken just before the exec. Its output is kept for the message when it fails:
     stderr alone, as ``line`` reads stdout, or both where ``log`` names a file to write them to. ``env`` is added to
-    this process's environment, or with ``inherit=False`` all there is. ``tied``: killed when the thread that started it
-    ends; not where threads of a test come and go.
+    this process's environment; with ``inherit=False`` it is the whole environment. ``tied``: the child is killed when
+    the thread that started it ends, so it is False in tests whose threads come and go.
     """
 
     grace_s = 10.0  # from SIGTERM to SIGKILL; 0 kills at once
@@ -64,7 +64,7 @@ class Process:
         return self.process.pid
 
     def line(self) -> str:
-        """The next line of its output. Raises MedusaError with the end of its stderr when there is none."""
+        """Return the next line of its output. Raises MedusaError with the end of its stderr when there is none."""
         assert self.process.stdout
         line = self.process.stdout.readline()
         if not line:
@@ -94,20 +94,20 @@ class Process:
             raise self.failure(f"did not answer as expected ({error})") from error
 
     def failure(self, what: str) -> MedusaError:
-        """The error to raise for this process: what went wrong, whether it still runs and the end of its stderr."""
+        """Return the error to raise for this process: what went wrong, whether it still runs, the end of its stderr."""
         status = self.process.poll()
         state = "still running" if status is None else f"status {status}"
         last = self.output().strip()[-_SHOWN_CHARACTERS:] or "it wrote no error"
         return MedusaError(f"`{' '.join(map(redacted, self.command))[:200]}` {what} ({state}): {last}")
 
     def output(self) -> str:
-        """What it has written so far: to stderr, with a log to stdout as well."""
+        """Return its output so far: of stderr, and with a log of stdout as well."""
         # A positioned read: the file's position is the writer's.
         number = self._output.fileno()
         return os.pread(number, os.fstat(number).st_size, 0).decode(errors="replace")
 
     def tree(self) -> list[int]:
-        """This process and all that descend from it."""
+        """Return the ids of this process and of all its descendants."""
         children: dict[int, list[int]] = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
@@ -153,12 +153,12 @@ class Process:
 
 
 def pss_bytes(pids: Sequence[int]) -> int:
-    """Memory of these processes together: what they share counts once (each page is split among those who map it)."""
+    """Return the memory of these processes together. Shared pages count once: each is split among those that map it."""
     return sum(_smaps(pid, "Pss:") for pid in pids)
 
 
 def rss_bytes(pids: Sequence[int]) -> int:
-    """The sum of their resident sets: shared pages count once for each process."""
+    """Return the sum of their resident sets: shared pages count once for each process."""
     return sum(_smaps(pid, "Rss:") for pid in pids)
 
 

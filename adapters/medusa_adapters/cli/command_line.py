@@ -1,4 +1,4 @@
-"""What the command `medusa` does.
+"""The command `medusa`: parses its arguments, runs one of its commands, and reports errors.
 
 ``medusa serve`` runs this file on its way to the first token, so it imports one command's module and nothing heavy.
 """
@@ -33,10 +33,10 @@ _COMMANDS = (
     ("doctor", "medusa_adapters.cli.doctor", "check this machine, and say what to do"),
 )
 
-# Without memfd, /proc and prctl these work, too.
+# These also work without memfd, /proc and prctl.
 _ANYWHERE = ("run", "new", "deploy", "inspect")
 
-# Their temporary files are removed with them, however they end.
+# The temporary files of these are removed when the command ends, however it ends.
 _WITH_SCRATCH = ("medusa_adapters.cli.materialize", "medusa_adapters.bench.command")
 
 
@@ -59,7 +59,7 @@ def run(argv: Sequence[str], *, in_child: bool = False) -> int:
     ``in_child``: in a child process, so that Ctrl-C always ends it.
     """
     _open_standard_streams()
-    # Of torch, when it is imported in full where NumPy is not installed; nothing of ours needs that.
+    # torch warns of this when it is imported in full and NumPy is not installed, which nothing of ours needs.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     try:
         arguments = _parse(argv)
@@ -99,7 +99,7 @@ def _logs_itself(arguments: argparse.Namespace) -> bool:
 
 
 def _tell(error: MedusaError, argv: Sequence[str]) -> int:
-    with suppress(ConfigError):  # of the level itself, which is this error, or not the first
+    with suppress(ConfigError):  # for an invalid log level: this error reports it, or came before it
         if log_level(argv, os.environ) == "debug":
             import traceback
 
@@ -109,7 +109,7 @@ def _tell(error: MedusaError, argv: Sequence[str]) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Open /dev/null for a closed stdin, stdout or stderr, or a socket of ours would get its number and its text."""
+    """Open /dev/null for a closed stdin, stdout or stderr; else a socket of ours would get its number and its text."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             try:

@@ -18,7 +18,7 @@ _MOVING = ("Creating", "Updating", "SystemUpdating", "RollingBack", "Deleting")
 
 
 class EndpointClient:
-    """Calls SageMaker and says each status once. AWS' errors become DeployError, in AWS' words."""
+    """Calls SageMaker and reports each status once. AWS' errors become DeployError, in AWS' words."""
 
     def __init__(self, region: str | None, tell: Tell, *, poll_s: float = 10.0, timeout_s: float = 3600.0) -> None:
         self._aws = Aws(region)
@@ -55,7 +55,7 @@ class EndpointClient:
             self._tell(str(error))
 
     def describe(self, name: str) -> dict[str, Any] | None:
-        """The endpoint; None when there is none of this name."""
+        """Return SageMaker's description of an endpoint; None when there is none of this name."""
         try:
             return dict(self.call("DescribeEndpoint", EndpointName=name))
         except DeployError as error:
@@ -64,7 +64,7 @@ class EndpointClient:
             raise
 
     def check_update(self, found: Mapping[str, Any], *, serverless: bool) -> None:
-        """ConfigError for an update that SageMaker would refuse: of an endpoint that failed, or back to serverless."""
+        """Raise ConfigError for an update that SageMaker would refuse: of a failed endpoint, or back to serverless."""
         name, status = found["EndpointName"], found["EndpointStatus"]
         if status == "Failed":
             reason = found.get("FailureReason", "no reason given")
@@ -92,7 +92,7 @@ class EndpointClient:
             raise
 
     def wait(self, name: str, config: str) -> None:
-        """Until the endpoint is in service with this configuration. DeployError with SageMaker's reason otherwise.
+        """Wait until the endpoint is in service with this configuration. DeployError with SageMaker's reason otherwise.
 
         When SageMaker rolled an update back, nothing uses the new configuration any more: it is deleted.
         """
@@ -115,7 +115,7 @@ class EndpointClient:
             raise DeployError(f"endpoint {name} is {found}{reason}{where if status is not None else ''}")
 
     def delete(self, name: str) -> None:
-        """The endpoint, its configuration and its models."""
+        """Delete the endpoint, its configuration and its models."""
         found = self.describe(name)
         if found is None:
             raise ConfigError(f"NAME={name!r}: there is no endpoint of this name in {self._aws.region}")
@@ -126,7 +126,7 @@ class EndpointClient:
         self.delete_config(found["EndpointConfigName"])
 
     def delete_config(self, config: str) -> None:
-        """A configuration and the models it names, but not models that others use: those carry its own name."""
+        """Delete a configuration and the model that carries its name; models that others use too are kept."""
         described = self.call("DescribeEndpointConfig", EndpointConfigName=config)
         self.call("DeleteEndpointConfig", EndpointConfigName=config)
         self._tell(f"DeleteEndpointConfig {config}")
@@ -136,7 +136,7 @@ class EndpointClient:
                 self._tell(f"DeleteModel {config}")
 
     def image_bytes(self, image: str) -> int | None:
-        """What ECR says of an image's (compressed) size; None when it is elsewhere or cannot be asked."""
+        """Return an image's (compressed) size according to ECR; None if it is elsewhere, or ECR cannot be asked."""
         host, _, rest = image.partition("/")
         if ".dkr.ecr." not in host:
             return None
@@ -182,7 +182,7 @@ def creation(
     update: bool,
     tags: Mapping[str, str] | None = None,
 ) -> Calls:
-    """The three calls of a new endpoint, or of another version behind one that is there."""
+    """Return the three calls for a new endpoint, or for another version of an existing one."""
     last = "UpdateEndpoint" if update else "CreateEndpoint"
     return [
         ("CreateModel", model),

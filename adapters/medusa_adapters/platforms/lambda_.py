@@ -57,13 +57,13 @@ def platform(settings: Settings, environ: Mapping[str, str]) -> Platform:
 
 
 def _limit_s(headers: Mapping[str, str]) -> float | None:
-    """What is left of the event's time. ``handler`` sets the header; one that a caller has sent is replaced."""
+    """Return what is left of the event's time. ``handler`` sets the header; one that a caller has sent is replaced."""
     given = headers.get(_REMAINING, "")
     return max(0.1, int(given) / 1000 - _MARGIN_S) if given.isdigit() else None
 
 
 class Call(NamedTuple):
-    """An event as a request. ``direct``: it was no HTTP request, but any JSON value."""
+    """An event as a request. ``direct``: the event was not an HTTP request but any JSON value."""
 
     method: str
     path: str
@@ -74,7 +74,7 @@ class Call(NamedTuple):
 
 
 def read_event(event: Any) -> Call:
-    """A function URL's or HTTP API's event (format 2.0), a REST API's or load balancer's (1.0), or a direct call."""
+    """Read the event of a function URL or HTTP API (2.0), a REST API or load balancer (1.0), or a direct call."""
     if not isinstance(event, dict) or "requestContext" not in event:
         return Call("POST", "/", {"Content-Type": "application/json"}, json.dumps(event).encode(), direct=True)
     text = event.get("body") or ""
@@ -106,7 +106,7 @@ def _target(path: str | None, query: str) -> str:
 
 
 def write_response(call: Call, status: int, headers: list[tuple[str, str]], body: bytes) -> Any:
-    """The response in the form that the event's source reads. A direct call gets the value alone.
+    """Return the response in the form that the event's source reads. A direct call gets the value alone.
 
     Raises RuntimeError for a direct call that failed, so that Lambda counts an error and may try again.
     """
@@ -158,7 +158,7 @@ class Server:
             time.sleep(_LOOK_S)
 
     def ask(self, call: Call, *, request_id: str, remaining_ms: int) -> tuple[int, list[tuple[str, str]], bytes]:
-        """Status, headers and body of the answer. A request that comes while the model loads is held by the server."""
+        """Send a request; return the answer's status, headers and body. The server holds it while the model loads."""
         headers = {name: value for name, value in call.headers.items() if name.lower() not in _OWN_HEADERS}
         headers |= {_REMAINING: str(remaining_ms), "X-Request-Id": request_id}
         if call.direct and self._token:  # Lambda has checked who may call it
@@ -200,7 +200,7 @@ class Server:
             connection.close()
 
     def _check(self, wait_s: float = 0.0) -> None:
-        """SystemExit when the server has ended, or ends now: Lambda then makes this sandbox anew."""
+        """Raise SystemExit if the server has ended, or ends within ``wait_s``: Lambda then makes a new sandbox."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             status = self._process.wait(wait_s)
             raise SystemExit(f"medusa serve ended with status {status}; its log is above")

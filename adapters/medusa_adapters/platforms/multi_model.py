@@ -1,8 +1,8 @@
 """SageMaker's multi-model API: models are loaded, invoked and unloaded by request.
 
-An instance runs one model, and that stays so: each loaded model is an instance of its own (`medusa serve` on a loopback
-port), with its own processes, function and failures, whose memory is back when it is unloaded. This process passes
-requests on. What it costs is a process start per model, and no memory shared between models.
+An instance runs one model, here as elsewhere: each loaded model is an instance of its own (`medusa serve` on a loopback
+port), with its own processes, function and failures, and its memory is free again when it is unloaded. This process
+passes requests on. The price is a process start for each model, and that models share no memory.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _END_S = 30.0
 
 @dataclass
 class Loaded:
-    """A loaded model: its instance, and the port of that."""
+    """A loaded model: its instance, and the port on which that listens."""
 
     url: str
     process: subprocess.Popen[str]
@@ -58,7 +58,7 @@ class Models:
     """The models of one host, each in an instance of its own."""
 
     def __init__(self, settings: Settings, environ: Mapping[str, str]) -> None:
-        """``settings`` are each model's, too: the host's flags reach them as variables."""
+        """``settings`` apply to every model: the host's flags reach the instances as environment variables."""
         given = {**environ, **to_env(settings)}
         self._environ = {name: value for name, value in given.items() if name not in _NOT_THEIRS}
         self._lock = threading.Lock()
@@ -79,7 +79,7 @@ class Models:
 
     @staticmethod
     def described_paths() -> dict[str, Any]:
-        """The routes, for /openapi.json."""
+        """Describe the routes for /openapi.json."""
         text = {"type": "string"}
         fields = {
             "model_name": {"type": "string", "pattern": r"^[\w.-]{1,256}$"},
@@ -220,7 +220,7 @@ def _ping(port: int) -> int:
 
 
 def _pass_on(port: int, request: Request) -> Response:
-    """The answer of the instance on ``port``; a stream comes through piece by piece."""
+    """Return the answer of the instance on ``port``; a stream comes through piece by piece."""
     from medusa_handler.contract import Headers, HttpError, Response
 
     not_theirs = (*_HOP_BY_HOP, "authorization")
@@ -237,7 +237,7 @@ def _pass_on(port: int, request: Request) -> Response:
 
 
 class _Pieces:
-    """An answer's bytes as they come; the connection is closed with it."""
+    """An answer's bytes as they come. Closing it closes the connection."""
 
     def __init__(self, connection: http.client.HTTPConnection, answer: http.client.HTTPResponse) -> None:
         self._connection = connection

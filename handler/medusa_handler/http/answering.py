@@ -1,4 +1,4 @@
-"""From the result of a user's function to the HTTP response."""
+"""Turns the result of a user's function into the HTTP response."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _AHEAD = 8  # chunks a function may be ahead of a slow client
 
 
 def respond(service: Service, result: Any, request: Request, gone: Callable[[], bool]) -> flask.Response:
-    """The response to a result. Raises TypeError for one that cannot be sent."""
+    """Return the response for a result. Raises TypeError for one that cannot be sent."""
     if isinstance(result, flask.Response):
         return result
     if isinstance(result, WerkzeugResponse):
@@ -82,7 +82,7 @@ def _body(result: Any) -> tuple[bytes, str]:
 
 
 def to_json(result: Any) -> str:
-    """A result as JSON text. Raises TypeError for one that has none."""
+    """Return a result as JSON text. Raises TypeError for one that JSON cannot express."""
     if hasattr(result, "model_dump_json"):
         return str(result.model_dump_json())
     if dataclasses.is_dataclass(result) and not isinstance(result, type):
@@ -91,7 +91,7 @@ def to_json(result: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Inside a result: pydantic models, numpy scalars and arrays, and what Flask itself knows."""
+    """Convert a value inside a result: a pydantic model, a numpy scalar or array, or what Flask itself knows."""
     for method in ("model_dump", "tolist"):
         if hasattr(value, method):
             return getattr(value, method)()
@@ -103,7 +103,7 @@ def _is_cloud_event(result: Any) -> bool:
 
 
 def _cloud_event(event: Any) -> flask.Response:
-    """A reply event, in binary mode."""
+    """Return the response for a reply event, in binary mode."""
     import importlib
 
     module = type(event).__module__
@@ -127,7 +127,10 @@ class Events:
         self._looked = time.monotonic()
 
     def response(self, status: int) -> flask.Response:
-        """Waits for the first item, at most one heartbeat: an error before it still has its own status."""
+        """Wait for the first item, so that an error before it keeps its own status.
+
+        Where the platform allows early heartbeats, it waits for the time of one at most.
+        """
         try:
             first = self._next()
             while first is None and not self._merge.done and not self._service.platform.early_heartbeats:
@@ -140,7 +143,7 @@ class Events:
         return response
 
     def _next(self) -> Item[Any] | None:
-        """The next item; None after a silent ``heartbeat_s`` or at the end."""
+        """Return the next item; None after a silent ``heartbeat_s`` or at the end."""
         left_s = self._service.settings.heartbeat_s
         if time.monotonic() - self._looked >= _POLL_S:
             self._look()

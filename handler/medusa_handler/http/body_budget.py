@@ -1,4 +1,4 @@
-"""How much memory request bodies may take in sum. A body is granted its memory before it is read.
+"""A limit on the memory of all request bodies together. A body is granted its memory before it is read.
 
 A small body arrives in the kernel's buffer as a whole (whole_requests.py) and is not counted. Others wait their turn,
 and are refused with 503 after a while. While one waits, clients that send too slowly lose their place.
@@ -31,7 +31,7 @@ class _Waiting(NamedTuple):
 
 
 class BodyBudget:
-    """``readers`` bodies at most are read at a time, and half as many wait: each holds a thread meanwhile."""
+    """Limits bodies: at most ``readers`` are read at a time, and half as many wait. Each holds a thread meanwhile."""
 
     def __init__(self, total_bytes: int, readers: int, on_full: Callable[[bool], None]) -> None:
         """``on_full`` is given True when there is no place to wait any more, and False when there is one again."""
@@ -95,7 +95,7 @@ class BodyBudget:
                 self._give_back(grant, max(grant.granted_bytes - grant.received_bytes, 0))
 
     def release(self, grant: Grant) -> None:
-        """Free all of it: nobody needs the body any more."""
+        """Free all of a grant, because nobody needs the body any more."""
         with self._lock:
             self._reading.discard(grant)
             self._give_back(grant, grant.granted_bytes)
@@ -138,9 +138,9 @@ class Grant:
         self._room_bytes: int | None = None  # None: the size is known, and granted
 
     def begin(self, size_bytes: int | None) -> None:
-        """Call before a body is read that is not there yet; its size is None when it comes in chunks.
+        """Wait for room, before reading a body that has not arrived yet. Raises ApiError 503.
 
-        Raises ApiError 503.
+        ``size_bytes`` is None when the body comes in chunks.
         """
         if size_bytes is None:
             self._room_bytes = _CHUNKED_BYTES
@@ -159,7 +159,7 @@ class Grant:
         self._budget.has_read(self)
 
     def release(self) -> None:
-        """Free all of it: nobody needs the body any more."""
+        """Free all of the grant, because nobody needs the body any more."""
         self._budget.release(self)
 
 

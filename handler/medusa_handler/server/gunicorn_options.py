@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 _SPARE_THREADS = 32  # for probes, metrics and requests that are about to be refused
 _IDLE_CONNECTIONS = 2048
-_LARGEST_BODIES = 8  # for which there is memory at the same time, if nothing else was set
+_LARGEST_BODIES = 8  # this many have memory at the same time, if nothing else was set
 STOP_GRACE_S = 1  # for responses that have been made, and idle connections
 
 
 def worker_folder() -> str | None:
-    """The folder of gunicorn's (unlinked) heartbeat file. None means /dev/shm, which is memory."""
+    """Return the folder of gunicorn's (unlinked) heartbeat file. None means /dev/shm, which is memory."""
     return None if os.access("/dev/shm", os.W_OK) else "/tmp"
 
 
 def body_memory_mb(settings: Settings) -> int:
-    """How much memory all request bodies may take together: at least one of the largest."""
+    """Return how much memory all request bodies may take together, at least enough for one of the largest."""
     return max(settings.body_memory_mb or _LARGEST_BODIES * settings.max_body_mb, settings.max_body_mb + 4)
 
 
@@ -39,7 +39,7 @@ def threads(settings: Settings) -> int:
 
 
 def options(acceptor: ProbeAcceptor, settings: Settings, heartbeats: Heartbeats) -> dict[str, Any]:
-    """gunicorn's settings. No timeout (a model may take long), no control socket, no access log."""
+    """Return gunicorn's settings: no timeout (a model may take long), no control socket, no access log."""
     return {
         "workers": 1,
         "worker_class": "medusa_handler.server.gunicorn_worker.Worker",

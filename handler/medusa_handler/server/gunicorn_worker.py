@@ -53,7 +53,7 @@ _STATUSES = (
     (errors.UnsupportedTransferCoding, 501),
     (errors.ExpectationFailed, 417),
     (errors.ParseException, 400),
-    (OSError, 400),  # a chunk that is none
+    (OSError, 400),  # an invalid chunk
 )
 
 
@@ -76,30 +76,34 @@ def _timeval(seconds: float) -> bytes:
 
 
 def _correct(req: Any) -> None:
-    """Check what RFC 9110 and 9112 ask and gunicorn does not. Raises gunicorn's errors."""
+    """Check what RFC 9110 and 9112 require and gunicorn does not check. Raises gunicorn's errors."""
     fields: dict[str, str] = {}
     for name, value in req.headers:
         fields[name] = f"{fields[name]},{value}" if name in fields else value
     if req.version == (1, 1) and "HOST" not in fields:
         raise errors.InvalidHeader("HOST is missing", req=req)
-    # It leaves what is coded so to the application, which expects the body itself.
+    # gunicorn leaves other codings to the application, which expects the plain body.
     if fields.get("TRANSFER-ENCODING", "chunked").strip().lower() != "chunked":
         raise errors.UnsupportedTransferCoding(fields["TRANSFER-ENCODING"])
     if "close" in (option.strip().lower() for option in fields.get("CONNECTION", "").split(",")):
         req.force_close()
-    req.version = min(req.version, (1, 1))  # in which the answer is sent
+    req.version = min(req.version, (1, 1))  # the answer is sent in this version
 
 
 def _has_more(req: Any) -> bool:
-    """Whether the client still owes a large part of a body that nobody has read. gunicorn would wait five seconds for
-    it in this thread, to use the connection again."""
+    """Whether the client still owes a large part of a body that nobody has read.
+
+    gunicorn would wait five seconds for it in this thread, to use the connection again.
+    """
     reader = getattr(req.body, "reader", None)
     return getattr(reader, "length", 0) > SMALL_BODY_BYTES or getattr(reader, "parser", None) is not None
 
 
 class FunctionServer(BaseApplication):  # type: ignore[misc]
-    """``boot`` runs in the worker and returns the WSGI callable and what drains it. ``starting`` runs here, before each
-    worker is forked."""
+    """The gunicorn application. ``boot`` runs in the worker and returns the WSGI callable and the function to drain it.
+
+    ``starting`` runs here, in the parent, before each worker is forked.
+    """
 
     def __init__(
         self,
@@ -119,7 +123,7 @@ class FunctionServer(BaseApplication):  # type: ignore[misc]
         self.serving = threading.local()  # each thread's request
         self.slow_clients = SlowClients(settings.read_timeout_s)
         self.write_timeout_s = settings.write_timeout_s
-        # With those that wait, half of the threads.
+        # Bodies that are read take a third of the threads; with those that wait, half of them.
         self.body_budget = BodyBudget(
             body_memory_mb(settings) * 1_000_000, readers=threads(settings) // 3, on_full=probes.set_bodies_full
         )
@@ -144,7 +148,7 @@ class FunctionServer(BaseApplication):  # type: ignore[misc]
 
 
 class _Pool(ThreadPoolExecutor):
-    """Does with the threads it has where no further one can be made (ulimit -u, a container's pids)."""
+    """A pool that makes do with the threads it has when no more can be started (ulimit -u, a container's pids)."""
 
     def _adjust_thread_count(self) -> None:
         try:
@@ -156,11 +160,11 @@ class _Pool(ThreadPoolExecutor):
 
 
 class Worker(ThreadWorker):  # type: ignore[misc]
-    """On SIGTERM goes on accepting (a platform's probes must see 503, not a refused connection) until drained."""
+    """Accepts until it is drained, also after SIGTERM: a platform's probes must see 503, not a refused connection."""
 
     def init_process(self) -> None:
-        # A signal handler may interrupt the thread that holds a lock which it needs itself, and hang; this takes none.
-        # The thread is made now, since to start one takes a lock, too, and at the end there may be no room for it.
+        # A signal handler that needs a lock hangs if it interrupts the thread that holds it; this queue takes none. The
+        # thread is started now, because that takes a lock, too, and at the end there may be no room for a thread.
         self._stop: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._late_clients = LateClients()
         threading.Thread(target=self._drain, name="drain", daemon=True).start()
@@ -181,7 +185,7 @@ class Worker(ThreadWorker):  # type: ignore[misc]
     def enqueue_req(self, conn: Any) -> None:
         """Give a connection a thread when it has sent a whole request; the acceptor passes on no other ones.
 
-        So this is about further requests of a connection, which gunicorn would let hold a thread from their first byte.
+        So this concerns a connection's further requests, to which gunicorn would give a thread at their first byte.
         """
         if not getattr(conn, "initialized", True):
             conn.data_ready = True
@@ -241,13 +245,13 @@ class Worker(ThreadWorker):  # type: ignore[misc]
         self.app.serving.request, self.app.serving.grant = req, grant
         try:
             return super().handle_request(req, conn) and not _has_more(req)
-        except BlockingIOError as error:  # SO_SNDTIMEO's; as one of these gunicorn does not log it as a defect
+        except BlockingIOError as error:  # from SO_SNDTIMEO; gunicorn does not log a reset as a defect
             raise ConnectionResetError(errno.ECONNRESET, "the client takes nothing of its answer") from error
         finally:
             grant.release()
 
     def handle_error(self, req: Any, client: Any, addr: Any, exc: BaseException) -> None:
-        """Answer a request that is no HTTP or exceeds a limit, in JSON; gunicorn's own answer would be HTML."""
+        """Answer a request that is not HTTP or exceeds a limit, in JSON; gunicorn's own answer would be HTML."""
         status = next((status for kind, status in _STATUSES if isinstance(exc, kind)), 500)
         if status == 500:
             logger.error("request failed", exc_info=exc)

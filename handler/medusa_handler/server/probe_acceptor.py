@@ -52,7 +52,7 @@ _NO_ROOM = (errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS)
 
 @dataclass(slots=True)
 class _Held:
-    """A connection that has sent nothing, or a part of a request, and what is done when its time is over."""
+    """A connection that has sent nothing, or a part of a request, and the time when it is closed."""
 
     incoming: Incoming
     end: float
@@ -60,7 +60,7 @@ class _Held:
 
 
 class ProbeAcceptor:
-    """Accepts in a thread, which calls ``tick`` about every half second, but never while a worker is forked."""
+    """Accepts connections in a thread, but none while a worker is forked; calls ``tick`` about every half second."""
 
     def __init__(
         self, listener: socket.socket, probes: Probes, *, read_timeout_s: float, tick: Callable[[], None]
@@ -133,7 +133,7 @@ class ProbeAcceptor:
                     return
                 if error.errno in (errno.EBADF, errno.EINVAL, errno.ENOTSOCK):
                     raise
-                continue  # it had left
+                continue  # the client has already left
             connection.setblocking(False)
             self._look(connection)
 
@@ -146,7 +146,7 @@ class ProbeAcceptor:
         if sent is Sent.NOTHING:
             self._hold(connection, incoming, KEEPALIVE_S)
         elif sent is Sent.PART:
-            # A silent connection's time ends with its first byte; from there the client has its time for the request.
+            # The first byte ends the time for silence; from then on the client has ``read_timeout_s`` for the request.
             held = self._hold(connection, incoming, self._read_timeout_s, anew=not before)
             if before == incoming.seen:  # the kernel woke us for nothing, and would again at once
                 held.look_at = time.monotonic() + LOOK_S
@@ -168,7 +168,7 @@ class ProbeAcceptor:
                 self._send(connection, len(incoming.data), *answer)
 
     def _answer(self, head: bytes) -> tuple[bytes, bool] | None:
-        """The answer and whether the connection stays; None when the worker is to answer."""
+        """Return the answer, and whether the connection stays open; None when the worker is to answer."""
         if not head.startswith((b"GET ", b"HEAD ")) or (request := _HEAD.fullmatch(head)) is None:
             return None
         method, path, recent, fields = request[1], request[2], request[3] == b"1", b"\r\n" + request[4].lower()
@@ -230,7 +230,7 @@ class ProbeAcceptor:
                 self._selector.register(connection, selectors.EVENT_READ, connection)
 
     def _close_late(self, connection: socket.socket) -> None:
-        """End a connection that has sent no whole request in its time; one that has begun one gets 408."""
+        """Close a connection that has sent no whole request in its time. If it has sent a part, it gets 408 first."""
         begun = self._held[connection].incoming.seen
         self._forget(connection)
         if begun:
@@ -267,7 +267,7 @@ class HandoffSocket:
             end.setblocking(False)
 
     def send(self, connection: socket.socket) -> bool:
-        """False when there is no room; a connection that nobody will take is dropped."""
+        """Hand over a connection; False when there is no room. One that nobody will take is dropped (True)."""
         try:
             socket.send_fds(self._writing, [b"c"], [connection.fileno()])
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Whether a connection has sent a whole request, found out without taking anything from it.
+"""Finds out whether a connection has sent a whole request, without taking anything from it.
 
 A request that is still coming must hold no thread: a few hundred clients that send a byte now and then would hold all
 of them. So the head, and a small body behind it, wait in the kernel's buffer until they are complete. A larger body is
@@ -34,7 +34,7 @@ class Sent(Enum):
 
 
 def judge(data: bytes) -> Sent:
-    """How much of a request ``data``, its first bytes, contains. A head is not checked any further."""
+    """Return how much of a request ``data``, its first bytes, contains. A head is not checked any further."""
     end = data.find(b"\r\n\r\n")
     if end < 0:
         if len(data) >= HEAD_BYTES:

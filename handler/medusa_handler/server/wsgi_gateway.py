@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
-_REPORTS = ("/metrics", "/timeline", "/openapi.json")  # routes that are no work are not refused
+_REPORTS = ("/metrics", "/timeline", "/openapi.json")  # these routes are not work, and are not refused
 _TOKEN_WANTED = {
     "error": {
         "message": "expected the header Authorization: Bearer <token> with this server's token",
@@ -81,7 +81,7 @@ class WsgiGateway:
         return self.app()(environ, start_response)
 
     def app(self) -> Wsgi:
-        """The Flask app, built by the first thread that needs it."""
+        """Return the Flask app; the first thread that needs it builds it."""
         with self._building:
             if self._app is None:
                 self._app = self._build()

@@ -87,12 +87,12 @@ class Weights:
             loader.wait()
 
     def names(self) -> dict[int, str]:
-        """The checkpoint's name of each tensor of the modules that were built, by its id. Waits for all of them."""
+        """Wait for all built modules, and return the checkpoint's name of each of their tensors, by its id."""
         self.wait()
         return {key: name for loader in self._loaders for key, name in loader.names().items()}
 
     def file(self, name: str) -> bytes | None:
-        """A small file of the checkpoint (config.json, tokenizer.json …); None when it has none of this name."""
+        """Return a small file of the checkpoint (config.json, tokenizer.json …); None when it has none of this name."""
         region = self._region()
         region.wait_index(self._settings.hold_s)
         return region.file(name)

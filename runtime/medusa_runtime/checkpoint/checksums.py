@@ -37,8 +37,8 @@ def checksum_function(algorithm: str) -> Checksum | None:
 class Checksums:
     """One value for each chunk of ``chunk_bytes``, numbered as ``Chunks`` does.
 
-    ``pinned``: they were computed from the very version that the store serves, so a wrong one means damage. Else the
-    same wrong one twice means that they belong to other weights.
+    ``pinned``: they were computed from the very version that the store serves, so a mismatch means damage. Otherwise a
+    chunk that mismatches twice means that the values belong to other weights.
     """
 
     def __init__(self, algorithm: str, chunk_bytes: int, values: Sequence[int], *, pinned: bool = True) -> None:
@@ -52,7 +52,7 @@ class Checksums:
             logger.warning("checksums are not verified: pip install %s", packages)
 
     def fits(self, chunk_bytes: int, count: int) -> bool:
-        """Whether these are the checksums of a region that is cut like this."""
+        """Whether these are the checksums of a region of ``count`` chunks of ``chunk_bytes``."""
         return self.chunk_bytes == chunk_bytes and len(self.values) == count
 
     def right(self, chunk: int, data: memoryview) -> bool:

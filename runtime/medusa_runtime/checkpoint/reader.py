@@ -40,7 +40,7 @@ SMALL_FILES = (
     "processor_config.json",
     MODULES,
 )
-# Asked for at the same time as the header. The others are rare: where it is known which of them there are, only those.
+# Requested together with the header. The others are rare: a record of the checkpoint may show which of them exist.
 _FIRST_FILES = SMALL_FILES[:5]
 _GUESS_BYTES = 256 << 10  # holds the header of most checkpoints
 _MOST_SMALL_BYTES = 64 << 20
@@ -69,7 +69,7 @@ class KnownArchive:
 
 
 class Known(Protocol):
-    """A record of a checkpoint from an earlier time (a state bundle)."""
+    """A record that was made of a checkpoint earlier (in a state bundle)."""
 
     def begin(self, store: Store) -> None:
         """Start reading the record; ``store`` is the checkpoint's."""
@@ -78,18 +78,18 @@ class Known(Protocol):
         """Wait for the record, and return the small files that the checkpoint had; None when nothing is known."""
 
     def archive(self, name: str) -> KnownArchive | None:
-        """Return the recorded index of a PyTorch file, whose own takes several reads one after the other."""
+        """Return the recorded index of a PyTorch file; the file's own takes several reads, one after another."""
 
     def confirms(self, index: WeightIndex, files: Mapping[str, bytes]) -> bool:
-        """Return whether this is the checkpoint that the record is of."""
+        """Return whether the record describes this checkpoint."""
 
 
 def open_checkpoint(url: str, known: Known | None = None, store: Store | None = None) -> Checkpoint:
     """Index the checkpoint in a folder, or the one safetensors or PyTorch file, that ``url`` names.
 
-    Everything is asked for at the same time, the weights' header first; small files that the checkpoint is ``known``
-    not to have are left out. ``store``: the folder's, where it is open already; it is closed when this fails.
-    Raises the store's errors, and CorruptError.
+    All requests are made at once, the weights' header first. Small files that ``known`` says do not exist are left out.
+    ``store``: the folder's store, if it is open already; it is closed when this fails. Raises the store's errors, and
+    CorruptError.
     """
     folder, name = split(url)
     store = store or open_store(folder)
@@ -104,7 +104,7 @@ def open_checkpoint(url: str, known: Known | None = None, store: Store | None = 
 
 
 def split(url: str) -> tuple[str, str | None]:
-    """Return the folder, and the file's name where ``url`` is one file of weights."""
+    """Split ``url`` into its folder and, if it names a single file of weights, that file's name."""
     suffixes = (".safetensors", *SUFFIXES)
     if not scheme_of(url):
         if not url.endswith(suffixes) or os.path.isdir(url):
@@ -156,7 +156,7 @@ class _Reader:
     def _index(
         self, single: Future[tuple[Shard, _Entries]], sharded: Future[bytes | None] | None
     ) -> tuple[WeightIndex, dict[str, bytes]]:
-        """Index the single file if there is one, as transformers does, else the shards; and return what names these."""
+        """Index the single file, or else the shards, like transformers; also return the shards' index.json."""
         try:
             shard, entries = single.result()
         except (ObjectNotFoundError, ForbiddenError) as error:

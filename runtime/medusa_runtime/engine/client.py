@@ -1,4 +1,4 @@
-"""The function process's end of the engine socket. Imports nothing heavy: it answers probes from t=0."""
+"""The function process's end of the engine socket. Imports nothing heavy: the process answers probes from t=0."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TokenStream:
         self._finished = False
 
     def get(self, timeout_s: float | None = None) -> Delta | None:
-        """The next delta, or None after ``timeout_s``. Raises RequestError, OverloadedError, EngineError."""
+        """Return the next delta, or None after ``timeout_s``. Raises RequestError, OverloadedError, EngineError."""
         try:
             item = self.incoming.get(timeout=timeout_s)
         except queue.Empty:
@@ -78,7 +78,7 @@ class EngineClient:
     def __init__(self, path: str) -> None:
         self.path = path
         self.info: EngineInfo | None = None
-        self.changed: Callable[[], None] = lambda: None  # called when ``started``, ``info`` or ``ready`` have
+        self.changed: Callable[[], None] = lambda: None  # called when ``started``, ``info`` or ``ready`` changes
         self._state = threading.Condition()
         self._ready = False
         self._failure: MedusaError | None = None
@@ -92,16 +92,16 @@ class EngineClient:
 
     @property
     def ready(self) -> bool:
-        """The engine is up and all weights are applied."""
+        """Whether the engine is up and all weights are applied."""
         return self._ready
 
     @property
     def started(self) -> bool:
-        """Somebody has asked for the engine."""
+        """Whether anything has used the engine so far."""
         return self._thread is not None
 
     def start(self) -> None:
-        """Connect in the background. Done by every other method, too."""
+        """Connect in the background. Methods that need the engine call this themselves."""
         with self._state:
             if self._thread is None and not self._closed:
                 self._thread = threading.Thread(target=self._serve, name="engine-client", daemon=True)
@@ -162,7 +162,7 @@ class EngineClient:
         *,
         look: Callable[[], None] | None = None,
     ) -> list[Embedding]:
-        """A vector for each text (EncoderEngine.embed), also before the weights are there.
+        """Return a vector for each text (see EncoderEngine.embed). May be called before the weights are there.
 
         ``look`` is called a few times a second meanwhile; what it raises ends the wait. RequestError, EngineError.
         """
@@ -171,7 +171,7 @@ class EngineClient:
         return [Embedding(tokens, base64.b64decode(data)) for tokens, data in found]
 
     def fail(self, error: MedusaError) -> None:
-        """No engine will ever come: every waiting and future request gets this error."""
+        """Give every waiting and future request this error, because no engine will ever come."""
         with self._state:
             self._failure = error
             streams, self._streams = list(self._streams.values()), {}
@@ -221,7 +221,7 @@ class EngineClient:
         return value
 
     def _serve(self) -> None:
-        """Connect, read until the engine goes away, tell who was waiting, connect again."""
+        """Connect, read until the engine goes away, end the requests that are lost with it, and connect again."""
         self.changed()
         while not self._closed:
             connection = socket.socket(socket.AF_UNIX)
@@ -288,7 +288,7 @@ class EngineClient:
             call.put(value)
 
     def _lost(self, connection: socket.socket) -> None:
-        """The engine went away. What it had not begun goes to the next one; what it had begun is lost, and told so."""
+        """Handle an engine's end. Requests that it had not begun go to the next engine; the others get an error."""
         connection.close()
         error = EngineError(
             "the engine process ended while it worked on this request; it is being restarted, try again"
@@ -320,7 +320,7 @@ class EngineClient:
             with self._send_lock:
                 connection.sendall(frames.pack(frame))
         except OSError:
-            pass  # the reader notices and tells every waiting stream
+            pass  # the reader notices it too, and sees to every waiting stream
 
 
 class _Wait:
@@ -331,7 +331,7 @@ class _Wait:
         self._look = look
 
     def next_s(self) -> float | None:
-        """How long to wait before the next call of this; None at the end."""
+        """Call ``look``, and return how long to wait before the next call of this method; None at the end."""
         if self._look is not None:
             self._look()
         left_s = _LONG_S if self._deadline is None else self._deadline - time.monotonic()

@@ -18,7 +18,7 @@ _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 def measure(
     forward: Callable[[], object], settings: Settings, *, tokens: int, vocabulary: int, stays_bytes: int = 0
 ) -> int | None:
-    """The most bytes that a forward of ``max_batched_tokens`` takes; None when this kernel does not tell.
+    """The most bytes that a forward of ``max_batched_tokens`` takes; None when this kernel does not report it.
 
     ``forward`` is one of ``tokens``, in a process in which another has made what stays: threads, buffers. Only
     ``stays_bytes`` of what it takes, pages of the cache, do not count.

@@ -12,22 +12,22 @@ from typing import NamedTuple
 
 _SLACK = 2.0  # a range may take this many times what ranges take on average
 _SLACK_S = 0.25
-_SLACK_FIRST = 4.0  # the same for a range of which nothing has come: what the others' first bytes take
+_SLACK_FIRST = 4.0  # the same for a range without a first byte, compared with the others' first bytes
 _SLACK_FIRST_S = 0.05
 _SLACK_LAST = 1.5  # the same when nothing else is left to fetch, so that a second request takes nobody's bandwidth
 _SLACK_LAST_S = 0.02
-_WEIGHT = 0.3  # of the newest range in the measured rate
-# What a range may take. All that are under way come at the same time, and not in the order in which they are needed;
-# but of many short ones each waits for its answer to begin.
+_WEIGHT = 0.3  # the share of the newest range in the measured rate
+# How long a range should take. Ranges in flight arrive together, and not in the order in which they are needed, so they
+# should be short; but each of them waits for its answer to begin, so they should not be too short.
 _RANGE_S, _ANSWERS = 0.1, 8
-_FIRST_BYTES = 2 << 20  # the same where nothing is known yet
+_FIRST_BYTES = 2 << 20  # the size of a range before any rate is known
 _BURST_S = 0.05  # bytes that come in less time say nothing about the link: they were on their way, or saved up
-_OVERTAKERS = 2  # so many ranges that were begun later and are answered show that an answer is late
-_DOUBLED = 4  # of so many ranges one may be asked for twice at a time
+_OVERTAKERS = 2  # an answer is late when this many ranges that were begun later have been answered
+_DOUBLED = 4  # one in this many ranges may have a second request at a time
 
 
 class Span(NamedTuple):
-    """Neighbouring chunks of one shard: what one request asks for."""
+    """Neighbouring chunks of one shard, which one request covers."""
 
     first: int
     length: int
@@ -53,8 +53,8 @@ class InFlightRange:
     thread: int = field(default_factory=threading.get_ident)
     began: float = field(default_factory=time.monotonic)
     done_bytes: int = 0
-    hedged: bool = False  # the same range has been asked for again
-    is_hedge: bool = False  # it is what was asked for again
+    hedged: bool = False  # a second request was made for the same range
+    is_hedge: bool = False  # this is such a second request
     awaited: bool = False  # by a forward
     held: bool = False
     first_s: float | None = None  # until its first bytes came
@@ -82,10 +82,10 @@ class InFlightRanges:
         self._flying: list[InFlightRange] = []
         self._bytes_per_s: float | None = None
         self._first_s: float | None = None
-        self._least_s = math.inf  # until an answer began, at least: that is the store, and no queue before the link
+        self._least_s = math.inf  # the shortest time until an answer began: the store's own, without queueing
         self._began = 0.0
         self._done_bytes = 0  # of ranges that have ended
-        self._answered: list[float] = []  # when the newest _OVERTAKERS of them began that were answered
+        self._answered: list[float] = []  # when the newest _OVERTAKERS of the answered ones began
 
     def begin(self, span: Span, size_bytes: int, *, is_hedge: bool = False) -> InFlightRange:
         flight = InFlightRange(span, size_bytes, is_hedge=is_hedge)
@@ -146,14 +146,14 @@ class InFlightRanges:
 
         ``ending``: no range is left that has not been begun.
 
-        A link that they share slows all of them at once, more so with every connection that is opened. So a range is
-        held against its peers as they are now, and not only against those that have been.
+        A link that all ranges share slows them all at once, more so with every connection that is opened. So a range is
+        compared with its present peers, and not only with earlier ranges.
         """
         now = time.monotonic()
         with self._lock:
             flying, rate, first_s = list(self._flying), self._bytes_per_s, self._first_s
             answered = (*self._answered, *(flight.began for flight in flying if flight.first_s is not None))
-        # Where hardly anybody was answered who asked later, it is the link or the store, and no single answer.
+        # Where hardly any later request was answered, the link or the store is slow, and not a single answer.
         overtaken = math.inf if ending else min(nlargest(_OVERTAKERS, (*answered, *[-math.inf] * _OVERTAKERS)))
         rates = sorted((flight.rate(now), id(flight)) for flight in flying if flight.done_bytes)
         places = {flight: place for place, (_, flight) in enumerate(rates)}

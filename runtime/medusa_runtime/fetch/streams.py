@@ -1,4 +1,4 @@
-"""The connections of one fetch. As many are opened as make it faster; each takes ranges into the region."""
+"""The connections of one fetch: as many as make it faster, each of which fetches ranges into the region."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from .schedule import Schedule
 
 logger = logging.getLogger(__name__)
 
-# Connections: the first are as many as this machine's CPUs can feed, then what slow stores reward.
+# Numbers of connections: at first as many as this machine's CPUs can feed, then as many as help with slow stores.
 _FEWEST, _FIRST, _SECOND, _MOST = 2, 4, 16, 32
 _FAST_BYTES_PER_S = 300e6  # a connection as quick as this is limited by CPUs, not by the store
 _LOOK_S = 0.005
 _WINDOW_S = 0.03
-_LATER_WINDOW_S = 0.1  # when more connections have been opened, and only a loss would have to be undone
-_BUSY = 0.7  # where threads run, or wait to run, for more of all CPUs' time, they are not held up by their connections
+_LATER_WINDOW_S = 0.1  # after more connections were opened: only a loss would have to be undone
+_BUSY = 0.7  # threads that run, or wait to run, for a larger share of all CPUs' time are limited by the CPUs
 _GAIN = 1.2  # what more connections must bring for still more to be opened
 _LOSS = 1.05  # what they must bring at least to be kept
 _HEARD_S = 1.0  # within which a connection that was opened should have brought something
-_SOON_S = 1.0  # what is left for less time than this is not worth more than the second step
+_SOON_S = 1.0  # a fetch that ends within this time is not worth more connections than the second step
 _HOLD_S = 2.0  # how long other ranges are suspended at most for one that is late; less than any store's patience
 _END_S = 0.2  # for connections to end when everything is there; one that hangs is left behind
 _SCRATCH_BYTES = 256 << 10  # stays in a core's cache between the receiving and the writing
@@ -109,7 +109,7 @@ class Streams:
             raise self._error
 
     def _watch(self) -> None:
-        """Request late ranges that are waited for once more, and suspend the others meanwhile (Cicada, Algorithm 1)."""
+        """Request late ranges a second time. If a forward waits for one, suspend the others (Cicada, Algorithm 1)."""
         while self._alive():
             for flight in self._schedule.late():
                 flight.hedged = True
@@ -166,7 +166,7 @@ class Streams:
             if rate is None:
                 return
             busy = (self._busy_s() - busy_s) / (time.monotonic() - begin)
-            short = busy > _BUSY * min(self._wanted, cpu_count())  # of this machine's CPUs, and not of bytes
+            short = busy > _BUSY * min(self._wanted, cpu_count())  # of CPU time; the connections could bring more
             if short and rate < before * _LOSS:
                 self._wanted = fewer
             if short or count is None or rate / self._wanted > _FAST_BYTES_PER_S or rate < before * _GAIN:
@@ -210,7 +210,7 @@ class Streams:
             self._fetch(span)
 
     def _work(self, work: Callable[[], None]) -> None:
-        os.nice(self._nice)  # on Linux this is the thread's alone
+        os.nice(self._nice)  # on Linux this concerns only this thread
         try:
             work()
         except BaseException as error:  # noqa: BLE001  raised again in the thread that waits
@@ -223,7 +223,7 @@ class Streams:
             self._changed.set()
 
     def _fetch(self, span: Span, late: InFlightRange | None = None) -> None:
-        """Fetch one range, unless another request for it is faster. A second request names the first one, ``late``."""
+        """Fetch one range, unless another request for it is faster. ``late``: the first request, if this is not it."""
         chunks = self._writer.chunks
         assert chunks is not None
         size_bytes = chunks.place(span.first + span.length - 1).stop - chunks.place(span.first).start
@@ -254,7 +254,7 @@ class Streams:
                 assert chunks is not None
                 place = chunks.place(wrong.chunk)
                 where = f"{self._index.shards[place.shard].name}, bytes {place.start} to {place.stop} of its data"
-                checksums = self._checksums  # None: another connection has just found that they are of other weights
+                checksums = self._checksums  # None: another connection has just found that they belong to other weights
                 if wrong.chunk == again and checksums and checksums.pinned:
                     raise CorruptError(
                         f"{where}: the checksum is wrong, also when fetched again; upload the checkpoint again, "
@@ -321,7 +321,7 @@ class Streams:
 
 
 def as_medusa(error: BaseException) -> MedusaError:
-    """Return the error itself, or a StorageError that other processes can be given in its place."""
+    """Return a MedusaError as it is, and for any other error a StorageError that can be passed to other processes."""
     if isinstance(error, MedusaError):
         return error
     return StorageError(f"the fetch failed: {type(error).__name__}: {error}")

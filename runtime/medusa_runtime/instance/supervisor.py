@@ -98,7 +98,7 @@ class Instance:
         if self._signals.asked:  # before there was a function process to signal
             self._children.stop("function")
         self._report.bound(url_of(shared.listener))
-        # The function process alone accepts; were it gone, connections should be refused, not queued here for ever.
+        # Only the function process accepts. When it is gone, connections should be refused, not queued here for ever.
         shared.listener.close()
 
     def _take_or_make_region(self) -> None:
@@ -181,8 +181,10 @@ class Instance:
         return watched
 
     def _watch(self) -> None:
-        """Look at every process but the worker, which is the function process's own child. Hung ones are killed, and
-        then replaced as after a crash; for the function process that means the end of the instance."""
+        """Kill hung processes; the worker is watched by the function process, its parent.
+
+        They are then replaced as after a crash; for the function process that means the end of the instance.
+        """
         heartbeats = self._shared.heartbeats
         heartbeats.beat("supervisor")
         if self._signals.asked:
@@ -193,7 +195,7 @@ class Instance:
         self._watchdog.look("engine", heartbeats.pid("engine") if zygote else 0, zygote)
 
     def _look_at_node(self, node: Attachment, readable: set[int]) -> None:
-        """The agent's part may end at any time; the instance then goes on with processes of its own."""
+        """Replace what the agent has ceased to provide: the instance goes on with processes of its own."""
         for loss in node.look(readable):
             if self._signals.asked:
                 continue
@@ -246,7 +248,7 @@ class Instance:
 
 
 def has_agent(settings: Settings) -> bool:
-    """Whether to ask a node agent: one was named, or is where it is by default. Costs one system call without."""
+    """Whether to use a node agent: one was named, or the default socket exists. Costs one system call at most."""
     if settings.node_socket is not None:
         return settings.node_socket != "none"
     return os.path.exists(NODE_SOCKET)

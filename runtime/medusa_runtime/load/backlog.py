@@ -12,14 +12,14 @@ from medusa_runtime.load.plan import Place
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
-_HINT_EVERY_S, _HINTED = 0.01, 256  # how often, and how many of the next tensors, the prefetcher is told
+_HINT_EVERY_S, _HINTED = 0.01, 256  # how often the prefetcher gets the names of the next tensors, and how many
 _LOOKAHEAD = 32  # tensors behind the next one that are looked at; a fetch is seldom further out of order
 
 
 class Backlog:
-    """What is still pending, in execution order; what a forward waits for goes first (Cicada §3.5).
+    """The pending tensors of a load, in execution order; those that a forward waits for go first (Cicada §3.5).
 
-    Belongs to the thread of the load, but for the demands of gates. A gate opens when the last tensor of its modules
+    Only the load's thread uses it, except for the demands of gates. A gate opens when the last tensor of its modules
     is counted.
     """
 
@@ -40,9 +40,10 @@ class Backlog:
             gate.demand = self._demand
 
     def add(self, todo: dict[str, Place], missing: Sequence[Place], *, hints: bool) -> None:
-        """Take in all that a load applies, ``missing`` ones without the checkpoint; open gates that need nothing.
+        """Register everything that a load applies, and open the gates that need nothing.
 
-        ``hints``: the prefetcher does not know this order, and is told which tensors are next.
+        ``missing``: the places that the checkpoint has no tensor for. ``hints``: name the next tensors to the
+        prefetcher, which does not know this order.
         """
         self.pending, self._order, self._hints = todo, list(todo), hints
         for gate in self._gates:
@@ -62,7 +63,7 @@ class Backlog:
                 gate.open()
 
     def arrived(self, wait_s: float) -> list[str]:
-        """Pending tensors whose bytes are there, urgent ones first; waits for the next one when there is none."""
+        """Return pending tensors whose bytes are there, urgent ones first; wait for the next one when there is none."""
         pending, region = self.pending, self._region
         while self._order[self._next] not in pending:
             self._next += 1
@@ -81,7 +82,7 @@ class Backlog:
         return found
 
     def count(self, place: Place, start_ns: int) -> None:
-        """A tensor was applied: its gates wait for one less. ``start_ns`` is when that began."""
+        """Count a tensor as applied: its gates wait for one less. ``start_ns`` is when applying it began."""
         for gate in self._gates_of(place):
             gate.begin_ns = gate.begin_ns or start_ns
             gate.remaining -= 1
@@ -91,14 +92,14 @@ class Backlog:
                     self._timeline.record("apply", gate.begin_ns, time.monotonic_ns(), unit=gate.name)
 
     def _demand(self, gate: Gate) -> None:
-        """A forward waits at this gate: have its tensors fetched and applied first."""
+        """Have a gate's tensors fetched and applied first, because a forward waits at it."""
         self.demanding.append(gate)
         names = self._needs.get(gate)
         if names is not None:  # else the index has not come, and nothing is fetched yet
             self._region.demand([name for name in names if name in self.pending])
 
     def _demand_again(self) -> list[str]:
-        """The pending tensors that a forward waits for, demanded again in case the first demand was lost."""
+        """Return the pending tensors that a forward waits for; demand them again, in case the first demand was lost."""
         self.demanding = [gate for gate in self.demanding if not gate.is_open]
         names = [name for gate in self.demanding for name in self._needs.get(gate, ()) if name in self.pending]
         if names:
@@ -106,5 +107,5 @@ class Backlog:
         return names
 
     def _gates_of(self, place: Place) -> list[Gate]:
-        """Each gate once, also when tied parameters have several owners in one unit."""
+        """Return each gate of a place once, even when tied parameters have several owners in one unit."""
         return list(dict.fromkeys(gate for owner, _ in place.owners for gate in self._waiting.get(owner, ())))

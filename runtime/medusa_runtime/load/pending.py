@@ -32,7 +32,7 @@ _tracing_state: Callable[[], object] | None = getattr(torch._C, "_get_tracing_st
 
 
 class Waitable(Protocol):
-    """What a pending tensor waits at: its gate."""
+    """The gate that a pending tensor waits at."""
 
     def wait(self) -> None:
         """Return when the values are there; raise the error that came instead."""
@@ -40,7 +40,7 @@ class Waitable(Protocol):
 
 @dataclass(eq=False, slots=True)
 class PendingValue:
-    """What is known of a tensor's value before it arrives."""
+    """The facts that are known of a tensor's value before it arrives."""
 
     gate: Waitable
     dtype: torch.dtype
@@ -52,7 +52,7 @@ class PendingValue:
 class PendingParameter(nn.Parameter):
     """A parameter whose value has not arrived. A function that is given one waits until it is a plain parameter.
 
-    It stays the same object, so code that holds it, or goes through a module's parameters meanwhile, has each one once.
+    It stays the same object, so code that holds it, or lists a module's parameters meanwhile, sees each one once.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -76,7 +76,7 @@ class PendingParameter(nn.Parameter):
 class PendingBuffer(Tensor):
     """A buffer of the checkpoint whose value has not arrived.
 
-    Unlike a parameter it has memory, with another value in it; its own is written there.
+    Unlike a parameter it has memory, which holds another value until its own is written there.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -91,7 +91,7 @@ class PendingBuffer(Tensor):
 
 
 def can_be_pending(tensor: Tensor) -> bool:
-    """Whether ``make_pending`` takes this tensor: not a lazy one, nor one of a class with its own torch functions."""
+    """Whether ``make_pending`` accepts this tensor: not a lazy one, nor one whose class overrides torch functions."""
     return (type(tensor) is Tensor or issubclass(type(tensor), nn.Parameter)) and not is_lazy(tensor)
 
 
@@ -102,7 +102,7 @@ def make_pending(tensor: Tensor, gate: Waitable, dtype: torch.dtype, device: tor
 
 
 def pending_value(tensor: Any) -> PendingValue | None:
-    """What a pending tensor waits for; None for any other tensor."""
+    """Return what a pending tensor waits for; None for any other tensor."""
     # Another thread may resolve it at any moment: callers ask once and keep the answer.
     is_pending = isinstance(tensor, PendingParameter | PendingBuffer)
     found: PendingValue | None = getattr(tensor, _KEY, None) if is_pending else None
@@ -110,9 +110,9 @@ def pending_value(tensor: Any) -> PendingValue | None:
 
 
 def resolve(tensor: Tensor, value: Tensor) -> Tensor:
-    """Give a pending tensor its value, and return what is to stand in its place: nearly always the tensor itself.
+    """Give a pending tensor its value, and return the tensor that takes its place: nearly always itself.
 
-    ``value`` is the tensor itself where its own memory was filled (``fill_in_place``), else one that it becomes.
+    ``value`` is the tensor itself if its own memory was filled (``fill_in_place``), else a tensor that it becomes.
     """
     pending = pending_value(tensor)
     assert pending is not None
@@ -131,7 +131,7 @@ def fill_in_place(tensor: Tensor, value: Tensor) -> bool:
     with nullcontext() if pending_value(tensor) is None else torch._C.DisableTorchFunctionSubclass():
         if tensor.is_meta or 0 in tensor.stride() or (tensor.dtype, tensor.device) != (value.dtype, value.device):
             return False
-        with torch.inference_mode(tensor.is_inference()), torch.no_grad():  # one that was made there is written there
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():  # as it was made
             tensor.copy_(value)
         return True
 
@@ -145,7 +145,7 @@ def refuse_tracing() -> None:
 
 
 def too_early(what: str) -> WeightsError:
-    """The error for something that cannot wait for weights."""
+    """Return the error for something that cannot wait for weights."""
     return WeightsError(f"{what} of a module whose weights have not come; expected context.weights.wait() first")
 
 
@@ -158,7 +158,7 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 return func(*args, **kwargs)
         if func in (_DTYPE, _DEVICE):  # equal, not the same: a getter is a new object each time
             return first.dtype if func == _DTYPE else first.device
-        if func == _IS_META:  # as it will be; that it has no memory yet is not shown
+        if func == _IS_META:  # the answer is as it will be, and hides that there is no memory yet
             return first.device.type == "meta"
     refuse_tracing()
     return func(*_all_waited(args), **dict(zip(kwargs, _all_waited(kwargs.values()), strict=True)))
@@ -176,7 +176,7 @@ def _all_waited(values: Any) -> tuple[Any, ...]:
 
 
 def _waited(tensor: Tensor) -> Tensor:
-    """The tensor with its value, which is waited for."""
+    """Wait for the tensor's value, and return the tensor that has it."""
     pending = pending_value(tensor)
     if pending is None:
         return tensor
@@ -191,7 +191,7 @@ def _copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
 
 
 def _swapped(tensor: Tensor, value: Tensor) -> bool:
-    """Let ``tensor`` become ``value``; false where this torch cannot, or not with this tensor."""
+    """Let ``tensor`` become ``value``; false if this torch cannot do that, or not with this tensor."""
     if _swap is None:
         return False
     try:

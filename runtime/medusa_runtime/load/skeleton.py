@@ -31,7 +31,7 @@ _COUNTS_EXACTLY = (
 )
 _LARGEST_SEED = 1 << 32  # of those that people set; torch's own, different in each process, has 53 bits
 _DESCRIBING = frozenset({"size", "dtype", "layout", "memory_format"})  # arguments of a factory that describe its result
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # equal to, but not the same as what is called
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]  # equal to the called setter, not the same object
 _HARMLESS = frozenset(  # these look at a tensor, not into it
     {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride}
     | {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_meta", "requires_grad")}
@@ -45,8 +45,8 @@ def skeleton() -> Iterator[MetaFactoryMode]:
     ``nn.Parameter`` of a fresh ``torch.empty``, ``zeros``, ``ones``, ``full``, ``rand`` or ``randn`` takes no memory,
     and initialising it (``nn.init``, ``reset_parameters``, in-place methods) does nothing. Everything else is computed:
     buffers have the values that they would have had, and so has a parameter made of a computed tensor
-    (``scale * torch.randn(…)``), until a loader replaces it. Random numbers are others than they would have been where
-    some before them were not drawn; see ``drew_others``.
+    (``scale * torch.randn(…)``), until a loader replaces it. Random numbers differ from those of an ordinary
+    construction where earlier ones were not drawn; see ``drew_others``.
     """
     with MetaFactoryMode() as mode:
         yield mode
@@ -86,7 +86,7 @@ class MetaFactoryMode(TorchFunctionMode):
             if target.is_meta and func is Tensor.new_tensor:  # nn.init.trunc_normal_ reads its bounds back from one
                 return func(torch.empty(0, dtype=target.dtype), *args[1:], **kwargs)
         elif func is Tensor.__bool__ and args[0].is_meta and id(args[0]) not in self._made and _called_by_init():
-            return False  # trunc_normal_ again: it asks whether values are out of bounds, and there are none
+            return False  # trunc_normal_ again: it looks for values out of bounds, and there are none
         for value in (*args, *kwargs.values()):
             for item in value if type(value) in (tuple, list) else (value,):
                 if type(item) is Tensor and id(item) in self._made:
@@ -117,7 +117,7 @@ class MetaFactoryMode(TorchFunctionMode):
 
     @property
     def drew_others(self) -> bool:
-        """Whether random numbers of a known seed were drawn that are others than without this mode."""
+        """Whether code with a known seed drew other random numbers than it would have without this mode."""
         if self._random_state is None or torch.initial_seed() > _LARGEST_SEED:
             return False
         return not torch.equal(self._random_state, torch.get_rng_state())
@@ -127,7 +127,7 @@ class MetaFactoryMode(TorchFunctionMode):
         _swap(placeholder, make())
 
     def settle(self) -> None:
-        """Make the placeholders real that code keeps as something else than a parameter, such as a buffer."""
+        """Make real the placeholders that code keeps as something other than a parameter, such as a buffer."""
         kept: list[Tensor] = []
         only_here: int | None = None  # how many references the unused placeholder has
         for placeholder, _ in self._made.values():
@@ -144,19 +144,19 @@ class MetaFactoryMode(TorchFunctionMode):
 
     @property
     def keeps_views(self) -> bool:
-        """Whether the code keeps a view of a parameter, or a tensor computed from one. Only after the context."""
+        """Whether the code keeps a view of a parameter, or a tensor computed from one. Valid only after the context."""
         if any(ref() is not None for ref in self._computed):
             gc.collect()  # it may only be held by a cycle
         return self._shared or any(ref() is not None for ref in self._computed)
 
 
 def _reference_count(placeholder: Tensor) -> int | None:
-    """How many references there are to a placeholder; None where Python does not count exactly."""
+    """Count the references to a placeholder; None where Python does not count exactly."""
     return sys.getrefcount(placeholder) if _COUNTS_EXACTLY else None
 
 
 def _called_by_init() -> bool:
-    """Whether a function of nn.init looks into what it has just filled; other callers must see true values."""
+    """Whether the caller is in nn.init, which inspects what it has just filled; others must see true values."""
     return sys._getframe(2).f_globals.get("__name__") == "torch.nn.init"
 
 
@@ -173,7 +173,7 @@ def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _empty(parameter: nn.Parameter, like: Tensor | None = None) -> None:
-    """Make a parameter a placeholder, without memory, however it was made."""
+    """Turn a parameter, however it was made, into a placeholder without memory."""
     if like is not None or not parameter.is_meta:
         like = parameter if like is None else like
         _swap(parameter, nn.Parameter(torch.empty_like(like, device="meta"), parameter.requires_grad))

@@ -35,7 +35,7 @@ class Peer(NamedTuple):
 
     @property
     def trusted(self) -> bool:
-        """Whether it may change what others get: the agent's own user and root, outside of other containers.
+        """Whether it may change what others get, as the agent's own user and root may, outside of other containers.
 
         Root of another container has the number 0, too. It has no other right here than any user.
         """

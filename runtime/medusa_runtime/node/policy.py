@@ -60,7 +60,7 @@ class Policy:
         """Whether a store may send a fetch to this URL on another host.
 
         An agent that fetches for its own user alone goes where the store says. One that serves others fetches from
-        its own place in the network, so it goes only below a prefix that it has been told to open.
+        its own place in the network, so it goes only below a prefix that a rule has opened.
         """
         place = canonical(url.partition("?")[0])
         return not self._opened or (place is not None and any(below(place, prefix) for prefix in self._opened))

@@ -1,4 +1,4 @@
-"""One caller's connection, on the agent's side: what it asks for, and what it holds."""
+"""One caller's connection, on the agent's side: its requests, and what it holds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .regions.model_key import model_key
 from .services import Services
 
 _MB = 1 << 20
-_LEAST_KV_MB, _MOST_KV_MB = 16, 2048  # of an engine whose function names no size
+_LEAST_KV_MB, _MOST_KV_MB = 16, 2048  # for an engine whose function names no size
 
 
 class Session:
@@ -36,7 +36,7 @@ class Session:
         self.logged_at = 0.0
 
     def handle(self, message: Message) -> None:
-        """Answer one message. Raises MedusaError, which is the answer then."""
+        """Answer one message. If it raises MedusaError, the answer is that error (see ``refuse``)."""
         try:
             if message.kind == "hello":
                 self._hello(message)
@@ -163,7 +163,7 @@ class Session:
         self.answer("engine", {"pid": pid})
 
     def _charge_engine(self, settings: dict[str, Any]) -> tuple[dict[str, Any], int]:
-        """Return the settings with a KV cache within what the caller may have, and the bytes it is charged for that."""
+        """Return the settings with a KV cache within what the caller may have, and the bytes that it is charged for."""
         accounts, caller = self._services.accounts, self.caller
         kv_mb = settings.get("kv_cache_mb")
         if kv_mb is not None and (not isinstance(kv_mb, int) or isinstance(kv_mb, bool) or kv_mb < 1):

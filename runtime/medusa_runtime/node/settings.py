@@ -1,4 +1,4 @@
-"""Settings of `medusa node`. Each has a flag and an environment twin; lists are separated by commas there."""
+"""Settings of `medusa node`. Each has a flag and an environment variable, in which commas separate a list."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ class NodeSettings:
     per_caller: CallerLimits = CallerLimits()
     quota: Mapping[str, int] = field(default_factory=dict)  # prefix → bytes
     pin: tuple[str, ...] = ()
-    look_every_s: float = 60.0  # at objects in a store, whether they were replaced; 0: never
+    look_every_s: float = 60.0  # between checks whether a store's objects were replaced; 0: never
     gpu_context: bool = False
     torch_import: str = "auto"
-    trust_state: str | None = None  # as of config.Settings: from where idle engines run code in bundles
+    trust_state: str | None = None  # as in config.Settings: the bundles whose code idle engines run
     trust_key: str | None = None
     connections: int | None = None
     log_level: str = "info"
@@ -106,7 +106,7 @@ def _parts(text: str) -> list[str]:
 
 
 def _is_prefix(text: str) -> bool:
-    """Whether a rule can be about this: everything, a folder, or a URL with a host or bucket."""
+    """Whether a rule may name this: everything, a folder, or a URL with a host or bucket."""
     return text == "*" or canonical(text) is not None
 
 
@@ -248,7 +248,7 @@ REPEATED = {"socket": ";", "allow": ",", "quota": ",", "pin": ","}
 
 
 def node_settings(environ: Mapping[str, str], flags: Mapping[str, str | None]) -> NodeSettings:
-    """Settings from the environment, under flags. Raises ConfigError naming source, value and accepted form."""
+    """Read flags, and the environment below them. Raises ConfigError naming source, value and accepted form."""
     settings = NodeSettings()
     for option in NODE_OPTIONS:
         given, source = flags.get(option.field), option.flag

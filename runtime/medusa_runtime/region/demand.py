@@ -1,8 +1,8 @@
-"""What readers ask of the prefetcher through a region's header: fetch this first, a forward waits for it.
+"""Requests of readers to the prefetcher, through a region's header: fetch this first, a forward waits for it.
 
-A ring of words, one request each: a reader that waits overwrites one, and asks again while it waits, so a lost request
-costs milliseconds. A reader maps the region read-only; it writes its word with one aligned ``pwrite``. Readers of a
-region that is sealed against them (a node agent's) have a ring in a memfd of its own.
+The header has a ring of words, one for each request. A waiting reader overwrites a word, and repeats that while it
+waits, so a lost request costs milliseconds. A reader maps the region read-only; it writes its word with one aligned
+``pwrite``. Readers that may not write to the region (a node agent's) have a ring in a separate memfd.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 _FIRST_BITS = 32
 _FIRST_MASK = (1 << _FIRST_BITS) - 1
 _HINT = 1 << 63
-_PROMOTE_WORD = 0  # of a memory that has only a ring
+_PROMOTE_WORD = 0  # its index in a ``demand_memory``
 _MOST = RING_WORDS // 2  # what one reader may have in the ring
 
 
 def runs(chunks: Iterable[int]) -> list[range]:
-    """Neighbouring chunks together, in ascending order."""
+    """Return the chunks as runs of neighbours, in ascending order."""
     found: list[range] = []
     for chunk in sorted(set(chunks)):
         if found and found[-1].stop == chunk:
@@ -38,8 +38,8 @@ def runs(chunks: Iterable[int]) -> list[range]:
 
 
 def demand_memory() -> int:
-    """Make a memfd with a ring alone, for readers who may not write to the region; nobody can make it shorter."""
-    from .seals import seal_size  # a node agent's alone; every start imports this module
+    """Make a memfd with only a ring, for readers that may not write to the region. It cannot be made shorter."""
+    from .seals import seal_size  # only a node agent needs it, and every start imports this module
 
     fd = os.memfd_create("medusa-demand", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, HEADER_BYTES)
@@ -58,7 +58,7 @@ def demand(fd: int, chunks: Iterable[int]) -> None:
 
 
 def hint(fd: int, chunks: Sequence[int]) -> None:
-    """Name the chunks that a reader whose forward does not wait yet would need next, in this order."""
+    """Name the chunks that a reader will need next, in this order, although no forward waits for them yet."""
     _ask(fd, [_HINT | (place << _FIRST_BITS) | (chunk + 1) for place, chunk in enumerate(chunks)], _MOST)
 
 
@@ -72,7 +72,7 @@ def _ask(fd: int, words: Sequence[int], behind: int) -> None:
 
 
 class DemandRings:
-    """The prefetcher's side: the ring in the region's header, and after ``listen`` that of a ``demand_memory``."""
+    """The rings that the prefetcher reads: the region header's and, after ``listen``, that of a ``demand_memory``."""
 
     def __init__(self, memory: WriterMemory) -> None:
         self._memory = memory
@@ -84,7 +84,7 @@ class DemandRings:
 
     @property
     def promoted(self) -> bool:
-        """Whether a reader waits for a region that was fetched in the background."""
+        """Whether a reader has begun to wait for the whole region, which was fetched in the background."""
         return self._outside is not None and bool(self._outside[_PROMOTE_WORD])
 
     def demanded(self, count: int) -> list[range]:

@@ -32,7 +32,7 @@ _UNMAPPED_BYTES = 64 << 10  # a smaller tensor is not worth a system call
 
 
 class Progress(NamedTuple):
-    """How far a fetch is. ``state`` is empty, fetching, done or failed; rates are None before they are known."""
+    """The progress of a fetch. ``state`` is empty, fetching, done or failed; rates are None before they are known."""
 
     state: str
     fetched_bytes: int
@@ -58,9 +58,9 @@ class Region:
         shared: bool = False,
         shard_fds: Sequence[int] = (),
     ) -> None:
-        """Take over ``fd``, a region's memfd, and ``demand_fd``, where to ask if the region itself is read-only.
+        """Take over ``fd``, a region's memfd, and ``demand_fd``, the memfd for demands if the region is read-only.
 
-        ``shard_fds``: the files of local shards, in order, where they are open already; else each is opened by path.
+        ``shard_fds``: the open files of local shards, in order; without them, each is opened by its path.
         """
         self.fd = fd
         self._shard_fds = tuple(shard_fds)
@@ -88,7 +88,7 @@ class Region:
         return cls(fd)
 
     def writer(self) -> RegionWriter:
-        """Become the one that fills this region. StorageError when another process is doing that."""
+        """Become the writer of this region. StorageError when another process is that already."""
         from .writer import RegionWriter
 
         return RegionWriter(self.fd)
@@ -99,7 +99,7 @@ class Region:
         return self._header.cast("Q")
 
     def _map(self, size_bytes: int) -> memoryview:
-        # From a read-only description: such a mapping cannot be made writable, and does not stand against F_SEAL_WRITE.
+        # Map a read-only description: the mapping cannot be made writable later, and does not prevent F_SEAL_WRITE.
         fd = reopen(self.fd, os.O_RDONLY)
         try:
             flags, protection = self._flags, self._protection
@@ -164,13 +164,13 @@ class Region:
         return bytes(self._memory[place[0] : place[0] + place[1]])
 
     def code(self, name: str, timeout_s: float | None = None) -> bytes | None:
-        """Return a file that is going to be run: only one that was attached here or that our own prefetcher brought."""
+        """Return a file that will be executed: only one that was attached here, or that our own prefetcher brought."""
         if name in self._attached or not self.shared:
             return self.file(name, timeout_s)
         return None
 
     def has_code(self, name: str) -> bool:
-        """Whether ``code`` has a file of this name, or one may still come; does not wait for it."""
+        """Whether ``code`` finds a file of this name, or may find one later; does not wait for it."""
         self.wait_index()
         return name in self._attached or (not self.shared and name in self._files)
 
@@ -279,10 +279,10 @@ class Region:
         self._release.tensor(name)
 
     def unmap(self, name: str) -> None:
-        """Take a tensor that was copied out of this process's memory; what is read of it again is mapped again.
+        """Drop a tensor that has been copied from this process's memory. Reading its bytes again maps them again.
 
-        It stays in the region, or in the page cache. Nothing is done where somebody here has a view (``viewed``): of a
-        private mapping, what was written to the view would be lost.
+        They stay in the region, or in the page cache. A tensor with a view here (``viewed``) is left alone: in a
+        private mapping, what was written through the view would be lost.
         """
         shard, start, stop, *_ = self.wait_index().tensors[name]
         if name in self.viewed or stop - start < _UNMAPPED_BYTES:
@@ -293,12 +293,12 @@ class Region:
 
     @property
     def released_elsewhere(self) -> bool:
-        """Whether another process released bytes of the region itself, which nobody can read any more."""
+        """Whether another process has released bytes of the region itself, so that nobody can read them any more."""
         held = any(shard.path is None for shard in self.wait_index().shards)
         return held and self._release is None and bool(self._words()[Word.RELEASED_BYTES])
 
     def origin(self, shard: int) -> tuple[int, int]:
-        """Return where a shard's data starts in its file (the memfd or its own), and that file's address here."""
+        """Return the offset of a shard's data in its file (the memfd, or a local file), and the file's address here."""
         view, index = self.shard(shard), self.wait_index()
         base = index.shards[shard].data_start
         if index.shards[shard].path is None:
@@ -325,7 +325,7 @@ class Region:
         return from_code(code, message)
 
     def _check_writer(self, waiter: Waiter) -> None:
-        """StorageError when nobody has been filling this region for some time."""
+        """Raise StorageError when nobody has been filling this region for some time."""
         if not waiter.slow_look():
             return
         if is_locked(self.fd) or self._words()[Word.STATE] == State.DONE:
@@ -362,7 +362,7 @@ class Region:
             try:
                 memory.close()
             except BufferError:
-                pass  # tensors still look into it; it goes with the last of them
+                pass  # tensors still point into it; the last of them frees it
         self._maps.clear()
         if self.fd >= 0:
             os.close(self.fd)

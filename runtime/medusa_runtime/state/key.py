@@ -1,8 +1,8 @@
 """State keys, which say what an artifact is valid for: facts about the checkpoint, the settings and the machine.
 
-An artifact's key holds only the facts it depends on (``kinds.py``). Where the checkpoint lies, whose home this is, on
-which host and in how many processes it is served are no facts, so they invalidate nothing. All facts are found without
-importing torch or touching a GPU: the prefetcher compares keys.
+An artifact's key holds only the facts it depends on (``kinds.py``). The checkpoint's place, the user's home, the host
+and the number of processes are not facts, so they invalidate nothing. All facts are found without importing torch or
+touching a GPU: the prefetcher compares keys.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _ISA_FLAGS = re.compile(
     r"^(ssse3|sse4_\d|avx\w*|amx\w*|fma|f16c|bmi\d|adx|abm|movbe|popcnt|gfni|v?aes|v?pclmulqdq|sha_ni"
     r"|neon|asimd\w*|sve\w*|bf16|i8mm)$"
 )
-_LONG = 60  # characters of a fact
+_LONG = 60  # characters; of longer facts, messages show only the differences
 _DEVICES = Path("/dev")
 _NVIDIA = Path("/proc/driver/nvidia")
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What the facts are taken from."""
+    """The checkpoint and the settings that facts are taken from."""
 
     index: WeightIndex
     files: Mapping[str, bytes]
@@ -58,13 +58,13 @@ class Subject:
 
 
 def layout(subject: Subject) -> str:
-    """Digest where each byte of the weights lies: shards, sizes, tensors. Not the store, path or version."""
+    """Return a digest of where each byte of the weights lies: shards, sizes, tensors; not store, path or version."""
     shards = [(shard.name, shard.size_bytes, shard.data_start) for shard in subject.index.shards]
     return _digest([shards, sorted(subject.index.tensors.items())])
 
 
 def shape(subject: Subject) -> str:
-    """The model's architecture: config.json, and the tensors' names, types and shapes, however they are sharded."""
+    """Return a digest of the architecture: config.json, and tensors' names, types and shapes; not the sharding."""
     config = {name: value for name, value in subject.config.items() if name not in _IDLE_FIELDS}
     tensors = sorted((name, entry.dtype, entry.shape) for name, entry in subject.index.tensors.items())
     return _digest([config, tensors])
@@ -77,7 +77,7 @@ def engine(subject: Subject) -> str:
 
 
 def dtype(subject: Subject) -> str:
-    """The type that is computed in; ``auto`` is resolved, so that naming the checkpoint's own type changes nothing."""
+    """Return the type to compute in; ``auto`` is resolved, so that naming the checkpoint's own type changes nothing."""
     config = subject.config
     if subject.settings.dtype != "auto":
         return subject.settings.dtype
@@ -95,8 +95,10 @@ def gpu(subject: Subject) -> str:
 
 
 def package_version(*names: str) -> str:
-    """The installed version of the first of these packages, from its metadata folder's name; importlib's way to it
-    takes 30 ms."""
+    """Return the installed version of the first of these packages that there is.
+
+    It is read from the name of the metadata folder, because importlib.metadata takes 30 ms.
+    """
     found = _installed(tuple(sys.path))
     return next((found[name] for name in names if name in found), "not installed")
 
@@ -197,7 +199,7 @@ class Facts:
         return {name: self[name] for name in names}
 
     def concerns(self, key: Mapping[str, str]) -> bool:
-        """Whether an artifact with this key is for this engine, in any version; another engine's lies beside it."""
+        """Whether an artifact with this key is for this engine, in any version. A bundle may serve several engines."""
         return key.get("engine", self["engine"]).partition(" ")[0] == self.subject.settings.engine
 
     def difference(self, key: Mapping[str, str], names: tuple[str, ...]) -> str | None:
@@ -215,7 +217,7 @@ def _uses(engine: str, kind: Kind) -> bool:
 
 
 def choose(manifest: Manifest, kind: Kind, candidates: Sequence[Facts]) -> Artifact | None:
-    """Choose the artifact that is valid here; None when there is none at all. StateError says what differs."""
+    """Return the artifact that is valid here; None if there is none for these engines. StateError says what differs."""
     reason = None
     for facts in candidates:
         for artifact in manifest.of_kind(kind.name) if _uses(facts.subject.settings.engine, kind) else ():
@@ -233,7 +235,7 @@ def _digest(value: Any) -> str:
 
 
 def _difference(name: str, there: str, here: str) -> str:
-    """Shorten long lists, such as a CPU's extensions, to what differs."""
+    """Return a message about a fact that differs; of long lists, such as a CPU's extensions, only the differences."""
     if max(len(there), len(here)) <= _LONG:
         return f"it was made for {name} {there}, here it is {here}"
     there_only = " ".join(sorted(set(there.split()) - set(here.split()))) or "nothing"

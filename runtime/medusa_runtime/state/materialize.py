@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Engines that can be run once offline: ``profile(region, settings) -> Profile``. They stand above this package.
-
 
 class Made(NamedTuple):
     """The outcome for one kind: its size and the seconds it took, or why there is none."""
@@ -47,11 +45,12 @@ class Made(NamedTuple):
 
 
 class Materialization:
-    """A bundle in the making, into ``out`` or beside a checkpoint that is a folder. ``told`` hears of each artifact.
-    ``ordered`` says in which order tensors of a region are used, where no engine runs the model. ``signer`` signs it.
+    """A bundle in the making, in ``out`` or, without it, beside a checkpoint that is a folder.
 
-    ``prepare``, then what there is to add, then ``commit``; until then the bundle is as it was. Raises ConfigError for
-    a place that cannot be written, and what is wrong with the checkpoint.
+    Call ``prepare``, ``add`` for anything else, and then ``commit``; until then the old bundle stays as it is.
+    ``told`` is called with the outcome for each artifact. ``ordered`` returns the order in which a region's tensors are
+    used, where no engine runs the model. ``signer`` signs the bundle. Raises ConfigError for a place that cannot be
+    written, and the checkpoint's own errors.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class Materialization:
         self._region = Region.create()
         self._made: list[Artifact] = []
         self._facts: Facts | None = None
-        self.continues_text = True  # an encoder does not, nor what cannot be run; known after prepare
+        self.continues_text = True  # false for an encoder, and for a model that cannot be run; known after prepare
 
     def __enter__(self) -> Self:
         try:
@@ -92,7 +91,7 @@ class Materialization:
     def prepare(self) -> None:
         """Read the checkpoint, run it once where its engine can, and make everything that needs no start.
 
-        Raises what a start would raise where no engine chosen so runs this model.
+        Raises what a start would raise if no engine runs this model with these settings.
         """
         settings = self._settings if self._settings.engine != "none" else replace(self._settings, engine="torch")
         prefetch(self._region, self._model, settings=settings, timeline=Timeline.create("materialize"))
@@ -105,6 +104,7 @@ class Materialization:
         order, plan = self._ordered(self._region) if self._ordered else None, None
         engine = None if self._settings.engine == NO_ENGINE else engine_kind(self._settings.engine)
         try:
+            # ``profile(region, settings) -> Profile``, if it can run offline. Engines stand above this package.
             if engine is not None and engine.profile:
                 order, plan = imported(engine.profile)(self._region, self._settings)
                 self.continues_text = plan is not None
@@ -145,8 +145,10 @@ class Materialization:
         self._told(Made(kind.name, artifact.size, time.monotonic() - began))
 
     def commit(self) -> Manifest:
-        """Make what was added the bundle, with those of its artifacts that are for the same checkpoint and other facts
-        (another engine, GPU or length)."""
+        """Write the bundle with what was added.
+
+        Its earlier artifacts are kept if they are for the same checkpoint and other facts (engine, GPU or length).
+        """
         assert self._facts is not None
         names = tuple(name for name in SMALL_FILES if name in self._facts.subject.files)
         existing = self._writer.existing()
@@ -173,14 +175,14 @@ class Materialization:
     def _still_good(self, artifact: Artifact) -> bool:
         assert self._facts is not None
         if artifact.kind not in KINDS:
-            return True  # a newer version's
+            return True  # a newer version made it
         if any((made.kind, made.key) == (artifact.kind, artifact.key) for made in self._made):
             return False
         return all(artifact.key.get(fact, self._facts[fact]) == self._facts[fact] for fact in ("layout", "shape"))
 
 
 def beside(model: str) -> Path:
-    """Return where a checkpoint's bundle lies. ConfigError when that is no folder of this machine."""
+    """Return the folder of a checkpoint's bundle. ConfigError when the checkpoint is not on this machine."""
     if scheme_of(model) not in ("", "file"):
         raise ConfigError(
             f"--model={redacted(model)!r} is not on this machine: expected --out DIR for the bundle. Upload that "

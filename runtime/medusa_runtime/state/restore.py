@@ -1,8 +1,8 @@
 """Restore a state bundle online: which of its artifacts a start uses. Runs in the prefetcher, without torch.
 
 The manifest is asked for together with the weights' headers, small artifacts stand in it, and large ones are fetched
-beside the weights. Whatever does not fit here, is damaged or does not come in time is left out, for itself alone, and
-said once: a bundle never makes a start fail.
+beside the weights. An artifact that does not fit here, is damaged or does not come in time is left out, without the
+others, and logged once: a bundle never makes a start fail.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ _PATIENCE_S = 2.0  # for the manifest; a store that is slower with it than with 
 
 
 class Restoration:
-    """One start's use of a bundle: ``settings.state``, or what lies beside the weights; ``none`` asks for none.
+    """One start's use of a bundle: that of ``settings.state`` (``none``: no bundle), else the one beside the weights.
 
-    ``engines``: for whom, where that is not known yet (a node's agent); they check that dtype and length are theirs.
-    They are given no code, for they may run as the agent's user: see ``lending``.
+    ``engines``: the possible ones, where the engine is not known yet (a node's agent). Each checks later that dtype and
+    length are its own. No code is restored for them, for they may run as the agent's user (see
+    ``attach_artifacts``).
     """
 
     def __init__(self, settings: Settings, timeline: Timeline, engines: Sequence[str] = ()) -> None:
@@ -107,16 +108,16 @@ class Restoration:
         return None if self._given_up else self._manifest
 
     def _far(self) -> bool:
-        """Whether the bundle is on another machine, and reading it may take any time."""
+        """Whether the bundle is on another machine, so that reading it may take any time."""
         return self._remote if self._settings.state is None else scheme_of(self._settings.state) not in ("", "file")
 
     def files(self) -> Collection[str] | None:
-        """Answer ``Known``. For local files nothing is taken on trust: looking at them costs nothing."""
+        """Return the files that the manifest lists (see ``Known``); None if they are local and cost nothing to find."""
         manifest = self._wait()
         return manifest.files if manifest and self._remote else None
 
     def archive(self, name: str) -> KnownArchive | None:
-        """Answer ``Known``. The answer is verified, so any artifact that has it may give it."""
+        """Return a recorded index (see ``Known``). The reader verifies it, so it may come from any artifact."""
         manifest = self._wait()
         for artifact in manifest.of_kind(WEIGHT_INDEX.name) if manifest and self._bundle else ():
             from .weight_index import RecordedIndex
@@ -125,7 +126,7 @@ class Restoration:
             try:
                 known = RecordedIndex.from_bytes(self._bundle.read(artifact)).archive(name)
             except Exception:  # noqa: BLE001
-                continue  # restore says so
+                continue  # ``restore`` reports it
             if known is not None:
                 return known
         return None
@@ -140,7 +141,7 @@ class Restoration:
         )
 
     def restore(self, checkpoint: Checkpoint) -> Restored:
-        """Return what a fetch of this checkpoint should know, and the further files that there are."""
+        """Return what the bundle adds to a fetch of this checkpoint: an order, checksums and further files."""
         manifest = self._wait()
         index, checksums = checkpoint.index, None
         if manifest is None:
@@ -181,7 +182,7 @@ class Restoration:
         return Restored(index, checksums, files, {name: artifact.size for name, artifact in self._late.items()})
 
     def start(self, writer: RegionWriter) -> None:
-        """Fetch what comes later than the index into the laid-out region, beside the weights."""
+        """Begin to fetch the large artifacts into the laid-out region, beside the weights."""
         assert writer.late_files is not None
         if writer.late_files.pending():
             self._fetching = threading.Thread(

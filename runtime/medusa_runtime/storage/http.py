@@ -41,7 +41,7 @@ _MOST_REDIRECTS = 5
 # How often progress is reported. TLS arrives in pieces of 16 KB, and reporting each took a third of the CPU time.
 _STEP_BYTES = 1 << 20
 _ERROR_BODY_BYTES = 64 << 10
-_MOST_SKIPPED_BYTES = 1 << 20  # in front of what is read from a server without ranges, which sends the whole object
+_MOST_SKIPPED_BYTES = 1 << 20  # before ``start``, from a server without ranges, which sends the whole object
 _CONTROL = frozenset(chr(code) for code in (*range(33), 127))
 _HOST = re.compile(r"[A-Za-z0-9._~-]+|[0-9A-Fa-f:.]+(?:%[A-Za-z0-9._-]+)?")
 # What a URL may hold as it is (RFC 3986); the rest is percent-encoded.
@@ -78,7 +78,7 @@ class HttpStore:
         self._home, self._query, self._authorization = _home(url)
 
     def limit_redirects(self, allows: Callable[[str], bool]) -> None:
-        """Follow redirects to another host only where ``allows`` says so of the URL; without it, to any host."""
+        """Follow a redirect to another host only if ``allows`` accepts its URL. Without a limit, follow to any host."""
         self._may_redirect = allows
 
     def name(self, key: str) -> str:
@@ -90,13 +90,13 @@ class HttpStore:
         return Target(self._home.endpoint, f"{path}?{self._query}" if self._query else path)
 
     def authorize(self, target: Target, headers: Mapping[str, str]) -> dict[str, str]:
-        """Add what authorizes a request to its headers. Stores that sign override this."""
+        """Return the headers with the request's authorization. Stores that sign requests override this."""
         if self._authorization and target.endpoint == self._home.endpoint:
             return {**headers, "Authorization": self._authorization}
         return dict(headers)
 
     def relocate(self, key: str, response: Response) -> bool:
-        """Learn from an answer that the store is elsewhere, and return whether to ask again: stores with regions."""
+        """Return whether to ask again, because the answer names another place. Stores with regions override this."""
         return False
 
     def stat(self, key: str) -> ObjectInfo:
@@ -279,7 +279,7 @@ class HttpStore:
                 target = self._follow(key, target, response.headers["location"])
                 self._moved[key] = target
             elif self._moved.pop(key, None) and response.status in (401, 403, 404, 410):
-                target = self.target(key)  # where a redirect led once may expire
+                target = self.target(key)  # the address that a redirect led to may have expired
             else:
                 raise self._refusal(key, response, body)
         raise StorageError(f"{self.name(key)}: more than {_MOST_REDIRECTS} redirects; expected the object")
@@ -379,7 +379,7 @@ class HttpStore:
         return retry_after_s(response.headers.get("retry-after", ""), time.time())
 
     def missing(self, body: bytes) -> str:
-        """Return what is not there according to a 404 or 410."""
+        """Return the word for what is missing according to a 404 or 410."""
         return "object"
 
     def hint(self) -> str:
@@ -428,13 +428,13 @@ def _target(url: str) -> Target:
     tls = parts.scheme == "https"
     try:
         path, query = quote(parts.path, safe=_PATH_SAFE) or "/", quote(parts.query, safe=_QUERY_SAFE)
-    except UnicodeEncodeError:  # half of a character
+    except UnicodeEncodeError:  # a lone surrogate
         raise wrong from None
     return Target(Endpoint(tls, host, port or (443 if tls else 80)), f"{path}?{query}" if query else path)
 
 
 def _version(response: Response, size: int) -> str:
-    """Return the ETag, else the date of change, else the size, by which not every replacement can be seen."""
+    """Return the ETag, else the date of change, else the size, which does not reveal every replacement."""
     etag = entity_tag(response.headers.get("etag", ""))
     return etag or http_date(response.headers.get("last-modified", "")) or size_as_version(size)
 

@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from .proxy import Proxy
 
 _HEAD_BYTES = 64 << 10
-_LINE_BYTES = 256  # of the line in front of a chunk
-_MOST_INTERIM = 8  # answers 1xx in front of the one that was asked for
+_LINE_BYTES = 256  # the most of the line before a chunk, which holds its size
+_MOST_INTERIM = 8  # interim answers (1xx) before the final one
 _LINE_END = b"\r\n"
 _CUT = "the connection was closed before the answer's end"
-_HALF_RECORD_BYTES = 8 << 10  # of TLS; a server that sends whole records is not slow
+_HALF_RECORD_BYTES = 8 << 10  # half of a TLS record; a server that sends whole records is not slow
 
 
 class WireError(Exception):
-    """The connection broke or what came is not HTTP; ``refused`` when no connection could be made at all."""
+    """The connection broke, or what came is not HTTP. ``refused``: no connection could be made at all."""
 
     def __init__(self, message: str, *, refused: bool = False) -> None:
         super().__init__(message)
@@ -41,7 +41,7 @@ class WireError(Exception):
 
 
 class Response(NamedTuple):
-    """A response's head; header names are in lower case. ``length`` is None when the body says its end itself."""
+    """A response's head; header names are in lower case. ``length`` is None when the head does not state it."""
 
     status: int
     headers: dict[str, str]
@@ -70,7 +70,7 @@ class _Pace:
 class Connection:
     """One connection to an origin, perhaps through a proxy. After a WireError, or a body not read to its end, close it.
 
-    ``timeout_s`` is how long nothing may come, a head may take, and over how long ``least_bytes_per_s`` is measured.
+    ``timeout_s`` limits a silence and the time for a head; ``least_bytes_per_s`` is measured over as long.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Connection:
         self.endpoint = endpoint
         self._timeout_s = timeout_s
         self._least_bytes_per_s = least_bytes_per_s
-        self._proxy = None if endpoint.tls else proxy  # a tunnel is not seen from inside
+        self._proxy = None if endpoint.tls else proxy  # inside a tunnel, requests are written as without a proxy
         self._left = memoryview(b"")  # received behind the head, belongs to the body
         self._socket = _connect(endpoint, timeout_s, proxy)
         self._fill: Callable[[memoryview], int] = self._decrypt if endpoint.tls else self._receive_all
@@ -94,7 +94,7 @@ class Connection:
         return self._keep and self._to_read == 0 and not self._chunked and not self._left
 
     def request(self, target: str, headers: Mapping[str, str]) -> Response:
-        """Send a GET and receive the head of its answer; what the server says in advance (1xx) is skipped."""
+        """Send a GET and receive the head of its answer; interim answers (1xx) are skipped."""
         if self._proxy:
             target = f"http://{self.endpoint.authority}{target}"
             if self._proxy.authorization:
@@ -146,14 +146,14 @@ class Connection:
         return count
 
     def _receive_all(self, buffer: memoryview) -> int:
-        """Receive all that is wanted in one call, however it arrives: each return to the interpreter costs its lock.
+        """Fill ``buffer`` in one call, however the bytes arrive: each return to the interpreter has to take its lock.
 
-        The kernel's timeout covers the whole call, so it ends with what has come until then.
+        The kernel's timeout covers the whole call, which then returns what has come so far.
         """
         return self._socket.recv_into(buffer, 0, socket.MSG_WAITALL)
 
     def _decrypt(self, buffer: memoryview) -> int:
-        """Receive what is wanted; TLS gives a record of 16 KB at a time, so little is done for each."""
+        """Fill ``buffer``. TLS gives one record of 16 KB at a time, so the loop does little for each."""
         receive, filled, wanted = self._socket.recv_into, 0, len(buffer)
         until = time.monotonic() + self._timeout_s
         while filled < wanted and (count := receive(buffer[filled:])):
@@ -239,10 +239,10 @@ class Connection:
         return data
 
     def interrupt(self) -> None:
-        """End it from another thread: its reader gets a WireError at once."""
+        """End the connection from another thread; the thread that reads from it gets a WireError at once."""
         self.interrupted, self._keep = True, False
         with suppress(OSError):
-            # Of the plain socket: TLS would lose its state while its reader uses it.
+            # Shut down the plain socket: the TLS socket's own method would drop its state while the reader uses it.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -272,7 +272,7 @@ def _receive_head(connection: socket.socket, received: bytes, timeout_s: float) 
 def _connect(endpoint: Endpoint, timeout_s: float, proxy: Proxy | None) -> socket.socket:
     reached = proxy.endpoint if proxy else endpoint
     try:
-        # As bytes where they can be: for a str Python imports its IDNA tables (5 ms).
+        # Pass bytes where possible: for a str, Python imports its IDNA tables (5 ms).
         host: str | bytes = reached.host.encode() if reached.host.isascii() else reached.host
         connection = socket.create_connection((host, reached.port), timeout_s)  # type: ignore[arg-type]
     except OSError as error:
@@ -280,7 +280,7 @@ def _connect(endpoint: Endpoint, timeout_s: float, proxy: Proxy | None) -> socke
         raise WireError(f"{through}{_reason(error)}", refused=True) from None
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if not endpoint.tls:
-        # The kernel keeps the time from here on; Python's own timeouts cost a poll before each call.
+        # The kernel enforces the timeouts from here on; Python's own cost a poll before each call.
         connection.settimeout(None)
         limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
@@ -305,7 +305,7 @@ def _connect(endpoint: Endpoint, timeout_s: float, proxy: Proxy | None) -> socke
 
 
 def _tunnel(connection: socket.socket, endpoint: Endpoint, proxy: Proxy, timeout_s: float) -> None:
-    """Ask the proxy to pass on what follows (RFC 9110 §9.3.6)."""
+    """Ask the proxy for a tunnel to the endpoint (RFC 9110 §9.3.6)."""
     host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
     lines = [f"CONNECT {host}:{endpoint.port} HTTP/1.1", f"Host: {host}:{endpoint.port}"]
     if proxy.authorization:
@@ -325,7 +325,7 @@ _contexts: list[ssl.SSLContext] = []
 
 
 def tls_context() -> ssl.SSLContext:
-    """Return the one for all connections: reading the certificates takes 20 ms.
+    """Return the TLS context that all connections share: reading the certificates takes 20 ms.
 
     SSL_CERT_FILE and SSL_CERT_DIR are honoured.
     """

@@ -14,7 +14,7 @@ from medusa_runtime.state.kv_plan import Geometry, KvPlan, activation_bytes, pla
 
 
 def kv_budget(config: Any, region: Region, settings: Settings) -> KvPlan:
-    """The plan for a VllmConfig without a KV size. Raises ConfigError when the requested size does not fit."""
+    """Plan the KV cache for a VllmConfig without a KV size. Raises ConfigError when the requested size does not fit."""
     shape = geometry(config)
     return plan(
         shape,
@@ -26,7 +26,7 @@ def kv_budget(config: Any, region: Region, settings: Settings) -> KvPlan:
 
 
 def geometry(config: Any) -> Geometry:
-    """The caches of all ranks that share this machine's memory as one: each rank has a part of every block."""
+    """Describe the caches of all ranks that share this machine's memory as one: each rank has a part of every block."""
     model, block_tokens = config.model_config, config.cache_config.block_size
     block_bytes = block_tokens * token_bytes(config) * _ranks(config)
     return Geometry(block_tokens, block_bytes, (), str(model.dtype).removeprefix("torch."), model.max_model_len)
@@ -44,17 +44,17 @@ def computed_activations(config: Any, region: Region, settings: Settings) -> int
 
 
 def cache_bytes(found: KvPlan, config: Any) -> int:
-    """The size for vLLM, for each rank. One of the blocks is padding, which no sequence gets."""
+    """Return the size that vLLM needs for each rank. One of the blocks is padding, which no sequence gets."""
     return (found.cache_bytes + found.block_bytes) // _ranks(config)
 
 
 def _ranks(config: Any) -> int:
-    """How many ranks share one memory. On GPUs each has its own."""
+    """Return how many ranks share one memory. On GPUs each has its own."""
     return int(config.parallel_config.world_size) if config.device_config.device_type == "cpu" else 1
 
 
 def token_bytes(config: Any) -> int:
-    """The KV bytes of one token in all layers of one rank."""
+    """Return the KV bytes of one token in all layers of one rank."""
     model, parallel = config.model_config, config.parallel_config
     size = 1 if config.cache_config.cache_dtype.startswith("fp8") else model.dtype.itemsize
     parts = 1 if model.use_mla else 2  # one compressed latent, or keys and values
@@ -62,10 +62,10 @@ def token_bytes(config: Any) -> int:
 
 
 def _free_bytes(region: Region, settings: Settings) -> int:
-    """What can be allocated once the weights are loaded.
+    """Return how many bytes can be allocated once the weights are loaded.
 
-    On a CPU these take memory in the region, and once more as vLLM packs them. On a GPU they take it once, and each
-    rank's part is on a GPU of its own.
+    On a CPU the weights take memory twice: in the region, and again as vLLM packs them. On a GPU they take it once, and
+    each rank's part is on its own GPU.
     """
     from vllm.platforms import current_platform
 

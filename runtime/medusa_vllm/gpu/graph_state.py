@@ -57,7 +57,7 @@ _PLACED = (RangeKind.SLAB, RangeKind.WORKSPACE)
 
 
 def obstacle(runner: Any, manager: Any) -> str | None:
-    """Why this configuration's graphs are captured at each start; None where they can be materialized."""
+    """Return why this configuration's graphs are captured at each start; None if they can be materialized."""
     if not (manager.is_first_pp_rank and manager.is_last_pp_rank) or manager.tp_size > 1 or manager.dp_size > 1:
         return "the model is spread over several GPUs"
     if runner.lora_config is not None:
@@ -95,14 +95,14 @@ class VllmGraphState:
         return self._driver.read(memory_range.address, memory_range.size)
 
     def fingerprint(self) -> dict[str, str]:
-        """What must be equal at a restore. Sizes of memory are compared for each range."""
+        """Return what must be equal at a restore. Sizes of memory are compared separately, for each range."""
         config = self._runner.model_config
         model = hashlib.sha256(repr(config.hf_config).encode()).hexdigest()[:16]
         own = {"torch": torch.__version__, "vllm": __version__, "model": model, "dtype": str(config.dtype)}
         return fingerprint(self._driver, own)
 
     def dump(self, images: Sequence[bytes]) -> Blueprints:
-        """All captured graphs as they are. ``images``: of all modules loaded so far."""
+        """Read all captured graphs as they are. ``images``: those of all modules loaded so far."""
         handles = {key_of(one): int(graph.raw_cuda_graph()) for one, graph in self._full()}
         handles |= {key: int(entry.cudagraph.raw_cuda_graph()) for key, (_, _, entry) in self._pieces().items()}
         named = self.named()
@@ -117,7 +117,7 @@ class VllmGraphState:
         *,
         stream: Any,
     ) -> Blueprints:
-        """Make blueprints. ``second``: the dump of another process, in which nothing lies where it does here."""
+        """Make blueprints. ``second``: the dump of another process, in which everything has another address."""
         dump = self.dump(images)
         numbers = {memory_range.name: number for number, memory_range in enumerate(dump.ranges)}
         full = dict(self._full())
@@ -271,7 +271,7 @@ class VllmGraphState:
             raise GraphMismatch(Reason.OUTPUT, f"a forward of {key_of(one)} did not give its stored outputs")
 
     def _pieces(self) -> dict[str, tuple[BatchExecutionDescriptor, Any, Any]]:
-        """Key → batch, wrapper of the function, its entry. Empty where functions cannot be told apart."""
+        """Return, by key, each piece's batch, wrapper and entry. Empty if functions cannot be told apart."""
         try:
             wrappers = functions()
         except GraphMismatch as mismatch:
@@ -287,7 +287,7 @@ class VllmGraphState:
     def _hidden_states(
         self, memory_range: MemoryRange | None, full: Sequence[BatchExecutionDescriptor]
     ) -> Tensor | None:
-        """The tensor that vLLM allocates in its first warm-up: rows of the largest batch."""
+        """Allocate the tensor that vLLM allocates in its first warm-up, with the rows of the largest batch."""
         if memory_range is None or not full:
             return None
         dtype, rows = self._runner.model_config.dtype, max(one.num_tokens for one in full)
@@ -317,7 +317,7 @@ def _launch(run: Callable[[], object], stream: Any) -> None:
 
 
 def _tensors(results: Results) -> list[list[Any]]:
-    """The [range, offset, dtype, shape, strides] of each tensor in a function's results."""
+    """Return the [range, offset, dtype, shape, strides] of each tensor in a function's results."""
     if not isinstance(results, list):
         return []
     if results[0] == "tensor":
@@ -326,7 +326,7 @@ def _tensors(results: Results) -> list[list[Any]]:
 
 
 def _output(place: list[Any], rows: int) -> Piece:
-    """The place of the batch's last row, or the start of a result that has no rows."""
+    """Return the place of the batch's last row, or the start of a result that has no rows."""
     memory_range, offset, dtype, shape, strides = place
     size = getattr(torch, dtype).itemsize
     row = (rows - 1) * strides[0] * size if shape and shape[0] >= rows else 0

@@ -1,4 +1,4 @@
-"""vLLM's piecewise CUDA graphs (vLLM 0.32): one for each compiled function and batch, with attention run between.
+"""vLLM's piecewise CUDA graphs (vLLM 0.32): one for each compiled function and batch, with attention between.
 
 Each is an entry of its function's wrapper, beside the tensors that a replay returns. These lie in the graphs' pool,
 where the next function's graph reads them. So a restored entry returns tensors at the same places of the restored pool.
@@ -30,14 +30,14 @@ def piece_key(description: BatchExecutionDescriptor, name: str) -> str:
 
 
 def batch_of(key: str) -> str:
-    """The key of the whole batch that a piece or a full graph belongs to."""
+    """Return the key of the whole batch that a piece or a full graph belongs to."""
     return key.partition(_MARK)[0]
 
 
 def functions() -> dict[str, CUDAGraphWrapper]:
-    """The wrapper of each compiled function by its name, which is the same in every process.
+    """Return each compiled function's wrapper by the function's name, which is the same in every process.
 
-    The first forward makes them. Raises GraphMismatch where they cannot be told apart.
+    The first forward makes the wrappers. Raises GraphMismatch if they cannot be told apart.
     """
     found: dict[str, CUDAGraphWrapper] = {}
     for wrapper in CUDAGraphWrapper._all_instances:
@@ -76,12 +76,12 @@ def put(
 
 
 def _descriptor(description: BatchExecutionDescriptor) -> BatchDescriptor:
-    """The description that a manager's forward gives to the wrappers."""
+    """Return the description that a manager's forward gives to the wrappers."""
     return BatchDescriptor(num_tokens=description.num_tokens, num_active_loras=description.num_active_loras)
 
 
 def results_of(output: Any, ranges: Sequence[MemoryRange]) -> Results:
-    """A function's return value as JSON, with places for tensors. Raises GraphMismatch for other values."""
+    """Return a function's return value as JSON, with places for tensors. Raises GraphMismatch for other values."""
     places = RangeMap(ranges)
 
     def encoded(value: Any) -> Results:
@@ -101,7 +101,7 @@ def results_of(output: Any, ranges: Sequence[MemoryRange]) -> Results:
 
 
 def made_of(results: Results, ranges: Sequence[MemoryRange], addresses: Mapping[str, int], device: torch.device) -> Any:
-    """A function's return value out of JSON, with tensors at the places that ranges have now."""
+    """Rebuild a function's return value from JSON, with tensors in the ranges at their present addresses."""
     kinds: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "list": list}
 
     def made(value: Results) -> Any:

@@ -1,4 +1,4 @@
-"""The engine of encoders: texts of all requests that wait, in batches of similar length."""
+"""The engine of encoders: it batches texts of similar length from all waiting requests."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class EncoderEngine:
     def embed(
         self, inputs: Sequence[str | Sequence[int]], dimensions: int | None = None, truncate: int | None = None
     ) -> list[tuple[int, str]]:
-        """Of each input its number of tokens, and its vector as float32 little-endian in base64. In any thread.
+        """Return each input's number of tokens and its vector (float32 little-endian, in base64). Call from any thread.
 
-        ``dimensions``: only so many numbers, brought to length 1 again. ``truncate``: cut longer inputs there, -1: at
-        the model's limit. Raises RequestError, EngineError, and what the weights failed with.
+        ``dimensions``: keep only the first so many numbers, scaled to length 1 again. ``truncate``: cut inputs after so
+        many tokens, -1: at the model's limit. Raises RequestError, EngineError, and the error of weights that failed.
         """
         size = self._encoder.size
         if dimensions is not None and dimensions > size:
@@ -98,7 +98,7 @@ class EncoderEngine:
                 text.vector.set_exception(end)
 
     def _take(self) -> list[_Text]:
-        """The text that has waited longest, and those of the nearest length that fit beside it."""
+        """Take the text that has waited longest, and those of the nearest length that fit beside it."""
         with self._changed:
             if not self._waiting:
                 self._changed.wait(_IDLE_S)

@@ -1,4 +1,4 @@
-"""What a sampled token does to its sequence, and what the caller is told."""
+"""The effect of a sampled token on its sequence, and the delta that the caller gets."""
 
 from __future__ import annotations
 

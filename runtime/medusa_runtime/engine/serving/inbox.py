@@ -1,4 +1,4 @@
-"""What other threads want of the engine's own thread."""
+"""Calls that other threads post to the engine's own thread."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Inbox:
                     raise EngineError("the engine is stopping") from None
 
     def handle(self) -> None:
-        """Make the calls there are."""
+        """Make the calls that have been posted."""
         while self._calls:
             self._calls.popleft()()
 

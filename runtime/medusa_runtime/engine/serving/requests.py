@@ -1,4 +1,4 @@
-"""The requests of an engine that have not ended: who is let in, and how they are told of tokens and of their end."""
+"""The requests of an engine that have not ended: their admission, and the delivery of their tokens and their end."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Sink = Callable[[Delta], None]
 
 
 class Requests:
-    """Any thread opens requests; the engine's own thread tells and ends them.
+    """The running requests. Any thread opens one; the engine's own thread delivers its deltas and ends it.
 
-    ``release`` frees what the engine holds for a sequence; it is called once, before the sequence's last delta is told.
+    ``release`` frees what the engine holds for a sequence; it is called once, before the last delta is delivered.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Requests:
         return self._sequences.get(request_id)
 
     def open(self, request: GenerateRequest, sink: Sink) -> Sequence:
-        """Raises RequestError for what cannot be served, OverloadedError when too many wait already."""
+        """Admit a request. RequestError for one that cannot be served, OverloadedError when too many wait already."""
         self._check_room()
         if isinstance(request.prompt, str):
             self._tokenizer.check_length(request.prompt, self._info.max_model_len)
@@ -58,7 +58,7 @@ class Requests:
         return self.register(request, prompt, sink)
 
     def register(self, request: GenerateRequest, prompt: list[int], sink: Sink) -> Sequence:
-        """Like ``open``, of a prompt that is tokenized."""
+        """Admit a request like ``open``, with a prompt that is already tokenized."""
         sequence = self._sequence(request, prompt, sink)
         with self._lock:
             self._check_room()
@@ -86,7 +86,7 @@ class Requests:
         self.tell(sequence, ended(sequence, reason, None if error is None else (error.code, str(error))))
 
     def drop(self, sequence: Sequence) -> None:
-        """Let go of a sequence; it is told nothing."""
+        """Let go of a sequence without another delta."""
         self._release(sequence)
         with self._lock:
             del self._sequences[sequence.id]

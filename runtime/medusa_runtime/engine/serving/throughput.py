@@ -1,4 +1,4 @@
-"""How fast requests get done, to tell the next one when to come again."""
+"""The rate at which requests finish, from which a refused one learns when to try again."""
 
 from __future__ import annotations
 

@@ -34,14 +34,14 @@ _PLENTY_BYTES = 1 << 60
 
 
 class Profile(NamedTuple):
-    """``order``: the checkpoint's tensors as a forward uses them. ``plan``: None of an encoder, which has no cache."""
+    """A profile's result. ``order``: the tensors as a forward uses them. ``plan``: None without a cache (encoders)."""
 
     order: list[str]
     plan: KvPlan | None
 
 
 def profile(region: Region, settings: Settings) -> Profile:
-    """Of a model in a region, on this machine's CPU. Raises what an engine would raise for it."""
+    """Profile the model in a region on this machine's CPU. Raises what an engine would raise for it."""
     if backend(region.file, settings).kind == "encoder":
         return Profile(_encoder_order(region), None)
     config = read_config(region)
@@ -90,14 +90,16 @@ def _order(model: DecoderModel, region: Region, config: ModelConfig) -> list[str
 
 
 def _named(used: list[str], rename: Rename, region: Region) -> list[str]:
-    """The checkpoint's names of parameters in this order; what has none comes last."""
+    """Return the checkpoint's names for parameters used in this order; tensors that were not used come last."""
     rank = {name: number for number, name in enumerate(used)}
     return sorted(region.wait_index().order, key=lambda name: rank.get(rename(name) or "", len(rank)))
 
 
 def _activations(model: DecoderModel, shape: KvShape, settings: Settings, config: ModelConfig) -> int | None:
-    """The most bytes that a forward of ``max_batched_tokens`` takes beside weights and cache; None when this kernel
-    does not tell."""
+    """Return the most bytes that a forward of ``max_batched_tokens`` takes beside weights and cache.
+
+    None when this kernel does not report it.
+    """
     tokens = min(settings.max_batched_tokens, MOST_TOKENS, config.max_positions)
     cache = KvCache(shape, blocks_for(tokens))
     run_step(model, cache, _spans(tokens))  # touches weights and cache, makes threads and buffers that stay

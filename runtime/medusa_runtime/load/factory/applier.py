@@ -1,4 +1,4 @@
-"""How tensors are applied to a module of which only its factory is known: with the result of ``load_state_dict``."""
+"""Applies tensors to a module of which only the factory is known, with the same result as ``load_state_dict``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class FactoryApplier(Applier):
         self.has_shared = False  # whether something else uses the memory of a parameter
 
     def gates(self, timeline: Timeline | None) -> list[Gate]:
-        """Gates in front of the modules that own tensors; the tensors are pending from now on."""
+        """Return gates in front of the modules that own tensors; the tensors are pending from now on."""
         found = owner_gates(self.module, timeline)
         self._make_pending({id(owner): gate for gate in found for owner in gate.owners})
         return found
@@ -62,7 +62,7 @@ class FactoryApplier(Applier):
         found = plan(index, self._places, rename, strict=self._options.strict, built=True)
         if index.recorded:
             return found
-        # Nobody knows in which order a forward goes; it was constructed in one that is seldom another.
+        # The order of a forward is not known; it is nearly always that in which the module was constructed.
         rank = {name: number for number, name in enumerate(self._places)}
         return Plan(dict(sorted(found.todo.items(), key=lambda item: rank[item[1].name])), found.missing)
 
@@ -70,7 +70,7 @@ class FactoryApplier(Applier):
         return not index.recorded
 
     def initial_values(self, missing: Sequence[Place]) -> Iterator[Tensor]:
-        """The values that the factory gives them, as after ``load_state_dict(strict=False)``."""
+        """Yield the values that the factory gives these places, as after ``load_state_dict(strict=False)``."""
         fresh: dict[str, Place] = {}
         for place in missing:
             with torch._C.DisableTorchFunctionSubclass():
@@ -92,7 +92,7 @@ class FactoryApplier(Applier):
     def as_parameter(self, place: Place, value: Tensor) -> Tensor:
         if place.is_buffer or is_lazy(value):
             return value
-        # Whether it wants a gradient changes how torch multiplies, and so last bits, also where nobody asks for one.
+        # ``requires_grad`` changes how torch multiplies, and so the last bits, even where no gradient is computed.
         return nn.Parameter(value, place.tensor.requires_grad)
 
     def assign(self, place: Place, value: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ class FactoryApplier(Applier):
         return super().assign(place, value)
 
     def _converted(self, place: Place, tensor: Tensor) -> Tensor:
-        """``tensor`` as ``load_state_dict`` leaves it: of the module's type, whatever the file's is."""
+        """Convert ``tensor`` as ``load_state_dict`` does: to the module's type, whatever the file's is."""
         if is_lazy(tensor):
             return tensor
         dtype, own = self.dtype if tensor.is_floating_point() else None, place.tensor.dtype
@@ -127,7 +127,7 @@ def _rename(module: nn.Module, options: BuildOptions) -> Rename:
 
 
 def _laid_out_as(like: Tensor, value: Tensor) -> Tensor:
-    """``value`` as ``load_state_dict`` leaves it: in the module's own memory format, which changes last bits."""
+    """Lay out ``value`` as ``load_state_dict`` does: in the module's own memory format, which changes the last bits."""
     if like.stride() == value.stride():
         return value
     pairs = zip(like.shape, like.stride(), value.stride(), strict=True)

@@ -1,4 +1,4 @@
-"""The life of the agent's regions: fetched when somebody wants them, taken back, looked at, and given up."""
+"""The life of the agent's regions: they are fetched on demand, checked for changes, given up, and taken back."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from .revalidation import Revalidation
 logger = logging.getLogger(__name__)
 
 _PIN_AGAIN_S = 10.0  # after a store did not give what is pinned
-_MUCH_BYTES = 32 << 20  # of memory; less is taken back in the time that a fork takes
+_MUCH_BYTES = 32 << 20  # of memory; to free less takes no longer than a fork
 
 
 class RegionKeeper:
-    """Starts and ends prefetchers, keeps pinned models, and takes back what an agent before this one made.
+    """Starts and ends prefetchers, keeps pinned models, and takes back the regions of an earlier agent.
 
     ``pins``: the models to fetch at once, and to keep.
-    ``on_lost`` is called with a region whose fetch failed, and the error, for those who have been given the region.
+    ``on_lost`` is called with a region whose fetch failed, and the error, to inform the callers that hold it.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class RegionKeeper:
         self._ending: list[int] = []  # children that give memory back, for as long as that takes
         self._stopping = False
         self.regions = RegionPool(settings.memory_budget_bytes, policy, accounts, self._dropped)
-        self.replaced: Counter[str] = Counter()  # processes that hung, by what they were
+        self.replaced: Counter[str] = Counter()  # how many processes hung, by their kind
 
     def tick(self) -> None:
         """Do what has become due. Called about twice a second."""
@@ -91,10 +91,10 @@ class RegionKeeper:
     def want(
         self, key: str, *, folder: Folder | None = None, fresh: bool = False, caller: Caller | None = None
     ) -> HeldRegion:
-        """Return the region of a checkpoint; it is fetched if it is not there, if its files changed, and if ``fresh``.
+        """Return the region of a checkpoint. It is fetched if it is not there, if its files changed, or if ``fresh``.
 
-        Never waits: it may take a while before it is sealed. Functions that have the old one keep it. ``folder``: of a
-        local checkpoint, as its caller has opened it; it is taken over. ``caller``: who is charged; None: the agent.
+        Does not wait: the region may be sealed only later. Functions that hold an old region keep it. ``folder``: a
+        local checkpoint's, as its caller opened it; it is taken over. ``caller``: is charged; None: the agent.
         """
         if folder is None and not scheme_of(key):
             folder = _own_folder(key)
@@ -151,7 +151,7 @@ class RegionKeeper:
             )
 
     def _charge_fetch(self, caller: Caller | None) -> None:
-        """Charge a caller for one more fetch; those that it has left alone are given up for that."""
+        """Charge a caller for one more fetch. If it has too many, the one unused for longest is given up."""
         if caller is None:
             return
         try:
@@ -170,7 +170,7 @@ class RegionKeeper:
             self._accounts.give(caller, "fetches")
 
     def keep(self, key: str, descriptor: int, caller: Caller) -> HeldRegion:
-        """Take back a region that an agent before this one made. NodeError for any other region."""
+        """Take back a region that an earlier agent made. NodeError for any other region."""
         self._records.check(key, descriptor)
         held = self.regions.get(key)
         if held is not None:
@@ -180,7 +180,7 @@ class RegionKeeper:
         try:
             held.sealed = held.complete
             _check_whole(held)
-            held.leases[-1] = caller  # who pays, until it has its lease
+            held.leases[-1] = caller  # charged until it has its lease
             self.regions.admit(held, os.fstat(descriptor).st_blocks * 512)
         except BaseException:
             held.close()
@@ -217,7 +217,7 @@ class RegionKeeper:
             held.announce(None)
 
     def _ended(self, held: HeldRegion) -> None:
-        """The prefetcher is done, in whatever way."""
+        """Handle the end of a prefetcher, whether it succeeded or not."""
         self._end_fetch(held)
         progress = held.region.progress()
         if progress.state == "done":
@@ -262,7 +262,7 @@ class RegionKeeper:
         held.close()
 
     def _changed(self, held: HeldRegion) -> None:
-        """Its objects were replaced: a pinned model is fetched again, and the others when somebody asks."""
+        """Drop a region whose objects were replaced. A pinned model is fetched again at once, others on request."""
         if self.regions.get(held.key) is not held:
             return
         if not held.pinned:
@@ -274,7 +274,7 @@ class RegionKeeper:
             logger.warning("%s", error)
 
     def _fetch_pinned(self) -> None:
-        """Fetch what ``--pin`` names and is not there: its store may not have answered before."""
+        """Fetch the pinned models that are missing; their store may not have answered before."""
         if time.monotonic() < self._pin_at:
             return
         self._pin_at = time.monotonic() + _PIN_AGAIN_S
@@ -285,7 +285,7 @@ class RegionKeeper:
                 logger.warning("--pin: %s", error)
 
     def _end_hung(self) -> None:
-        """Kill prefetchers that hang; what follows is as after any other end of theirs."""
+        """Kill prefetchers that hang; their end is then handled like any other."""
         fetching = {held.fetch.pid: held for held in self.regions if held.fetch is not None}
         for pid, reason in self._hung.look({pid: held.beat_ns for pid, held in fetching.items()}).items():
             logger.warning("the prefetcher of %s hangs: %s; killing it", redacted(fetching[pid].key), reason)
@@ -293,7 +293,8 @@ class RegionKeeper:
             os.kill(pid, signal.SIGKILL)
 
     def _record(self) -> None:
-        # A region of files that were read as a caller is that caller's, and is made again as quickly as it is brought.
+        # A region of files that were read with a caller's rights is only for that caller. Making it again takes no
+        # longer than bringing it back.
         kept = [held for held in self.regions if held.sealed and held.slot == held.key]
         self._records.write({held.key: held.region.fd for held in kept})
 
@@ -301,7 +302,7 @@ class RegionKeeper:
         """Let go of all regions; fetches end."""
         self._stopping = True
         self._revalidation.close()
-        self._records.freeze()  # those who hold a region may bring it to the next agent
+        self._records.freeze()  # callers that hold a region may bring it to the next agent
         self.regions.close()
         for pid in self._ending:
             os.waitpid(pid, 0)

@@ -98,7 +98,7 @@ def nodes_of(driver: CudaDriver, graph: int) -> list[int]:
 
 
 def edges_of(driver: CudaDriver, graph: int) -> list[tuple[int, int, bytes]]:
-    """The edges of a graph as (source, target, edge data).
+    """Return the edges of a graph as (source, target, edge data).
 
     They are read with their data: without it the driver refuses (402) a graph whose edges have any.
     """
@@ -120,7 +120,7 @@ def node_kind(driver: CudaDriver, node: int) -> int:
 
 
 def kernel_of(driver: CudaDriver, node: int) -> tuple[KernelNodeParams, str, tuple[tuple[int, int], ...]]:
-    """A kernel node's parameters, its kernel's name, and the (offset, size) of each parameter."""
+    """Return a kernel node's parameters, its kernel's name, and the (offset, size) of each parameter."""
     params = KernelNodeParams()
     driver.call("cuGraphKernelNodeGetParams_v2", node, byref(params))
     if params.func and driver.result("cuFuncGetName", byref(c_char_p()), params.func):
@@ -130,7 +130,7 @@ def kernel_of(driver: CudaDriver, node: int) -> tuple[KernelNodeParams, str, tup
 
 
 def describe(driver: CudaDriver, *, func: int, kern: int) -> tuple[str, tuple[tuple[int, int], ...]]:
-    """The name and the parameter layout of a CUfunction or a CUkernel."""
+    """Return the name and the parameter layout of a CUfunction or a CUkernel."""
     handle = func or kern
     name = driver.text("cuFuncGetName" if func else "cuKernelGetName", handle)
     call = "cuFuncGetParamInfo" if func else "cuKernelGetParamInfo"
@@ -270,9 +270,9 @@ class _Reader:
 
 
 def _packed(extra: int) -> int:
-    """The address of the parameters of a launch with ``extra``; 0 where there is none.
+    """Return the address of the packed parameters of a launch with ``extra``; 0 if there is none.
 
-    ``extra`` is a list of pairs of a name and a value, which the name 0 ends.
+    ``extra`` points to pairs of a name and a value; the name 0 ends them.
     """
     words = (c_void_p * 5).from_address(extra)
     for at in range(0, 4, 2):

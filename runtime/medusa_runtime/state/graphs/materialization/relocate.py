@@ -63,11 +63,10 @@ def prove(first: Blueprints, second: Blueprints | None, replace_address: Replace
 
 
 class _Pairs:
-    """Which range of the second capture is which range of the first.
+    """The pairs of corresponding ranges in the two captures.
 
-    Named ranges are matched by name. What torch has allocated for itself has no name that is the same in two processes.
-    There the first word that points to the same offset of two equally large ranges decides, and every later word must
-    agree.
+    Named ranges are matched by name. Torch's own allocations have no name that two processes share: for these, the
+    first word that points to the same offset of two equally large ranges decides, and every later word must agree.
     """
 
     def __init__(self, first: Blueprints, second: Blueprints) -> None:
@@ -95,7 +94,7 @@ class _Pairs:
         return True
 
     def moved(self, memory_range: int) -> bool:
-        """Whether this range of the first capture, which a word has pointed to, is elsewhere in the second."""
+        """Whether a range of the first capture, which a word has pointed to, has another address in the second."""
         return self._ranges[0][memory_range].address != self._ranges[1][self._second[memory_range]].address
 
 
@@ -167,7 +166,7 @@ class _Comparison:
         return one != two
 
     def _map(self, starts: range, position: int) -> Relocation | None:
-        """A tensor map around this word whose address is the same place in both captures; None where there is none."""
+        """Return a tensor map around this word with the same place in both captures; None if there is none."""
         for start in starts:
             if not start <= position < start + MAP_BYTES:
                 continue
@@ -182,7 +181,7 @@ class _Comparison:
         return None
 
     def _common(self, one: int, two: int) -> list[Place]:
-        """The places that an address of the first capture and one of the second have in common."""
+        """Return the places that an address of the first capture and one of the second have in common."""
         there = self._maps[1].places(two)
         return [place for place in self._maps[0].places(one) if any(self._pairs.same(place, other) for other in there)]
 
@@ -192,7 +191,7 @@ class _Comparison:
         return kernel, dump.attribute_sets[node.attributes], (*node._replace(kernel=0, attributes=0),)
 
     def _word(self, number: int, position: int) -> Place | None:
-        """The place that a word points to; None for a constant, or a word that changed without pointing anywhere."""
+        """Return the place that a word points to; None for a constant, or a changed word that points nowhere."""
         one, two = (int.from_bytes(graph.blob[position : position + 8], "little") for graph in self._graphs)
         common = self._common(one, two)
         if common:
