@@ -46,7 +46,7 @@ demo: setup ## Serve the bundled model, stream one completion, show where the st
 	@$(BIN)/python examples/demo.py
 
 test: setup-dev ## Run the CPU test suite (8 minutes on two cores)
-	@echo "the tests take about 8 minutes on two cores; make test WORKERS=8 runs more of them at a time"
+	@echo "the tests take about 11 minutes on two cores; make test WORKERS=8 runs more of them at a time"
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not gpu and not containers and not vllm"
 
 $(VLLM_VENV)/.vllm: pyproject.toml
@@ -68,8 +68,10 @@ test-root: setup-dev ## Run the tests that need root, which others skip
 test-slow: setup-dev ## Run the tests that take longer
 	$(BIN)/python -m pytest -m slow
 
-fuzz: setup-dev ## Give each parser of what strangers send 100,000 inputs (an hour)
-	FUZZ_INPUTS=100000 $(BIN)/python -m pytest -s --timeout 7200 -k "fuzz and not attack" tests/runtime/storage tests/runtime/weights
+fuzz: setup-dev ## Give each parser of what strangers send 100,000 inputs (hours)
+	FUZZ_INPUTS=100000 $(BIN)/python -m pytest -s --timeout 7200 -k "fuzz and not attack" tests/runtime/storage \
+	  tests/runtime/checkpoint tests/runtime/engine/test_frames_fuzz.py tests/handler/test_probe_acceptor_fuzz.py \
+	  tests/runtime/node/test_message_fuzz.py tests/runtime/state/test_bundle_fuzz.py
 
 check: setup-dev ## Lint, types, layers
 	$(BIN)/ruff check .

@@ -1,6 +1,6 @@
 """Messages that no client of ours would send: none of them may end the agent or leave something in it.
 
-MEDUSA_FUZZ_EXAMPLES=100000 tries that many; without it some hundreds.
+FUZZ_INPUTS=100000 tries that many; without it some hundreds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from medusa_runtime.node.client import NodeClient
 from medusa_runtime.node.messages import receive
 from medusa_runtime.node.regions.model_key import model_key
 
-EXAMPLES = int(os.environ.get("MEDUSA_FUZZ_EXAMPLES", "300"))
+EXAMPLES = int(os.environ.get("FUZZ_INPUTS", "300"))
 pytestmark = pytest.mark.timeout(100 + EXAMPLES // 20)
 fuzzed = settings(
     max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck), print_blob=True

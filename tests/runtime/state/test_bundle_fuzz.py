@@ -1,6 +1,6 @@
 """Bundles that anybody may have written: whatever the bytes, a StateError or something that can be used safely.
 
-``MEDUSA_FUZZ_INPUTS=100000 pytest tests/runtime/state/test_bundle_fuzz.py`` gives each parser that many inputs. What
+``FUZZ_INPUTS=100000 pytest tests/runtime/state/test_bundle_fuzz.py`` gives each parser that many inputs. What
 was once found stands here as an ``example``.
 """
 
@@ -37,7 +37,7 @@ from medusa_vllm.compiled import cache as compile_cache
 
 from .graphs.test_blueprint import WHOLE
 
-INPUTS = int(os.environ.get("MEDUSA_FUZZ_INPUTS", "0"))
+INPUTS = int(os.environ.get("FUZZ_INPUTS", "0"))
 _A_SEED = 100  # inputs; hypothesis takes milliseconds to make one of its own
 _COMMON: dict[str, Any] = {
     "deadline": None,
