@@ -22,8 +22,8 @@ class Policy:
     A tenant's socket gives the models below its prefixes to everyone who can open it. On other sockets ``--allow``
     decides; a model that several rules fit is allowed if one of them allows it. Without ``--allow`` a model in a
     store is for the agent's own user alone, because it is fetched with the agent's credentials and from the agent's
-    place in the network, and a local model is for everyone, because its files are read as the caller. With ``--allow`` every model
-    needs a rule, local ones too.
+    place in the network, and a local model is for everyone, because its files are read as the caller. With
+    ``--allow`` every model needs a rule, local ones too.
     """
 
     def __init__(
