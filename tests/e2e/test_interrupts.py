@@ -10,6 +10,7 @@ import select
 import shutil
 import signal
 import subprocess
+import sys
 import termios
 import time
 import urllib.request
@@ -21,6 +22,7 @@ import pytest
 
 from .command import MEDUSA
 
+CURL = str(Path(__file__).parents[1] / "curl.py")  # a bare machine has no other
 WITHIN_S = 1.0
 # From the first lines of ours to the end of the longest command; before that the interpreter itself is starting.
 DELAYS = (0.12, 0.25, 0.4, 0.6, 0.9, 1.3, 1.9, 2.6)
@@ -147,7 +149,7 @@ def test_serve_says_for_how_many_requests_it_waits(tmp_path: Path) -> None:
     try:
         shown = _read_until(terminal, "ready on http://127.0.0.1:")
         port = re.findall(r"listening on http://127.0.0.1:(\d+)", shown)[0]
-        with subprocess.Popen(["curl", "-s", "-m", "60", "-d", "x", f"http://127.0.0.1:{port}/"]) as client:
+        with subprocess.Popen([sys.executable, CURL, "-d", "x", f"http://127.0.0.1:{port}/"]) as client:
             while "medusa_requests_in_flight 1" not in _metrics(port):
                 assert client.poll() is None
                 time.sleep(0.02)

@@ -132,7 +132,7 @@ def test_no_message_hurts_the_agent(start_node: Callable[..., Any], descriptors:
     assert "could not be answered" not in node.output(), node.output()
     with_all_closed = NodeClient(node.socket)
     with_all_closed.close()
-    node.until(lambda: node.status()["callers"].get("user 0", {}).get("connections") == 1)
+    node.until(lambda: node.status()["callers"].get(f"user {os.getuid()}", {}).get("connections") == 1)
     node.until(lambda: not node.children())
     node.until(lambda: open_files() <= before + 2 * len(node.status()["regions"]) * 3 + 3)
     assert node.stop() == 0
