@@ -21,6 +21,7 @@ from urllib.parse import urlencode
 
 if TYPE_CHECKING:
     import http.client
+
     from medusa_handler.platform import Platform
     from medusa_runtime.config import Settings
 
