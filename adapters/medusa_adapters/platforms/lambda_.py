@@ -12,7 +12,6 @@ import contextlib
 import functools
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -147,6 +146,8 @@ class Server:
         self._port = int(environ.get("PORT") or _PORT)
         self._token = environ.get("MEDUSA_TOKEN")
         command = [sys.executable, "-m", "medusa_adapters", "serve", "--host", "127.0.0.1", "--port", str(self._port)]
+        import subprocess  # as http.client below: not for starts on other platforms
+
         self._process = subprocess.Popen(
             command,
             env={**environ, "MEDUSA_PLATFORM": "lambda"},
@@ -206,7 +207,9 @@ class Server:
 
     def _check(self, wait_s: float = 0.0) -> None:
         """Raise SystemExit if the server has ended, or ends within ``wait_s``: Lambda then makes a new sandbox."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        from subprocess import TimeoutExpired
+
+        with contextlib.suppress(TimeoutExpired):
             status = self._process.wait(wait_s)
             raise SystemExit(f"medusa serve ended with status {status}; its log is above")
 
