@@ -19,7 +19,7 @@ VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-vllm vllm-cpu test-root test-slow check format bench image audit test-containers test-sagemaker clean fuzz wheels test-imports docs
+.PHONY: help setup setup-dev demo test test-cluster test-vllm vllm-cpu test-root test-slow check format bench image audit test-containers test-sagemaker clean fuzz wheels test-imports docs
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -47,7 +47,14 @@ demo: setup ## Serve the bundled model, stream one completion, show where the st
 
 test: setup-dev ## Run the CPU test suite (8 minutes on two cores)
 	@echo "the tests take about 11 minutes on two cores; make test WORKERS=8 runs more of them at a time"
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not gpu and not containers and not vllm"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not gpu and not containers and not vllm and not cluster"
+
+$(VENV)/.cluster: $(VENV)/.dev
+	$(INSTALL) -e ".[cluster]"
+	@touch $@
+
+test-cluster: $(VENV)/.cluster ## Run the tests that start Ray or, as root, network namespaces
+	$(BIN)/python -m pytest -m "cluster and not slow"
 
 $(VLLM_VENV)/.vllm: pyproject.toml
 	$(PYTHON) -m venv $(VLLM_VENV)

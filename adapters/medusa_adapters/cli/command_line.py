@@ -30,6 +30,7 @@ _COMMANDS = (
     ("inspect", "medusa_adapters.cli.inspect", "show what a checkpoint contains"),
     ("bench", "medusa_adapters.bench.command", "measure cold starts and fetches of a model"),
     ("node", "medusa_adapters.cli.node", "keep models and warm engine processes for all functions of this node"),
+    ("cluster", "medusa_adapters.cli.cluster.command", "run many machines as one: nodes, models, an entrance"),
     ("doctor", "medusa_adapters.cli.doctor", "check this machine, and say what to do"),
 )
 

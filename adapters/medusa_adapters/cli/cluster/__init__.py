@@ -1,0 +1,1 @@
+"""`medusa cluster`: run many machines as one."""
