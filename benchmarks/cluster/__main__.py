@@ -1,0 +1,115 @@
+"""Copies, starts and decisions of a cluster on this machine: ``python -m benchmarks.cluster``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from medusa_adapters.bench.result import Result, Row, Target, targets_table
+from medusa_runtime.errors import ConfigError
+
+from benchmarks import command_line
+from benchmarks.cluster.options import Options
+from benchmarks.make_checkpoint import size
+
+
+class Promise(NamedTuple):
+    """A row's metric that is compared with a bound, from below (``at_least``) or above."""
+
+    module: str
+    metric: str
+    bound: float
+    at_least: bool
+    text: str
+
+
+# Name → the module of this folder whose ``rows(options)`` measures it, and what was promised of it.
+ROWS: dict[str, Promise] = {
+    "chain": Promise("chain", "ratio_8_to_2", 1.10, False, "1 -> 8 copies by a chain, over the time for 1 -> 2"),
+    "origin": Promise("chain", "sent_ratio", 1.05, False, "bytes the origin sends for all copies, over the model's"),
+    "hop": Promise("chain", "link_share", 0.95, True, "rate of a chain's hop, over its link's"),
+    "forwarding": Promise("forwarding", "tpot_p99_ratio", 1.10, False, "p99 TPOT beside weights, over without"),
+    "zero_to_one": Promise("zero_to_one", "added_ms", 60, False, "ms that the cluster adds to the first token"),
+    "planner": Promise("decisions", "ms", 40, False, "ms to plan for 80 layers and 1,000 devices"),
+    "decisions": Promise("decisions", "ms", 100, False, "ms of the slowest decision for 10,000 nodes and 1,000 models"),
+    "burst": Promise("burst", "lost", 0, False, "requests lost while instances go 1 -> N -> 1"),
+}  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the medians and what was promised of them. Raises ConfigError for a bad option."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster", description=(__doc__ or "").partition(":")[0])
+    add_arguments(parser)
+    arguments = parser.parse_args(argv)
+    result = measure(options_of(arguments))
+    print(result.table())
+    targets = find_targets(result)
+    if targets:
+        print("\n" + targets_table(targets))
+    if arguments.json:
+        result.write(arguments.json)
+    return 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write machine and rows to this file")
+    parser.add_argument("--rows", default=",".join(ROWS), metavar="LIST", help=f"only these: {', '.join(ROWS)}")
+    parser.add_argument("--nodes", type=int, default=8, metavar="N", help="nodes of the laboratory; 8")
+    parser.add_argument("--link", type=size, default=size("50MB"), metavar="SIZE", help="payload a second; 50MB")
+    parser.add_argument("--cpus", type=float, metavar="N", help="cores of each node; without, all share the machine's")
+    parser.add_argument("--model", type=Path, default=Path("out/llama-57m"), metavar="FOLDER", help="out/llama-57m")
+    parser.add_argument("--large-model", type=Path, metavar="FOLDER", help="a second one, for rows that compare sizes")
+    parser.add_argument("--runs", type=int, default=5, metavar="N", help="samples of each row; 5")
+
+
+def options_of(arguments: argparse.Namespace) -> Options:
+    rows = tuple(name.strip() for name in arguments.rows.split(",") if name.strip())
+    unknown = [name for name in rows if name not in ROWS]
+    if unknown or not rows:
+        raise ConfigError(f"--rows: expected names of {', '.join(ROWS)}, found {', '.join(unknown) or 'none'}")
+    if arguments.nodes < 2 or arguments.runs < 1:
+        raise ConfigError(
+            f"expected --nodes of 2 and --runs of 1 at least, found {arguments.nodes} and {arguments.runs}"
+        )
+    for folder in (arguments.model, arguments.large_model):
+        if folder is not None and not (folder / "config.json").is_file():
+            raise ConfigError(
+                f"expected a checkpoint in {folder}, found no config.json there; make one with "
+                "python -m benchmarks.make_checkpoint --shape llama-57m --out out/llama-57m"
+            )
+    return Options(
+        model=arguments.model.resolve(),
+        rows=rows,
+        nodes=arguments.nodes,
+        link_bytes_per_s=float(arguments.link),
+        cpus=arguments.cpus,
+        runs=arguments.runs,
+        large_model=arguments.large_model.resolve() if arguments.large_model else None,
+    )
+
+
+def measure(options: Options) -> Result:
+    """Have each module that a wanted row needs measure its rows, one module after the other."""
+    result = Result()
+    for name in dict.fromkeys(ROWS[row].module for row in options.rows):
+        print(f"{name} …", file=sys.stderr, flush=True)
+        module = importlib.import_module(f"benchmarks.cluster.{name}")
+        result.rows += [Row(**found) for found in module.rows(options)]
+    return result
+
+
+def find_targets(result: Result) -> list[Target]:
+    found = []
+    for name, promise in ROWS.items():
+        median = result.median(name, promise.metric)
+        if median is not None:
+            found.append(Target(f"{name}: {promise.text}", median, promise.bound, promise.at_least))
+    return found
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,35 @@
+"""What the cluster's rows are measured with, and the form in which a module hands them back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from medusa_adapters.bench.result import Row
+
+
+@dataclass(frozen=True)
+class Options:
+    """The laboratory of a run: its nodes, the payload that a link carries, the models, and the rows that are wanted.
+
+    ``model`` is a checkpoint's folder. A module that compares sizes takes ``large_model``, too, where one is given.
+    ``cpus`` is each node's share of the cores, or None without a limit.
+    """
+
+    model: Path
+    rows: tuple[str, ...]
+    nodes: int = 8
+    link_bytes_per_s: float = 50e6
+    cpus: float | None = None
+    runs: int = 5
+    large_model: Path | None = None
+
+    def wants(self, name: str) -> bool:
+        return name in self.rows
+
+
+def row(name: str, metric: str, unit: str, samples: Sequence[float]) -> dict[str, Any]:
+    """Summarize samples as one row of the result: median, least and greatest. Raises ValueError without samples."""
+    return asdict(Row.of(name, metric, unit, samples))
