@@ -1,0 +1,222 @@
+"""What the policy knows about a cluster, and what it can decide.
+
+The controller fills these dataclasses from the nodes' status and the gateways' loads; the simulator fills them from its
+model. Times are seconds on the caller's clock, the same for all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from medusa_runtime.state.stage_times import StageTimes
+
+NodeState = Literal["alive", "draining", "lost"]
+InstanceState = Literal["starting", "ready", "draining"]
+Role = Literal["both", "prefill", "decode"]
+Layers = tuple[int, int]  # from the first up to, and without, the second
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A model's weights on a node, perhaps still on their way."""
+
+    url: str
+    total_bytes: int
+    fetched_bytes: int
+    version: str = ""  # of the object in the store; "" while nothing is known about it
+    layers: Layers | None = None  # None: the whole model
+    place: Literal["host", "device"] = "host"
+    pinned: bool = False  # belongs to the parameter pool; else the node may evict it
+    used_at_s: float = 0.0
+    sources: tuple[str, ...] = ()  # while it is fetched: the names of the nodes it reads from; the store is implied
+    bytes_per_s: float = 0.0  # while it is fetched
+
+    @property
+    def is_complete(self) -> bool:
+        return self.layers is None and 0 < self.total_bytes <= self.fetched_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """A served model, or with ``layers`` one worker of a group that serves it together."""
+
+    id: str
+    model: str  # the deployment's name
+    node: str
+    state: InstanceState
+    since_s: float = 0.0  # when it came into this state
+    role: Role = "both"
+    layers: Layers | None = None  # None: all
+    group: str | None = None  # the group's id
+    running: int = 0  # requests
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A machine. ``serves_out`` and ``serves_in``: its link carries activations, keys or values in that direction."""
+
+    name: str
+    address: str = ""
+    state: NodeState = "alive"
+    leaf: str = ""  # the switch above it; links inside a leaf are as fast as the nodes' own
+    fast_domain: str = ""  # nodes of one domain share a link that is much faster than the network; "": none
+    link_bytes_per_s: float = 1e9
+    load_bytes_per_s: float = math.inf  # host memory → device
+    egress_bytes_per_s: float = 0.0  # in use now
+    ingress_bytes_per_s: float = 0.0
+    memory_bytes: int = 0  # for copies in host memory
+    memory_used_bytes: int = 0
+    devices: int = 0  # accelerators; a node without one runs one instance on its processor
+    device_bytes: int = 0  # memory of each; 0: not limited
+    serves_out: bool = False
+    serves_in: bool = False
+    copies: tuple[Copy, ...] = ()
+    instances: tuple[Instance, ...] = ()
+
+    @property
+    def slots(self) -> int:
+        """How many instances it runs at the same time."""
+        return max(self.devices, 1)
+
+    @property
+    def free_slots(self) -> int:
+        return self.slots - len(self.instances) if self.state == "alive" else 0
+
+    @property
+    def free_bytes(self) -> int:
+        return self.memory_bytes - self.memory_used_bytes
+
+    def copy(self, url: str) -> Copy | None:
+        return next((copy for copy in self.copies if copy.url == url), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """A model that the cluster serves under a name."""
+
+    name: str
+    url: str
+    engine: str = "torch"
+    size_bytes: int = 0  # 0: not known yet
+    version: str = ""  # of the object in the store; "": not known yet, any copy will do
+    layers: int = 0
+    min: int = 0
+    max: int = 1
+    ttft_slo_s: float = math.inf
+    tpot_slo_s: float = math.inf
+    times: StageTimes | None = None  # recorded stage times of its starts
+    tokens_per_s: float = 0.0  # what one instance was seen to do at most; 0: not known yet
+    concurrency: int = 8  # requests that one instance runs at the same time
+    weight: float = 1.0  # of its share when the cluster is full
+    disaggregated: bool = False  # prefill and decode on instances of their own
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the gateways report about one model, summed over them."""
+
+    waiting: int = 0  # requests without an instance yet
+    running: int = 0
+    tokens_per_s: float = 0.0  # prompt tokens that arrive
+    decoded_per_s: float = 0.0  # tokens that are generated
+    kv_use: float = 0.0  # the part of the instances' KV blocks in use, 0 to 1
+    longest_wait_s: float = 0.0
+    last_request_s: float = -math.inf  # when the last request came
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterState:
+    """Everything a decision is made from. Nodes hold their copies and instances.
+
+    What was decided before must be visible here at the next call, also when its node has not confirmed it yet: an
+    instance as "starting", a copy with its sources and 0 bytes.
+    """
+
+    nodes: Mapping[str, Node] = field(default_factory=dict)
+    deployments: Mapping[str, Deployment] = field(default_factory=dict)
+    loads: Mapping[str, Load] = field(default_factory=dict)  # by deployment
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Bring a model to a node. For a copy that is being fetched already: go on from these sources."""
+
+    node: str
+    url: str
+    sources: tuple[str, ...]  # names of nodes, best first; the store comes last and is implied
+    pin: bool = False
+    layers: Layers | None = None  # fetch these first; None: all, in order
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Free the memory of a copy."""
+
+    node: str
+    url: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Make a copy part of the parameter pool, or let it be evicted again."""
+
+    node: str
+    url: str
+    pinned: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class StartInstance:
+    """Start an instance. The same id twice is the same instance."""
+
+    id: str
+    model: str
+    node: str
+    role: Role = "both"
+    layers: Layers | None = None
+    group: str | None = None
+    partner: str | None = None  # the instance that it relieves while its own layers arrive
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StopInstance:
+    """Let an instance finish its requests, for at most ``drain_s``, and end it."""
+
+    id: str
+    node: str
+    drain_s: float = 30.0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeRole:
+    """Turn a prefill instance into a decode instance, or the reverse."""
+
+    id: str
+    node: str
+    role: Role
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Limit the weights that a node sends, in bytes a second; None: no limit."""
+
+    node: str
+    bytes_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestNodes:
+    """Ask for this many more nodes than there are now; 0: none are missing any more."""
+
+    count: int
+
+
+Decision = Fetch | Drop | Pin | StartInstance | StopInstance | ChangeRole | Pace | RequestNodes
