@@ -1,0 +1,169 @@
+"""Plans multicasts: which node reads a model from which (BlitzScale §5.1, its Algorithm 1).
+
+A chain is a row of groups. Each group reads from the group before it while that one still receives, so a chain of any
+length takes hardly longer than its slowest link. The nodes of a group share a fast link: each takes a stripe over the
+network, and they exchange the stripes among themselves.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import inf
+
+from .state import Node
+
+CHUNK_BYTES = 1 << 20
+Group = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Groups of node names in the order in which the bytes pass them. The first one is the source, () for the store."""
+
+    groups: tuple[Group, ...]
+    bytes_per_s: float  # of its slowest link
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        return tuple(name for group in self.groups[1:] for name in group)
+
+    def sources(self, name: str) -> tuple[str, ...]:
+        """Return where a target reads, best first: its own lane's predecessor, the other lanes', those before them.
+
+        Only nodes that stand before it, so that no two nodes ever wait for each other. The store is implied at the end.
+        """
+        position, lane = self.place(name)
+        found: list[str] = []
+        for group in reversed(self.groups[:position]):
+            found += [group[(lane + step) % len(group)] for step in range(len(group))]
+        return tuple(found)
+
+    def stripe(self, name: str) -> tuple[int, int]:
+        """Return which part of the model a target reads over the network, of how many; it has the rest from its group.
+
+        More than one only where the group before has as many links to send from (sharded parallel transfer).
+        """
+        position, lane = self.place(name)
+        count = min(len(self.groups[position]), max(len(self.groups[position - 1]), 1))
+        return lane % count, count
+
+    def without(self, name: str) -> Chain:
+        """Return the chain after a node has left it: those behind it read from those before it."""
+        groups = [tuple(member for member in group if member != name) for group in self.groups]
+        return replace(self, groups=tuple(group for number, group in enumerate(groups) if group or number == 0))
+
+    def joined_by(self, group: Sequence[Node]) -> Chain:
+        """Return the chain with one more group at its end, which costs the others nothing."""
+        names = tuple(node.name for node in group)
+        return Chain((*self.groups, names), min(self.bytes_per_s, _bandwidth(group)))
+
+    def place(self, name: str) -> tuple[int, int]:
+        """Return the number of a target's group and its lane in it."""
+        for number in range(1, len(self.groups)):
+            if name in self.groups[number]:
+                return number, self.groups[number].index(name)
+        raise KeyError(f"{name} is no target of this chain")
+
+
+def plan(
+    sources: Iterable[Node],
+    targets: Iterable[Node],
+    count: int | None = None,
+    *,
+    arriving: Set[str] = frozenset(),
+) -> tuple[Chain, ...]:
+    """Plan chains that bring a model from the sources to ``count`` of the targets, or to all of them.
+
+    Sources that send, and targets that receive, keys and values or activations are left out. ``arriving`` are sources
+    that still receive the model themselves; they follow those that have it. Without any source, one chain begins at the
+    store, which sends the model once.
+    """
+    heads = _groups(node for node in sources if node.state != "lost" and not node.serves_out)
+    held = {node.name for group in heads for node in group}
+    receivers = (node for node in targets if node.state == "alive" and not node.serves_in and node.name not in held)
+    waiting = _Waiting(_groups(receivers))
+    chains: list[list[list[Node]]] = [[group] for group in heads] or [[[]]]
+    rates = [_bandwidth(chain[0]) for chain in chains]
+    late = [any(node.name in arriving for node in chain[0]) for chain in chains]
+    tails = [(-rates[number], late[number], 1, number) for number in range(len(chains))]
+    heapq.heapify(tails)
+    placed = 0
+    while tails and waiting and (count is None or placed < count):
+        _, _, size, number = heapq.heappop(tails)
+        tail = chains[number][-1]
+        group = waiting.take(tail[-1].leaf if tail else None)
+        if count is not None:
+            group = group[: count - placed]
+        placed += len(group)
+        chains[number].append(group)
+        rates[number] = min(rates[number], _bandwidth(group))
+        heapq.heappush(tails, (-rates[number], late[number], size + 1, number))
+    return tuple(
+        Chain(tuple(tuple(node.name for node in group) for group in chain), rate)
+        for chain, rate in zip(chains, rates, strict=True)
+        if len(chain) > 1
+    )
+
+
+def arrival_s(
+    chain: Chain, name: str, size_bytes: int, rates: dict[str, float], chunk_bytes: int = CHUNK_BYTES
+) -> float:
+    """Return when a target has everything: M/min(b₁…b_k) + Σ_{j<k} c/b_j. ``rates``: each node's bytes a second."""
+    position, _ = chain.place(name)
+    steps = [sum(rates[member] for member in group) if group else inf for group in chain.groups[: position + 1]]
+    links = [min(before, after) for before, after in pairwise(steps)]
+    return size_bytes / min(links) + sum(chunk_bytes / link for link in links[:-1])
+
+
+def live_pairs(chains: Sequence[Chain], loaded: Sequence[str]) -> dict[str, str]:
+    """Pair the last target of each chain with an instance that it relieves while it loads, the most loaded first."""
+    ends = [chain.groups[-1][-1] for chain in sorted(chains, key=lambda chain: -chain.bytes_per_s)]
+    return dict(zip(ends, loaded, strict=False))
+
+
+def _groups(nodes: Iterable[Node]) -> list[list[Node]]:
+    """Group nodes that share a fast link. The fastest group, and in it the fastest node, comes first."""
+    groups: dict[str, list[Node]] = defaultdict(list)
+    for node in nodes:
+        groups[f"domain {node.fast_domain}" if node.fast_domain else f"node {node.name}"].append(node)
+    for group in groups.values():
+        group.sort(key=lambda node: (-node.link_bytes_per_s, node.name))
+    return sorted(groups.values(), key=lambda group: (-_bandwidth(group), group[0].name))
+
+
+def _bandwidth(group: Sequence[Node]) -> float:
+    return sum(node.link_bytes_per_s for node in group) if group else inf
+
+
+class _Waiting:
+    """Groups that no chain has taken yet, the fastest first, of one leaf or of all."""
+
+    def __init__(self, groups: Sequence[list[Node]]) -> None:
+        self._all = list(reversed(groups))  # the fastest at the end, where it is cheap to take
+        self._by_leaf: dict[str, list[list[Node]]] = defaultdict(list)
+        for group in self._all:
+            self._by_leaf[group[0].leaf].append(group)
+        self._taken: set[str] = set()
+        self._left = len(groups)
+
+    def __bool__(self) -> bool:
+        return self._left > 0
+
+    def take(self, leaf: str | None) -> list[Node]:
+        near = self._first(self._by_leaf.get(leaf, [])) if leaf is not None else None
+        group = near or self._first(self._all)
+        assert group is not None
+        self._taken.add(group[0].name)
+        self._left -= 1
+        return group
+
+    def _first(self, groups: list[list[Node]]) -> list[Node] | None:
+        while groups:
+            group = groups.pop()
+            if group[0].name not in self._taken:
+                return group
+        return None

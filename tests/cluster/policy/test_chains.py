@@ -1,0 +1,116 @@
+"""Multicast plans: who reads from whom."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from medusa_cluster.policy.chains import Chain, arrival_s, live_pairs, plan
+from medusa_cluster.policy.state import Node
+
+
+def node(name: str, rate: float = 100.0, leaf: str = "", domain: str = "") -> Node:
+    return Node(name, link_bytes_per_s=rate, leaf=leaf, fast_domain=domain)
+
+
+def rows(chains: tuple[Chain, ...]) -> list[str]:
+    return ["→".join("+".join(group) or "store" for group in chain.groups) for chain in chains]
+
+
+def test_each_leaf_has_its_own_chain_in_falling_order_of_bandwidth() -> None:
+    sources = [node("s0", leaf="A"), node("s1", leaf="B")]
+    targets = [node("a2", 50, "A"), node("b1", leaf="B"), node("a1", leaf="A")]
+    assert rows(plan(sources, targets)) == ["s0→a1→a2", "s1→b1"]
+
+
+def test_fast_targets_come_before_slow_ones_so_that_those_do_not_wait() -> None:
+    (chain,) = plan([node("s")], [node("t2", 50), node("t1", 100)])
+    assert rows((chain,)) == ["s→t1→t2"]
+    rates = {"s": 100.0, "t1": 100.0, "t2": 50.0}
+    assert arrival_s(chain, "t1", 1000, rates, 0) == pytest.approx(10)
+    assert arrival_s(chain, "t2", 1000, rates, 0) == pytest.approx(20)
+    worse = Chain((("s",), ("t2",), ("t1",)), 50)
+    assert arrival_s(worse, "t1", 1000, rates, 0) == arrival_s(worse, "t2", 1000, rates, 0) == pytest.approx(20)
+    assert arrival_s(chain, "t2", 1000, rates, 10) == pytest.approx(20.1)  # and one chunk for the hop before it
+
+
+def test_links_that_serve_are_left_out() -> None:
+    sources = [replace(node("busy"), serves_out=True), node("idle")]
+    targets = [replace(node("t1"), serves_in=True), node("t2"), replace(node("gone"), state="lost")]
+    assert rows(plan(sources, targets)) == ["idle→t2"]
+
+
+def test_without_a_source_the_store_sends_the_model_once() -> None:
+    (chain,) = plan([], [node("b", 50), node("a", 100), node("c", 50)])
+    assert rows((chain,)) == ["store→a→b→c"]
+    assert (chain.sources("a"), chain.sources("c")) == ((), ("b", "a"))
+    assert chain.bytes_per_s == 50
+
+
+def test_only_as_many_targets_as_asked_for_and_none_that_has_the_model() -> None:
+    assert rows(plan([node("s")], [node("s"), node("a"), node("b"), node("c")], 2)) == ["s→a→b"]
+    assert plan([node("s")], []) == ()
+
+
+def test_idle_sources_share_the_targets_and_those_that_have_everything_come_first() -> None:
+    sources = [node("s1"), node("s2")]
+    assert rows(plan(sources, [node("a"), node("b")])) == ["s1→a", "s2→b"]
+    assert rows(plan(sources, [node("a")], arriving={"s1"})) == ["s2→a"]
+
+
+def test_a_group_takes_stripes_over_the_network() -> None:
+    sources = [node("s1", domain="S"), node("s2", domain="S")]
+    targets = [node("a1", domain="A"), node("a2", domain="A"), node("b")]
+    (chain,) = plan(sources, targets)
+    assert rows((chain,)) == ["s1+s2→a1+a2→b"]
+    assert (chain.sources("a1"), chain.sources("a2")) == (("s1", "s2"), ("s2", "s1"))
+    assert (chain.stripe("a1"), chain.stripe("a2"), chain.stripe("b")) == ((0, 2), (1, 2), (0, 1))
+    assert chain.bytes_per_s == 100
+
+
+def test_joining_and_leaving_changes_one_hop() -> None:
+    (chain,) = plan([node("s")], [node("a"), node("b"), node("c")])
+    longer = chain.joined_by([node("d", 25)])
+    assert longer.sources("d") == ("c", "b", "a", "s")
+    assert longer.bytes_per_s == 25
+    left = longer.without("b")
+    assert left.sources("c") == ("a", "s")
+    assert left.sources("a") == ("s",)
+    assert left.without("s").sources("a") == ()  # the store
+
+
+def test_the_ends_of_chains_are_paired_with_the_most_loaded() -> None:
+    chains = plan([node("s1", 50), node("s2", 100)], [node("a", 100, ""), node("b", 50)])
+    assert live_pairs(chains, ["hot", "warm"]) == {chains[0].groups[-1][-1]: "hot"}
+
+
+NODES = st.lists(
+    st.builds(
+        lambda rate, leaf, domain: (rate, leaf, domain),
+        st.sampled_from([12.5, 25.0, 100.0]),
+        st.sampled_from(["", "A", "B"]),
+        st.sampled_from(["", "", "X", "Y"]),
+    ),
+    max_size=20,
+)
+
+
+@given(NODES, NODES, st.integers(0, 25))
+def test_every_target_is_placed_once_behind_what_it_reads(
+    sources: list[tuple[float, str, str]], targets: list[tuple[float, str, str]], count: int
+) -> None:
+    held = [node(f"s{number}", *item) for number, item in enumerate(sources)]
+    wanted = [node(f"t{number}", *item) for number, item in enumerate(targets)]
+    chains = plan(held, wanted, count)
+    placed = [name for chain in chains for name in chain.targets]
+    assert len(placed) == len(set(placed)) == min(count, len(wanted))
+    assert plan(held, wanted, count) == chains  # deterministic
+    used = [name for chain in chains for name in chain.groups[0]]
+    assert len(used) == len(set(used))  # a source is in one chain
+    for chain in chains:
+        for name in chain.targets:
+            before = chain.sources(name)
+            assert name not in before
+            assert all(name not in chain.sources(other) for other in before if other in chain.targets)
