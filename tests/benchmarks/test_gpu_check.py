@@ -21,6 +21,7 @@ def check(tmp_path: Path) -> Check:
 
 
 @pytest.mark.timeout(600)  # six processes, each of which imports torch
+@pytest.mark.slow
 def test_a_dry_run_goes_through_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_REPEATS", 1)
     monkeypatch.setattr(run, "_STRATEGIES", ("capture", "medusa"))
@@ -148,7 +149,7 @@ def test_what_a_part_has_started_ends_with_it(tmp_path: Path) -> None:
     started = tmp_path / "started"
     script = f"sleep 300 & echo $! > {started}; wait"
     checking.command = lambda part, result: ["sh", "-c", script]  # type: ignore[method-assign]
-    checking.run(Part("slow", "slow", timeout_s=10))
+    checking.run(Part("slow", "slow", timeout_s=2))
     assert "timeout" in checking.results["slow"]["failed"]
     child = int(started.read_text())
     deadline = time.monotonic() + 60

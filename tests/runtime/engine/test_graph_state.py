@@ -59,6 +59,7 @@ def test_kernels_without_an_image_are_found_by_capturing_the_first_layer(run: Ru
     assert restored["layers"] == [1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_kernel_that_the_first_layer_does_not_have(run: Run, bundle: dict[str, Any], tmp_path: Path) -> None:
     path = str(tmp_path / "bundle")
@@ -72,7 +73,7 @@ def test_a_kernel_that_the_first_layer_does_not_have(run: Run, bundle: dict[str,
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("blocks", [4, 9, 40_000])
+@pytest.mark.parametrize("blocks", [4, *(pytest.param(many, marks=pytest.mark.slow) for many in (9, 40_000))])
 def test_a_kv_cache_of_another_size(run: Run, bundle: dict[str, Any], blocks: int) -> None:
     """Two captures have shown that these graphs know only where each layer's keys and values begin."""
     restored = run("restore", 0x580000000000, bundle=bundle["path"], blocks=blocks)
@@ -80,6 +81,7 @@ def test_a_kv_cache_of_another_size(run: Run, bundle: dict[str, Any], blocks: in
     assert restored["answers"] == bundle["answers"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_kernels_that_are_told_how_large_the_kv_cache_is(run: Run, tmp_path: Path) -> None:
     bundle = str(tmp_path / "bundle")
@@ -94,6 +96,7 @@ def test_kernels_that_are_told_how_large_the_kv_cache_is(run: Run, tmp_path: Pat
     }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_size_that_was_not_tried_is_not_taken(run: Run, tmp_path: Path) -> None:
     """Both captures had the same number of blocks, so what depends on it was not seen."""

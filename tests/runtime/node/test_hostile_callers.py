@@ -10,6 +10,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -293,7 +294,8 @@ def test_a_socket_that_lingers_holds_nobody_up(start_node: Start) -> None:
 
 
 def test_fetches_are_limited(start_node: Start, put_model: Put, origin: Any) -> None:
-    origin.accept = lambda *_: time.sleep(30)  # a tarpit
+    over = threading.Event()
+    origin.accept = lambda *_: over.wait(30)  # a tarpit
     node = start_node("--allow", origin.url, "--per-caller", "fetches=3")
 
     def attack() -> list[str]:
@@ -309,12 +311,14 @@ def test_fetches_are_limited(start_node: Start, put_model: Put, origin: Any) -> 
     said = as_user(MALLORY, attack)
     assert said.count("'wait'") == 3
     assert said.count("user 1001 has 3 fetches of the node agent's already") == 9
-    node.until(lambda: not any(node.status()["callers"].get("user 1001", {}).values()))
-    # Alone, they give way to the next; another user was never in want.
+    node.until(lambda: not node.status()["callers"]["user 1001"].get("connections"))
+    assert node.status()["callers"]["user 1001"]["fetches"] == 3, "nobody waits for them, but they go on"
+    # They give way to the next; another user was never in want.
     origin.accept = lambda *_: True
     first, second = put_model("m"), put_model("other")
     assert as_user(ALICE, lambda: ask(node.socket, first)) == '{"model_type": "m"}'
     assert as_user(MALLORY, lambda: ask(node.socket, second)) == '{"model_type": "other"}'
+    over.set()
     assert node.stop() == 0
 
 
