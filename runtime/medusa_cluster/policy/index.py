@@ -1,0 +1,77 @@
+"""Who has what in a cluster of any size: indexes over the nodes, kept from one tick to the next."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from .state import Copy, Instance, Node
+
+
+class Index:
+    """Copies by URL and instances by model.
+
+    It follows from the nodes alone: ``update`` brings it up to any state, whichever it saw before, and looks only at
+    nodes that are other objects than the last time.
+    """
+
+    def __init__(self) -> None:
+        self.holders: defaultdict[str, dict[str, Copy]] = defaultdict(dict)  # URL → node → copy
+        self.instances: defaultdict[str, dict[str, Instance]] = defaultdict(dict)  # model → id → instance
+        self.arriving: dict[tuple[str, str], Copy] = {}  # (node, URL) → copy that is not complete
+        self.pinned_bytes: dict[str, int] = {}  # node → of the parameter pool
+        self.slots = 0  # of nodes that are alive
+        self.free: dict[str, int] = {}  # node → free slots, if it has any
+        self._seen: dict[str, Node] = {}
+
+    def update(self, nodes: Mapping[str, Node]) -> None:
+        seen = self._seen
+        changed = [(name, node) for name, node in nodes.items() if seen.get(name) is not node]
+        for name, node in changed:
+            if name in seen:
+                self._forget(seen[name])
+            self._add(node)
+            seen[name] = node
+        if len(seen) != len(nodes):
+            for name in [name for name in seen if name not in nodes]:
+                self._forget(seen.pop(name))
+
+    def _add(self, node: Node) -> None:
+        if node.state == "lost":
+            return
+        pinned = 0
+        for copy in node.copies:
+            self.holders[copy.url][node.name] = copy
+            if not copy.is_complete:
+                self.arriving[node.name, copy.url] = copy
+            if copy.pinned:
+                pinned += copy.total_bytes
+        for instance in node.instances:
+            self.instances[instance.model][instance.id] = instance
+        if node.state == "alive":
+            self.pinned_bytes[node.name] = pinned
+            self.slots += node.slots
+            if node.free_slots > 0:
+                self.free[node.name] = node.free_slots
+
+    def _forget(self, node: Node) -> None:
+        if node.state == "lost":
+            return
+        for copy in node.copies:
+            _discard(self.holders, copy.url, node.name)
+            self.arriving.pop((node.name, copy.url), None)
+        for instance in node.instances:
+            _discard(self.instances, instance.model, instance.id)
+        if node.state == "alive":
+            del self.pinned_bytes[node.name]
+            self.slots -= node.slots
+            self.free.pop(node.name, None)
+
+
+def _discard(index: dict[str, dict[str, Any]], key: str, name: str) -> None:
+    found = index.get(key)
+    if found is not None:
+        found.pop(name, None)
+        if not found:
+            del index[key]

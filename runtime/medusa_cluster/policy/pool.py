@@ -1,0 +1,176 @@
+"""The global parameter pool: the cluster holds at least one complete copy of each deployed model in host memory.
+
+BlitzScale §5.3. A copy of the pool is pinned; all others are the nodes' caches, from which the least recently used ones
+go first. A copy of an older version is no copy.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from .index import Index
+from .state import Copy, Deployment, Drop, Node, Pin
+
+
+@dataclass(frozen=True, slots=True)
+class Restoration:
+    """Where the pool wants copies: nodes by URL that must fetch one, and changes to copies that are there."""
+
+    fetches: Mapping[str, str]  # URL → node
+    changes: tuple[Pin | Drop, ...]
+
+
+def is_current(copy: Copy, deployment: Deployment) -> bool:
+    """Return whether it is, or will be, of the deployment's version, as far as that is known."""
+    return not copy.version or not deployment.version or copy.version == deployment.version
+
+
+def sources(index: Index, nodes: Mapping[str, Node], deployment: Deployment) -> list[Node]:
+    """Return the nodes from which the model can be read: also those that drain, and those that still receive it."""
+    return [
+        nodes[name]
+        for name, copy in index.holders.get(deployment.url, {}).items()
+        if copy.layers is None and copy.fetched_bytes > 0 and is_current(copy, deployment)
+    ]
+
+
+def restore(index: Index, nodes: Mapping[str, Node], deployments: Iterable[Deployment]) -> Restoration:
+    """Return what brings the pool back to one current, pinned copy of each deployed model, spread evenly by size."""
+    by_url: dict[str, Deployment] = {}
+    for deployment in deployments:
+        by_url.setdefault(deployment.url, deployment)
+    changes: list[Pin | Drop] = []
+    missing: list[Deployment] = []
+    for url, deployment in by_url.items():
+        pinned = [
+            name
+            for name, copy in index.holders.get(url, {}).items()
+            if copy.pinned and name in index.pinned_bytes and is_current(copy, deployment) and copy.layers is None
+        ]
+        if len(pinned) > 1:
+            changes += _surplus(index, url, pinned)
+        elif not pinned:
+            adopted = _adopt(index, deployment)
+            if adopted:
+                changes.append(Pin(adopted, url))
+            else:
+                missing.append(deployment)
+    changes += _outdated(index, nodes, by_url)
+    fetches = spread(index, nodes, missing)
+    if not fetches and not changes:
+        fetches = _rebalance(index, nodes, by_url)
+    return Restoration(fetches, tuple(changes))
+
+
+def spread(index: Index, nodes: Mapping[str, Node], deployments: Iterable[Deployment]) -> dict[str, str]:
+    """Choose a node for each model: the largest model first, each to the node whose memory the pool fills least.
+
+    A model that fits nowhere is left out.
+    """
+    wanted = sorted(deployments, key=lambda deployment: (-deployment.size_bytes, deployment.url))
+    if not wanted:
+        return {}
+    heap = [(_filled(nodes[name], pinned), name, pinned) for name, pinned in index.pinned_bytes.items()]
+    heapq.heapify(heap)
+    chosen: dict[str, str] = {}
+    planned: dict[str, int] = {}
+    for deployment in wanted:
+        set_aside = []
+        while heap:
+            entry = heapq.heappop(heap)
+            _, name, pinned = entry
+            if _room(nodes[name]) - planned.get(name, 0) >= deployment.size_bytes:
+                chosen[deployment.url] = name
+                planned[name] = planned.get(name, 0) + deployment.size_bytes
+                pinned += max(deployment.size_bytes, 1)
+                heapq.heappush(heap, (_filled(nodes[name], pinned), name, pinned))
+                break
+            set_aside.append(entry)
+        for entry in set_aside:
+            heapq.heappush(heap, entry)
+    return chosen
+
+
+def evict(node: Node, needed_bytes: int, deployed: Collection[str], keep: Collection[str] = ()) -> list[Drop] | None:
+    """Return the copies to drop so that so many bytes are free; None if that cannot be.
+
+    Never what is pinned, in ``keep`` or used by an instance. First models that nobody deploys any more, then the least
+    recently used. ``deployed`` and ``keep`` are URLs.
+    """
+    free = node.free_bytes
+    drops: list[Drop] = []
+    for copy in sorted(node.copies, key=lambda copy: (copy.url in deployed, copy.used_at_s, copy.url)):
+        if free >= needed_bytes:
+            break
+        if copy.pinned or copy.url in keep or not copy.is_complete:
+            continue
+        drops.append(Drop(node.name, copy.url, "least recently used"))
+        free += copy.total_bytes
+    return drops if free >= needed_bytes else None
+
+
+def _room(node: Node) -> int:
+    """Return the bytes that are free or would be after evicting caches."""
+    return node.free_bytes + sum(copy.total_bytes for copy in node.copies if not copy.pinned and copy.is_complete)
+
+
+def _filled(node: Node, pinned: int) -> float:
+    return pinned / node.memory_bytes if node.memory_bytes else float("inf")
+
+
+def _adopt(index: Index, deployment: Deployment) -> str | None:
+    """Return the node whose cache already has the model, or is the furthest in receiving it."""
+    found = [
+        (-copy.fetched_bytes, index.pinned_bytes[name], name)
+        for name, copy in index.holders.get(deployment.url, {}).items()
+        if name in index.pinned_bytes and copy.layers is None and copy.place == "host" and is_current(copy, deployment)
+    ]
+    return min(found)[2] if found else None
+
+
+def _surplus(index: Index, url: str, pinned: list[str]) -> list[Pin]:
+    """Unpin all but one of several complete copies: keep it where the pool fills the memory least."""
+    complete = [name for name in pinned if index.holders[url][name].is_complete]
+    if not complete:
+        return []
+    kept = min(complete, key=lambda name: (index.pinned_bytes[name], name))
+    return [Pin(name, url, pinned=False) for name in complete if name != kept]
+
+
+def _outdated(index: Index, nodes: Mapping[str, Node], by_url: Mapping[str, Deployment]) -> list[Pin | Drop]:
+    """Drop copies of older versions that no instance uses, and unpin those of models that are not deployed any more."""
+    changes: list[Pin | Drop] = []
+    for url, holders in index.holders.items():
+        deployment = by_url.get(url)
+        for name, copy in holders.items():
+            if deployment is None:
+                if copy.pinned:
+                    changes.append(Pin(name, url, pinned=False))
+            elif not is_current(copy, deployment) and not _in_use(nodes[name], deployment):
+                changes.append(Drop(name, url, f"version {copy.version}, not {deployment.version}"))
+    return changes
+
+
+def _in_use(node: Node, deployment: Deployment) -> bool:
+    return any(instance.model == deployment.name for instance in node.instances)
+
+
+def _rebalance(index: Index, nodes: Mapping[str, Node], by_url: Mapping[str, Deployment]) -> dict[str, str]:
+    """Move one copy from the fullest to the emptiest node, where that makes the two more alike; one at a time."""
+    if len(index.pinned_bytes) < 2 or any(copy.pinned for copy in index.arriving.values()):
+        return {}
+    pinned = index.pinned_bytes
+    full = max(pinned, key=lambda name: pinned[name])
+    empty = min((name for name in pinned if _filled(nodes[name], 0) == 0), key=lambda name: pinned[name], default=full)
+    gap = pinned[full] - pinned[empty]
+    movable = [
+        copy
+        for copy in nodes[full].copies
+        if copy.pinned and copy.url in by_url and copy.is_complete and 2 * copy.total_bytes <= gap
+    ]
+    movable = [copy for copy in movable if copy.total_bytes <= _room(nodes[empty]) and empty != full]
+    if not movable:
+        return {}
+    return {max(movable, key=lambda copy: (copy.total_bytes, copy.url)).url: empty}
