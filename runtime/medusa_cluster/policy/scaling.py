@@ -1,0 +1,159 @@
+"""How many instances a model needs: bounds on the load with hysteresis, and fair shares of a full cluster.
+
+BlitzScale §5.3 and the policy of its router: up at once as far as the load demands, down by one after a time below the
+lower bound. The load counts as what the last moments had at most, so a gap between two bursts ends nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from .state import Deployment, Load
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """When to scale. A fraction is of what one instance can do."""
+
+    tokens_upper: float = 0.8
+    tokens_lower: float = 0.5
+    kv_upper: float = 0.95
+    kv_lower: float = 0.75
+    requests_upper: float = 1.0  # of an instance's concurrency
+    requests_lower: float = 0.5
+    window_s: float = 1.0  # the load counts as its maximum in this time when scaling down
+    spare_s: float = 0.333  # an instance is ended when one was spare for so long
+    keep_alive_s: float = 30.0  # the last instance is ended when no request came for so long
+
+
+@dataclass(frozen=True, slots=True)
+class Monitor:
+    """What is remembered about one model's load."""
+
+    samples: tuple[tuple[float, float], ...] = ()  # (time, instances' worth of load), the window's falling maxima
+    spare_since_s: float | None = None
+    tokens_per_s: float = 0.0  # the most that one busy instance was seen to take
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """How many instances the load asks for: at least, so that no bound is exceeded, and at most, so that none idles."""
+
+    least: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    count: int
+    monitor: Monitor = field(compare=False, default_factory=Monitor)
+
+
+def need(deployment: Deployment, load: Load, ready: int, tokens_per_s: float, bounds: Bounds) -> Need:
+    """Return the instances that a load needs, by tokens a second, requests at once, and KV blocks."""
+    pressure = [(load.waiting + load.running) / max(deployment.concurrency, 1)]
+    limits = [(bounds.requests_lower, bounds.requests_upper)]
+    if tokens_per_s > 0:
+        pressure.append(load.tokens_per_s / tokens_per_s)
+        limits.append((bounds.tokens_lower, bounds.tokens_upper))
+    if ready:
+        pressure.append(load.kv_use * ready)
+        limits.append((bounds.kv_lower, bounds.kv_upper))
+    least = max(_ceil(amount / upper) for amount, (_, upper) in zip(pressure, limits, strict=True))
+    most = max(_ceil(amount / lower) for amount, (lower, _) in zip(pressure, limits, strict=True))
+    return Need(least, max(least, most))
+
+
+def wanted(
+    deployment: Deployment,
+    load: Load,
+    *,
+    current: int,
+    ready: int,
+    now_s: float,
+    monitor: Monitor,
+    bounds: Bounds,
+) -> Wanted:
+    """Return how many instances the model should have now. ``current`` counts those that start, and not those that end.
+
+    Needs more: at once to the middle of what the bounds allow. Needs fewer: one less, after ``spare_s``.
+    """
+    capacity = _capacity(deployment, load, ready, monitor)
+    found = need(deployment, load, ready, capacity, bounds)
+    samples = _window(monitor.samples, now_s, float(found.most), bounds.window_s)
+    most = int(samples[0][1])
+    monitor = replace(monitor, samples=samples, tokens_per_s=capacity if not deployment.tokens_per_s else 0.0)
+    if current < found.least:
+        count, spare = (found.least + found.most + 1) // 2, None
+    elif current > max(most, _kept(load, now_s, bounds)):
+        spare = now_s if monitor.spare_since_s is None else monitor.spare_since_s
+        count = current
+        if now_s - spare >= bounds.spare_s:
+            count, spare = current - 1, now_s
+    else:
+        count, spare = current, None
+    count = min(max(count, deployment.min), max(deployment.max, deployment.min))
+    return Wanted(count, replace(monitor, spare_since_s=spare))
+
+
+def shares(demands: Mapping[str, int], deployments: Mapping[str, Deployment], slots: int) -> dict[str, int]:
+    """Divide the cluster's slots among models that want more than there are: weighted max-min fairness.
+
+    Minimums come first. Then each slot goes to the model that has the least for its weight, until it has what it wants.
+    """
+    if sum(demands.values()) <= slots:
+        return dict(demands)
+    given: dict[str, int] = {}
+    left = slots
+    for name in sorted(demands):
+        given[name] = min(deployments[name].min, demands[name], left)
+        left -= given[name]
+    heap = [(given[name] / deployments[name].weight, name) for name in demands if given[name] < demands[name]]
+    heapq.heapify(heap)
+    while left and heap:
+        _, name = heapq.heappop(heap)
+        given[name] += 1
+        left -= 1
+        if given[name] < demands[name]:
+            heapq.heappush(heap, (given[name] / deployments[name].weight, name))
+    return given
+
+
+def prescaled_decoders(prefill: int, prefill_wanted: int, decode: int, decode_wanted: int) -> int:
+    """Return how many decode instances to have when prefill instances are added: in step with them (BlitzScale §5.4).
+
+    The requests that make prefill grow arrive at the decode instances a moment later, so those need not wait to see it.
+    """
+    if prefill_wanted <= prefill or prefill == 0:
+        return max(decode_wanted, 1 if prefill_wanted else 0)
+    return max(decode_wanted, math.ceil(decode * prefill_wanted / prefill))
+
+
+def _kept(load: Load, now_s: float, bounds: Bounds) -> int:
+    return 1 if now_s - load.last_request_s < bounds.keep_alive_s else 0
+
+
+def _capacity(deployment: Deployment, load: Load, ready: int, monitor: Monitor) -> float:
+    """Return the tokens a second of one instance: what was profiled, else the most that a busy one was seen to take."""
+    if deployment.tokens_per_s > 0:
+        return deployment.tokens_per_s
+    if ready and load.waiting > 0:
+        return max(monitor.tokens_per_s, load.tokens_per_s / ready)
+    return monitor.tokens_per_s
+
+
+def _window(
+    samples: tuple[tuple[float, float], ...], now_s: float, value: float, window_s: float
+) -> tuple[tuple[float, float], ...]:
+    """Add a sample. Kept are the samples of the window that no later one exceeds, so the first is the maximum."""
+    if len(samples) == 1 and samples[0][1] <= value:
+        return ((now_s, value),)
+    kept = [sample for sample in samples if sample[1] > value and now_s - sample[0] < window_s]
+    return (*kept, (now_s, value))
+
+
+def _ceil(amount: float) -> int:
+    return math.ceil(amount - 1e-9)

@@ -1,0 +1,126 @@
+"""How many instances: up at once, down one at a time, fairly where there are too few."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from medusa_cluster.policy.scaling import Bounds, Monitor, need, prescaled_decoders, shares, wanted
+from medusa_cluster.policy.state import Deployment, Load
+
+BOUNDS = Bounds()
+
+
+def model(name: str = "m", low: int = 0, high: int = 8, **changes: float) -> Deployment:
+    return Deployment(name, name, min=low, max=high, **changes)  # type: ignore[arg-type]
+
+
+class Run:
+    """Follows one model over time; the instances are there at once."""
+
+    def __init__(self, deployment: Deployment, current: int = 0) -> None:
+        self.deployment, self.current, self.monitor = deployment, current, Monitor()
+
+    def at(self, now_s: float, **load: float) -> int:
+        found = wanted(
+            self.deployment,
+            Load(**load),  # type: ignore[arg-type]
+            current=self.current,
+            ready=self.current,
+            now_s=now_s,
+            monitor=self.monitor,
+            bounds=BOUNDS,
+        )
+        self.current, self.monitor = found.count, found.monitor
+        return self.current
+
+
+def test_need_follows_the_tightest_of_tokens_requests_and_blocks() -> None:
+    deployment = model(tokens_per_s=1000)
+    assert need(deployment, Load(tokens_per_s=800), 1, 1000, BOUNDS).least == 1
+    assert need(deployment, Load(tokens_per_s=801), 1, 1000, BOUNDS).least == 2
+    assert need(deployment, Load(tokens_per_s=4000), 1, 1000, BOUNDS) == need(
+        deployment, Load(tokens_per_s=4000, running=3), 1, 1000, BOUNDS
+    )
+    assert (lambda found: (found.least, found.most))(need(deployment, Load(tokens_per_s=4000), 1, 1000, BOUNDS)) == (
+        5,
+        8,
+    )
+    assert need(deployment, Load(running=17), 1, 1000, BOUNDS).least == 3
+    assert need(deployment, Load(kv_use=0.97), 2, 1000, BOUNDS).least == 3
+    assert need(deployment, Load(), 2, 1000, BOUNDS).most == 0
+
+
+def test_a_request_brings_up_the_first_instance_and_a_burst_the_rest_at_once() -> None:
+    run = Run(model())
+    assert run.at(0.0) == 0
+    assert run.at(0.1, waiting=1, last_request_s=0.1) == 1
+    assert run.at(0.2, waiting=64, last_request_s=0.2) == 8
+
+
+def test_down_goes_one_at_a_time_after_a_moment_without_need() -> None:
+    run = Run(model(), current=4)
+    assert run.at(0.0, running=32, last_request_s=0.0) == 4
+    assert run.at(0.5, running=1, last_request_s=0.0) == 4  # 32 are in the window still
+    assert run.at(1.1, running=1, last_request_s=0.0) == 4  # spare from now on
+    assert run.at(1.3, running=1, last_request_s=0.0) == 4
+    assert run.at(1.5, running=1, last_request_s=0.0) == 3
+    assert run.at(1.6, running=1, last_request_s=0.0) == 3
+    assert run.at(1.9, running=1, last_request_s=0.0) == 2
+    assert run.at(2.0, running=14, last_request_s=2.0) == 2
+    assert run.at(2.2, running=1, last_request_s=2.0) == 2  # the hysteresis began anew
+
+
+def test_the_last_instance_stays_for_its_keep_alive() -> None:
+    run = Run(model(), current=1)
+    for step in range(299):
+        assert run.at(step / 10, last_request_s=0.0) == 1
+    for step in range(299, 310):
+        run.at(step / 10, last_request_s=0.0)
+    assert run.current == 0
+
+
+def test_minimum_and_maximum_hold() -> None:
+    run = Run(model(low=2, high=3))
+    assert run.at(0.0) == 2
+    assert run.at(0.1, waiting=1000, last_request_s=0.1) == 3
+    for step in range(1000):
+        run.at(0.1 + step / 10, last_request_s=0.1)
+    assert run.current == 2
+
+
+def test_what_one_instance_can_do_is_learned_while_requests_wait() -> None:
+    run = Run(model(high=100), current=2)
+    run.at(0.0, waiting=1, running=15, tokens_per_s=2000, last_request_s=0.0)
+    assert run.monitor.tokens_per_s == 1000
+    assert run.at(0.1, tokens_per_s=8000, last_request_s=0.1) >= 10
+    profiled = Run(model(tokens_per_s=500), current=2)
+    profiled.at(0.0, waiting=1, running=15, tokens_per_s=2000, last_request_s=0.0)
+    assert profiled.monitor.tokens_per_s == 0
+
+
+def test_a_full_cluster_is_shared_fairly() -> None:
+    deployments = {name: model(name) for name in "abc"}
+    assert shares({"a": 2, "b": 2, "c": 2}, deployments, 10) == {"a": 2, "b": 2, "c": 2}
+    assert shares({"a": 8, "b": 1, "c": 8}, deployments, 9) == {"a": 4, "b": 1, "c": 4}
+    heavy = {"a": model("a", weight=3), "b": model("b")}
+    assert shares({"a": 8, "b": 8}, heavy, 8) == {"a": 6, "b": 2}
+    reserved = {"a": model("a", low=5), "b": model("b")}
+    assert shares({"a": 8, "b": 8}, reserved, 8) == {"a": 5, "b": 3}
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcdefgh"), st.tuples(st.integers(0, 9), st.integers(0, 3))), st.integers(0, 40)
+)
+def test_shares_use_all_slots_and_never_more(wishes: dict[str, tuple[int, int]], slots: int) -> None:
+    deployments = {name: model(name, low) for name, (_, low) in wishes.items()}
+    demands = {name: count for name, (count, _) in wishes.items()}
+    given_ = shares(demands, deployments, slots)
+    assert sum(given_.values()) == min(slots, sum(demands.values()))
+    assert all(0 <= given_[name] <= demands[name] for name in demands)
+
+
+def test_decoders_grow_with_prefill() -> None:
+    assert prescaled_decoders(2, 4, 3, 3) == 6
+    assert prescaled_decoders(2, 2, 3, 3) == 3
+    assert prescaled_decoders(0, 2, 0, 0) == 1
+    assert prescaled_decoders(2, 0, 1, 0) == 0
