@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from medusa_runtime.errors import json_kind
+
 
 class HttpError(Exception):
     """Raise it to answer with this status and message, e.g. ``HttpError(404, "no such user")``."""
@@ -43,6 +45,16 @@ class Headers(Mapping[str, str]):
         return len(self._values)
 
 
+def json_fault(body: bytes, error: ValueError) -> str:
+    """What is wrong with a body that is not JSON."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"bytes that are not UTF-8, the first at {error.start}"
+    if not body.strip():
+        return "an empty body"
+    place = f" at line {error.lineno}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+    return f"something else{place}"
+
+
 @dataclass(frozen=True)
 class Request:
     """One HTTP request. ``query`` has the first value of each parameter."""
@@ -60,7 +72,7 @@ class Request:
         try:
             return self.body.decode()
         except UnicodeDecodeError as error:
-            raise HttpError(400, f"expected a body in UTF-8: {error}") from None
+            raise HttpError(400, f"expected a body in UTF-8, found {json_fault(self.body, error)}") from None
 
     @property
     def json(self) -> Any:
@@ -70,7 +82,7 @@ class Request:
         except RecursionError:
             raise HttpError(400, "expected a JSON body: it is nested too deeply") from None
         except ValueError as error:
-            found = "an empty body" if not self.body.strip() else str(error)
+            found = json_fault(self.body, error)
             raise HttpError(400, f"expected a JSON body, found {found}") from None
 
     @property
@@ -78,7 +90,7 @@ class Request:
         """The body as a JSON object. Raises HttpError 400 when it is not."""
         found = self.json
         if not isinstance(found, dict):
-            raise HttpError(400, f"expected a JSON object, found {type(found).__name__}")
+            raise HttpError(400, f"expected a JSON object, found {json_kind(found)}")
         return found
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from medusa_runtime.errors import MedusaError, OverloadedError, RequestError
+from medusa_runtime.errors import ContextLengthError, MedusaError, OverloadedError, RequestError
 
 from .contract import HttpError
 
@@ -70,8 +70,10 @@ def as_api_error(error: Exception) -> ApiError | None:
         return ApiError(error.status, error.message, headers=error.headers)
     if isinstance(error, OverloadedError):
         return ApiError(429, str(error), code="overloaded", headers=retry_after(error.retry_after_s))
+    if isinstance(error, ContextLengthError):
+        return ApiError(400, str(error), param=error.param, code="context_length_exceeded")
     if isinstance(error, RequestError):
-        return ApiError(400, str(error), code="bad_request")
+        return ApiError(400, str(error), param=error.param, code="invalid_value" if error.param else "bad_request")
     if isinstance(error, MedusaError):
         return ApiError(503, str(error), code=error.code, headers=retry_after(1.0))
     return None

@@ -17,6 +17,7 @@ MedusaError
 ├── ModelError                  Model.Unsupported        no engine here runs this architecture
 ├── EngineError                 Engine.Failed            the engine process failed
 │   ├── RequestError            Engine.BadRequest        a request that the engine cannot serve, with the reason
+│   │   └── ContextLengthError  Engine.ContextLength     its prompt, or its max_tokens, is beyond the model's context
 │   └── OverloadedError         Engine.Overloaded        the waiting queue is full; retry_after_s says when to try again
 ├── DeviceError                 Device.Failed            a GPU that was asked for cannot be used
 ├── NodeError                   Node.Failed              the node agent cannot be used; a function starts without it
@@ -27,6 +28,10 @@ MedusaError
 """
 
 from __future__ import annotations
+
+from typing import Any
+
+_MOST_SHOWN = 80
 
 
 class MedusaError(Exception):
@@ -99,7 +104,17 @@ class EngineError(MedusaError):
 
 
 class RequestError(EngineError):
+    """``param`` is the field at fault, where there is one."""
+
     code = "Engine.BadRequest"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ContextLengthError(RequestError):
+    code = "Engine.ContextLength"
 
 
 class OverloadedError(EngineError):
@@ -132,6 +147,31 @@ class HandlerError(MedusaError):
 
 class HandlerLoadError(HandlerError):
     code = "Handler.NotFound"
+
+
+def shown(value: Any) -> str:
+    """A value that came from outside, as its sender wrote it (JSON) and not too long, for a message."""
+    import json  # not every process that can fail has it
+
+    if value is None:
+        return "nothing"
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    except RecursionError:
+        return "something that is nested too deeply"
+    return printable(text)
+
+
+def printable(text: str) -> str:
+    """Text that came from outside, for a message: not too long, and without the surrogates that JSON may carry."""
+    text = text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 1] + "…"
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def json_kind(value: Any) -> str:
+    """What JSON calls a value."""
+    kinds = ((type(None), "null"), (bool, "true or false"), (str, "a string"), (list, "an array"), (dict, "an object"))
+    return next((name for kind, name in kinds if isinstance(value, kind)), "a number")
 
 
 def from_code(code: str, message: str) -> MedusaError:

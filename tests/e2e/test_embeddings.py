@@ -144,15 +144,15 @@ def test_bad_requests(start: Start, tmp_path: Path) -> None:
 
     for bad in (None, "", [], [""], [[]], ["a", 3], [1, "a"], {"text": "a"}, [True], [-1]):
         assert refused(input=bad).startswith("input: expected "), bad
-    assert "at most 10 tokens, found 12" in refused(input=" ".join(["cat"] * 10))
-    assert "at most 10 tokens, found 1000000 characters" in refused(input="c" * 1_000_000)
+    assert "length is 10 tokens, and the input has 12" in refused(input=" ".join(["cat"] * 10))
+    assert "length is 10 tokens, and the input has 1000000 characters" in refused(input="c" * 1_000_000)
     assert "below 12, found 99" in refused(input=[2, 99, 3])
     assert "between 0 and 11, found 99" in refused("/detokenize", tokens=[2, 99])
     assert "at most 2048 of them, found 2049" in refused(input=["a"] * 2049)
     assert "at most the 32 of this model, found 33" in refused(input="a", dimensions=33)
     assert "dimensions: expected" in refused(input="a", dimensions=0)
-    assert "encoding_format: expected float or base64, found 'hex'" in refused(input="a", encoding_format="hex")
-    assert "the model 'gpt' does not exist" in refused(input="a", model="gpt")
+    assert 'encoding_format: expected float or base64, found "hex"' in refused(input="a", encoding_format="hex")
+    assert 'the model "gpt" does not exist' in refused(input="a", model="gpt")
     assert "makes embeddings and continues no text" in refused("/v1/completions", prompt="a cat")
     status, answer, _ = serving.request("POST", "/v1/embeddings", {"input": "a cat"})
     assert status == 200

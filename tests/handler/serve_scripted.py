@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from medusa_handler.server.function_process import serve
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.base import Delta, EngineInfo, GenerateRequest, TokenLogprob
-from medusa_runtime.errors import EngineError, MedusaError, OverloadedError, RequestError
+from medusa_runtime.errors import ContextLengthError, EngineError, MedusaError, OverloadedError
 from medusa_runtime.liveness import Heartbeats
 from medusa_runtime.timeline import Timeline
 
@@ -38,7 +38,8 @@ class ScriptedStream:
         prompt = self.request.prompt
         length = len(prompt.split()) if isinstance(prompt, str) else len(prompt)
         if length > 100:
-            self.items.put(RequestError(f"the prompt has {length} tokens, the model takes 100"))
+            text = f"this model's maximum context length is 100 tokens, and the prompt has {length}"
+            self.items.put(ContextLengthError(text, "prompt"))
             return
         total = params.max_tokens or 12
         for number in range(total):

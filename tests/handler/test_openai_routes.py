@@ -40,7 +40,7 @@ def prompts(served: Any) -> list[str]:
 def test_models_are_listed_and_found(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list().data] == ["words"]
     assert client.models.retrieve("words").id == "words"
-    with pytest.raises(openai.NotFoundError, match="'words'"):
+    with pytest.raises(openai.NotFoundError, match='"words"'):
         client.models.retrieve("other/model")
 
 
@@ -188,6 +188,24 @@ def test_a_bad_value_is_named(served: Any, body: dict[str, Any], param: str) -> 
         ({}, "messages"),
         ({"messages": []}, "messages"),
         ({"messages": [{"content": "x"}]}, "role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content: expected text or a list of parts, found nothing"),
+        ({"messages": [None]}, "messages[0]: expected an object with a role, found nothing"),
+        ({"messages": [{"role": "user", "content": "x"}], "documents": [1]}, "documents: expected a list of objects"),
+        ({"messages": [{"role": "user", "content": "x"}], "reasoning_effort": 1}, "reasoning_effort: expected text"),
+        ({"messages": [{"role": "user", "content": "x"}], "echo": True}, "echo"),
+        ({"messages": [{"role": "user", "content": "x"}], "modalities": ["text", "audio"]}, "modalities"),
+        (
+            {"messages": [{"role": "user", "content": "x"}], "max_completion_token": 1},
+            "did you mean max_completion_tokens?",
+        ),
+        (
+            {
+                "messages": [{"role": "user", "content": "x"}],
+                "continue_final_message": True,
+                "add_generation_prompt": True,
+            },
+            "add_generation_prompt: expected false with continue_final_message, found true",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "text only"),
         ({"messages": [{"role": "user", "content": "x"}], "tools": 3}, "tools"),
         ({"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ 1 }}"}, "chat_template"),
@@ -199,6 +217,129 @@ def test_a_bad_chat_is_refused(served: Any, body: dict[str, Any], text: str) -> 
     status, answer, _ = served.request("POST", "/v1/chat/completions", body)
     assert status == 400
     assert text in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("allowed_token_ids", [1]),
+        ("bad_words", ["x"]),
+        ("prompt_logprobs", 1),
+        ("guided_decoding", {"regex": "a"}),
+        ("use_beam_search", True),
+        ("length_penalty", 2),
+        ("truncate_prompt_tokens", 5),
+        ("return_token_ids", True),
+        ("spaces_between_special_tokens", False),
+        ("functions", [{}]),
+    ],
+)
+def test_a_field_that_would_change_the_answer_is_refused(served: Any, field: str, value: Any) -> None:
+    status, answer, _ = served.complete(**{field: value})
+    assert status == 400
+    assert answer["error"]["param"] == field
+    assert answer["error"]["code"] == "unsupported_parameter"
+
+
+def test_fields_that_change_nothing_are_taken(served: Any) -> None:
+    idle = {
+        "user": "u",
+        "metadata": {"a": "b"},
+        "store": True,
+        "service_tier": "flex",
+        "cache_salt": "x",
+        "priority": 3,
+    }
+    neutral = {
+        "bad_words": [],
+        "prompt_logprobs": None,
+        "use_beam_search": False,
+        "length_penalty": 1.0,
+        "suffix": None,
+    }
+    status, answer, _ = served.complete(**idle, **neutral, spaces_between_special_tokens=True)
+    assert status == 200, answer
+    chat = {"messages": [{"role": "user", "content": "x"}], "modalities": ["text"], "parallel_tool_calls": True}
+    assert served.request("POST", "/v1/chat/completions", chat | {"verbosity": "medium", "echo": False})[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "meant"),
+    [
+        ("/v1/completions", {"prompt": "a", "max_token": 3}, "max_token", "max_tokens"),
+        ("/v1/completions", {"prompt": "a", "Temperature": 0}, "Temperature", "temperature"),
+        ("/", {"prompt": "a", "stream_options": {"include_use": 1}}, "stream_options.include_use", "include_usage"),
+        ("/v1/completions", {"prompt": "a", "mesages": 3}, "mesages", ""),
+        ("/v1/completions", {"prompt": "a", "\ud800": 3}, "\\ud800", ""),
+        ("/v1/embeddings", {"input": "a", "dimension": 3}, "dimension", "dimensions"),
+        ("/tokenize", {"prompt": "a", "add_special_token": False}, "add_special_token", "add_special_tokens"),
+        ("/detokenize", {"token": [1]}, "token", "tokens"),
+        ("/", {"promt": "a"}, "promt", "prompt"),
+    ],
+)  # fmt: skip
+def test_a_misspelt_field_is_answered_with_the_one_that_was_meant(
+    served: Any, path: str, body: dict[str, Any], param: str, meant: str
+) -> None:
+    status, answer, _ = served.request("POST", path, body)
+    assert status == 400
+    assert answer["error"]["param"] == param
+    assert answer["error"]["code"] == "unknown_parameter"
+    assert ("did you mean" in answer["error"]["message"]) is bool(meant)
+    assert meant in answer["error"]["message"]
+
+
+def test_values_are_shown_as_they_were_sent(served: Any) -> None:
+    for body, shown in (
+        ({"prompt": None}, "found nothing"),
+        ({"prompt": "a", "temperature": True}, "found true"),
+        ({"prompt": "a", "stop": [None]}, "found [null]"),
+        ({"prompt": {"a": "b"}}, 'found {"a": "b"}'),
+        ({"prompt": "a", "max_tokens": "many"}, 'found "many"'),
+        ({"prompt": "a", "max_tokens": "\ud800"}, 'found "\\ud800"'),
+    ):
+        message = served.request("POST", "/v1/completions", body)[1]["error"]["message"]
+        assert shown in message
+    for sent, shown in (
+        (b"[1]", "found an array"),
+        (b"null", "found null"),
+        (b'{"\xff": 1}', "not UTF-8"),
+        (b'{"a"', "line 1, column 5"),
+    ):
+        assert shown in served.request("POST", "/v1/completions", sent)[1]["error"]["message"], sent
+
+
+def test_what_the_engine_refuses_names_the_field_and_openais_code(served: Any) -> None:
+    long = "a " * 200
+    for path, body, param in (
+        ("/v1/completions", {"prompt": long}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": long}]}, "messages"),
+        ("/v1/completions", {"prompt": long, "stream": True}, "prompt"),
+    ):
+        status, answer, _ = served.request("POST", path, body)
+        assert (status, answer["error"]["param"]) == (400, param)
+        assert answer["error"]["code"] == "context_length_exceeded"
+        assert "maximum context length is 100 tokens" in answer["error"]["message"]
+
+
+def test_usage_in_every_chunk(client: openai.OpenAI) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(
+        client.completions.create(model="words", prompt="a", max_tokens=3, stream=True, stream_options=options)
+    )
+    assert [chunk.usage and chunk.usage.completion_tokens for chunk in chunks] == [1, 2, 3, 3]
+
+
+def test_every_field_of_the_openai_client_is_known() -> None:
+    import inspect
+
+    from medusa_handler.openai.fields import CHAT, COMPLETION, EMBEDDINGS, REFUSED, WITHOUT_EFFECT
+    from openai.resources import Completions, Embeddings
+    from openai.resources.chat import Completions as Chat
+
+    own = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
+    for kind, known in ((Completions, COMPLETION), (Chat, CHAT), (Embeddings, EMBEDDINGS)):
+        fields = set(inspect.signature(kind.create).parameters) - own
+        assert not fields - known - WITHOUT_EFFECT - set(REFUSED), kind
 
 
 def test_a_model_without_template_says_so(serve: Serve) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 
 from flask import g, request
 from gunicorn.http.errors import ParseException
+from medusa_runtime.errors import json_kind
 from werkzeug.exceptions import ClientDisconnected
 
-from ..contract import Headers, Request
+from ..contract import Headers, Request, json_fault
 from ..faults import ApiError
 from .environ import CLOSE, GRANT, SMALL_BODY_BYTES, WHOLE
 
@@ -115,8 +116,8 @@ def as_json_object(data: bytes) -> dict[str, Any]:
     except RecursionError:
         raise ApiError(400, "expected a JSON body: it is nested too deeply", code="invalid_json") from None
     except ValueError as error:
-        found = "an empty body" if not data.strip() else str(error)
+        found = json_fault(data, error)
         raise ApiError(400, f"expected a JSON body, found {found}", code="invalid_json") from None
     if not isinstance(body, dict):
-        raise ApiError(400, f"expected a JSON object, found {type(body).__name__}", code="invalid_json")
+        raise ApiError(400, f"expected a JSON object, found {json_kind(body)}", code="invalid_json")
     return body

@@ -21,6 +21,8 @@ def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
 
 _COUNT = {"type": "integer", "minimum": 1}
 _LARGE = {"type": "integer", "minimum": 1 - 2**63, "maximum": 2**63 - 1}
+_FLAG = _or_null({"type": "boolean"})
+_PENALTY = _or_null({"type": "number", "minimum": -2, "maximum": 2})
 _STOP = {"type": "string", "minLength": 1}
 _SAMPLING = {
     "model": _or_null({"type": "string"}),
@@ -31,21 +33,51 @@ _SAMPLING = {
     "n": _or_null({"type": "integer", "minimum": 1, "maximum": 128}),
     "seed": _or_null(_LARGE),
     "stop": {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": 16}, {"type": "null"}]},
+    "top_k": _or_null({"type": "integer", "minimum": -1, "maximum": 2**31}),
+    "min_p": _or_null({"type": "number", "minimum": 0, "maximum": 1}),
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "repetition_penalty": _or_null({"type": "number", "exclusiveMinimum": 0}),
+    "min_tokens": _or_null({"type": "integer", "minimum": 0, "maximum": 2**63 - 1}),
+    "ignore_eos": _FLAG,
+    "skip_special_tokens": _FLAG,
+    "include_stop_str_in_output": _FLAG,
+    "add_special_tokens": _FLAG,
+    "stream_options": _or_null(
+        {"type": "object", "properties": {"include_usage": _FLAG}, "additionalProperties": False}
+    ),
 }
+_OTHERS = ("stop_token_ids", "logit_bias", "logprobs", "response_format", "user", "metadata", "store")
 _MESSAGE = {
     "type": "object",
     "required": ["role"],
     "properties": {"role": {"type": "string"}, "content": _or_null({"type": "string"})},
 }
+_CHAT_OTHERS = ("tools", "tool_choice", "top_logprobs", "chat_template_kwargs", "documents", "reasoning_effort")
 _COMPLETION = {
     "type": "object",
     "required": ["prompt"],
-    "properties": {"prompt": {"type": "string", "minLength": 1}, **_SAMPLING},
+    "properties": {
+        "prompt": {"type": "string", "minLength": 1},
+        "best_of": _or_null(_COUNT),
+        "echo": _FLAG,
+        **_SAMPLING,
+        **dict.fromkeys(_OTHERS, _ANY),
+    },
+    "additionalProperties": False,
 }
 _CHAT = {
     "type": "object",
     "required": ["messages"],
-    "properties": {"messages": {"type": "array", "minItems": 1, "items": _MESSAGE}, **_SAMPLING},
+    "properties": {
+        "messages": {"type": "array", "minItems": 1, "items": _MESSAGE},
+        "max_completion_tokens": _or_null(_COUNT),
+        "add_generation_prompt": _FLAG,
+        "continue_final_message": _FLAG,
+        **_SAMPLING,
+        **dict.fromkeys((*_OTHERS, *_CHAT_OTHERS), _ANY),
+    },
+    "additionalProperties": False,
 }
 _INPUT = {"type": "string", "minLength": 1}
 
@@ -67,7 +99,9 @@ def _embeddings(vocab_size: int | None) -> dict[str, Any]:
             "encoding_format": {"enum": ["float", "base64", None]},
             "dimensions": _or_null(_COUNT),
             "truncate_prompt_tokens": _or_null({"anyOf": [{"const": -1}, _COUNT]}),
+            "user": _ANY,
         },
+        "additionalProperties": False,
     }
 
 

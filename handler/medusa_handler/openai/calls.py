@@ -8,10 +8,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from medusa_runtime.engine.base import GenerateRequest, SamplingParams
+from medusa_runtime.errors import shown
 
 from ..faults import ApiError
 from ..model.name import served_name
-from . import chat, completion, embeddings, parameters
+from . import chat, completion, embeddings, fields, parameters
 from .answer import Envelope
 from .parameters import Body
 from .responding import Plan, respond
@@ -23,10 +24,12 @@ if TYPE_CHECKING:
 
 _MOST_SEQUENCES = 128  # prompts x n of one request
 _MOST_BEST_OF = 20
+_STREAM_OPTIONS = frozenset(("include_usage", "continuous_usage_stats", "include_obfuscation"))
 
 
 def complete(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
     """Answer a completion."""
+    fields.check_fields(body, fields.COMPLETION)
     model = check_model(service, body)
     prompts = completion.prompts(body)
     keep = parameters.count(body, "n", 1, 1, _MOST_SEQUENCES)
@@ -37,7 +40,9 @@ def complete(service: Service, body: Body, gone: Callable[[], bool]) -> Response
     logprobs = parameters.logprob_count(body, "logprobs")
     echo = parameters.flag(body, "echo")
     if echo and logprobs is not None:
-        raise ApiError(400, "echo: log-probabilities of the prompt are not supported", param="echo", code="unsupported")
+        raise ApiError(
+            400, "echo: log-probabilities of the prompt are not supported", param="echo", code="unsupported_parameter"
+        )
     params = parameters.sampling(
         body,
         max_tokens=parameters.count(body, "max_tokens", 16, 1),
@@ -47,11 +52,12 @@ def complete(service: Service, body: Body, gone: Callable[[], bool]) -> Response
     name = f"cmpl-{uuid.uuid4().hex}"
     requests = _requests(name, prompts, params, per_prompt, parameters.flag(body, "add_special_tokens", True))
     envelope = Envelope(name, model, completion.CompletionShape(logprobs, echoes))
-    return respond(service, Plan(requests, envelope, per_prompt, keep, stream, _include_usage(body)), gone)
+    return respond(service, Plan(requests, envelope, per_prompt, keep, stream, *_usage(body)), gone)
 
 
 def converse(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
     """Answer a chat."""
+    fields.check_fields(body, fields.CHAT)
     model = check_model(service, body)
     messages = chat.messages(body)
     arguments = chat.template_arguments(body)
@@ -69,11 +75,15 @@ def converse(service: Service, body: Body, gone: Callable[[], bool]) -> Response
     requests = _requests(name, [prompt], params, count, parameters.flag(body, "add_special_tokens", False))
     envelope = Envelope(name, model, chat.ChatShape(logprobs))
     stream = parameters.flag(body, "stream")
-    return respond(service, Plan(requests, envelope, count, count, stream, _include_usage(body)), gone)
+    names = {"prompt": "messages", "logprobs": "top_logprobs"}
+    if body.get("max_completion_tokens") is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    return respond(service, Plan(requests, envelope, count, count, stream, *_usage(body), names), gone)
 
 
 def embed_texts(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
     """Answer a request for embeddings."""
+    fields.check_fields(body, fields.EMBEDDINGS)
     return embeddings.embed(service, body, check_model(service, body), gone)
 
 
@@ -85,7 +95,7 @@ def check_model(service: Service, body: Body) -> str:
         return service.model.name
     raise ApiError(
         404,
-        f"the model {asked!r} does not exist; this server has {service.model.name!r}",
+        f"the model {shown(asked)} does not exist; this server has {shown(service.model.name)}",
         param="model",
         code="model_not_found",
     )
@@ -109,13 +119,16 @@ def _requests(
     return requests
 
 
-def _include_usage(body: Body) -> bool:
+def _usage(body: Body) -> tuple[bool, bool]:
+    """Whether a stream ends with the usage, and whether each of its chunks has what there is of it."""
     options: Any = body.get("stream_options")
     if options is None:
-        return False
+        return False, False
     if not isinstance(options, dict):
         raise parameters.invalid("stream_options", "an object", options)
-    return parameters.flag(options, "include_usage")
+    fields.check_inner_fields(options, "stream_options", _STREAM_OPTIONS)
+    parameters.flag(options, "include_obfuscation")  # random characters; there are none
+    return parameters.flag(options, "include_usage"), parameters.flag(options, "continuous_usage_stats")
 
 
 def _text(service: Service, prompt: completion.Prompt) -> str:

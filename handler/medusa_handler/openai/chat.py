@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from medusa_runtime.engine.base import Delta
+from medusa_runtime.errors import shown
 
 from ..faults import ApiError
 from .answer import Choice
 from .logprobs import chat_logprobs
-from .parameters import Body, invalid
+from .parameters import Body, flag, invalid
 
 
 def messages(body: Body) -> list[dict[str, Any]]:
@@ -24,6 +25,8 @@ def messages(body: Body) -> list[dict[str, Any]]:
         name = f"messages[{number}]"
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise invalid(name, "an object with a role", message)
+        if message.get("content") is None and message["role"] != "assistant":
+            raise invalid(f"{name}.content", "text or a list of parts", None)
         found.append({**message, "content": _text(message.get("content"), f"{name}.content")})
     return found
 
@@ -41,9 +44,9 @@ def _text(content: Any, name: str) -> str:
         if kind not in ("text", "input_text", "refusal"):
             raise ApiError(
                 400,
-                f"{name}: this model takes text only, found a part of type {kind!r}",
+                f"{name}: this model takes text only, found a part of type {shown(kind)}",
                 param=name,
-                code="unsupported",
+                code="unsupported_value",
             )
         text = part.get("text", part.get("refusal"))
         if not isinstance(text, str):
@@ -60,18 +63,27 @@ def template_arguments(body: Body) -> dict[str, Any]:
     choice = body.get("tool_choice")
     if choice not in (None, "auto", "none"):
         raise ApiError(
-            400, 'tool_choice: only "auto" and "none" are supported', param="tool_choice", code="unsupported"
+            400, 'tool_choice: only "auto" and "none" are supported', param="tool_choice", code="unsupported_value"
         )
     extra = body.get("chat_template_kwargs") or {}
     if not isinstance(extra, Mapping):
         raise invalid("chat_template_kwargs", "an object", extra)
-    continuing = bool(body.get("continue_final_message"))
-    prompted = body.get("add_generation_prompt")
+    documents = body.get("documents")
+    if documents is not None and not (isinstance(documents, list) and all(isinstance(d, Mapping) for d in documents)):
+        raise invalid("documents", "a list of objects", documents)
+    effort = body.get("reasoning_effort")
+    if effort is not None and not isinstance(effort, str):
+        raise invalid("reasoning_effort", "text", effort)
+    continuing = flag(body, "continue_final_message")
+    prompted = flag(body, "add_generation_prompt", not continuing)
+    if continuing and prompted:
+        raise invalid("add_generation_prompt", "false with continue_final_message", prompted)
     return {
+        **({} if effort is None else {"reasoning_effort": effort}),
         **extra,
         "tools": None if choice == "none" else tools,
-        "documents": body.get("documents"),
-        "add_generation_prompt": (not continuing) if prompted is None else bool(prompted),
+        "documents": documents,
+        "add_generation_prompt": prompted,
         "continue_final_message": continuing,
     }
 

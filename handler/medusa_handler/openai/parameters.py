@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from medusa_runtime.engine.base import SamplingParams
+from medusa_runtime.errors import shown
 
 from ..faults import ApiError
 
@@ -18,25 +19,11 @@ Body = Mapping[str, Any]
 _MOST_STOPS = 16
 _MOST_LOGPROBS = 20
 _LONGEST_INT = 2**63
-_REFUSED = {
-    "suffix": "insertion is not supported",
-    "use_beam_search": "beam search is not supported",
-    "functions": "use tools instead",
-    "guided_json": "constrained decoding is not supported by this engine",
-    "guided_regex": "constrained decoding is not supported by this engine",
-    "guided_choice": "constrained decoding is not supported by this engine",
-    "guided_grammar": "constrained decoding is not supported by this engine",
-    "structured_outputs": "constrained decoding is not supported by this engine",
-    "chat_template": "the checkpoint's own template is used",
-    "prompt_embeds": "send the prompt as text or token ids",
-}
 
 
 def invalid(param: str, expected: str, found: Any) -> ApiError:
     """Return the 400 for a field whose value cannot be used."""
-    shown = repr(found)
-    shown = shown if len(shown) <= 80 else shown[:79] + "…"
-    return ApiError(400, f"{param}: expected {expected}, found {shown}", param=param, code="invalid_value")
+    return ApiError(400, f"{param}: expected {expected}, found {shown(found)}", param=param, code="invalid_value")
 
 
 def number(
@@ -84,21 +71,21 @@ def flag(body: Body, name: str, default: bool = False) -> bool:
     return value
 
 
-def refuse_unsupported(body: Body) -> None:
-    """A field that would change the answer's meaning must not be ignored."""
-    for name, reason in _REFUSED.items():
-        if body.get(name):
-            raise ApiError(400, f"{name}: {reason}", param=name, code="unsupported")
+def check_response_format(body: Body) -> None:
+    """Raise ApiError 400 for a form of answer that is not text."""
     form = body.get("response_format")
     if form is not None and not (isinstance(form, Mapping) and form.get("type") == "text"):
         raise ApiError(
-            400, 'response_format: only {"type": "text"} is supported', param="response_format", code="unsupported"
+            400,
+            'response_format: only {"type": "text"} is supported',
+            param="response_format",
+            code="unsupported_value",
         )
 
 
 def sampling(body: Body, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
     """The sampling part of a body. Raises ApiError 400."""
-    refuse_unsupported(body)
+    check_response_format(body)
     params = SamplingParams(
         max_tokens=max_tokens,
         temperature=number(body, "temperature", 1.0, 0.0),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from flask import Response
 from medusa_runtime.engine.base import Delta, GenerateRequest
+from medusa_runtime.errors import RequestError
 
 from ..faults import ClientGoneError, as_api_error, compact, internal_error
 from ..http import sse
@@ -32,6 +33,12 @@ class Plan:
     keep: int
     stream: bool
     include_usage: bool
+    usage_in_chunks: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)  # the engine's names of fields → the body's
+
+    def name_field(self, error: BaseException) -> None:
+        if isinstance(error, RequestError) and error.param is not None:
+            error.param = self.names.get(error.param, error.param)
 
 
 def respond(service: Service, plan: Plan, gone: Callable[[], bool]) -> Response:
@@ -45,8 +52,9 @@ def respond(service: Service, plan: Plan, gone: Callable[[], bool]) -> Response:
         first = next(events)  # an error before the first token still has its own status
         while first is None and not service.platform.early_heartbeats:
             first = next(events)
-    except BaseException:
+    except BaseException as error:
         generation.close()
+        plan.name_field(error)
         raise
     response = Response(_chunks(service, plan, first, events), content_type=sse.CONTENT_TYPE, headers=sse.HEADERS)
     response.call_on_close(generation.close)
@@ -78,6 +86,7 @@ def _chunks(
     except ClientGoneError:
         return
     except Exception as error:
+        plan.name_field(error)
         known = as_api_error(error)
         if known is None:
             logger.exception("request %s failed", plan.envelope.id)
@@ -91,10 +100,15 @@ def _events(
 ) -> Iterator[bytes]:
     choices = [Choice() for _ in plan.requests]
     shape: Shape = plan.envelope.shape
-    no_usage = {"usage": None} if plan.include_usage else {}
+
+    def used() -> dict[str, Any]:
+        if plan.include_usage and plan.usage_in_chunks:
+            return {"usage": usage(choices, plan.per_prompt)}
+        return {"usage": None} if plan.include_usage else {}
+
     for index in range(len(choices)):
         for opening in shape.first_chunks(index):
-            yield sse.event(plan.envelope.chunk([opening]) | no_usage)
+            yield sse.event(plan.envelope.chunk([opening]) | used())
     item = first
     while True:
         if item is None:
@@ -102,7 +116,7 @@ def _events(
         else:
             choices[item.source].add(item.value)
             chunk = shape.chunk(item.source, choices[item.source], item.value)
-            yield sse.event(plan.envelope.chunk([chunk]) | no_usage)
+            yield sse.event(plan.envelope.chunk([chunk]) | used())
         try:
             item = next(events)
         except StopIteration:

@@ -8,7 +8,7 @@ from flask import Blueprint, Response, jsonify
 
 from ..http.app import ModelRoutes
 from ..http.body import json_object
-from . import chat, parameters
+from . import chat, fields, parameters
 from .calls import check_model, complete, converse, embed_texts
 from .parameters import Body
 from .prompt import infer
@@ -74,6 +74,7 @@ def _model(service: Service) -> dict[str, Any]:
 def _tokenize(service: Service, body: Body) -> Response:
     """vLLM's /tokenize: ``prompt`` as text, or ``messages``."""
     assert service.engine is not None
+    fields.check_fields(body, fields.TOKENIZE)
     check_model(service, body)
     text: Any
     if "messages" in body:
@@ -89,6 +90,7 @@ def _tokenize(service: Service, body: Body) -> Response:
 
 def _detokenize(service: Service, body: Body) -> Response:
     assert service.engine is not None
+    fields.check_fields(body, fields.DETOKENIZE)
     check_model(service, body)
     tokens = parameters.token_ids(body.get("tokens"), "tokens")
     return jsonify({"prompt": service.engine.detokenize(list(tokens))})

@@ -3,7 +3,8 @@
 No pickle: with pre-warmed engines the other side may belong to another user. These are the types of frames:
 
     client → engine   generate {id, prompt, params, add_special_tokens}, cancel {id}, call {id, method, arguments}
-    engine → client   hello {info}, ready, delta {…}, result {id, value}, error {id, code, message, retry_after_s}
+    engine → client   hello {info}, ready, delta {…}, result {id, value},
+                      error {id, code, message, param, retry_after_s}
 """
 
 from __future__ import annotations
@@ -142,6 +143,8 @@ def answer_from_frame(frame: Frame) -> Any:
         error = from_code(frame["code"], str(frame["message"]))
         if isinstance(error, OverloadedError):
             error.retry_after_s = float(frame["retry_after_s"])
+        if isinstance(error, RequestError) and isinstance(frame.get("param"), str):
+            error.param = frame["param"]
         return error
     except _UNREADABLE as error:
         raise EngineError(f"a {frame['type']} frame could not be read: {error}") from None

@@ -167,6 +167,7 @@ class _Connection:
                 "id": request_id,
                 "code": error.code,
                 "message": str(error),
+                "param": error.param if isinstance(error, RequestError) else None,
                 "retry_after_s": retry_after_s,
             }
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from medusa_runtime.errors import CorruptError, MedusaError, MismatchError, RequestError
+from medusa_runtime.errors import ContextLengthError, CorruptError, MedusaError, MismatchError, RequestError
 
 PROMPT = "Tokens flow from storage"
 
@@ -79,7 +79,10 @@ def test_without_max_tokens_a_request_goes_on_to_the_models_length(serve: Any) -
     served = serve(max_model_len=40)
     answer = served.ask(list(range(10, 20)), max_tokens=None)
     assert len(answer.tokens) == 30
-    assert served.ask(list(range(10, 20)), max_tokens=1000).last.completion_tokens == 30
+    assert served.ask(list(range(10, 20)), max_tokens=40).last.completion_tokens == 30
+    with pytest.raises(ContextLengthError, match="length is 40 tokens, and 41 were asked for") as refused:
+        served.ask(list(range(10, 20)), max_tokens=41)
+    assert refused.value.param == "max_tokens"
 
 
 def test_logprobs_are_the_models(serve: Any, checkpoint: Path) -> None:
@@ -107,8 +110,8 @@ def test_logprobs_are_the_models(serve: Any, checkpoint: Path) -> None:
     ("params", "message"),
     [
         ({"temperature": -1.0}, "temperature: expected 0 or more, found -1.0"),
-        ({"temperature": math.nan}, "temperature: expected 0 or more, found nan"),
-        ({"temperature": "hot"}, "temperature: expected 0 or more, found 'hot'"),
+        ({"temperature": math.nan}, "temperature: expected 0 or more, found NaN"),
+        ({"temperature": "hot"}, 'temperature: expected 0 or more, found "hot"'),
         ({"top_p": 0.0}, r"top_p: expected a number in \(0, 1\], found 0.0"),
         ({"top_k": -2}, "top_k: expected .*, found -2"),
         ({"min_p": 1.5}, r"min_p: expected a number in \[0, 1\], found 1.5"),
@@ -136,7 +139,7 @@ def test_a_text_that_cannot_fit_is_refused_without_counting_its_tokens(
 ) -> None:
     served = serve()
     monkeypatch.setattr(served.engine._tokenizer, "encode", lambda *_: pytest.fail("it was tokenized"))
-    with pytest.raises(RequestError, match="expected at most 512 tokens, found 4000000 characters"):
+    with pytest.raises(RequestError, match="length is 512 tokens, and the prompt has 4000000 characters"):
         served.ask("word" * 1_000_000)
 
 
@@ -144,7 +147,7 @@ def test_bad_prompts_are_refused(serve: Any) -> None:
     served = serve(max_model_len=32)
     with pytest.raises(RequestError, match="found an empty prompt"):
         served.ask([])
-    with pytest.raises(RequestError, match=r"expected at most 31 tokens .* found 32"):
+    with pytest.raises(RequestError, match=r"length is 32 tokens, and the prompt has 32"):
         served.ask([5] * 32)
     with pytest.raises(RequestError, match="prompt: expected token ids between 0 and 319, found 320"):
         served.ask([5, 320])

@@ -65,7 +65,9 @@ class EncoderEngine:
         """
         size = self._encoder.size
         if dimensions is not None and dimensions > size:
-            raise RequestError(f"dimensions: expected at most the {size} of this model, found {dimensions}")
+            raise RequestError(
+                f"dimensions: expected at most the {size} of this model, found {dimensions}", "dimensions"
+            )
         most = self._encoder.max_tokens if truncate == -1 else truncate
         texts = [_Text(self._encoder.tokens(given, most)) for given in inputs]
         with self._changed:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...errors import ConfigError, RequestError
+from ...errors import ConfigError, ContextLengthError, RequestError
 from ...load.applier import Applier
 from ...load.loader import Loader
 from ...load.skeleton import skeleton
@@ -76,19 +76,20 @@ class Encoder:
         else:
             found = list(given)
         if not found:
-            raise RequestError("input: expected at least one token, found an empty input")
+            raise RequestError("input: expected at least one token, found an empty input", "input")
         if most is not None:
             # As tokenizers cut: what a text ends with, BERT's [SEP], stays at its end.
             most = min(most, self.max_tokens)
             found = found if len(found) <= most else [*found[: most - 1], found[-1]]
         if len(found) > self.max_tokens:
-            raise RequestError(
-                f"input: expected at most {self.max_tokens} tokens, found {len(found)}; shorten it, or send "
-                "truncate_prompt_tokens"
+            raise ContextLengthError(
+                f"this model's maximum context length is {self.max_tokens} tokens, and the input has {len(found)}; "
+                "expected a shorter input, or truncate_prompt_tokens",
+                "input",
             )
         for token in found:
             if not 0 <= token < self.config.vocab_size:
-                raise RequestError(f"input: expected token ids below {self.config.vocab_size}, found {token}")
+                raise RequestError(f"input: expected token ids below {self.config.vocab_size}, found {token}", "input")
         return found
 
     def encode(self, texts: Sequence[Sequence[int]]) -> Tensor:

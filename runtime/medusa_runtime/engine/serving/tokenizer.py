@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from ...errors import CorruptError, MedusaError, RequestError
+from ...errors import ContextLengthError, CorruptError, MedusaError, RequestError
 from ...timeline import Timeline
 
 _LONG_CHARACTERS = 1 << 16  # below, a text is tokenized before its length could be judged
@@ -41,22 +41,27 @@ class Tokenizer:
         if self._longest_piece is None:
             self._longest_piece = max(map(len, self._loaded().get_vocab()), default=1)
         if len(text) > most_tokens * self._longest_piece:
-            raise RequestError(
-                f"{name}: expected at most {most_tokens} tokens, "
-                f"found {len(text)} characters, which are more; shorten it"
+            raise ContextLengthError(
+                f"this model's maximum context length is {most_tokens} tokens, and the {name} has {len(text)} "
+                f"characters, which are more; expected a shorter {name}",
+                name,
             )
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Raises RequestError without a tokenizer.json."""
         if not self.present:
-            raise RequestError(f"prompt: this checkpoint has no tokenizer.json, so text cannot be used; {_HINT}")
+            raise RequestError(
+                f"prompt: this checkpoint has no tokenizer.json, so text cannot be used; {_HINT}", "prompt"
+            )
         encoding = self._loaded().encode(_without_surrogates(text), add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
         if not self.present:
-            raise RequestError(f"token_ids: this checkpoint has no tokenizer.json, so they have no text; {_HINT}")
+            raise RequestError(
+                f"token_ids: this checkpoint has no tokenizer.json, so they have no text; {_HINT}", "token_ids"
+            )
         text: str = self._loaded().decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 

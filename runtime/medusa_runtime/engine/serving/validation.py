@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from ...errors import RequestError
+from ...errors import ContextLengthError, RequestError, shown
 from ..base import EngineInfo, SamplingParams
 
 _MOST_LOGPROBS = 20
@@ -25,11 +25,12 @@ _NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
 def check_prompt(prompt: list[int], info: EngineInfo) -> None:
     """Raises RequestError for an empty prompt, one that leaves no room for a token, and ids the model has not."""
     if not prompt:
-        raise RequestError("prompt: expected at least one token, found an empty prompt")
+        raise RequestError("prompt: expected at least one token, found an empty prompt", "prompt")
     if len(prompt) >= info.max_model_len:
-        raise RequestError(
-            f"prompt: expected at most {info.max_model_len - 1} tokens (max_model_len is {info.max_model_len} and one "
-            f"token must be generated), found {len(prompt)}; shorten it"
+        raise ContextLengthError(
+            f"this model's maximum context length is {info.max_model_len} tokens, and the prompt has {len(prompt)}, "
+            "which leaves no room for an answer; expected a shorter prompt",
+            "prompt",
         )
     check_token_ids("prompt", prompt, info)
 
@@ -46,6 +47,13 @@ def check_params(params: SamplingParams, info: EngineInfo, *, has_text: bool) ->
         _number(name, getattr(params, name), accepted, good)
     _count("top_k", params.top_k, -1, _MOST_TOP_K, "0 or -1 (all tokens), or 1 and more")
     _count("max_tokens", params.max_tokens, 1, None, "1 or more")
+    if params.max_tokens is not None and params.max_tokens > info.max_model_len:
+        # As in vLLM, more than the prompt leaves room for is cut without an error.
+        raise ContextLengthError(
+            f"this model's maximum context length is {info.max_model_len} tokens, and {params.max_tokens} were asked "
+            "for; expected fewer",
+            "max_tokens",
+        )
     _count("min_tokens", params.min_tokens, 0, params.max_tokens, "0 or more, and at most max_tokens")
     _count("logprobs", params.logprobs, 0, _MOST_LOGPROBS, f"between 0 and {_MOST_LOGPROBS}")
     if params.logprobs is not None and params.logprobs > info.vocab_size:
@@ -70,7 +78,8 @@ def _check_stops(params: SamplingParams, info: EngineInfo, has_text: bool) -> No
             raise _error("stop", "strings that are not empty", stop)
     if params.stop and not has_text:
         raise RequestError(
-            "stop: this checkpoint has no tokenizer.json, so its tokens have no text; use stop_token_ids instead"
+            "stop: this checkpoint has no tokenizer.json, so its tokens have no text; use stop_token_ids instead",
+            "stop",
         )
     for token in params.stop_token_ids:
         _token("stop_token_ids", token, info)
@@ -95,4 +104,4 @@ def _token(name: str, token: Any, info: EngineInfo) -> None:
 
 
 def _error(name: str, accepted: str, found: Any) -> RequestError:
-    return RequestError(f"{name}: expected {accepted}, found {found!r}")
+    return RequestError(f"{name}: expected {accepted}, found {shown(found)}", name)

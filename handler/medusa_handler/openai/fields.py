@@ -1,0 +1,138 @@
+"""The fields of each route: those that count, those that change no answer, and those that are refused with a reason.
+
+Nothing else is taken, so that a misspelt field does not silently get its default. A test compares the names with the
+request models of the installed vLLM and of the openai client.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from medusa_runtime.errors import printable, shown
+
+from ..faults import ApiError
+from .parameters import Body
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_SAMPLING = _names(
+    "model stream stream_options n temperature top_p top_k min_p max_tokens min_tokens seed stop stop_token_ids "
+    "include_stop_str_in_output ignore_eos skip_special_tokens add_special_tokens repetition_penalty presence_penalty "
+    "frequency_penalty logit_bias logprobs response_format"
+)
+_TEMPLATE = _names(
+    "messages tools add_generation_prompt continue_final_message chat_template_kwargs documents reasoning_effort"
+)
+COMPLETION = _SAMPLING | {"prompt", "best_of", "echo"}
+CHAT = _SAMPLING | _TEMPLATE | {"max_completion_tokens", "top_logprobs", "tool_choice"}
+EMBEDDINGS = frozenset(("model", "input", "encoding_format", "dimensions", "truncate_prompt_tokens"))
+TOKENIZE = _TEMPLATE | {"model", "prompt", "add_special_tokens"}
+DETOKENIZE = frozenset(("model", "tokens"))
+
+WITHOUT_EFFECT = _names(
+    "user metadata store service_tier safety_identifier prediction priority request_id session_id cache_salt "
+    "prompt_cache_key prompt_cache_options prompt_cache_retention stream_interval"
+)
+
+
+class Refusal(NamedTuple):
+    """Why a field is refused, and the value beside null, false and empty ones with which it asks for nothing."""
+
+    reason: str
+    neutral: Any = None
+
+    def allows(self, value: Any) -> bool:
+        if value is None or value == self.neutral:
+            return True
+        return self.neutral is not True and (value is False or value in ("", [], {}))
+
+
+_CONSTRAINED = Refusal("constrained decoding is not supported by this engine")
+_TRANSFER = Refusal("engines here do not exchange keys and values with vLLM's")
+_MEDIA = Refusal("this model takes text only")
+REFUSED: dict[str, Refusal] = {
+    "allowed_token_ids": Refusal("tokens cannot be restricted to a list; logit_bias makes single tokens unlikely"),
+    "bad_words": Refusal("words cannot be forbidden; logit_bias makes single tokens unlikely"),
+    "prompt_logprobs": Refusal("log-probabilities of the prompt are not supported"),
+    "logprob_token_ids": Refusal("log-probabilities are those of the likeliest tokens; send logprobs"),
+    "suffix": Refusal("insertion is not supported"),
+    "use_beam_search": Refusal("beam search is not supported"),
+    "length_penalty": Refusal("it belongs to beam search, which is not supported", 1),
+    "early_stopping": Refusal("it belongs to beam search, which is not supported"),
+    "functions": Refusal("use tools instead"),
+    "function_call": Refusal("use tool_choice instead", "none"),
+    "parallel_tool_calls": Refusal("calls cannot be limited to one", True),
+    "structured_outputs": _CONSTRAINED,
+    "guided_json": _CONSTRAINED,
+    "guided_regex": _CONSTRAINED,
+    "guided_choice": _CONSTRAINED,
+    "guided_grammar": _CONSTRAINED,
+    "guided_decoding": _CONSTRAINED,
+    "guided_decoding_backend": _CONSTRAINED,
+    "guided_whitespace_pattern": _CONSTRAINED,
+    "chat_template": Refusal("the checkpoint's own template is used"),
+    "prompt_embeds": Refusal("send the prompt as text or token ids"),
+    "truncate_prompt_tokens": Refusal("prompts are not cut; shorten it"),
+    "truncation_side": Refusal("prompts are not cut; shorten it"),
+    "spaces_between_special_tokens": Refusal("special tokens are written as the tokenizer writes them", True),
+    "include_reasoning": Refusal("reasoning is not told from the rest of an answer", True),
+    "thinking_token_budget": Refusal("reasoning is not told from the rest of an answer"),
+    "verbosity": Refusal("no model here has it; say it in the messages", "medium"),
+    "modalities": Refusal("the model writes text only", ["text"]),
+    "audio": _MEDIA,
+    "media_io_kwargs": _MEDIA,
+    "mm_processor_kwargs": _MEDIA,
+    "mm_payload": Refusal(_MEDIA.reason, "tensors"),
+    "return_mm_kwargs": _MEDIA,
+    "web_search_options": Refusal("the model cannot search"),
+    "moderation": Refusal("there is no moderation model"),
+    "return_token_ids": Refusal("token ids are not part of an answer; /tokenize gives those of a text"),
+    "return_tokens_as_token_ids": Refusal("token ids are not part of an answer; /tokenize gives those of a text"),
+    "return_token_offsets": Refusal("offsets are not part of an answer"),
+    "return_token_strs": Refusal("tokens are given as ids; /detokenize gives their text"),
+    "return_prompt_text": Refusal("the prompt is not part of an answer"),
+    "routed_experts_prompt_start": Refusal("routed experts are not part of an answer", 0),
+    "kv_transfer_params": _TRANSFER,
+    "ec_transfer_params": _TRANSFER,
+    "vllm_xargs": Refusal("engines here take no extra arguments"),
+    "logits_processors": Refusal("code cannot be sent to this server"),
+    "watermarking": Refusal("answers are not watermarked"),
+    "repetition_detection": Refusal("repetitions do not end an answer; send repetition_penalty"),
+    "normalize": Refusal("vectors have the length that the checkpoint's modules give them"),
+    "use_activation": Refusal("vectors are what the checkpoint's modules give"),
+    "add_special_tokens": Refusal("an encoder's special tokens are always added", True),
+    "embed_dtype": Refusal("vectors are float32", "float32"),
+    "endianness": Refusal("vectors are little-endian", "little"),
+}
+_ECHO = Refusal("a chat does not repeat its messages")  # /v1/completions has it
+
+
+def check_fields(body: Body, known: frozenset[str]) -> None:
+    """Raise ApiError 400 for the first field that would change the answer and is not among the ``known`` ones."""
+    for name, value in body.items():
+        if name in known or name in WITHOUT_EFFECT:
+            continue
+        refusal = _ECHO if name == "echo" and "messages" in known else REFUSED.get(name)
+        if refusal is None:
+            raise _unknown(name, known)
+        if not refusal.allows(value):
+            raise ApiError(400, f"{name}: {refusal.reason}", param=name, code="unsupported_parameter")
+
+
+def check_inner_fields(found: Body, parent: str, known: frozenset[str]) -> None:
+    """Raise ApiError 400 for a field of an object inside the body that is none of the ``known`` ones."""
+    for name in found:
+        if name not in known:
+            raise _unknown(name, known, f"{parent}.")
+
+
+def _unknown(name: str, known: frozenset[str], prefix: str = "") -> ApiError:
+    from difflib import get_close_matches  # 5 ms, and only an error needs it
+
+    close = get_close_matches(name.lower(), sorted(known), n=1)
+    meant = f"; did you mean {prefix}{close[0]}?" if close else ""
+    param = printable(prefix + name)
+    return ApiError(400, f"unknown parameter: {shown(prefix + name)}{meant}", param=param, code="unknown_parameter")

@@ -1,0 +1,24 @@
+"""The fields of vLLM's requests: each is honoured, harmless or refused with a reason here."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+from medusa_handler.openai.fields import CHAT, COMPLETION, EMBEDDINGS, REFUSED, WITHOUT_EFFECT
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "known"),
+    [
+        ("openai.chat_completion", "ChatCompletionRequest", CHAT | {"echo"}),
+        ("openai.completion", "CompletionRequest", COMPLETION),
+        ("pooling.embed", "EmbeddingCompletionRequest", EMBEDDINGS),
+    ],
+)
+def test_no_field_of_vllm_is_unknown(module: str, name: str, known: frozenset[str]) -> None:
+    protocol = pytest.importorskip(f"vllm.entrypoints.{module}.protocol", exc_type=ImportError)
+    fields = set(getattr(importlib.import_module(protocol.__name__), name).model_fields)
+    assert not fields - known - WITHOUT_EFFECT - set(REFUSED)
