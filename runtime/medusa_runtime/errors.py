@@ -22,6 +22,7 @@ MedusaError
 ├── DeviceError                 Device.Failed            a GPU that was asked for cannot be used
 ├── NodeError                   Node.Failed              the node agent cannot be used; a function starts without it
 │   └── NodeRefusedError        Node.Refused             the node agent may not or will not give what was asked
+├── LabError                    Lab.Failed               a laboratory of nodes cannot be made on this machine
 ├── DeployError                 Deploy.Failed            a platform, or its client, refused
 └── HandlerError                Handler.Failed           user code failed
     └── HandlerLoadError        Handler.NotFound         user code could not be imported or has no such name
@@ -135,6 +136,10 @@ class NodeError(MedusaError):
 
 class NodeRefusedError(NodeError):
     code = "Node.Refused"
+
+
+class LabError(MedusaError):
+    code = "Lab.Failed"
 
 
 class DeployError(MedusaError):
