@@ -61,6 +61,7 @@ class NodeClient:
         pin: bool = False,
         fresh: bool = False,
         background: bool = False,
+        held: bool = False,
         within_s: float = _SEALED_WITHIN_S,
     ) -> Region:
         """Return the region of a checkpoint as soon as it can be read. Raises what the agent answers, or NodeError.
@@ -68,11 +69,12 @@ class NodeClient:
         ``within_s``: how long the store may take to send the checkpoint's index.
         ``pin``: it is never evicted; ``fresh``: it is fetched even if it is there. Both are for the agent's own user.
         ``background``: nobody waits for it, so its fetch gives way to others.
+        ``held``: no fetch begins for it; NodeError when the agent neither holds nor fetches it.
         """
         key = model_key(absolute(url))
         seen = open_folder(key)
         try:
-            request = {"url": key, "pin": pin, "fresh": fresh, "background": background}
+            request = {"url": key, "pin": pin, "fresh": fresh, "background": background, "held": held}
             answer = self._ask("region", request, () if seen is None else (seen,))
         finally:
             close_all(() if seen is None else (seen,))

@@ -2,7 +2,7 @@
 
 The sockets are SOCK_SEQPACKET: the kernel keeps a message and its descriptors together, and there is no half of one.
 
-    client → agent    hello {version} · region {url, pin, fresh, background} +[folder] · keep {url} +[region] ·
+    client → agent    hello {version} · region {url, pin, fresh, background, held} +[folder] · keep {url} +[region] ·
                       engine {kind, settings} +[4 descriptors] · drop {url} · status
     agent → client    hello {version, pid} · wait · region {fetched} +[region, demand] · engine {pid} · kept · dropped
                       status {…} · lost {message} · error {code, message}

@@ -77,11 +77,13 @@ class Session:
         key = model_key(text(message.body, "url"))
         self._services.policy.check(key, self.caller)
         pin, fresh = flag(message.body, "pin"), flag(message.body, "fresh")
-        background = flag(message.body, "background")
+        background, held_already = flag(message.body, "background"), flag(message.body, "held")
         if (pin or fresh) and not self.caller.trusted:
             raise NodeRefusedError("expected the agent's own user, or root, to pin a model or to fetch it again")
         if self.held is not None and self.held.key != key and not self.caller.trusted:
             raise NodeRefusedError("expected one model for a connection; open another connection for another model")
+        if held_already and self._services.keeper.regions.get(key) is None:
+            raise NodeError("the node agent holds no such model, and fetches none")
         folder = self._folder(key, message)
         self._let_go()
         held = self._services.keeper.want(key, folder=folder, fresh=fresh, caller=self.caller)

@@ -52,6 +52,8 @@ class Word(IntEnum):
     REGION_BYTES = 15
     ERROR_BYTES = 16
     RELEASED_BYTES = 17  # written by a reader that gives memory back as it goes; see release.py
+    CHECKSUMS_OFFSET = 18  # of the chunks' checksums, 8 bytes each, where other machines read the region; else 0
+    INDEX_CHECKSUM = 19  # of the index and the checkpoint's files; see checksummed.py
 
 
 RING_OFFSET, RING_WORDS = 512, 64  # requests of readers; see demand.py

@@ -37,6 +37,10 @@ class WriterMemory:
         self._map.close()
         self._map_first(size_bytes)
 
+    def words_at(self, offset: int) -> memoryview:
+        """One 8-byte word at an aligned offset."""
+        return self.bytes[offset : offset + 8].cast("Q")
+
     def reserve(self, size_bytes: int) -> None:
         """Grow to this size and make the pages, which costs more than half of a fetch's CPU time."""
         if len(self._map) < size_bytes:

@@ -10,6 +10,7 @@ from ..checkpoint.index import PAGE_BYTES, WeightIndex
 from .chunks import Chunks, chunk_bytes_for
 from .layout import TABLE_OFFSET
 
+_CHECKSUM_BYTES = 8
 DATA_ALIGN_BYTES = 2 << 20  # a huge page, where the kernel has them for shared memory
 
 
@@ -24,14 +25,22 @@ class RegionPlan(NamedTuple):
     directory_offset: int
     data_offset: int
     size_bytes: int  # of the memfd
+    checksums_offset: int  # 0 without
     memory_bytes: int  # less than the size: nothing lies between the directory and where the data is aligned to
 
     @classmethod
-    def of(cls, index: WeightIndex, files: Mapping[str, bytes], late: Mapping[str, int]) -> RegionPlan:
-        """Lay a checkpoint out. ``late``: the sizes in bytes of files that come later."""
-        chunks = Chunks(index, chunk_bytes_for(index))
+    def of(
+        cls, index: WeightIndex, files: Mapping[str, bytes], late: Mapping[str, int], *, for_peers: bool = False
+    ) -> RegionPlan:
+        """Lay a checkpoint out. ``late``: the sizes in bytes of files that come later.
+
+        ``for_peers``: with room for checksums, because other machines read the region.
+        """
+        chunks = Chunks(index, chunk_bytes_for(index, for_peers=for_peers))
         text = index.to_json()
-        index_offset = _align(TABLE_OFFSET + chunks.count, PAGE_BYTES)
+        checksums_offset = _align(TABLE_OFFSET + chunks.count, _CHECKSUM_BYTES) if for_peers else 0
+        end = checksums_offset + _CHECKSUM_BYTES * chunks.count if for_peers else TABLE_OFFSET + chunks.count
+        index_offset = _align(end, PAGE_BYTES)
         at = index_offset + len(text)
         places: dict[str, tuple[int, ...]] = {}
         for name, body in files.items():
@@ -47,7 +56,7 @@ class RegionPlan(NamedTuple):
         if index.region_bytes:
             data_offset = _align(data_offset, DATA_ALIGN_BYTES)
             size = _align(data_offset + index.region_bytes, PAGE_BYTES)
-        return cls(chunks, text, index_offset, places, directory, at, data_offset, size, memory_bytes)
+        return cls(chunks, text, index_offset, places, directory, at, data_offset, size, checksums_offset, memory_bytes)
 
 
 def _align(value: int, step: int) -> int:

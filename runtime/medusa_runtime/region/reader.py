@@ -163,6 +163,11 @@ class Region:
                 return None
         return bytes(self._memory[place[0] : place[0] + place[1]])
 
+    def file_names(self) -> tuple[str, ...]:
+        """Return the names of the files in the region, also of those that come later."""
+        self.wait_index()
+        return tuple(self._files)
+
     def code(self, name: str, timeout_s: float | None = None) -> bytes | None:
         """Return a file that will be executed: only one that was attached here, or that our own prefetcher brought."""
         if name in self._attached or not self.shared:

@@ -69,11 +69,17 @@ class RegionWriter:
             self._memory.reserve(size_bytes)
 
     def lay_out(
-        self, index: WeightIndex, files: Mapping[str, bytes], late: Mapping[str, int] | None = None
+        self,
+        index: WeightIndex,
+        files: Mapping[str, bytes],
+        late: Mapping[str, int] | None = None,
+        *,
+        for_peers: bool = False,
     ) -> WeightIndex:
         """Make the region's parts and let readers in; returns the index they have.
 
-        ``late``: files that come later, with their sizes in bytes.
+        ``late``: files that come later, with their sizes in bytes. ``for_peers``: other machines read the region, so
+        each chunk is published with its checksum.
 
         A region that an ended writer has laid out for the same versions is continued: what it published stays.
         ObjectChangedError when the versions differ, for readers may have used the old ones already.
@@ -81,7 +87,7 @@ class RegionWriter:
         if self._memory.words[Word.REGION_BYTES]:
             self.chunks = self._continue(index)
         else:
-            self.chunks = self._begin(index, files, late or {})
+            self.chunks = self._begin(index, files, late or {}, for_peers=for_peers)
         self.late_files = LateFiles(self._memory)
         words = self._memory.words
         self._order = self.chunks.order()
@@ -95,8 +101,10 @@ class RegionWriter:
         words[Word.STATE] = State.INDEXED
         return self._index
 
-    def _begin(self, index: WeightIndex, files: Mapping[str, bytes], late: Mapping[str, int]) -> Chunks:
-        plan = RegionPlan.of(index, files, late)
+    def _begin(
+        self, index: WeightIndex, files: Mapping[str, bytes], late: Mapping[str, int], *, for_peers: bool
+    ) -> Chunks:
+        plan = RegionPlan.of(index, files, late, for_peers=for_peers)
         self._memory.grow(plan.size_bytes)
         memory, words = self._memory.bytes, self._memory.words
         memory[plan.index_offset : plan.index_offset + len(plan.index_text)] = plan.index_text
@@ -109,6 +117,11 @@ class RegionWriter:
         words[Word.DATA_OFFSET] = plan.data_offset
         words[Word.CHUNK_BYTES], words[Word.CHUNK_COUNT] = plan.chunks.chunk_bytes, plan.chunks.count
         words[Word.TOTAL_BYTES] = index.total_bytes
+        words[Word.CHECKSUMS_OFFSET] = plan.checksums_offset
+        if for_peers:
+            from .checksummed import checksum_of_index  # only for nodes of a cluster
+
+            words[Word.INDEX_CHECKSUM] = checksum_of_index(plan.index_text, files)
         words[Word.REGION_BYTES] = plan.size_bytes  # last: it says that the layout above is complete
         self._index = index
         return plan.chunks
@@ -126,6 +139,11 @@ class RegionWriter:
             )
         self._index = found
         return Chunks(found, words[Word.CHUNK_BYTES])
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether chunks are published with their checksums (xxh3-64), for other machines."""
+        return bool(self._memory.words[Word.CHECKSUMS_OFFSET])
 
     def present(self, chunk: int) -> bool:
         """Whether a chunk is published."""
@@ -176,11 +194,13 @@ class RegionWriter:
         shard, start, _ = self.chunks.place(chunk)
         return self._memory.words[Word.DATA_OFFSET] + self._index.shards[shard].offset + start
 
-    def publish(self, chunk: int) -> None:
-        """Let readers have a chunk whose bytes are complete."""
+    def publish(self, chunk: int, checksum: int | None = None) -> None:
+        """Let readers have a chunk whose bytes are complete. ``checksum``: its own, in a region with checksums."""
         with self._publishing:  # also the barrier that puts the bytes in front of the mark on CPUs that reorder stores
             if self.chunks is None or self.present(chunk):
                 return
+            if checksum is not None:
+                self._memory.words_at(self._memory.words[Word.CHECKSUMS_OFFSET] + 8 * chunk)[0] = checksum
             self._memory.bytes[TABLE_OFFSET + chunk] = 1
             self._memory.words[Word.FETCHED_BYTES] += self.chunks.size(chunk)
             self._raise_watermark(self.chunks)

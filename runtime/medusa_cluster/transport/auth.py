@@ -1,0 +1,37 @@
+"""Who may speak to a node server: those who know the cluster's token."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable, Collection
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+from medusa_runtime.storage.peer_access import PeerAccess, read_token
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_SCHEME = "Bearer "
+
+
+def require_token(token: str, *, open_paths: Collection[str] = ("/healthz",)) -> Middleware:
+    """Return a middleware that answers 401 without ``Authorization: Bearer <token>``, except on ``open_paths``."""
+    expected = token.encode()
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "")
+        found = given.removeprefix(_SCHEME).encode("utf-8", "surrogateescape") if given.startswith(_SCHEME) else b""
+        if not hmac.compare_digest(found, expected) and request.path not in open_paths:
+            # The connection ends: what follows on it may be the rest of a body that was not read.
+            return web.Response(
+                status=401,
+                headers={"WWW-Authenticate": "Bearer", "Connection": "close"},
+                text="expected the cluster's token: Authorization: Bearer …\n",
+            )
+        return await handler(request)
+
+    return check
+
+
+__all__ = ["PeerAccess", "read_token", "require_token"]

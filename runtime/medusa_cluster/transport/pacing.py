@@ -1,0 +1,86 @@
+"""Serving before weights: what a node serves is sent first, and weights at a pace that leaves room for it.
+
+The kernel paces each connection by itself (SO_MAX_PACING_RATE, socket(7)), without privileges and without a queueing
+discipline for it. Marks are for queues that heed them: SO_PRIORITY on this machine, IP_TOS on the way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_SO_MAX_PACING_RATE = 47
+_UNLIMITED = (1 << 64) - 1
+_PRIORITY_SERVING = 6  # the highest that needs no privilege
+_TOS_SERVING, _TOS_WEIGHTS = 0xB8, 0x08  # expedited forwarding; throughput before delay
+
+
+class Pacer:
+    """Limits the weights that a node sends, over all connections together. The limit may change while they flow.
+
+    Not thread-safe: everything happens in the node server's event loop.
+    """
+
+    def __init__(self, bytes_per_s: float | None = None) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._sending: Counter[socket.socket] = Counter()
+        self._paced: dict[socket.socket, int] = {}
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """The limit; None: as fast as the link carries them."""
+        return self._bytes_per_s
+
+    def set(self, bytes_per_s: float | None) -> None:
+        """Limit weights to so many bytes a second, or to nothing."""
+        self._bytes_per_s = bytes_per_s
+        self._share()
+
+    @contextmanager
+    def sending(self, connection: socket.socket) -> Iterator[None]:
+        """Count a connection among those that share the limit, for as long as it has something to send."""
+        self._sending[connection] += 1
+        self._share()
+        try:
+            yield
+        finally:
+            self._sending[connection] -= 1
+            if not self._sending[connection]:
+                del self._sending[connection]
+                self._paced.pop(connection, None)
+            self._share()
+
+    def _share(self) -> None:
+        limit = self._bytes_per_s
+        each = _UNLIMITED if limit is None else max(int(limit / max(len(self._sending), 1)), 1)
+        for connection in self._sending:
+            if self._paced.get(connection, _UNLIMITED) != each:
+                with contextlib.suppress(OSError):  # it has just ended
+                    connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, each.to_bytes(8, "little"))
+                self._paced[connection] = each
+
+
+def mark_serving(connection: socket.socket) -> None:
+    """Mark a connection whose bytes a user waits for: requests, activations, keys and values."""
+    _mark(connection, _TOS_SERVING)
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, _PRIORITY_SERVING)
+
+
+def mark_weights(connection: socket.socket) -> None:
+    """Mark a connection that carries weights."""
+    _mark(connection, _TOS_WEIGHTS)
+
+
+def _mark(connection: socket.socket, tos: int) -> None:
+    with contextlib.suppress(OSError):
+        if connection.family == socket.AF_INET6:
+            connection.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, tos)
+        else:
+            connection.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, tos)
+
+
+__all__ = ["Pacer", "mark_serving", "mark_weights"]

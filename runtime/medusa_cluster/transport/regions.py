@@ -1,0 +1,275 @@
+"""The regions of a node, as its peers read them over HTTP. A peer's side is ``medusa_runtime/storage/peer.py``.
+
+    GET /regions/<model URL, percent-encoded>/index               the weight index and the checkpoint's files
+    GET /regions/<model URL>/shards/<name>?start=a&stop=b         the bytes [a, b) of a shard, in frames
+    GET /regions/<model URL>/progress                             how much is there, at once
+
+A range of chunks that are still on their way is answered as they arrive. So a chain of nodes is a row of prefetchers,
+each of which reads from the node before it (BlitzScale §5.1). The bytes go from the region's pages to the socket
+(sendfile), and are never copied here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from aiohttp import web
+from medusa_runtime.errors import MedusaError, NodeError
+from medusa_runtime.node.regions.model_key import model_key
+from medusa_runtime.region.checksummed import ChecksummedRegion
+from medusa_runtime.region.layout import State
+from medusa_runtime.storage.framing import (
+    CHECKSUM_HEADER,
+    CHUNK_BYTES_HEADER,
+    Frame,
+    entity_tag_of,
+    framed_bytes,
+    pack_index,
+)
+
+from .pacing import Pacer, mark_weights
+
+_LONGEST_RANGE_BYTES = 64 << 20
+_MOST_RUN = 64  # chunks that are sent with one call
+_MOST_REQUESTS = 64  # of one peer at a time
+_LEAST_BYTES_PER_S = 64 << 10  # below which a peer that reads is given up
+_PATIENCE_S = 10.0  # with a peer that takes nothing
+_QUIET_S = 60.0  # with a region to which nothing comes
+_LOOK_S = 0.5  # between looks whether a region still has a prefetcher
+_TICK_S = 0.002
+_APPEAR_S = 0.5  # for a region whose fetch is about to begin on this node
+
+
+class RegionSource(Protocol):
+    """Where a node server finds the regions of its node: ``agent_regions.AgentRegions``."""
+
+    async def acquire(self, url: str, *, current: bool, within_s: float) -> ChecksummedRegion | None:
+        """Return this node's region of a model, which is laid out. Give it back with ``release``.
+
+        None when the node has none within ``within_s`` and fetches none. ``current``: not one that has been replaced
+        since it was last asked for.
+        """
+
+    def release(self, region: ChecksummedRegion) -> None: ...
+
+
+class _Arrivals:
+    """Wakes those who wait for chunks. One timer for all of them, and none while nobody waits."""
+
+    def __init__(self) -> None:
+        self._next: asyncio.Future[None] | None = None
+
+    async def tick(self) -> None:
+        if self._next is None:
+            loop = asyncio.get_running_loop()
+            self._next = loop.create_future()
+            loop.call_later(_TICK_S, self._fire)
+        await asyncio.shield(self._next)
+
+    def _fire(self) -> None:
+        fired, self._next = self._next, None
+        if fired is not None and not fired.done():
+            fired.set_result(None)
+
+
+class _Refused(Exception):
+    """An answer other than the one that was asked for."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class RegionRoutes:
+    """Answers peers. ``sent_bytes``: of weights, since the start."""
+
+    def __init__(self, source: RegionSource, pacer: Pacer) -> None:
+        self._source = source
+        self._pacer = pacer
+        self._arrivals = _Arrivals()
+        self._requests: Counter[str] = Counter()
+        self.sent_bytes = 0
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/regions/{url}/index", self._answer(self._index)),
+            web.get("/regions/{url}/shards/{name}", self._answer(self._shard)),
+            web.get("/regions/{url}/progress", self._answer(self._progress)),
+        ]
+
+    def _answer(
+        self, handler: Callable[[web.Request, ChecksummedRegion], Awaitable[web.StreamResponse]]
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """Wrap a handler: within the limits, with the region that the path names."""
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            peer = request.remote or ""
+            if self._requests[peer] >= _MOST_REQUESTS:
+                return web.Response(status=503, headers={"Retry-After": "1"}, text="too many requests at a time\n")
+            self._requests[peer] += 1
+            region: ChecksummedRegion | None = None
+            try:
+                current = request.path.endswith("/index")
+                region = await self._source.acquire(_key(request), current=current, within_s=_APPEAR_S)
+                if region is not None:
+                    return await handler(request, region)
+                return web.Response(status=404, text="this node has no region of the model\n")
+            except _Refused as refused:
+                return web.Response(status=refused.status, text=f"{refused}\n")
+            except MedusaError as error:
+                return web.Response(status=404, text=f"{error}\n")
+            finally:
+                if region is not None:
+                    self._source.release(region)
+                self._requests[peer] -= 1
+                if not self._requests[peer]:
+                    del self._requests[peer]
+
+        return answer
+
+    async def _index(self, request: web.Request, region: ChecksummedRegion) -> web.StreamResponse:
+        headers = {CHECKSUM_HEADER: f"{region.index_checksum:016x}", CHUNK_BYTES_HEADER: str(region.chunk_bytes)}
+        body = pack_index(region.index.to_json(), region.files())
+        return web.Response(body=body, headers=headers, content_type="application/octet-stream")
+
+    async def _progress(self, request: web.Request, region: ChecksummedRegion) -> web.StreamResponse:
+        return web.json_response(
+            {
+                "state": region.state.name.lower(),
+                "fetched_bytes": region.fetched_bytes,
+                "total_bytes": region.total_bytes,
+                "chunk_bytes": region.chunk_bytes,
+            }
+        )
+
+    async def _shard(self, request: web.Request, region: ChecksummedRegion) -> web.StreamResponse:
+        first, count = _range(request, region)
+        size = sum(region.chunks.size(chunk) for chunk in range(first, first + count))
+        response = web.StreamResponse(headers={"ETag": _etag(request, region)})
+        response.content_type = "application/octet-stream"
+        response.content_length = framed_bytes(count, size)
+        await response.prepare(request)
+        connection = _socket(request)
+        if connection is not None:
+            mark_weights(connection)
+        try:
+            sent = 0
+            while sent < count:
+                ready = await self._wait(request, region, first + sent, min(count - sent, _MOST_RUN))
+                await self._send(request, response, region, first + sent, ready)
+                sent += ready
+        except (MedusaError, OSError):  # the head is sent: only the connection's end can show it
+            _abort(request)
+        except BaseException:
+            _abort(request)
+            raise
+        else:
+            await response.write_eof()
+        return response
+
+    async def _wait(self, request: web.Request, region: ChecksummedRegion, first: int, most: int) -> int:
+        """Wait until a chunk is there, and return how many are, one behind the other."""
+        if ready := region.present(first, most):
+            return ready
+        looked = changed = time.monotonic()
+        fetched_bytes = region.fetched_bytes
+        while not (ready := region.present(first, most)):
+            if request.transport is None or request.transport.is_closing():
+                raise ConnectionResetError("the peer has gone")
+            await self._arrivals.tick()
+            now = time.monotonic()
+            if now - looked < _LOOK_S:
+                continue
+            looked = now
+            if region.fetched_bytes != fetched_bytes:
+                fetched_bytes, changed = region.fetched_bytes, now
+            if now - changed > _QUIET_S or not region.is_filled:
+                raise NodeError("the region is not being filled")
+        return ready
+
+    async def _send(
+        self, request: web.Request, response: web.StreamResponse, region: ChecksummedRegion, first: int, count: int
+    ) -> None:
+        """Send neighbouring chunks that are there: their frames, and then their bytes in one piece."""
+        sizes = [region.chunks.size(chunk) for chunk in range(first, first + count)]
+        frames = [
+            Frame(size, count - 1 - number, region.checksum(first + number)).pack() for number, size in enumerate(sizes)
+        ]
+        size, offset = sum(sizes), region.offset(first)
+        await response.write(b"".join(frames))
+        transport, connection = request.transport, _socket(request)
+        if transport is None or connection is None or transport.is_closing():
+            raise ConnectionResetError("the peer has gone")
+        loop = asyncio.get_running_loop()
+        limit = self._pacer.bytes_per_s or float("inf")
+        with self._pacer.sending(connection):
+            # With TLS, the event loop reads and sends pieces instead.
+            patience_s = _PATIENCE_S + size / min(_LEAST_BYTES_PER_S, limit)
+            sending = loop.sendfile(transport, region.file, offset, size)
+            await asyncio.wait_for(sending, patience_s)
+        self.sent_bytes += size
+
+
+def routes(source: RegionSource, pacer: Pacer) -> list[web.RouteDef]:
+    """Return the routes with which a node server offers its node's regions to peers."""
+    return RegionRoutes(source, pacer).routes()
+
+
+def _key(request: web.Request) -> str:
+    try:
+        return model_key(request.match_info["url"])
+    except NodeError as error:
+        raise _Refused(400, str(error)) from None
+
+
+def _etag(request: web.Request, region: ChecksummedRegion) -> str:
+    found = region.shard(request.match_info["name"])
+    if found is None:
+        raise _Refused(404, "the model has no such shard")
+    etag = entity_tag_of(found[1].version)
+    if request.headers.get("If-Match", etag) != etag:
+        raise _Refused(412, "this node has another version of the shard")
+    return etag
+
+
+def _range(request: web.Request, region: ChecksummedRegion) -> tuple[int, int]:
+    """Return the chunks that a request covers: the first, and their number."""
+    found = region.shard(request.match_info["name"])
+    if found is None:
+        raise _Refused(404, "the model has no such shard")
+    _etag(request, region)
+    number, shard = found
+    start, stop = (_number(request.query.get(name)) - shard.data_start for name in ("start", "stop"))
+    if not 0 <= start < stop <= shard.data_bytes or stop - start > _LONGEST_RANGE_BYTES:
+        raise _Refused(416, f"expected at most {_LONGEST_RANGE_BYTES} bytes within the shard's data")
+    if start % region.chunk_bytes or (stop % region.chunk_bytes and stop != shard.data_bytes):
+        raise _Refused(416, f"expected whole chunks of {region.chunk_bytes} bytes")
+    covered = region.chunks.covering(number, start, stop)
+    if region.state == State.FAILED:
+        raise _Refused(404, "the fetch of this model has failed")
+    return covered.start, len(covered)
+
+
+def _number(text: str | None) -> int:
+    if text is None or not text.isascii() or not text.isdecimal() or len(text) > 18:
+        raise _Refused(400, "expected start and stop as whole numbers")
+    return int(text)
+
+
+def _socket(request: web.Request) -> socket.socket | None:
+    transport = request.transport
+    found = None if transport is None else transport.get_extra_info("socket")
+    return None if found is None else getattr(found, "_sock", found)
+
+
+def _abort(request: web.Request) -> None:
+    if request.transport is not None:
+        request.transport.abort()
+
+
+__all__ = ["RegionRoutes", "RegionSource", "routes"]

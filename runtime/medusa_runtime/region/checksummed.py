@@ -1,0 +1,131 @@
+"""A region that other machines read: its index, and which chunks are there, each with the checksum it came with."""
+
+from __future__ import annotations
+
+import importlib
+import mmap
+import os
+from collections.abc import Callable, Mapping
+
+from ..checkpoint.index import Shard, WeightIndex
+from ..errors import MissingPackageError, StorageError
+from .chunks import Chunks
+from .layout import HEADER_BYTES, TABLE_OFFSET, State, Word, reopen
+from .lock import is_locked
+from .reader import Region
+
+_PRIVATE = ".medusa/"  # artifacts of a state bundle, which are for this machine
+
+
+def checksum_of_chunks() -> Callable[[memoryview], int]:
+    """Return xxh3-64, which a core does faster than it can read memory. MissingPackageError without its package."""
+    try:
+        found: Callable[[memoryview], int] = importlib.import_module("xxhash").xxh3_64_intdigest
+    except ImportError:
+        raise MissingPackageError(
+            'weights between nodes need the package xxhash: pip install "medusa-runtime[cluster]"'
+        ) from None
+    return found
+
+
+def shared_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the files that belong to the checkpoint itself, by name in a fixed order."""
+    return {name: files[name] for name in sorted(files) if not name.startswith(_PRIVATE)}
+
+
+def checksum_of_index(index_text: bytes, files: Mapping[str, bytes]) -> int:
+    """Return the checksum of an index and the checkpoint's files."""
+    parts = [index_text, *(part for name, body in shared_files(files).items() for part in (name.encode(), body))]
+    lengths = b"".join(len(part).to_bytes(8, "little") for part in parts)
+    return checksum_of_chunks()(memoryview(lengths + b"".join(parts)))
+
+
+class ChecksummedRegion:
+    """A reader's view of a laid-out region with checksums, without its data. It owns ``region``."""
+
+    def __init__(self, region: Region, timeout_s: float = 1.0) -> None:
+        """StorageError when the region is not laid out within ``timeout_s``, failed, or has no checksums."""
+        self._region = region
+        try:
+            self._open(timeout_s)
+        except TimeoutError:
+            region.close()
+            raise StorageError(f"the region was not laid out within {timeout_s:g} s") from None
+        except BaseException:
+            region.close()
+            raise
+
+    def _open(self, timeout_s: float) -> None:
+        region = self._region
+        self.index: WeightIndex = region.wait_index(timeout_s)
+        # One mapping of everything in front of the data, read-only.
+        descriptor = reopen(region.fd, os.O_RDONLY)
+        self.file = open(descriptor, "rb", buffering=0)  # noqa: SIM115  closed by ``close``
+        with mmap.mmap(descriptor, HEADER_BYTES, prot=mmap.PROT_READ) as header:
+            words = memoryview(header).cast("Q")
+            self._data_offset, sums = words[Word.DATA_OFFSET], words[Word.CHECKSUMS_OFFSET]
+            self.chunk_bytes, self.index_checksum = words[Word.CHUNK_BYTES], words[Word.INDEX_CHECKSUM]
+            words.release()
+        self.chunks = Chunks(self.index, self.chunk_bytes)
+        if not sums or any(shard.path is not None for shard in self.index.shards):
+            self.file.close()
+            raise StorageError("this region was not made for peers: it has no checksums")
+        self._map = mmap.mmap(descriptor, self._data_offset, prot=mmap.PROT_READ)
+        memory = memoryview(self._map)
+        self._words = memory[:HEADER_BYTES].cast("Q")
+        self._table = memory[TABLE_OFFSET : TABLE_OFFSET + self.chunks.count]
+        self._sums = memory[sums : sums + 8 * self.chunks.count].cast("Q")
+        self._shards = {shard.name: (number, shard) for number, shard in enumerate(self.index.shards)}
+
+    @property
+    def state(self) -> State:
+        return State(self._words[Word.STATE])
+
+    @property
+    def fetched_bytes(self) -> int:
+        return int(self._words[Word.FETCHED_BYTES])
+
+    @property
+    def total_bytes(self) -> int:
+        return int(self._words[Word.TOTAL_BYTES])
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether it is complete, or a prefetcher is at work on it. Costs a system call."""
+        state = self.state
+        return state == State.DONE or (state == State.INDEXED and is_locked(self._region.fd))
+
+    def files(self) -> dict[str, bytes]:
+        """Return the checkpoint's files."""
+        names = [name for name in self._region.file_names() if not name.startswith(_PRIVATE)]
+        return shared_files({name: body for name in names if (body := self._region.file(name, 0.0)) is not None})
+
+    def shard(self, name: str) -> tuple[int, Shard] | None:
+        """Return a shard by its name, with its number."""
+        return self._shards.get(name)
+
+    def present(self, chunk: int, most: int) -> int:
+        """Return how many chunks are there, one behind the other from ``chunk`` on, of ``most``."""
+        table = bytes(self._table[chunk : chunk + most])
+        missing = table.find(0)
+        return len(table) if missing < 0 else missing
+
+    def checksum(self, chunk: int) -> int:
+        """Return the checksum of a chunk that is there."""
+        return int(self._sums[chunk])
+
+    def offset(self, chunk: int) -> int:
+        """Return where a chunk begins in the region's file."""
+        shard, start, _ = self.chunks.place(chunk)
+        return int(self._data_offset + self.index.shards[shard].offset + start)
+
+    def close(self) -> None:
+        """May be called twice."""
+        self.file.close()
+        for view in (self._words, self._table, self._sums):
+            view.release()
+        self._map.close()
+        self._region.close()
+
+
+__all__ = ["ChecksummedRegion", "checksum_of_chunks", "checksum_of_index", "shared_files"]

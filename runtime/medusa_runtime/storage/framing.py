@@ -1,0 +1,84 @@
+"""The form in which a node sends an index and chunks to its peers.
+
+Chunks travel in runs: a frame for each, then their bytes in one piece. A frame is 16 bytes, little-endian: the chunk's
+size (4), how many more frames of the same run follow it (4), and its xxh3-64 (8).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from typing import NamedTuple
+from urllib.parse import quote
+
+CHECKSUM_HEADER, CHUNK_BYTES_HEADER = "Medusa-Checksum", "Medusa-Chunk-Bytes"
+LARGEST_CHUNK_BYTES = 8 << 20
+_FRAME = struct.Struct("<IIQ")
+FRAME_BYTES = _FRAME.size
+_MOST_RUN = 1024
+_MOST_FILES = 256
+_LENGTH_BYTES = 8
+
+
+class FramingError(Exception):
+    """What came is not in this form."""
+
+
+class Frame(NamedTuple):
+    """The head of one chunk. ``following``: the frames behind this one, in front of the run's bytes."""
+
+    size: int
+    following: int
+    checksum: int
+
+    def pack(self) -> bytes:
+        return _FRAME.pack(*self)
+
+    @classmethod
+    def parse(cls, data: bytes | bytearray | memoryview) -> Frame:
+        """Raises FramingError for sizes that no chunk has."""
+        frame = cls(*_FRAME.unpack(data))
+        if not 0 < frame.size <= LARGEST_CHUNK_BYTES or frame.following >= _MOST_RUN:
+            raise FramingError(f"expected a chunk's frame, found sizes {frame.size} and {frame.following}")
+        return frame
+
+
+def framed_bytes(chunks: int, size_bytes: int) -> int:
+    """Return the length of so many chunks on the wire."""
+    return chunks * FRAME_BYTES + size_bytes
+
+
+def entity_tag_of(version: str | None) -> str:
+    """Return an object's version as an ETag, whatever the store's own form is."""
+    return f'"{quote(version or "", safe="")}"'
+
+
+def pack_index(index_text: bytes, files: Mapping[str, bytes]) -> bytes:
+    """Return an index and the checkpoint's files as one body: a length, the names and sizes as JSON, and the bytes."""
+    sizes = {"index": len(index_text), "files": {name: len(body) for name, body in files.items()}}
+    head = json.dumps(sizes).encode()
+    return b"".join([len(head).to_bytes(_LENGTH_BYTES, "little"), head, index_text, *files.values()])
+
+
+def parse_index(data: bytes) -> tuple[bytes, dict[str, bytes]]:
+    """Return the index's text and the files. Raises FramingError for anything that ``pack_index`` does not make."""
+    at = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
+    try:
+        if not _LENGTH_BYTES < at <= len(data):
+            raise FramingError("expected the sizes of an index and files, found fewer bytes")
+        sizes = json.loads(data[_LENGTH_BYTES:at])
+        parts = [("", sizes["index"]), *sizes["files"].items()]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise FramingError("expected the sizes of an index and files, found something else") from None
+    if len(parts) > _MOST_FILES:
+        raise FramingError(f"expected at most {_MOST_FILES} files, found {len(parts)}")
+    found: dict[str, bytes] = {}
+    for name, size in parts:
+        if type(size) is not int or not 0 <= size <= len(data) - at or (name in found):
+            raise FramingError("expected as many bytes as are announced")
+        found[name] = data[at : at + size]
+        at += size
+    if at != len(data):
+        raise FramingError(f"expected {at} bytes, found {len(data)}")
+    return found.pop(""), found

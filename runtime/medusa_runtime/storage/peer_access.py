@@ -1,0 +1,103 @@
+"""What the nodes of a cluster show each other: a token, and certificates where they are given."""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    import ssl
+
+_LEAST_CHARACTERS, _MOST_BYTES = 16, 4096
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAccess:
+    """The cluster's token, and the paths of the files for mutual TLS: all three, or none for plain HTTP."""
+
+    token: str = field(repr=False)
+    ca_file: str | None = None
+    cert_file: str | None = None
+    key_file: str | None = None
+
+    @classmethod
+    def of(
+        cls, token_file: str, ca_file: str | None = None, cert_file: str | None = None, key_file: str | None = None
+    ) -> PeerAccess:
+        """Read the token. ConfigError for a file that others may read, or for some of the certificates without all."""
+        given = [path for path in (ca_file, cert_file, key_file) if path]
+        if given and len(given) < 3:
+            raise ConfigError(
+                "expected all of the cluster's CA, certificate and key for mutual TLS, or none of them; "
+                f"found only {', '.join(given)}"
+            )
+        access = cls(read_token(token_file), ca_file or None, cert_file or None, key_file or None)
+        if access.tls:
+            access.client_context()  # a bad file is named at start, and not by the first fetch
+        return access
+
+    @property
+    def tls(self) -> bool:
+        """Whether nodes speak TLS with each other."""
+        return self.cert_file is not None
+
+    def client_context(self) -> ssl.SSLContext | None:
+        """Return the context with which a node connects to others; None for plain HTTP."""
+        return self._context(server=False) if self.tls else None
+
+    def server_context(self) -> ssl.SSLContext | None:
+        """Return the context with which a node listens: it asks for a certificate, too. None for plain HTTP."""
+        return self._context(server=True) if self.tls else None
+
+    def _context(self, *, server: bool) -> ssl.SSLContext:
+        import ssl  # 10 ms, only where there are certificates
+
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+        # The CA is the cluster's own: whoever has a certificate of it is a node, at whatever address.
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        assert self.ca_file
+        assert self.cert_file
+        for path in (self.ca_file, self.cert_file, self.key_file or self.cert_file):
+            if not os.access(path, os.R_OK):
+                raise ConfigError(f"{path}: expected a file in PEM form that user {os.geteuid()} may read, for TLS")
+        try:
+            context.load_verify_locations(self.ca_file)
+            context.load_cert_chain(self.cert_file, self.key_file)
+        except (ssl.SSLError, OSError) as error:
+            raise ConfigError(
+                f"{self.ca_file}, {self.cert_file}, {self.key_file}: expected a CA, a certificate and its key in PEM "
+                f"form, found something else ({error})"
+            ) from None
+        return context
+
+
+def read_token(path: str) -> str:
+    """Read the cluster's token. ConfigError unless only its owner may read it, and that is this user or root."""
+    try:
+        with open(path, "rb") as file:
+            found = os.fstat(file.fileno())
+            text = file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{path}: expected the cluster's token, found no file to read: {error.strerror}") from None
+    if not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077 or found.st_uid not in (0, os.geteuid()):
+        raise ConfigError(
+            f"{path}: expected a file that only user {os.geteuid()} may read, found mode "
+            f"{stat.S_IMODE(found.st_mode):o} of user {found.st_uid}; the token in it may be known: make another one, "
+            "and chmod 600 its file"
+        )
+    token = text.decode("ascii", "replace").strip()
+    if not _LEAST_CHARACTERS <= len(token) <= _MOST_BYTES or not all("!" <= each <= "~" for each in token):
+        raise ConfigError(
+            f"{path}: expected a token of at least {_LEAST_CHARACTERS} printable ASCII characters without spaces; "
+            "make one with: openssl rand -hex 32"
+        )
+    return token
+
+
+__all__ = ["PeerAccess", "read_token"]
