@@ -50,6 +50,8 @@ class Settings:
     compile: str = "auto"
     kernels: str = "auto"
     tensor_parallel: int = 1
+    layers: str | None = None
+    group: str | None = None
     threads: int | None = None
     connections: int | None = None
     load_priority: str = "interactive"
@@ -122,6 +124,13 @@ def _port(value: str) -> int:
     if not 0 <= number <= 65535:
         raise ValueError("a port between 0 and 65535")
     return number
+
+
+def _layers(value: str) -> str:
+    start, _, stop = value.partition(":")
+    if not (start.isdecimal() and stop.isdecimal() and int(start) < int(stop)):
+        raise ValueError("START:STOP with START below STOP, such as 0:8")
+    return f"{int(start)}:{int(stop)}"
 
 
 def seconds(value: str) -> float:
@@ -274,6 +283,10 @@ OPTIONS = (
         "vllm: auto multiplies with ours on CPUs without 16-bit products; library: vLLM's own",
     ),
     Option("tensor_parallel", ("MEDUSA_TENSOR_PARALLEL",), positive, "vllm: processes that share one model's layers"),
+    Option(
+        "layers", ("MEDUSA_LAYERS",), _layers, "START:STOP: the layers that are fetched and loaded first, of a group"
+    ),
+    Option("group", ("MEDUSA_GROUP",), _text, "group: the file that describes the workers which share the model"),
     Option("threads", ("MEDUSA_THREADS",), positive, "compute threads; default: the container's CPUs"),
     Option("connections", ("MEDUSA_CONNECTIONS",), positive, "connections to the store; default: measured"),
     Option(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|blocks?|h|blk|encoder|decoder)\.([0-9]+)\.|\.([0-9]+)\.")
@@ -45,6 +45,28 @@ def execution_order(tensors: Mapping[str, _Placed]) -> list[str]:
         ranks.append((last[dtype], name))
     ranks.sort(key=lambda item: item[0])
     return [name for _, name in ranks]
+
+
+def layers_first(order: Sequence[str], start: int, stop: int) -> tuple[list[str], list[str]]:
+    """An execution order in two parts: what a worker for the layers [start, stop) needs, and everything else.
+
+    That includes what comes before the first layer where ``start`` is 0, and what comes behind the last layer where
+    ``stop`` is beyond it; for a model whose head has no tensor of its own, its embedding then, too.
+    """
+    kinds = {name: _rank(name) for name in order}
+    numbers = {name: rank[3] for name, rank in kinds.items() if rank is not None and rank[0] == _LAYER_RANK}
+    last = stop > max(numbers.values(), default=0)
+    tied = last and not any(rank is not None and rank[0] == _HEAD_RANK for rank in kinds.values())
+    front = next((place for place, name in enumerate(order) if name in numbers), len(order))
+
+    def mine(place: int, name: str) -> bool:
+        if name in numbers:
+            return start <= numbers[name] < stop
+        return start == 0 or tied if place < front else last
+
+    own = [name for place, name in enumerate(order) if mine(place, name)]
+    taken = set(own)
+    return own, [name for name in order if name not in taken]
 
 
 def _plain(kind: int) -> _Rank:

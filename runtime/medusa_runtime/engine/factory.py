@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..config import Settings
+from ..errors import ConfigError
 from ..models.backend import backend
 from ..region.reader import Region
 from ..timeline import Timeline
@@ -12,6 +13,8 @@ from .torch.engine import TorchEngine
 
 def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Engine:
     """An encoder's or a decoder's; waits for the checkpoint's index. Raises what their construction raises."""
+    if settings.layers is not None:
+        raise ConfigError("--layers is for a worker that shares a model with others: expected --engine group with it")
     region.wait_index()
     if backend(region.file, settings).kind == "encoder":
         from .encoder.engine import EncoderEngine

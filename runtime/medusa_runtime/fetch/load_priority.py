@@ -10,7 +10,7 @@ import os
 from types import TracebackType
 from typing import Self
 
-from ..region.lock import is_locked, lock
+from ..region.lock import is_locked, lock, unlock
 
 
 class Load:
@@ -29,6 +29,14 @@ class Load:
             lock(self._fd, shared=True)
         except OSError:
             pass  # a file system without locks: everybody has the same priority
+
+    def demote(self) -> None:
+        """Be in the background from now on."""
+        self.background = True
+        try:
+            unlock(self._fd)
+        except OSError:
+            pass
 
     def __enter__(self) -> Self:
         return self

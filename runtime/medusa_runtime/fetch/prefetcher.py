@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
+from ..checkpoint.index import WeightIndex
+from ..checkpoint.order import layers_first
 from ..checkpoint.reader import Checkpoint, Known, open_checkpoint
 from ..errors import TooLargeError
 from ..region.layout import State
@@ -17,7 +19,6 @@ from .streams import Streams, as_medusa
 
 if TYPE_CHECKING:
     from ..checkpoint.checksums import Checksums
-    from ..checkpoint.index import WeightIndex
     from ..config import Settings
     from ..region.reader import Region
     from ..region.writer import RegionWriter
@@ -155,6 +156,11 @@ def _admitted(
 def _fill(writer: RegionWriter, checkpoint: Checkpoint, restored: Restored, options: FetchOptions) -> None:
     index, checksums = restored.index, restored.checksums
     settings, restoring = options.settings, options.restoring
+    own: Sequence[str] = ()
+    if settings.layers is not None:
+        start, _, stop = settings.layers.partition(":")
+        own, rest = layers_first(index.order, int(start), int(stop))
+        index = WeightIndex(index.shards, index.tensors, [*own, *rest], recorded=index.recorded)
     files = {**checkpoint.files, **restored.files}
     late = _admitted(writer, restored, files, options)
     with options.timeline.stage("fetch", bytes=index.total_bytes) as detail:
@@ -167,7 +173,8 @@ def _fill(writer: RegionWriter, checkpoint: Checkpoint, restored: Restored, opti
         if checksums and not checksums.fits(writer.chunks.chunk_bytes, writer.chunks.count):
             checksums = None
         if index.region_bytes:
-            schedule = Schedule(writer, options.load)
+            urgent = {chunk for name in own for chunk in writer.chunks.of_tensor(name)}
+            schedule = Schedule(writer, options.load, urgent)
             streams = Streams(
                 checkpoint.store,
                 index,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Collection
 
 from ..region.writer import RegionWriter
 from .in_flight import InFlightRange, InFlightRanges, Span
@@ -24,12 +25,14 @@ class Schedule:
     them as soon as somebody waits for all of it.
     """
 
-    def __init__(self, writer: RegionWriter, load: Load | None = None) -> None:
+    def __init__(self, writer: RegionWriter, load: Load | None = None, urgent: Collection[int] = ()) -> None:
+        """``urgent``: the chunks after which the load goes on in the background; none: it stays what it is."""
         assert writer.chunks is not None
         self._writer = writer
         self._chunks = writer.chunks
         self._pending = writer.pending()
         self._load = load
+        self._urgent = frozenset(urgent)
         self._taken = bytearray(b"\1" * self._chunks.count)  # also what is there already, or no tensor's
         for chunk in self._pending:
             self._taken[chunk] = 0
@@ -71,6 +74,9 @@ class Schedule:
         if self._writer.unreleased_bytes > _UNRELEASED_BYTES:
             return True
         load = self._load
+        if self._urgent and load is not None and self._pending[self._next] not in self._urgent:
+            self._urgent = frozenset()
+            load.demote()
         if load is None or not load.background:
             return False
         if self._writer.demand.promoted:

@@ -124,13 +124,15 @@ def _opened_gate(name: str) -> Gate:
     return gate
 
 
-def gates(module: nn.Module, timeline: Timeline | None) -> list[Gate]:
+def gates(module: nn.Module, timeline: Timeline | None, gated: Callable[[str], bool] = lambda _: True) -> list[Gate]:
     """Gates for the units of a model of ours: the modules that it calls one by one in a forward.
+
+    Only units that are ``gated``, by their names, get one.
 
     A module with a list of modules somewhere inside is taken apart; one that has none is a unit, such as a decoder
     layer. A unit may use the tensors of its own submodules in any way, and those of another unit only by calling it.
     """
-    return [Gate(name, unit, owners, timeline) for name, unit, owners in _units("", module, True)]
+    return [Gate(name, unit, owners, timeline) for name, unit, owners in _units("", module, True) if gated(name)]
 
 
 def _units(name: str, module: nn.Module, apart: bool) -> Iterator[tuple[str, nn.Module, list[nn.Module]]]:

@@ -91,6 +91,9 @@ class DecoderModel(nn.Module):
     """
 
     config_class: ClassVar[type[ModelConfig]]
+    # The modules that ``embed`` uses. Those beside them and ``layers`` are the ones of ``logits``. A family that names
+    # none cannot be split over several workers.
+    entry: ClassVar[tuple[str, ...]] = ()
     config: ModelConfig
     layers: nn.ModuleList
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from medusa_runtime.checkpoint.order import layers_first
 from medusa_runtime.config import Settings
 from medusa_runtime.fetch.in_flight import InFlightRanges, Span
 from medusa_runtime.fetch.load_priority import Load, interactive_load
@@ -248,3 +249,25 @@ def test_a_fetch_waits_for_memory_to_be_given_back(
     filled.region.release("1")
     thread.join(20)
     assert taken
+
+
+def test_a_workers_layers_are_fetched_first_and_the_others_in_the_background(served: Any, region: Region) -> None:
+    served.bytes_per_s = 20e6
+    thread = fetching(region, served.url + "/m", Timeline.create("test"), connections=1, layers="8:12")
+    region.wait_index()
+    region.wait_tensor(LAST)
+    assert not region.has("layers.6.w")
+    region.wait_tensor("layers.1.w")
+    assert not interactive_load()
+    thread.join()
+    check(region)
+
+
+def test_the_ends_of_a_model_belong_to_its_first_and_last_layers() -> None:
+    layers = [f"layers.{number}.w" for number in range(4)]
+    untied = ["embed_tokens.weight", *layers, "norm.weight", "lm_head.weight"]
+    assert layers_first(untied, 0, 2) == (untied[:3], untied[3:])
+    assert layers_first(untied, 1, 3)[0] == layers[1:3]
+    assert layers_first(untied, 2, 4)[0] == untied[3:]
+    tied = untied[:-1]
+    assert layers_first(tied, 2, 4)[0] == [tied[0], *tied[3:]]

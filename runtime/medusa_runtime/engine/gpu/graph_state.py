@@ -144,7 +144,7 @@ class GraphState:
         Graphs know no more of the KV cache than where these begin, unless one contains the number of blocks.
         """
         named = [memory_range for memory_range in self._memory.ranges.values() if memory_range.name != KV_CACHE]
-        for layer, parts in enumerate(self._cache.layers):
+        for layer, parts in self._cache.layers.items():
             for kind, part in zip(("keys", "values"), parts, strict=True):
                 name = f"{KV_CACHE} {layer} {kind}"
                 named.append(MemoryRange(name, RangeKind.NAMED, part.data_ptr(), part.nbytes))

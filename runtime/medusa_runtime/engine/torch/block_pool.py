@@ -21,6 +21,11 @@ class BlockPool:
     def used(self) -> int:
         return self._fresh - len(self._freed)
 
+    def limit(self, blocks: int) -> None:
+        """Hand out at most so many blocks from now on; only before any was handed out."""
+        assert self._fresh == 0
+        self.blocks = min(self.blocks, blocks)
+
     def take(self, count: int) -> list[int] | None:
         """That many blocks, or None (and nothing taken) when there are fewer."""
         if count > self.free:

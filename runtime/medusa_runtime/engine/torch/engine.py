@@ -19,7 +19,9 @@ from ...errors import EngineError, MedusaError, RequestError
 from ...limits import cpu_count
 from ...load.applier import Applier
 from ...load.loader import Loader
+from ...load.part_applier import PartApplier
 from ...models import build_model
+from ...models.layer_range import LayerRange, require_ranges
 from ...region.reader import Region
 from ...timeline import Timeline
 from ..base import EngineInfo, GenerateRequest
@@ -35,6 +37,7 @@ from .kv_cache import BLOCK_TOKENS, KvCache, KvShape, blocks_for
 from .kv_size import kv_plan
 from .migration import ExportedRequest, export, request_of, resume
 from .runner import CpuRunner, Runner
+from .sampler import Sampled
 from .scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -44,10 +47,15 @@ _MOST_FAILED_STEPS = 3
 
 
 class TorchEngine:
-    """Continuous batching over one model. Construction waits for the checkpoint's index, not its weights."""
+    """Continuous batching over one model. Construction waits for the checkpoint's index, not its weights.
+
+    With ``--layers`` it loads these layers only. What runs the others is a matter of subclasses, for which the
+    attributes and methods with one underscore are.
+    """
 
     def __init__(self, region: Region, settings: Settings, timeline: Timeline, gpu: Gpu | None = None) -> None:
         """On ``gpu``, or, with ``--device cuda``, on the first one there is; else on the CPU."""
+        self._region = region
         self._settings = settings
         self._timeline = timeline
         gpu = gpu or open_gpu(settings, timeline)
@@ -57,11 +65,16 @@ class TorchEngine:
         dtype = config.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
         with timeline.stage("skeleton", architecture=config.architecture):
             self._model = build_model(config)
+        self._dtype = dtype
+        self.layers = LayerRange(0, config.num_layers, config.num_layers)
+        if settings.layers is not None:
+            require_ranges(self._model)
+            self.layers = LayerRange.parse(settings.layers, config.num_layers)
         release = settings.host_weights == "release"
         link = gpu.link if gpu is not None else None
         self._loader = Loader(
             region,
-            Applier(self._model, dtype=dtype),
+            self._applier(),
             timeline=timeline,
             link=link,
             release=release and gpu is not None,
@@ -69,10 +82,13 @@ class TorchEngine:
         self._tokenizer = Tokenizer(region.file("tokenizer.json"), timeline)
         with timeline.stage("kv_plan") as detail:
             free = gpu.free_beside(self._loader) if gpu is not None else None
-            plan = kv_plan(region, config, settings, dtype, device_free_bytes=free)
-            shape = KvShape.of(config, dtype)
+            cached = self._cached_layers()
+            plan = kv_plan(region, config, settings, dtype, device_free_bytes=free, layers=len(cached))
+            shape = KvShape.of(config, dtype, len(cached))
             self._cache = (
-                KvCache(shape, plan.blocks) if gpu is None else KvCache(shape, gpu.blocks(plan.blocks), gpu.memory)
+                KvCache(shape, plan.blocks, first_layer=cached.start)
+                if gpu is None
+                else KvCache(shape, gpu.blocks(plan.blocks), gpu.memory)
             )
             detail |= {"tokens": plan.tokens, "source": plan.source}
         self.runner: Runner = (
@@ -132,10 +148,7 @@ class TorchEngine:
                 while not stop.is_set():
                     self._inbox.handle()
                     self._check_loaded()
-                    spans = self._scheduler.schedule()
-                    if spans:
-                        self._step(spans)
-                    else:
+                    if not self._turn():
                         self._inbox.wait(0.0 if self.runner.use_idle_time() else _IDLE_S)
         except MedusaError as error:
             end = error
@@ -176,6 +189,16 @@ class TorchEngine:
         self._loader.close()
         self._watcher.join()
 
+    def _cached_layers(self) -> range:
+        """The layers whose keys and values this engine's cache has room for."""
+        return range(self.layers.start, self.layers.stop)
+
+    def _applier(self, *, rest: bool = False) -> Applier:
+        """What applies this engine's layers; with ``rest`` the other ones."""
+        if self.layers.first and self.layers.last:
+            return Applier(self._model, dtype=self._dtype)
+        return PartApplier(self._model, lambda name: self.layers.needs(self._model, name), dtype=self._dtype, rest=rest)
+
     # From here on: the thread of run, but for what says otherwise.
 
     def _watch(self) -> None:
@@ -195,12 +218,18 @@ class TorchEngine:
         if self._load_error is not None:
             raise self._load_error
 
+    def _turn(self) -> bool:
+        """Do what can be done now, for one step at most; whether there was anything."""
+        spans = self._scheduler.schedule()
+        if spans:
+            self._step(spans)
+        return bool(spans)
+
     def _begin(self, sequence: Sequence) -> None:
         self._prompt_tokens += sequence.prompt_length
         self._scheduler.add(sequence)
 
     def _step(self, spans: list[Span]) -> None:
-        first = self._steps == 0
         start_ns = time.monotonic_ns()
         try:
             logits, sequences = self.runner.step(spans)
@@ -217,8 +246,12 @@ class TorchEngine:
                 self._requests.end(span.sequence, "error", failure)
             return
         self._failed_steps = 0
+        self._give(spans, sequences, sampled, start_ns)
+
+    def _give(self, spans: list[Span], sequences: list[Sequence], sampled: list[Sampled], start_ns: int) -> None:
+        """Deliver the tokens of a step that began at ``start_ns``."""
         self._steps += 1
-        if first:
+        if self._steps == 1:
             self._timeline.record(
                 "first_forward", start_ns, time.monotonic_ns(), tokens=sum(s.stop - s.start for s in spans)
             )

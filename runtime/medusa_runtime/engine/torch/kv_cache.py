@@ -29,8 +29,9 @@ class KvShape(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, config: ModelConfig, dtype: torch.dtype) -> KvShape:
-        return cls(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
+    def of(cls, config: ModelConfig, dtype: torch.dtype, layers: int | None = None) -> KvShape:
+        """The shape for all layers of a model, or for so many of them."""
+        return cls(layers or config.num_layers, config.num_kv_heads, config.head_dim, dtype)
 
     @property
     def block_bytes(self) -> int:
@@ -43,10 +44,12 @@ class KvCache:
     The pool is never cleared, so a page of it costs memory only when it is first written. ``memory`` places it on a
     device; there it has ``SPARE_BLOCKS`` more, from ``spare`` on, that are no sequence's: padding is written there.
     They are the first ones, so that a graph's reference inputs are the same whatever the number of blocks.
+    ``first_layer`` is the model's number of the pool's first layer, in a worker that holds a range of them.
     """
 
-    def __init__(self, shape: KvShape, blocks: int, memory: Memory | None = None) -> None:
+    def __init__(self, shape: KvShape, blocks: int, memory: Memory | None = None, *, first_layer: int = 0) -> None:
         self.shape = shape
+        self.first_layer = first_layer
         self.spare = 0
         spares = 0 if memory is None else SPARE_BLOCKS
         self.blocks = BlockPool(blocks, spares)
@@ -57,8 +60,8 @@ class KvCache:
         else:
             size_bytes = total * shape.block_bytes
             self.pool = memory(KV_CACHE, size_bytes)[:size_bytes].view(shape.dtype).view(sizes)
-        self.layers = [(layer[0], layer[1]) for layer in self.pool]
-        self.slots = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in self.layers]
+        self.layers = {number: (layer[0], layer[1]) for number, layer in enumerate(self.pool, first_layer)}
+        self.slots = {number: (k.flatten(0, 1), v.flatten(0, 1)) for number, (k, v) in self.layers.items()}
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """k and v [tokens, kv_heads, head_dim] into ``slots`` [tokens] (block x 16 + place in the block)."""

@@ -16,7 +16,7 @@ from .kv_cache import BLOCK_TOKENS, KvShape
 
 
 def free_bytes(region: Region, settings: Settings, dtype: torch.dtype) -> int:
-    """What can be allocated once the weights of this region are there."""
+    """What can be allocated once the weights of this region are there, all of them: a worker may come to hold them."""
     index, progress = region.wait_index(), region.progress()
     total = sum(shard.data_bytes for shard in index.shards)
     # Mapped files are page cache, which counts as free but is needed; what was fetched into the region does not.
@@ -42,14 +42,21 @@ def geometry(shape: KvShape, max_positions: int) -> Geometry:
 
 
 def kv_plan(
-    region: Region, config: ModelConfig, settings: Settings, dtype: torch.dtype, *, device_free_bytes: int | None = None
+    region: Region,
+    config: ModelConfig,
+    settings: Settings,
+    dtype: torch.dtype,
+    *,
+    device_free_bytes: int | None = None,
+    layers: int | None = None,
 ) -> KvPlan:
     """The plan that the state bundle holds, where it fits this machine now; else one computed. Raises ConfigError.
 
-    ``device_free_bytes``: what a GPU has free beside the weights, where the cache lies on one.
+    ``device_free_bytes``: what a GPU has free beside the weights, where the cache lies on one. ``layers``: how many of
+    the model's layers the cache is for; default: all.
     """
     return plan(
-        geometry(KvShape.of(config, dtype), config.max_positions),
+        geometry(KvShape.of(config, dtype, layers), config.max_positions),
         settings,
         free_bytes=free_bytes(region, settings, dtype) if device_free_bytes is None else device_free_bytes,
         activation_bytes=activations(region, config, settings, dtype),

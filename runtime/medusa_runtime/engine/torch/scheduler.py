@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from ..serving.sequence import Sequence, Span
 from .block_pool import BlockPool
@@ -40,30 +40,39 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
-    def schedule(self) -> list[Span]:
+    def schedule(self, busy: Collection[Sequence] = (), most: int | None = None) -> list[Span]:
         """The spans of the next step, decodes first; empty when nothing is to be done.
 
-        Every sequence's blocks reach to the end of its span, and the spans do not count as computed yet.
+        Every sequence's blocks reach to the end of its span, and the spans do not count as computed yet. Sequences that
+        are ``busy`` in a step that has not ended are left alone. At most ``most`` sequences decode in this step.
         """
         budget = self._max_batched_tokens
         decodes: list[Span] = []
         index = 0
         while index < len(self.running):  # the list becomes shorter from its end when somebody is preempted
             sequence = self.running[index]
+            index += 1
+            if sequence in busy or (most is not None and len(decodes) >= most):
+                continue
             if len(sequence.tokens) - sequence.computed == 1 and self._make_room(sequence):
                 decodes.append(Span(sequence, sequence.computed, sequence.computed + 1))
                 budget -= 1
-            index += 1
         prefills: list[Span] = []
         for sequence in self.running:
-            if len(sequence.tokens) - sequence.computed > 1:
+            if len(sequence.tokens) - sequence.computed > 1 and sequence not in busy:
                 budget -= self._prefill(sequence, budget, prefills)
-        self._admit(budget, prefills)
+        self._admit(budget, prefills, busy)
         return decodes + prefills
 
-    def _admit(self, budget: int, prefills: list[Span]) -> None:
+    def restart(self, sequence: Sequence, computed: int) -> None:
+        """Count only ``computed`` tokens of a running sequence as computed, because the others' values are lost."""
+        sequence.computed = min(computed, sequence.computed)
+
+    def _admit(self, budget: int, prefills: list[Span], busy: Collection[Sequence]) -> None:
         while self.waiting and budget > 0 and len(self.running) < self._max_concurrency:
             sequence = self.waiting[0]
+            if sequence in busy:  # it was preempted in a step that has not ended
+                return
             missing = blocks_for(len(sequence.tokens)) - len(sequence.blocks)
             taken = self._take(missing, keep=sequence)
             if taken is None:

@@ -1,0 +1,49 @@
+"""Applies a part of a checkpoint to a part of a model: the layers that a worker of a group holds, or all others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from medusa_runtime.checkpoint.index import WeightIndex
+from medusa_runtime.load.applier import Applier
+from medusa_runtime.load.gate import Gate, gates
+from medusa_runtime.load.plan import Place, Plan, places, plan
+from medusa_runtime.timeline import Timeline
+
+
+class PartApplier(Applier):
+    """Applies the tensors that ``needed`` names, by their qualified names in the module, or with ``rest`` all others.
+
+    Units of the other part get no gate and keep parameters without memory. A tied parameter belongs to the needed part
+    if any of its names does.
+    """
+
+    def __init__(
+        self, module: nn.Module, needed: Callable[[str], bool], *, dtype: torch.dtype | None, rest: bool = False
+    ) -> None:
+        super().__init__(module, dtype=dtype)
+        self._needed = needed
+        self._is_rest = rest
+
+    def gates(self, timeline: Timeline | None) -> list[Gate]:
+        return gates(self.module, timeline, lambda name: self._needed(name) is not self._is_rest)
+
+    def plan(self, index: WeightIndex) -> Plan:
+        whole = places(self.module)
+        needed = {place.name for name, place in whole.items() if self._needed(name)}
+        self._places = {name: place for name, place in whole.items() if (place.name in needed) is not self._is_rest}
+        return plan(index, self._places, lambda name: self._here(name, whole))
+
+    def hints(self, index: WeightIndex) -> bool:
+        """The needed part is hinted: a prefetcher that serves several readers does not know that it comes first."""
+        return not self._is_rest
+
+    def _here(self, name: str, whole: dict[str, Place]) -> str | None:
+        target = self._rename(name)
+        return None if target in whole and target not in self._places else target
+
+
+__all__ = ["PartApplier"]

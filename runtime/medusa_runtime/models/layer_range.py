@@ -1,0 +1,59 @@
+"""A range of a model's layers, and what else of the model goes with it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from medusa_runtime.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from medusa_runtime.models.base import DecoderModel
+
+
+class LayerRange(NamedTuple):
+    """The layers [start, stop) of ``total``. The embedding goes with the first, norm and head with the last."""
+
+    start: int
+    stop: int
+    total: int
+
+    @classmethod
+    def parse(cls, text: str, count: int) -> LayerRange:
+        """Read ``START:STOP``. ConfigError when a model of ``count`` layers has no such range."""
+        start, separator, stop = text.partition(":")
+        if not (separator and start.isascii() and stop.isascii() and start.isdigit() and stop.isdigit()):
+            raise ConfigError(f"layers={text!r} cannot be used: expected START:STOP, such as 0:8")
+        if not 0 <= int(start) < int(stop) <= count:
+            raise ConfigError(f"layers={text!r} cannot be used: expected a range within 0:{count}, the model's layers")
+        return cls(int(start), int(stop), count)
+
+    @property
+    def first(self) -> bool:
+        return self.start == 0
+
+    @property
+    def last(self) -> bool:
+        return self.stop == self.total
+
+    def needs(self, model: DecoderModel, name: str) -> bool:
+        """Whether this range runs the module or uses the parameter of this qualified name."""
+        unit, _, rest = name.partition(".")
+        if unit == "layers":
+            number = rest.partition(".")[0]
+            return number.isdigit() and self.start <= int(number) < self.stop
+        return self.first if unit in model.entry else self.last and bool(unit)
+
+    def __str__(self) -> str:
+        return f"{self.start}:{self.stop}"
+
+
+def require_ranges(model: DecoderModel) -> None:
+    """Raise ModelError for a family whose layers cannot be given to several workers."""
+    if not model.entry:
+        raise ModelError(
+            f"{model.config.architecture} cannot be split over several workers: its layers do not run in ranges here; "
+            "expected one worker for it"
+        )
+
+
+__all__ = ["LayerRange", "require_ranges"]

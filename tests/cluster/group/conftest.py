@@ -1,0 +1,7 @@
+"""Fixtures of tests that run groups of workers."""
+
+from __future__ import annotations
+
+from engine_fixtures import checkpoint, make_checkpoint, serve, serve_region
+
+__all__ = ["checkpoint", "make_checkpoint", "serve", "serve_region"]
