@@ -1,0 +1,137 @@
+"""How many workers start a model together: the fewest resources that meet its SLOs (ParaServe §4.1, Algorithm 1).
+
+Predictions are those of the recorded stage times: Eq. 5 for the first token, with the overlapped stages, and Eq. 2 for
+the later ones. Eq. 1, without the overlap, is here for systems that do not have it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from medusa_runtime.state.stage_times import StageTimes, Worker
+
+LARGEST_GROUP = 4  # larger ones gain little (ParaServe §4.1.2)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A place for a worker, with the bandwidth that a new fetch gets there."""
+
+    node: str
+    fetch_bytes_per_s: float
+    load_bytes_per_s: float = math.inf
+    free_bytes: float = math.inf
+
+    @property
+    def s_per_byte(self) -> float:
+        """1/b + 1/p: fetching and then loading."""
+        return 1 / self.fetch_bytes_per_s + 1 / self.load_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """A cold start: the workers' nodes, the first ``full`` of which have memory for the whole model."""
+
+    nodes: tuple[str, ...]
+    full: int
+    ttft_s: float
+    tpot_s: float
+    meets: bool  # both SLOs
+
+    @property
+    def size(self) -> int:
+        return len(self.nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What the start has to reach, and what a worker is given for it.
+
+    ``follows_memory``: a worker with a part of the memory has a part of the computing power, as GPUs are shared in the
+    paper's cluster. Elsewhere every worker computes at full speed, and w = s in the equations.
+    """
+
+    ttft_s: float
+    tpot_s: float
+    waiting_s: float = 0.0  # t_w
+    hop_s: float = 0.0  # t_n
+    follows_memory: bool = False
+    least_full: int = 1  # somebody must be able to take the whole model when the group is consolidated
+    largest: int = LARGEST_GROUP
+
+
+def choose(servers: Iterable[Server], times: StageTimes, goal: Goal, layers: int = 0) -> Scheme | None:
+    """Return the smallest group, and in it the fewest full-memory workers, that meets both SLOs.
+
+    Where nothing meets them, one worker on the best server that holds the whole model, and ``meets`` is false. None
+    where no server holds it. ``layers``: a group has no more workers than the model has layers; 0: not known.
+    """
+    usable = [server for server in servers if server.fetch_bytes_per_s > 0]
+    largest = min(goal.largest, layers) if layers else goal.largest
+    fitting = [server for server in usable if server.free_bytes >= times.weights_bytes]
+    fallback: Scheme | None = None
+    for size in range(1, largest + 1):
+        partly = [server for server in usable if server.free_bytes >= times.weights_bytes / size]
+        best = heapq.nsmallest(2 * size, partly, key=_rank)
+        full = heapq.nsmallest(size, fitting, key=_rank)
+        for count in range(1 if size == 1 else min(goal.least_full, size), size + 1):
+            group = _group(full, best, size, count)
+            if group is None:
+                continue
+            scheme = predict(group, count, times, goal)
+            if scheme.meets:
+                return scheme
+            if size == 1:
+                fallback = scheme
+    return fallback
+
+
+def predict(group: Sequence[Server], full: int, times: StageTimes, goal: Goal) -> Scheme:
+    """Return a group's scheme with its predicted times, Eq. 5 and Eq. 2."""
+    workers = [Worker(server.fetch_bytes_per_s, server.load_bytes_per_s) for server in group]
+    computing = full if goal.follows_memory else len(group)
+    hop_s = goal.hop_s if len(group) > 1 else 0.0
+    ttft = times.predicted_ttft_s(workers, full_memory=computing, waiting_s=goal.waiting_s, hop_s=hop_s)
+    tpot = times.predicted_tpot_s(len(group), full_memory=computing, hop_s=hop_s)
+    meets = ttft <= goal.ttft_s and tpot <= goal.tpot_s
+    return Scheme(tuple(server.node for server in group), full, ttft, tpot, meets)
+
+
+def unoverlapped_ttft_s(group: Sequence[Server], full: int, times: StageTimes, goal: Goal) -> float:
+    """Apply Eq. 1: the stages one after the other, as systems start that do not overlap them."""
+    size = len(group)
+    computing = full if goal.follows_memory else size
+    starting = times.container_s + times.device_s + times.import_s
+    moving = times.weights_bytes / size * max(server.s_per_byte for server in group)
+    prefill = times.prefill_s * (size - computing + computing / size)
+    return goal.waiting_s + starting + moving + prefill + goal.hop_s * size
+
+
+def parts(layers: int, size: int) -> tuple[tuple[int, int], ...]:
+    """Divide layers among a group's workers, as evenly as they go; the first ones hold one more."""
+    each, more = divmod(layers, size)
+    ends = [0]
+    for number in range(size):
+        ends.append(ends[-1] + each + (number < more))
+    return tuple(pairwise(ends))
+
+
+def _group(full: Sequence[Server], best: Sequence[Server], size: int, count: int) -> list[Server] | None:
+    """Return the ``count`` best servers that hold all, then the best others that hold a part; no server twice.
+
+    ``best`` is long enough: of its 2s at most s are among the full ones.
+    """
+    if len(full) < count:
+        return None
+    group = list(full[:count])
+    taken = {server.node for server in group}
+    group += [server for server in best if server.node not in taken][: size - count]
+    return group if len(group) == size else None
+
+
+def _rank(server: Server) -> tuple[float, str]:
+    return server.s_per_byte, server.node
