@@ -1,20 +1,398 @@
-"""One tick of the cluster: from its state to decisions."""
+"""One tick of the cluster: from its state to decisions.
+
+The controller calls ``decide`` a few times a second, and so does the simulator. The steps, in this order: how many
+instances each model needs, what ends, where the others start, what the parameter pool lacks, who reads from whom.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import islice
 
-from .state import ClusterState, Decision
+from .chains import live_pairs
+from .fetches import Fetches, by_url, current_targets
+from .index import Index
+from .placement import Placement
+from .pool import restore
+from .scaling import Bounds, Monitor, prescaled_decoders, shares, wanted
+from .sizing import Goal, Scheme, choose, parts
+from .state import (
+    ChangeRole,
+    ClusterState,
+    Consolidate,
+    Decision,
+    Deployment,
+    Instance,
+    Load,
+    Pace,
+    RequestNodes,
+    Role,
+    StartInstance,
+    StopInstance,
+)
+
+_CANDIDATES = 16  # servers that are looked at for a group: the best ones
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The parts of the policy that can be switched on and off, by a controller or by an experiment."""
+
+    bounds: Bounds = field(default_factory=Bounds)
+    pool: bool = True  # keep a copy of each deployed model in the cluster
+    from_peers: bool = True  # read weights from other nodes; else from the store alone
+    forwarding: bool = True  # chains; else each target reads from a complete copy
+    live: bool = False  # a new instance relieves a loaded one while its layers arrive
+    largest_group: int = 1  # workers that start a model together
+    follows_memory: bool = False  # a worker with a part of the memory has a part of the computing power
+    prescale: bool = True  # decode instances with prefill instances
+    hop_s: float = 0.0005  # between two workers
+    paced_fraction: float = 0.85  # of a link, for weights beside serving traffic
+    drain_s: float = 30.0
 
 
 @dataclass(frozen=True)
 class Memory:
     """What one call of ``decide`` leaves for the next. A controller that starts again begins with an empty one."""
 
+    monitors: Mapping[tuple[str, Role], Monitor] = field(default_factory=dict)
+    deadlines_s: Mapping[tuple[str, str], float] = field(default_factory=dict)  # of fetches, by node and URL
+    paces: Mapping[str, float] = field(default_factory=dict)
+    consolidated: frozenset[str] = frozenset()  # groups
+    requested_nodes: int = 0
+    index: Index = field(default_factory=Index, compare=False)  # follows from the state; kept because it is large
 
-def decide(state: ClusterState, now_s: float, memory: Memory) -> tuple[list[Decision], Memory]:
+
+def decide(
+    state: ClusterState, now_s: float, memory: Memory, options: Options | None = None
+) -> tuple[list[Decision], Memory]:
     """Return what to do now, in the order in which to do it, and the memory for the next call.
 
     Deterministic. ``now_s`` is on the clock of the state's times. The controller may drop a memory and begin anew.
     """
-    return [], memory
+    memory.index.update(state.nodes)
+    tick = _Tick(state, now_s, memory, options or Options())
+    return tick.run()
+
+
+@dataclass
+class _Count:
+    """One role of a model: its instances and how many there should be."""
+
+    deployment: Deployment
+    role: Role
+    instances: list[Instance]  # those that count: they start or are ready, on nodes that stay
+    wanted: int = 0
+    least: int = 0  # would do
+
+    @property
+    def current(self) -> int:
+        return sum(instance.full for instance in self.instances)
+
+    @property
+    def ready(self) -> int:
+        return sum(instance.full and instance.state == "ready" for instance in self.instances)
+
+
+class _Tick:
+    def __init__(self, state: ClusterState, now_s: float, memory: Memory, options: Options) -> None:
+        self._state, self._now_s, self._memory, self._options = state, now_s, memory, options
+        self._index = memory.index
+        self._by_url = by_url(state.deployments.values())
+        self._placement = Placement(state.nodes, memory.index, now_s, memory.deadlines_s)
+        self._fetches = Fetches(
+            state.nodes, memory.index, self._by_url, from_peers=options.from_peers, forwarding=options.forwarding
+        )
+        self._monitors: dict[tuple[str, Role], Monitor] = {}
+        self._deadlines = {key: at for key, at in memory.deadlines_s.items() if key in memory.index.arriving}
+        self._starts: list[StartInstance] = []
+        self._decisions: list[Decision] = []
+
+    def run(self) -> tuple[list[Decision], Memory]:
+        counts = [count for deployment in self._state.deployments.values() for count in self._counts(deployment)]
+        missing = self._nodes(self._share(counts))
+        changes = self._keep_pool()
+        for count in counts:
+            self._adjust(count)
+        self._end_orphans()
+        paces = self._fetches.paces(self._options.paced_fraction, self._memory.paces)
+        groups = self._consolidate()
+        fetches = [*self._fetches.repair(), *self._fetches.decide()]
+        decisions: list[Decision] = [*paces, *changes, *fetches, *self._paired(), *self._decisions, *groups]
+        if missing != self._memory.requested_nodes:
+            decisions.append(RequestNodes(missing))
+        consolidated = self._memory.consolidated | {group.group for group in groups}
+        memory = Memory(
+            self._monitors,
+            self._deadlines,
+            _paces(self._memory.paces, paces),
+            frozenset(consolidated & self._groups()) if consolidated else consolidated,
+            missing,
+            self._index,
+        )
+        return decisions, memory
+
+    # How many.
+
+    def _counts(self, deployment: Deployment) -> Iterator[_Count]:
+        load = self._state.loads.get(deployment.name)
+        known = self._index.instances.get(deployment.name)
+        if load is None and not known and not deployment.min:
+            return
+        staying = [
+            instance
+            for instance in (known or {}).values()
+            if instance.state != "draining" and self._state.nodes[instance.node].state == "alive"
+        ]
+        load = load or Load()
+        if not deployment.disaggregated:
+            yield self._count(deployment, "both", staying, load)
+            return
+        prefill = [instance for instance in staying if instance.role != "decode"]
+        decode = [instance for instance in staying if instance.role == "decode"]
+        first = self._count(deployment, "prefill", prefill, replace(load, running=0, kv_use=0.0))
+        second = self._count(deployment, "decode", decode, replace(load, waiting=0, tokens_per_s=0.0))
+        if self._options.prescale:
+            second.wanted = prescaled_decoders(first.current, first.wanted, second.current, second.wanted)
+        second.wanted = min(max(second.wanted, 1 if first.wanted else 0), max(deployment.max, deployment.min))
+        self._turn(first, second)
+        yield first
+        yield second
+
+    def _count(self, deployment: Deployment, role: Role, instances: list[Instance], load: Load) -> _Count:
+        count = _Count(deployment, role, instances)
+        key = (deployment.name, role)
+        found = wanted(
+            deployment,
+            load,
+            current=count.current,
+            ready=count.ready,
+            now_s=self._now_s,
+            monitor=self._memory.monitors.get(key, _NEW),
+            bounds=self._options.bounds,
+        )
+        self._monitors[key] = found.monitor
+        count.wanted, count.least = found.count, found.least
+        return count
+
+    def _turn(self, prefill: _Count, decode: _Count) -> None:
+        """Turn ready prefill instances, which have the weights, into decode instances; new prefill ones replace them.
+
+        Loading a decode instance would share its link with the keys and values that arrive (BlitzScale §5.4).
+        """
+        while self._options.live and decode.current < decode.wanted and prefill.ready > 1:
+            chosen = min(
+                (instance for instance in prefill.instances if instance.state == "ready" and instance.full),
+                key=lambda instance: (instance.running, instance.id),
+            )
+            prefill.instances.remove(chosen)
+            decode.instances.append(replace(chosen, role="decode"))
+            self._decisions.append(ChangeRole(chosen.id, chosen.node, "decode", "decode instances are missing"))
+
+    def _share(self, counts: list[_Count]) -> int:
+        """Cut the counts down to what the cluster has, fairly; returns how many slots more the loads need."""
+        total, slots = sum(count.wanted for count in counts), self._index.slots
+        if total <= slots:
+            return 0
+        demands = {f"{count.deployment.name} {count.role}": count.wanted for count in counts}
+        models = {f"{count.deployment.name} {count.role}": count.deployment for count in counts}
+        given = shares(demands, models, slots)
+        for count in counts:
+            share = given[f"{count.deployment.name} {count.role}"]
+            count.wanted = max(share, min(count.wanted, count.current - 1))  # one at a time
+        return max(sum(max(count.least, count.deployment.min) for count in counts) - slots, 0)
+
+    def _nodes(self, missing_slots: int) -> int:
+        """Return how many nodes like the ones there are have so many slots."""
+        alive = len(self._index.pinned_bytes)
+        return -(-missing_slots * alive // self._index.slots) if self._index.slots else missing_slots
+
+    # Ends and starts.
+
+    def _adjust(self, count: _Count) -> None:
+        if count.wanted < count.current:
+            self._end(count, count.current - count.wanted)
+        elif count.wanted > count.current:
+            self._start(count, count.wanted - count.current)
+
+    def _end(self, count: _Count, number: int) -> None:
+        singles = [instance for instance in count.instances if instance.group is None]
+        groups = {instance.group for instance in count.instances if instance.group is not None}
+        for instance in sorted(singles, key=_dispensable)[:number]:
+            self._stop(instance, "the load needs fewer")
+            number -= 1
+        if number > 0 and count.wanted == 0:
+            for instance in count.instances:
+                if instance.group in groups:
+                    self._stop(instance, "nobody uses the model")
+
+    def _stop(self, instance: Instance, reason: str) -> None:
+        self._decisions.append(StopInstance(instance.id, instance.node, self._options.drain_s, reason))
+
+    def _end_orphans(self) -> None:
+        """End instances of removed models, and those of nodes that drain once others serve."""
+        for model, instances in self._index.instances.items():
+            deployment = self._state.deployments.get(model)
+            if deployment is None:
+                for instance in instances.values():
+                    if instance.state != "draining":
+                        self._stop(instance, "the model was removed")
+                continue
+            leaving = [
+                instance
+                for instance in instances.values()
+                if self._state.nodes[instance.node].state == "draining" and instance.state != "draining"
+            ]
+            if not leaving:
+                continue
+            load = self._state.loads.get(model, Load())
+            stays = any(
+                instance.state == "ready" and self._state.nodes[instance.node].state == "alive"
+                for instance in instances.values()
+            )
+            if stays or not (load.waiting or load.running or deployment.min):
+                for instance in leaving:
+                    self._stop(instance, "its node drains")
+
+    def _start(self, count: _Count, number: int) -> None:
+        deployment = count.deployment
+        cold = count.current == 0 and count.role == "both" and self._options.largest_group > 1
+        while number > 0:
+            scheme = self._scheme(deployment, number) if cold else None
+            if scheme is not None and scheme.size > 1:
+                self._start_group(count, scheme)
+                number -= scheme.full
+                continue
+            node = self._placement.choose(deployment, self._fetches.target(deployment.url))
+            if node is None:
+                return
+            self._start_on(count, node, "the load needs more" if count.current else "a request waits")
+            number -= 1
+
+    def _scheme(self, deployment: Deployment, number: int) -> Scheme | None:
+        """Choose a group for a start from nothing; None where nothing is known about the model's starts."""
+        if deployment.times is None or deployment.layers < 2:
+            return None
+        load = self._state.loads.get(deployment.name, Load())
+        options = self._options
+        servers = self._placement.holders(deployment, self._fetches.target(deployment.url))
+        servers += islice(self._placement.others(deployment), _CANDIDATES)
+        return choose(
+            servers,
+            deployment.times,
+            Goal(
+                deployment.ttft_slo_s,
+                deployment.tpot_slo_s,
+                load.longest_wait_s,
+                options.hop_s,
+                options.follows_memory,
+                least_full=min(number, options.largest_group),
+                largest=options.largest_group,
+            ),
+            deployment.layers,
+        )
+
+    def _start_on(self, count: _Count, node: str, reason: str) -> None:
+        deployment = count.deployment
+        self._placement.take(node)
+        if node not in current_targets(self._index, deployment):
+            self._fetch(deployment, node)
+        self._starts.append(StartInstance(self._id(deployment), deployment.name, node, count.role, reason=reason))
+
+    def _start_group(self, count: _Count, scheme: Scheme) -> None:
+        deployment = count.deployment
+        group = f"{self._id(deployment)}g"
+        held = current_targets(self._index, deployment)
+        for number, (node, layers) in enumerate(zip(scheme.nodes, parts(deployment.layers, scheme.size), strict=True)):
+            self._placement.take(node)
+            if node not in held:
+                self._fetch(deployment, node, scheme.size, layers)
+            full = number < scheme.full
+            start = StartInstance(self._id(deployment), deployment.name, node, count.role, layers, group, full)
+            self._starts.append(replace(start, reason=f"{scheme.size} workers, first token in {scheme.ttft_s:.2f} s"))
+
+    def _fetch(
+        self, deployment: Deployment, node: str, workers: int = 1, layers: tuple[int, int] | None = None
+    ) -> None:
+        deadline = self._now_s + deployment.ttft_slo_s
+        if deployment.times is not None:
+            deadline -= deployment.times.prefill_s
+        self._deadlines[node, deployment.url] = deadline
+        self._placement.add_fetch(node, deployment.url, deployment.size_bytes / workers, deadline)
+        self._fetches.want(node, deployment.url, layers=layers, reason="an instance starts")
+
+    def _id(self, deployment: Deployment) -> str:
+        return f"{deployment.name}-{int(self._now_s * 1000):x}-{len(self._starts)}"
+
+    def _paired(self) -> list[StartInstance]:
+        """Return the starts; with live scaling those at the ends of chains relieve the most loaded instances."""
+        if not self._options.live:
+            return self._starts
+        paired = []
+        for start in self._starts:
+            url = self._state.deployments[start.model].url
+            loaded = sorted(
+                (item for item in self._index.instances.get(start.model, {}).values() if item.state == "ready"),
+                key=lambda item: (-item.running, item.id),
+            )
+            pairs = live_pairs(self._fetches.chains.get(url, ()), [item.id for item in loaded])
+            paired.append(replace(start, partner=pairs.get(start.node)))
+        return paired
+
+    # Pool and groups.
+
+    def _keep_pool(self) -> list[Decision]:
+        if not self._options.pool:
+            return []
+        found = restore(self._index, self._state.nodes, self._by_url.values())
+        for url, node in found.fetches.items():
+            self._fetches.want(node, url, pin=True, reason="the parameter pool lacks it")
+        return list(found.changes)
+
+    def _groups(self) -> set[str]:
+        return {
+            instance.group
+            for instances in self._index.instances.values()
+            for instance in instances.values()
+            if instance.group is not None
+        }
+
+    def _consolidate(self) -> list[Consolidate]:
+        """Decide for each group that is complete whether one worker goes on alone, or several as whole instances."""
+        if self._options.largest_group < 2:
+            return []
+        groups: dict[tuple[str, str], list[Instance]] = {}
+        for model, instances in self._index.instances.items():
+            for instance in instances.values():
+                if instance.group is not None and instance.group not in self._memory.consolidated:
+                    groups.setdefault((model, instance.group), []).append(instance)
+        decisions = []
+        for (model, group), workers in groups.items():
+            if not all(worker.state == "ready" for worker in workers) or model not in self._state.deployments:
+                continue
+            monitor = self._monitors.get((model, "both"), _NEW)
+            needed = int(monitor.samples[0][1]) if monitor.samples else 1
+            full = sorted((worker for worker in workers if worker.full), key=lambda worker: worker.layers or (0, 0))
+            keep = tuple(worker.id for worker in full[: max(1, min(needed, len(full)))])
+            reason = "one is enough" if len(keep) == 1 else "the load needs several"
+            decisions.append(Consolidate(group, model, keep, reason))
+        return decisions
+
+
+_NEW = Monitor()
+
+
+def _dispensable(instance: Instance) -> tuple[bool, int, float, str]:
+    """Order instances by how little ends with them: those that start, those with few requests, the youngest."""
+    return instance.state == "ready", instance.running, -instance.since_s, instance.id
+
+
+def _paces(last: Mapping[str, float], changes: list[Pace]) -> dict[str, float]:
+    paces = dict(last)
+    for change in changes:
+        if change.bytes_per_s is None:
+            paces.pop(change.node, None)
+        else:
+            paces[change.node] = change.bytes_per_s
+    return paces

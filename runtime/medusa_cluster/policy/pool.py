@@ -32,7 +32,7 @@ def sources(index: Index, nodes: Mapping[str, Node], deployment: Deployment) -> 
     return [
         nodes[name]
         for name, copy in index.holders.get(deployment.url, {}).items()
-        if copy.layers is None and copy.fetched_bytes > 0 and is_current(copy, deployment)
+        if copy.layers is None and is_current(copy, deployment)
     ]
 
 
@@ -81,7 +81,7 @@ def spread(index: Index, nodes: Mapping[str, Node], deployments: Iterable[Deploy
         while heap:
             entry = heapq.heappop(heap)
             _, name, pinned = entry
-            if _room(nodes[name]) - planned.get(name, 0) >= deployment.size_bytes:
+            if room(nodes[name]) - planned.get(name, 0) >= deployment.size_bytes:
                 chosen[deployment.url] = name
                 planned[name] = planned.get(name, 0) + deployment.size_bytes
                 pinned += max(deployment.size_bytes, 1)
@@ -111,7 +111,7 @@ def evict(node: Node, needed_bytes: int, deployed: Collection[str], keep: Collec
     return drops if free >= needed_bytes else None
 
 
-def _room(node: Node) -> int:
+def room(node: Node) -> int:
     """Return the bytes that are free or would be after evicting caches."""
     return node.free_bytes + sum(copy.total_bytes for copy in node.copies if not copy.pinned and copy.is_complete)
 
@@ -170,7 +170,7 @@ def _rebalance(index: Index, nodes: Mapping[str, Node], by_url: Mapping[str, Dep
         for copy in nodes[full].copies
         if copy.pinned and copy.url in by_url and copy.is_complete and 2 * copy.total_bytes <= gap
     ]
-    movable = [copy for copy in movable if copy.total_bytes <= _room(nodes[empty]) and empty != full]
+    movable = [copy for copy in movable if copy.total_bytes <= room(nodes[empty]) and empty != full]
     if not movable:
         return {}
     return {max(movable, key=lambda copy: (copy.total_bytes, copy.url)).url: empty}

@@ -48,7 +48,10 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
+    """How many instances there should be, and how few would do."""
+
     count: int
+    least: int
     monitor: Monitor = field(compare=False, default_factory=Monitor)
 
 
@@ -95,8 +98,9 @@ def wanted(
             count, spare = current - 1, now_s
     else:
         count, spare = current, None
-    count = min(max(count, deployment.min), max(deployment.max, deployment.min))
-    return Wanted(count, replace(monitor, spare_since_s=spare))
+    low, high = deployment.min, max(deployment.max, deployment.min)
+    least = min(max(found.least, low), high)
+    return Wanted(min(max(count, low), high), least, replace(monitor, spare_since_s=spare))
 
 
 def shares(demands: Mapping[str, int], deployments: Mapping[str, Deployment], slots: int) -> dict[str, int]:

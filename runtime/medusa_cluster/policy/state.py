@@ -51,6 +51,7 @@ class Instance:
     role: Role = "both"
     layers: Layers | None = None  # None: all
     group: str | None = None  # the group's id
+    full: bool = True  # has memory for the whole model, also while it holds some of its layers
     running: int = 0  # requests
 
 
@@ -180,6 +181,7 @@ class StartInstance:
     role: Role = "both"
     layers: Layers | None = None
     group: str | None = None
+    full: bool = True  # give it memory for the whole model
     partner: str | None = None  # the instance that it relieves while its own layers arrive
     reason: str = ""
 
@@ -205,6 +207,16 @@ class ChangeRole:
 
 
 @dataclass(frozen=True, slots=True)
+class Consolidate:
+    """Make whole instances of these workers of a group, and end its others (ParaServe §6)."""
+
+    group: str
+    model: str
+    keep: tuple[str, ...]  # ids of instances
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Pace:
     """Limit the weights that a node sends, in bytes a second; None: no limit."""
 
@@ -219,4 +231,4 @@ class RequestNodes:
     count: int
 
 
-Decision = Fetch | Drop | Pin | StartInstance | StopInstance | ChangeRole | Pace | RequestNodes
+Decision = Fetch | Drop | Pin | StartInstance | StopInstance | ChangeRole | Consolidate | Pace | RequestNodes

@@ -1,0 +1,163 @@
+"""From "this node needs that model" to fetches with sources: new chains, and those that lost a node."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from .chains import Chain, plan
+from .index import Index
+from .pool import evict, is_current, sources
+from .state import Copy, Deployment, Drop, Fetch, Layers, Node, Pace
+
+
+@dataclass
+class Fetches:
+    """The targets of one tick, collected by model."""
+
+    nodes: Mapping[str, Node]
+    index: Index
+    by_url: Mapping[str, Deployment]
+    from_peers: bool = True
+    forwarding: bool = True  # a receiver sends on what it has; else every target reads from a source that is complete
+    chains: dict[str, tuple[Chain, ...]] = field(default_factory=dict)
+    _targets: defaultdict[str, dict[str, Fetch]] = field(default_factory=lambda: defaultdict(dict))
+
+    def want(self, node: str, url: str, *, pin: bool = False, layers: Layers | None = None, reason: str = "") -> None:
+        """Ask for a model on a node. Asked for twice, it is fetched once, and all of it if one of the two wants all."""
+        found = self._targets[url].get(node)
+        if found is not None:
+            layers = layers if found.layers is not None else None
+            pin, reason = pin or found.pin, found.reason
+        self._targets[url][node] = Fetch(node, url, (), pin, layers, reason)
+
+    def target(self, url: str) -> str | None:
+        """Return a node that was asked to fetch the model in this tick."""
+        return next(iter(self._targets.get(url, ())), None)
+
+    def decide(self) -> list[Drop | Fetch]:
+        """Return the fetches with their sources, and before each what must go to make room for it."""
+        feeding = self._feeding()
+        decisions: list[Drop | Fetch] = []
+        for url, wanted in self._targets.items():
+            for fetch in self._routed(self.by_url[url], wanted, feeding):
+                decisions += self._room_for(fetch)
+                decisions.append(fetch)
+        return decisions
+
+    def repair(self) -> list[Fetch]:
+        """Return new sources for copies that still arrive and have lost one: those left before it, else another one."""
+        repaired = []
+        for (name, url), copy in self.index.arriving.items():
+            if not copy.sources:
+                continue
+            deployment = self.by_url.get(url)
+            left = tuple(source for source in copy.sources if self._serves(source, copy))
+            if left == copy.sources or copy.fetched_bytes >= copy.total_bytes > 0:
+                continue
+            if not left and deployment is not None:
+                left = tuple(
+                    node.name
+                    for node in sources(self.index, self.nodes, deployment)
+                    if self.index.holders[url][node.name].is_complete and node.name != name
+                )[:2]
+            repaired.append(Fetch(name, url, left, copy.pinned, copy.layers, "a source is gone"))
+        return repaired
+
+    def paces(self, fraction: float, last: Mapping[str, float]) -> list[Pace]:
+        """Return limits for nodes that send weights beside serving traffic; ``last``: those that hold now.
+
+        Serving traffic comes first: a paced stream leaves the queue of the link empty (no privileges needed).
+        """
+        limits: dict[str, float] = {}
+        for name in self._feeding():
+            node = self.nodes.get(name)
+            if node is not None and (node.serves_out or any(instance.running for instance in node.instances)):
+                limits[name] = node.link_bytes_per_s * fraction
+        changed = [Pace(name, limit) for name, limit in limits.items() if last.get(name) != limit]
+        return changed + [Pace(name, None) for name in last if name not in limits and name in self.nodes]
+
+    def _routed(self, deployment: Deployment, wanted: dict[str, Fetch], feeding: dict[str, int]) -> list[Fetch]:
+        url = deployment.url
+        held = sources(self.index, self.nodes, deployment) if self.from_peers else []
+        held = [node for node in held if node.name not in wanted]
+        arriving = {node.name for node in held if not self.index.holders[url][node.name].is_complete}
+        if not self.forwarding:
+            return self._star(wanted, [node for node in held if node.name not in arriving], feeding)
+        whole = [fetch for fetch in wanted.values() if fetch.layers is None]
+        idle = [node for node in held if not feeding.get(node.name)]
+        busy = sorted(
+            (node for node in held if not node.serves_out), key=lambda node: (feeding.get(node.name, 0), node.name)
+        )
+        chains = plan(idle, (self.nodes[fetch.node] for fetch in whole), arriving=arriving)
+        if busy and all(chain.groups[0] == () for chain in chains):
+            chains = plan(busy[:1], (self.nodes[fetch.node] for fetch in whole), arriving=arriving)
+        self.chains[url] = chains
+        placed = {name: (chain, name) for chain in chains for name in chain.targets}
+        routed = []
+        for chain, name in placed.values():
+            before = chain.sources(name)
+            if len(chain.groups[0]) and before[-1] in arriving:
+                before += _upstream(self.index.holders[url][before[-1]], before)
+            routed.append(replace(wanted[name], sources=before))
+            if before:
+                feeding[before[0]] = feeding.get(before[0], 0) + 1
+        missed = {name: fetch for name, fetch in wanted.items() if name not in placed}
+        return routed + self._star(missed, [node for node in busy if node.name not in arriving], feeding)
+
+    def _star(self, wanted: Mapping[str, Fetch], complete: list[Node], feeding: dict[str, int]) -> list[Fetch]:
+        """Let each target read from the complete copy that sends to the fewest others, else from the store."""
+        routed = []
+        for fetch in wanted.values():
+            ordered = sorted(complete, key=lambda node: (feeding.get(node.name, 0), -node.link_bytes_per_s, node.name))
+            names = tuple(node.name for node in ordered[:2])
+            if names:
+                feeding[names[0]] = feeding.get(names[0], 0) + 1
+            routed.append(replace(fetch, sources=names))
+        return routed
+
+    def _feeding(self) -> dict[str, int]:
+        """Return how many fetches read from each node now."""
+        counts: dict[str, int] = {}
+        for copy in self.index.arriving.values():
+            if copy.sources and copy.fetched_bytes < copy.total_bytes:
+                counts[copy.sources[0]] = counts.get(copy.sources[0], 0) + 1
+        return counts
+
+    def _serves(self, source: str, wanted: Copy) -> bool:
+        """Return whether a node still is a source: it lives and has, or receives, the same version."""
+        copy = self.index.holders.get(wanted.url, {}).get(source)
+        if copy is None:
+            return False
+        return not wanted.version or not copy.version or copy.version == wanted.version
+
+    def _room_for(self, fetch: Fetch) -> list[Drop]:
+        node, deployment = self.nodes[fetch.node], self.by_url[fetch.url]
+        if not node.memory_bytes or not deployment.size_bytes:
+            return []
+        models = {instance.model for instance in node.instances}
+        keep = {url for url, item in self.by_url.items() if item.name in models} if models else set()
+        return evict(node, deployment.size_bytes, self.by_url, keep) or []
+
+
+def by_url(deployments: Iterable[Deployment]) -> dict[str, Deployment]:
+    """Index deployments by their model. Of several that serve one model, the first counts."""
+    found: dict[str, Deployment] = {}
+    for deployment in deployments:
+        found.setdefault(deployment.url, deployment)
+    return found
+
+
+def current_targets(index: Index, deployment: Deployment) -> set[str]:
+    """Return the nodes that have the whole model, or receive it."""
+    return {
+        name
+        for name, copy in index.holders.get(deployment.url, {}).items()
+        if copy.layers is None and is_current(copy, deployment)
+    }
+
+
+def _upstream(copy: Copy, before: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the nodes from which the head of a chain, which is the tail of an older one, still receives."""
+    return tuple(name for name in copy.sources if name not in before)

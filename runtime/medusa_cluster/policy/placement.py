@@ -1,0 +1,137 @@
+"""Where instances start: on nodes that have the weights, else where these arrive soonest (ParaServe §4.2)."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from .contention import Fetching, newcomer_bytes_per_s
+from .index import Index
+from .pool import is_current, room
+from .sizing import Server
+from .state import Deployment, Node
+
+
+@dataclass
+class Placement:
+    """The free slots of one tick, and the fetches that share the nodes' links, with those decided in this tick.
+
+    ``deadlines_s``: of the fetches that go on, by node and URL.
+    """
+
+    nodes: Mapping[str, Node]
+    index: Index
+    now_s: float
+    deadlines_s: Mapping[tuple[str, str], float]
+    _taken: dict[str, int] = field(default_factory=dict)
+    _added: defaultdict[str, list[Fetching]] = field(default_factory=lambda: defaultdict(list))
+    _ordered: list[str] | None = None
+
+    def free_slots(self, name: str) -> int:
+        return self.index.free.get(name, 0) - self._taken.get(name, 0)
+
+    def take(self, name: str) -> None:
+        self._taken[name] = self._taken.get(name, 0) + 1
+
+    def add_fetch(self, name: str, url: str, size_bytes: float, deadline_s: float) -> None:
+        self._added[name].append(Fetching(url, size_bytes, deadline_s))
+
+    def bytes_per_s(self, name: str) -> float:
+        """Return what one fetch more gets on a node; 0 where it would make another one late."""
+        return newcomer_bytes_per_s(self.nodes[name].link_bytes_per_s, self._fetching(self.nodes[name]), self.now_s)
+
+    def holders(self, deployment: Deployment, planned: str | None = None) -> list[Server]:
+        """Return nodes with a free slot that have the model or receive it, those that have more of it first.
+
+        ``planned``: a node that is about to receive it.
+        """
+        found = []
+        for name, copy in self.index.holders.get(deployment.url, {}).items():
+            if copy.layers is not None or not is_current(copy, deployment) or self.free_slots(name) <= 0:
+                continue
+            missing = max(copy.total_bytes - copy.fetched_bytes, 0)
+            found.append((missing, -self.free_slots(name), name))
+        if planned is not None and self.free_slots(planned) > 0:
+            found.append((deployment.size_bytes, 0, planned))
+        servers = []
+        for missing, _, name in sorted(found):
+            node = self.nodes[name]
+            rate = self._arrival_rate(deployment, missing, node)
+            servers.append(Server(name, rate, node.load_bytes_per_s))
+        return servers
+
+    def others(self, deployment: Deployment) -> Iterator[Server]:
+        """Yield nodes with a free slot and room for the weights, the fastest links first."""
+        for name in self._candidates():
+            node = self.nodes[name]
+            if self.free_slots(name) <= 0 or deployment.url in _urls(node):
+                continue
+            rate = self.bytes_per_s(name)
+            space = room(node) if node.memory_bytes else math.inf
+            if rate > 0 and space > 0:
+                yield Server(name, rate, node.load_bytes_per_s, float(space))
+
+    def choose(self, deployment: Deployment, planned: str | None = None) -> str | None:
+        """Return the node for a whole instance; None where no slot is free or the weights fit nowhere.
+
+        Nodes that fetch nothing come before faster ones that do, so that starts do not slow each other down.
+        """
+        held = self.holders(deployment, planned)
+        if held:
+            return held[0].node
+        late: str | None = None
+        best: Server | None = None
+        for seen, server in enumerate(self.others(deployment)):
+            if server.free_bytes < deployment.size_bytes:
+                continue
+            if best is None or server.s_per_byte < best.s_per_byte:
+                best = server
+            if seen >= 16:
+                break
+        if best is None:
+            late = self._late(deployment)
+        return best.node if best else late
+
+    def _late(self, deployment: Deployment) -> str | None:
+        """Return a node where the start is slow, or makes others slow: better than none."""
+        for name in self._candidates():
+            node = self.nodes[name]
+            space = room(node) if node.memory_bytes else math.inf
+            if self.free_slots(name) > 0 and space >= deployment.size_bytes and deployment.url not in _urls(node):
+                return name
+        return None
+
+    def _candidates(self) -> Iterator[str]:
+        """Yield nodes in falling order of bandwidth. Those whose slots are all taken are left out from then on."""
+        if self._ordered is None:
+            nodes, fetching = self.nodes, {name for name, _ in self.index.arriving}
+            rates = {
+                name: nodes[name].link_bytes_per_s if name not in fetching else self.bytes_per_s(name)
+                for name in self.index.free
+            }
+            self._ordered = sorted(rates, key=lambda name: (-rates[name], name), reverse=True)
+        ordered = self._ordered
+        while ordered and self.free_slots(ordered[-1]) <= 0:
+            ordered.pop()
+        return reversed(ordered)
+
+    def _fetching(self, node: Node) -> list[Fetching]:
+        found = list(self._added[node.name]) if node.name in self._added else []
+        for copy in node.copies:
+            if not copy.is_complete and copy.fetched_bytes < copy.total_bytes:
+                deadline = self.deadlines_s.get((node.name, copy.url), math.inf)
+                found.append(Fetching(copy.url, copy.total_bytes - copy.fetched_bytes, deadline))
+        return found
+
+    def _arrival_rate(self, deployment: Deployment, missing: int, node: Node) -> float:
+        """Return the bandwidth with which the whole model would be there when what is missing is."""
+        if missing <= 0:
+            return math.inf
+        share = node.link_bytes_per_s / max(len(self._fetching(node)), 1)
+        return share * max(deployment.size_bytes, missing) / missing
+
+
+def _urls(node: Node) -> set[str]:
+    return {copy.url for copy in node.copies}

@@ -1,0 +1,338 @@
+"""Ticks of a cluster: pool, scaling, chains, deaths, drains, versions and groups together."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from cluster_model import ClusterModel
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from medusa_cluster.policy.decide import Memory, Options, decide
+from medusa_cluster.policy.state import (
+    ChangeRole,
+    Consolidate,
+    Deployment,
+    Drop,
+    Fetch,
+    Load,
+    Node,
+    Pace,
+    RequestNodes,
+    StartInstance,
+    StopInstance,
+)
+from medusa_runtime.state.stage_times import StageTimes
+
+MB = 10**6
+TIMES = StageTimes(0.05, 0.0, 0.1, 0.1, 0.01, 100 * MB, math.inf, 0.0, 1)
+
+
+def nodes(count: int, memory: int = 1000 * MB, **changes: Any) -> list[Node]:
+    return [Node(f"n{number}", link_bytes_per_s=50e6, memory_bytes=memory, **changes) for number in range(count)]
+
+
+def model(name: str = "m", size: int = 100 * MB, **changes: Any) -> Deployment:
+    return Deployment(name, f"s3://{name}", size_bytes=size, **{"max": 8, **changes})
+
+
+def of(kind: type, decisions: list[Any]) -> list[Any]:
+    return [decision for decision in decisions if isinstance(decision, kind)]
+
+
+def test_a_deployed_model_comes_into_the_pool_and_starts_where_it_is() -> None:
+    cluster = ClusterModel(nodes(3), [model()])
+    assert cluster.tick() == [Fetch("n0", "s3://m", (), True, reason="the parameter pool lacks it")]
+    cluster.run(3)
+    assert cluster.copies("s3://m") == ["n0"]
+    assert cluster.tick() == []
+    cluster.load("m", waiting=1)
+    (start,) = cluster.tick()
+    assert (start.node, start.model) == ("n0", "m")
+
+
+def test_a_request_before_the_weights_starts_where_they_will_be() -> None:
+    cluster = ClusterModel(nodes(3), [model()])
+    cluster.load("m", waiting=1)
+    decisions = cluster.tick()
+    assert [type(decision) for decision in decisions] == [Fetch, StartInstance]
+    assert decisions[0].node == decisions[1].node
+
+
+def test_a_burst_brings_all_instances_by_one_chain_and_they_go_one_by_one() -> None:
+    cluster = ClusterModel(nodes(8), [model()])
+    cluster.load("m", waiting=1)
+    cluster.run(4)
+    cluster.load("m", waiting=64)
+    decisions = cluster.tick()
+    assert len(of(StartInstance, decisions)) == 7
+    fetches = {fetch.node: fetch.sources for fetch in of(Fetch, decisions)}
+    assert sorted(len(sources) for sources in fetches.values()) == [1, 2, 3, 4, 5, 6, 7]  # one chain
+    cluster.run(5)
+    assert len(cluster.instances("m")) == 8
+    assert cluster.store_bytes == 100 * MB  # sent once
+    cluster.load("m")
+    counts = []
+    for _ in range(60):
+        cluster.tick()
+        counts.append(len(cluster.instances("m")))
+    assert counts[-1] == 1  # the keep-alive
+    assert all(before - after <= 1 for before, after in pairwise(counts))
+    cluster.run(32)
+    assert cluster.instances("m") == []
+    assert cluster.copies("s3://m")
+
+
+def test_a_newcomer_joins_the_end_of_a_chain_that_runs() -> None:
+    cluster = ClusterModel(nodes(4), [model(min=2)])
+    cluster.tick()
+    fetching = {name: node.copy("s3://m") for name, node in cluster.nodes.items() if node.copy("s3://m")}
+    assert len(fetching) == 2
+    tail = next(name for name in fetching if not any(name in c.sources[:1] for c in fetching.values() if c))
+    cluster.run(0.5)
+    cluster.deployments["m"] = model(min=3)
+    (fetch,) = of(Fetch, cluster.tick())
+    assert fetch.sources[0] == tail
+    assert set(fetch.sources) == set(fetching)
+    cluster.run(4)
+    assert cluster.store_bytes == 100 * MB
+
+
+def test_a_relay_that_dies_costs_its_hop_only() -> None:
+    cluster = ClusterModel(nodes(4), [model(min=4)])
+    cluster.tick()
+    by_length = sorted(
+        (node.copy("s3://m") for node in cluster.nodes.values()), key=lambda c: len(c.sources) if c else 9
+    )  # type: ignore[arg-type]
+    first, second, third, _ = (c.sources for c in by_length if c)
+    assert (len(first), len(second), len(third)) == (0, 1, 2)
+    cluster.run(1)
+    middle = third[0]
+    cluster.kill(middle)
+    repaired = of(Fetch, cluster.tick())
+    assert {fetch.sources for fetch in repaired} == {
+        third[1:],
+        (next(f.node for f in repaired if f.sources == third[1:]), *third[1:]),
+    }
+    cluster.run(4)
+    assert len(cluster.copies("s3://m")) == 3
+    assert cluster.store_bytes == 100 * MB
+
+
+def test_the_pool_and_the_instances_of_a_dead_node_come_back_elsewhere() -> None:
+    cluster = ClusterModel(nodes(3), [model(min=1)])
+    cluster.run(3)
+    (instance,) = cluster.instances("m")
+    cluster.kill(instance.node)
+    decisions = cluster.tick()
+    assert {type(decision) for decision in decisions} == {Fetch, StartInstance}
+    cluster.run(3)
+    assert len(cluster.instances("m")) == 1
+    assert len(cluster.copies("s3://m")) == 1
+
+
+def test_a_node_that_drains_gives_up_copies_and_instances_once_others_have_them() -> None:
+    cluster = ClusterModel(nodes(2), [model(min=1)])
+    cluster.run(3)
+    (instance,) = cluster.instances("m")
+    cluster.nodes[instance.node] = replace(cluster.nodes[instance.node], state="draining")
+    decisions = cluster.tick()
+    (fetch,) = of(Fetch, decisions)
+    assert fetch.sources == (instance.node,)  # it goes on sending
+    assert of(StopInstance, decisions) == []
+    decisions = cluster.run(4)
+    assert [stop.id for stop in of(StopInstance, decisions)] == [instance.id]
+    assert len(cluster.instances("m")) == 1
+
+
+def test_a_new_version_is_fetched_anew_and_the_old_one_goes() -> None:
+    cluster = ClusterModel(nodes(1), [model(version="1")])
+    cluster.run(3)
+    cluster.deployments["m"] = model(version="2")
+    decisions = cluster.run(4)
+    assert [drop.url for drop in of(Drop, decisions)] == ["s3://m"]
+    assert cluster.nodes["n0"].copy("s3://m").version == "2"  # type: ignore[union-attr]
+    assert cluster.store_bytes == 200 * MB
+
+
+def test_a_full_cluster_is_shared_and_says_how_many_nodes_are_missing() -> None:
+    cluster = ClusterModel(nodes(2, devices=2), [model("a"), model("b")])
+    cluster.load("a", waiting=32)
+    decisions = cluster.run(3)
+    assert len(cluster.instances("a")) == 4
+    assert of(RequestNodes, decisions) == []  # they are enough
+    cluster.load("a", running=32)
+    cluster.load("b", waiting=32)
+    decisions = cluster.run(10)
+    assert (len(cluster.instances("a")), len(cluster.instances("b"))) == (2, 2)
+    assert of(RequestNodes, decisions) == [RequestNodes(2)]
+    cluster.load("a")
+    cluster.load("b")
+    assert of(RequestNodes, cluster.run(3)) == [RequestNodes(0)]
+
+
+def test_models_that_are_removed_end() -> None:
+    cluster = ClusterModel(nodes(1), [model(min=1)])
+    cluster.run(3)
+    del cluster.deployments["m"]
+    cluster.run(0.3)
+    assert cluster.instances("m") == []
+    assert not any(copy.pinned for copy in cluster.nodes["n0"].copies)
+
+
+def test_memory_is_made_for_a_model_that_is_needed() -> None:
+    cluster = ClusterModel(nodes(1, memory=150 * MB), [model("a")])
+    cluster.run(3)
+    del cluster.deployments["a"]
+    cluster.tick()
+    cluster.deployments["b"] = model("b")
+    decisions = cluster.tick()
+    assert [type(decision) for decision in decisions] == [Drop, Fetch]
+
+
+def test_senders_that_serve_are_paced_while_they_send() -> None:
+    cluster = ClusterModel(nodes(2), [model(min=1)])
+    cluster.run(3)
+    (instance,) = cluster.instances("m")
+    node = cluster.nodes[instance.node]
+    cluster.nodes[instance.node] = replace(node, instances=(replace(instance, running=1),))
+    cluster.load("m", running=16)
+    decisions = cluster.run(3)
+    assert of(Pace, decisions) == [Pace(instance.node, 42.5e6), Pace(instance.node, None)]
+
+
+def test_a_cold_model_starts_on_several_nodes_when_its_slo_needs_it() -> None:
+    deployment = model(times=TIMES, layers=10, ttft_slo_s=1.0, tpot_slo_s=0.1)
+    cluster = ClusterModel(nodes(6), [deployment], Options(largest_group=4, pool=False))
+    cluster.load("m", waiting=1)
+    decisions = cluster.tick()
+    starts = of(StartInstance, decisions)
+    assert [start.layers for start in starts] == [(0, 4), (4, 7), (7, 10)]  # 100 MB / 3 / 50 MB/s + 0.1 s < 1 s
+    assert [start.full for start in starts] == [True, False, False]
+    assert {fetch.layers for fetch in of(Fetch, decisions)} == {(0, 4), (4, 7), (7, 10)}
+    assert all(fetch.sources == () for fetch in of(Fetch, decisions))
+    cluster.load("m", running=1)
+    consolidations = of(Consolidate, cluster.run(4))
+    assert [decision.keep for decision in consolidations] == [(starts[0].id,)]
+    assert len(cluster.instances("m")) == 1
+
+
+def test_a_burst_on_a_cold_model_makes_instances_of_a_groups_workers() -> None:
+    deployment = model(times=TIMES, layers=10, ttft_slo_s=1.0)
+    cluster = ClusterModel(nodes(6), [deployment], Options(largest_group=4, pool=False))
+    cluster.load("m", waiting=16)
+    starts = of(StartInstance, cluster.tick())
+    assert sum(start.full for start in starts) == 3
+    assert len({start.group for start in starts}) == 1
+    cluster.run(4)
+    assert len(cluster.instances("m")) >= 2
+
+
+def test_a_model_whose_weights_are_there_needs_no_group() -> None:
+    deployment = model(times=TIMES, layers=10, ttft_slo_s=1.0)
+    cluster = ClusterModel(nodes(6), [deployment], Options(largest_group=4))
+    cluster.run(3)
+    cluster.load("m", waiting=1)
+    (start,) = of(StartInstance, cluster.tick())
+    assert start.group is None
+
+
+def test_new_instances_relieve_the_most_loaded_one_while_they_load() -> None:
+    cluster = ClusterModel(nodes(3), [model(min=1)], Options(live=True))
+    cluster.run(3)
+    (instance,) = cluster.instances("m")
+    cluster.load("m", running=8, waiting=8)
+    starts = of(StartInstance, cluster.tick())
+    assert [start.partner for start in starts].count(instance.id) == 1
+
+
+def test_decode_instances_are_scaled_with_prefill_instances() -> None:
+    deployment = model(disaggregated=True, max=4)
+    cluster = ClusterModel(nodes(8), [deployment], Options(live=True))
+    cluster.load("m", waiting=8)
+    cluster.run(3)
+    roles = sorted(instance.role for instance in cluster.instances("m"))
+    assert "decode" in roles
+    assert "prefill" in roles
+    cluster.load("m", waiting=32)
+    before = len(roles)
+    decisions = cluster.tick()
+    assert [change.role for change in of(ChangeRole, decisions)] == ["decode"]  # it has the weights already
+    assert {start.role for start in of(StartInstance, decisions)} == {"prefill"}
+    cluster.run(3)
+    assert len(cluster.instances("m")) > before
+
+
+def test_the_same_state_gives_the_same_decisions_and_a_new_memory_disturbs_nothing() -> None:
+    cluster = ClusterModel(nodes(8), [model(), model("b", min=2)])
+    cluster.load("m", waiting=20)
+    for _ in range(30):
+        state, memory = cluster.state, cluster.memory
+        first, _ = decide(state, cluster.now_s, memory)
+        second, _ = decide(state, cluster.now_s, replace(memory, index=Memory().index))
+        assert first == second
+        cluster.tick()
+    cluster.memory = Memory()
+    assert cluster.tick() == []
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_whatever_happens_nothing_waits_in_a_circle_and_the_cluster_settles(data: st.DataObject) -> None:
+    options = Options(largest_group=data.draw(st.sampled_from([1, 4])), live=data.draw(st.booleans()))
+    names = ["a", "b", "c"]
+    deployed = [model(name, 40 * MB, times=TIMES, layers=8, ttft_slo_s=0.5) for name in names]
+    cluster = ClusterModel(nodes(6, memory=130 * MB, devices=2), deployed, options)
+    for _ in range(data.draw(st.integers(1, 25))):
+        event = data.draw(st.sampled_from(["load", "quiet", "kill", "drain", "forget", "version", "none"]))
+        name = data.draw(st.sampled_from(names))
+        alive = [node.name for node in cluster.nodes.values() if node.state == "alive"]
+        if event == "load":
+            cluster.load(name, waiting=data.draw(st.integers(1, 40)))
+        elif event == "quiet":
+            cluster.load(name)
+        elif event == "kill" and len(alive) > 3:
+            cluster.kill(data.draw(st.sampled_from(alive)))
+        elif event == "drain" and len(alive) > 3:
+            chosen = data.draw(st.sampled_from(alive))
+            cluster.nodes[chosen] = replace(cluster.nodes[chosen], state="draining")
+        elif event == "forget":
+            cluster.memory = Memory()
+        elif event == "version":
+            changed = cluster.deployments[name]
+            cluster.deployments[name] = replace(changed, version=f"{len(changed.version)}{changed.version}")
+        cluster.run(data.draw(st.sampled_from([0.1, 0.4])))
+        _no_circle(cluster)
+    for name in names:
+        cluster.load(name)
+    cluster.run(60, 0.5)
+    assert cluster.tick() == []
+    for name in names:
+        held = [c for node in cluster.nodes.values() if node.state == "alive" and (c := node.copy(f"s3://{name}"))]
+        assert sum(copy.pinned and copy.is_complete for copy in held) == 1
+        assert cluster.instances(name) == []
+
+
+def _no_circle(cluster: ClusterModel) -> None:
+    for url in ("s3://a", "s3://b", "s3://c"):
+        reads = {name: c.sources for name, node in cluster.nodes.items() if (c := node.copy(url)) and not c.is_complete}
+
+        def check(name: str, seen: tuple[str, ...], reads: dict[str, tuple[str, ...]] = reads) -> None:
+            assert name not in seen, f"{seen} → {name}"
+            for source in reads.get(name, ()):
+                check(source, (*seen, name))
+
+        for name in reads:
+            check(name, ())
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_cluster_without_nodes_or_models_decides_nothing(count: int) -> None:
+    cluster = ClusterModel(nodes(count), [] if count else [model(min=1)])
+    decisions = cluster.run(1)
+    assert of(Fetch, decisions) == of(StartInstance, decisions) == []
+    cluster.loads["unknown"] = Load(waiting=3)
+    cluster.tick()
