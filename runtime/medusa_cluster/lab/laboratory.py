@@ -67,7 +67,7 @@ class Laboratory:
         self.quotas = "no processor quotas were asked for"
         self.origin: subprocess.Popen[str] | None = None
         self.folder = Path()
-        self._served = dict(origin or {})
+        self.served = dict(origin or {})
         self._held: dict[str, _Node] = {}
         self._groups: dict[str, Path] = {}
         self._launched: list[subprocess.Popen[Any]] = []
@@ -91,7 +91,7 @@ class Laboratory:
             self._network = Network(self._held[SWITCH].pid, f"{_NETWORK}.{_SWITCH_HOST}/24")
             for node in (*self.nodes, ORIGIN):
                 self.boot(node)
-            if self._served:
+            if self.served:
                 self.start_origin()
         except BaseException:
             self._stack.close()
@@ -215,7 +215,7 @@ class Laboratory:
 
     def start_origin(self) -> None:
         """Serve the folders from the node `origin`; also again, after its process or node has died."""
-        folders = [f"{name}={folder}" for name, folder in self._served.items()]
+        folders = [f"{name}={folder}" for name, folder in self.served.items()]
         listen = f"{self.address(ORIGIN)}:{ORIGIN_PORT}"
         command = [sys.executable, "-m", "medusa_cluster.lab.origin", listen, *folders]
         self.origin = self.popen(ORIGIN, command, stdout=subprocess.PIPE, text=True)

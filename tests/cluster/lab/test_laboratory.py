@@ -159,7 +159,7 @@ def test_the_origin_serves_ranges_and_counts(lab: Laboratory) -> None:
     fetched = lab.run(
         "n1", ["curl", "-s", "-r", "100-199", f"{lab.origin_url}/model/weights"], capture_output=True, check=True
     )
-    folder = next(iter(lab._served.values()))
+    folder = next(iter(lab.served.values()))
     assert fetched.stdout == (folder / "weights").read_bytes()[100:200]
     assert 100 < lab.origin_sent_bytes - before < 5000
 

@@ -1,0 +1,148 @@
+"""A cluster on a laboratory's nodes: its node servers and a gateway, as their commands start them."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from medusa_runtime.errors import LabError, from_code
+
+from .laboratory import SWITCH, Laboratory
+
+DATA_PORT = 8114
+_START_S = 180.0
+_END_S = 45.0
+_LOOK_S = 0.2
+_SHOWN_LINES = 5
+
+
+class LabCluster:
+    """The first node is the head. Node servers end with the laboratory, or in order with ``stop``.
+
+    ``flags`` are further flags of `medusa cluster start`, for all nodes.
+    """
+
+    def __init__(self, lab: Laboratory, flags: Sequence[str] = ()) -> None:
+        self.lab = lab
+        self.head = lab.nodes[0]
+        self.servers: dict[str, subprocess.Popen[bytes]] = {}
+        self.gateways: list[subprocess.Popen[bytes]] = []
+        self.token_file = lab.node_folder(SWITCH) / "token"
+        self._flags = tuple(flags)
+        self._token = secrets.token_hex(32)
+        self.token_file.touch(0o600)
+        self.token_file.write_text(self._token)
+
+    def start(self) -> None:
+        """Start all nodes; returns when each of them can reach the controller."""
+        self.start_node(self.head)
+        self.wait_ready(self.head)
+        for node in self.lab.nodes[1:]:
+            self.start_node(node)
+        for node in self.lab.nodes[1:]:
+            self.wait_ready(node)
+
+    def start_node(self, node: str) -> None:
+        """Start the node's server, also again after it has ended."""
+        role = ["--head"] if node == self.head else ["--address", self.lab.address(self.head)]
+        command = ["start", *role, "--name", node, "--host", self.lab.address(node)]
+        command += ["--dir", str(self.lab.node_folder(node)), "--token-file", str(self.token_file)]
+        if self.lab.link:
+            command += ["--link-bytes-per-s", f"{self.lab.link.bytes_per_s:.0f}"]
+        self.servers[node] = self._medusa(node, [*command, *self._flags], self.log(node))
+
+    def wait_ready(self, node: str) -> None:
+        server = self.servers[node]
+        self._until(lambda: "\nready\n" in "\n" + self.log(node).read_text(), server, self.log(node))
+
+    def stop(self) -> None:
+        """End gateways and nodes as SIGTERM does, the head last. What does not end goes with the laboratory."""
+        others = [server for node, server in self.servers.items() if node != self.head]
+        deadline = time.monotonic() + _END_S
+        for group in (self.gateways, others, list(self.servers.values())):
+            for process in group:
+                process.terminate()
+            for process in group:
+                try:
+                    process.wait(max(deadline - time.monotonic(), 0.1))
+                except subprocess.TimeoutExpired:
+                    process.kill()
+
+    def start_gateway(self, port: int, *flags: str) -> str:
+        """Start a gateway on the switch, where no link limits it; its URL for the nodes."""
+        log = self.lab.node_folder(SWITCH) / f"gateway-{port}.log"
+        command = ["gateway", "--host", self.lab.address(SWITCH), "--port", str(port)]
+        command += ["--address", self.lab.address(self.head), "--token-file", str(self.token_file), *flags]
+        process = self._medusa(SWITCH, command, log)
+        self.gateways.append(process)
+        self._until(lambda: self._answers(port), process, log)
+        return f"http://{self.lab.address(SWITCH)}:{port}"
+
+    def call(self, operation: str, *, node: str | None = None, timeout_s: float = 60.0, **arguments: Any) -> Any:
+        """Call the controller through a node's server, the head's by default. Raises the error that it answers."""
+        address = self.lab.address(node or self.head)
+        connection = http.client.HTTPConnection(address, DATA_PORT, timeout=timeout_s)
+        try:
+            with self.lab.network(SWITCH):
+                connection.connect()
+            headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
+            connection.request("POST", f"/cluster/{operation}", json.dumps(arguments), headers)
+            answer = json.loads(connection.getresponse().read())
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise LabError(f"{operation} through {address} failed: {error}") from error
+        finally:
+            connection.close()
+        if "error" in answer:
+            raise from_code(answer["error"]["code"], answer["error"]["message"])
+        return answer["ok"]
+
+    def deploy(self, name: str, **options: Any) -> Any:
+        """Deploy the model that the origin serves under this name."""
+        return self.call("deploy", name=name, url=f"{self.lab.origin_url}/{name}", **options)
+
+    def status(self) -> Any:
+        return self.call("status")
+
+    def log(self, node: str) -> Path:
+        """What the node's server has printed. Its processes' own logs are in the node's folder."""
+        return self.lab.node_folder(SWITCH) / f"{node}.log"
+
+    def _medusa(self, node: str, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("MEDUSA_", "RAY_"))}
+        with open(log, "ab") as output:
+            return self.lab.popen(
+                node,
+                [sys.executable, "-m", "medusa_adapters", "cluster", *command],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment | {"PYTHONUNBUFFERED": "1"},
+            )
+
+    def _answers(self, port: int) -> bool:
+        connection = http.client.HTTPConnection(self.lab.address(SWITCH), port, timeout=2)
+        try:
+            with self.lab.network(SWITCH):
+                connection.connect()
+            return True
+        except OSError:
+            return False
+        finally:
+            connection.close()
+
+    def _until(self, condition: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
+        deadline = time.monotonic() + _START_S
+        while not condition():
+            if process.poll() is not None or time.monotonic() > deadline:
+                ended = f"ended with {process.returncode}" if process.poll() is not None else "is not up yet"
+                said = " | ".join(log.read_text(errors="replace").splitlines()[-_SHOWN_LINES:])
+                raise LabError(f"{log.stem} {ended}: {said or 'it printed nothing'}")
+            time.sleep(_LOOK_S)
