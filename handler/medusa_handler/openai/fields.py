@@ -39,15 +39,15 @@ WITHOUT_EFFECT = _names(
 
 
 class Refusal(NamedTuple):
-    """Why a field is refused, and the value beside null, false and empty ones with which it asks for nothing."""
+    """Why a field is refused, and the values beside null, false and empty ones with which it asks for nothing."""
 
     reason: str
-    neutral: Any = None
+    neutral: tuple[Any, ...] = ()
 
     def allows(self, value: Any) -> bool:
-        if value is None or value == self.neutral:
+        if value is None or value in self.neutral:
             return True
-        return self.neutral is not True and (value is False or value in ("", [], {}))
+        return True not in self.neutral and (value is False or value in ("", [], {}))
 
 
 _CONSTRAINED = Refusal("constrained decoding is not supported by this engine")
@@ -60,11 +60,11 @@ REFUSED: dict[str, Refusal] = {
     "logprob_token_ids": Refusal("log-probabilities are those of the likeliest tokens; send logprobs"),
     "suffix": Refusal("insertion is not supported"),
     "use_beam_search": Refusal("beam search is not supported"),
-    "length_penalty": Refusal("it belongs to beam search, which is not supported", 1),
+    "length_penalty": Refusal("it belongs to beam search, which is not supported", (1,)),
     "early_stopping": Refusal("it belongs to beam search, which is not supported"),
     "functions": Refusal("use tools instead"),
-    "function_call": Refusal("use tool_choice instead", "none"),
-    "parallel_tool_calls": Refusal("calls cannot be limited to one", True),
+    "function_call": Refusal("use tool_choice instead", ("none",)),
+    "parallel_tool_calls": Refusal("calls cannot be limited to one", (True,)),
     "structured_outputs": _CONSTRAINED,
     "guided_json": _CONSTRAINED,
     "guided_regex": _CONSTRAINED,
@@ -77,15 +77,15 @@ REFUSED: dict[str, Refusal] = {
     "prompt_embeds": Refusal("send the prompt as text or token ids"),
     "truncate_prompt_tokens": Refusal("prompts are not cut; shorten it"),
     "truncation_side": Refusal("prompts are not cut; shorten it"),
-    "spaces_between_special_tokens": Refusal("special tokens are written as the tokenizer writes them", True),
-    "include_reasoning": Refusal("reasoning is not told from the rest of an answer", True),
+    "spaces_between_special_tokens": Refusal("special tokens are written as the tokenizer writes them", (True,)),
+    "include_reasoning": Refusal("reasoning is not told from the rest of an answer", (True,)),
     "thinking_token_budget": Refusal("reasoning is not told from the rest of an answer"),
-    "verbosity": Refusal("no model here has it; say it in the messages", "medium"),
-    "modalities": Refusal("the model writes text only", ["text"]),
+    "verbosity": Refusal("no model here has it; say it in the messages", ("medium",)),
+    "modalities": Refusal("the model writes text only", (["text"],)),
     "audio": _MEDIA,
     "media_io_kwargs": _MEDIA,
     "mm_processor_kwargs": _MEDIA,
-    "mm_payload": Refusal(_MEDIA.reason, "tensors"),
+    "mm_payload": Refusal(_MEDIA.reason, ("tensors",)),
     "return_mm_kwargs": _MEDIA,
     "web_search_options": Refusal("the model cannot search"),
     "moderation": Refusal("there is no moderation model"),
@@ -94,7 +94,7 @@ REFUSED: dict[str, Refusal] = {
     "return_token_offsets": Refusal("offsets are not part of an answer"),
     "return_token_strs": Refusal("tokens are given as ids; /detokenize gives their text"),
     "return_prompt_text": Refusal("the prompt is not part of an answer"),
-    "routed_experts_prompt_start": Refusal("routed experts are not part of an answer", 0),
+    "routed_experts_prompt_start": Refusal("routed experts are not part of an answer", (0,)),
     "kv_transfer_params": _TRANSFER,
     "ec_transfer_params": _TRANSFER,
     "vllm_xargs": Refusal("engines here take no extra arguments"),
@@ -103,9 +103,10 @@ REFUSED: dict[str, Refusal] = {
     "repetition_detection": Refusal("repetitions do not end an answer; send repetition_penalty"),
     "normalize": Refusal("vectors have the length that the checkpoint's modules give them"),
     "use_activation": Refusal("vectors are what the checkpoint's modules give"),
-    "add_special_tokens": Refusal("an encoder's special tokens are always added", True),
-    "embed_dtype": Refusal("vectors are float32", "float32"),
-    "endianness": Refusal("vectors are little-endian", "little"),
+    "add_special_tokens": Refusal("an encoder's special tokens are always added", (True,)),
+    "padding": Refusal("texts of a batch are not padded to a length of yours", ("do_not_pad",)),
+    "embed_dtype": Refusal("vectors are float32", ("float32",)),
+    "endianness": Refusal("vectors are little-endian", ("little", "native")),
 }
 _ECHO = Refusal("a chat does not repeat its messages")  # /v1/completions has it
 
