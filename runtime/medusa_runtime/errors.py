@@ -23,6 +23,11 @@ MedusaError
 ├── NodeError                   Node.Failed              the node agent cannot be used; a function starts without it
 │   └── NodeRefusedError        Node.Refused             the node agent may not or will not give what was asked
 ├── LabError                    Lab.Failed               a laboratory of nodes cannot be made on this machine
+├── ClusterError                Cluster.Failed           a node or the cluster cannot do what was asked
+│   ├── UnauthorizedError       Cluster.Unauthorized     the cluster's token is missing or wrong
+│   ├── NoControllerError       Cluster.NoController     the controller is away; it comes back by itself
+│   ├── UnknownNameError        Cluster.UnknownName      no deployment or node has this name
+│   └── InstanceError           Cluster.Instance         an instance could not start, or ended by itself
 ├── DeployError                 Deploy.Failed            a platform, or its client, refused
 └── HandlerError                Handler.Failed           user code failed
     └── HandlerLoadError        Handler.NotFound         user code could not be imported or has no such name
@@ -140,6 +145,26 @@ class NodeRefusedError(NodeError):
 
 class LabError(MedusaError):
     code = "Lab.Failed"
+
+
+class ClusterError(MedusaError):
+    code = "Cluster.Failed"
+
+
+class UnauthorizedError(ClusterError):
+    code = "Cluster.Unauthorized"
+
+
+class NoControllerError(ClusterError):
+    code = "Cluster.NoController"
+
+
+class UnknownNameError(ClusterError):
+    code = "Cluster.UnknownName"
+
+
+class InstanceError(ClusterError):
+    code = "Cluster.Instance"
 
 
 class DeployError(MedusaError):

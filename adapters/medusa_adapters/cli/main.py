@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-# They end by themselves, orderly: `serve` and `node` have processes of their own and let requests finish.
-_OWN_SIGNALS = (["serve"], ["node"])
+# They end by themselves, orderly: they have processes of their own and let requests finish.
+_OWN_SIGNALS = (["serve"], ["node"], ["cluster", "start"], ["cluster", "gateway"])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -15,9 +15,13 @@ def main(argv: list[str] | None = None) -> int:
 
         given = sys.argv[1:] if argv is None else argv
         # Of the process's own command line only: who calls this with arguments has signals of their own.
-        return run(given, in_child=argv is None and sys.platform == "linux" and given[:1] not in _OWN_SIGNALS)
+        return run(given, in_child=argv is None and sys.platform == "linux" and not _ends_itself(given))
     except KeyboardInterrupt:
         return 130
+
+
+def _ends_itself(given: list[str]) -> bool:
+    return any(given[: len(command)] == command for command in _OWN_SIGNALS)
 
 
 if __name__ == "__main__":

@@ -104,6 +104,7 @@ class HeldRegion:
             "state": progress.state,
             "fetched_bytes": progress.fetched_bytes,
             "total_bytes": progress.total_bytes,
+            "mb_per_s": progress.mb_per_s,
             "memory_bytes": self.size_bytes,
             "in_use_by": len(self.leases),
             "charged_to": payer.account if payer else None,

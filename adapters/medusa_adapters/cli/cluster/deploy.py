@@ -1,0 +1,58 @@
+"""`medusa cluster deploy`: make a model known to the cluster under a name."""
+
+from __future__ import annotations
+
+import argparse
+
+from medusa_runtime.errors import ConfigError
+from medusa_runtime.node.regions.model_key import absolute
+from medusa_runtime.registry import engine_names
+
+from .connection import add_connection, ask
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="the name for requests; one that is known is changed")
+    parser.add_argument("--model", required=True, metavar="URL", help="checkpoint: a URL, or a path on every node")
+    parser.add_argument("--engine", default="torch", metavar="NAME", help=f"one of {', '.join(engine_names())}")
+    parser.add_argument("--min", type=int, default=0, metavar="N", help="instances that always run (default: 0)")
+    parser.add_argument("--max", type=int, default=1, metavar="N", help="instances at most")
+    parser.add_argument("--ttft-slo", type=float, metavar="S", help="seconds to the first token that are wanted")
+    parser.add_argument("--tpot-slo", type=float, metavar="S", help="seconds from token to token that are wanted")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="OPTION=VALUE",
+        help="an option of medusa serve for the instances, such as max-concurrency=16; may be repeated",
+    )
+    add_connection(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from medusa_cluster.deployment import Deployment
+
+    if arguments.engine not in engine_names():
+        raise ConfigError(f"--engine: expected one of {', '.join(engine_names())}, found {arguments.engine!r}")
+    deployment = Deployment.from_json(
+        {
+            "name": arguments.name,
+            "url": absolute(arguments.model),
+            "engine": arguments.engine,
+            "min": arguments.min,
+            "max": max(arguments.max, arguments.min),
+            "ttft_slo_s": arguments.ttft_slo,
+            "tpot_slo_s": arguments.tpot_slo,
+            "settings": dict(map(_setting, arguments.set)),
+        }
+    )
+    found = ask(arguments, "deploy", deployment.to_json())
+    print(f"deployed {found['name']}: {found['url']}, {found['min']} to {found['max']} instances")
+    return 0
+
+
+def _setting(text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not sign:
+        raise ConfigError(f"--set: expected OPTION=VALUE such as max-concurrency=16, found {text!r}")
+    return name.replace("-", "_"), value

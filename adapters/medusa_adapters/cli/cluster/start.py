@@ -1,0 +1,172 @@
+"""`medusa cluster start`: run this machine's node."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from medusa_runtime.errors import ConfigError, MissingPackageError
+
+if TYPE_CHECKING:
+    from medusa_cluster.node.settings import NodeServerSettings, TlsFiles
+
+INSTALL = 'pip install "medusa-runtime[cluster]"'
+_NEEDED = ("ray", "aiohttp")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    role = parser.add_mutually_exclusive_group(required=True)
+    role.add_argument("--head", action="store_true", help="start a cluster; this node is its head")
+    role.add_argument("--address", metavar="HOST[:PORT]", help="join the cluster whose head's node server is there")
+    parser.add_argument("--name", metavar="NAME", help="the node's name in the cluster; default: the host's name")
+    parser.add_argument(
+        "--dir", type=Path, metavar="PATH", help="folder for sockets, state and logs; one for each node"
+    )
+    parser.add_argument("--host", metavar="ADDRESS", help="address that other nodes reach; default: found")
+    parser.add_argument("--data-port", type=int, metavar="N", help="port of the node server (default: 8114)")
+    parser.add_argument(
+        "--ray-port", type=int, metavar="N", help="the first of 40 ports for Ray (default: 6379, and up to 6418)"
+    )
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help="the cluster's token; default: token in --dir")
+    link = parser.add_mutually_exclusive_group()
+    link.add_argument("--link", metavar="RATE", help="what the network carries, such as 400mbit; default: the device's")
+    link.add_argument("--link-bytes-per-s", type=float, metavar="N", help="the same as bytes of payload")
+    parser.add_argument(
+        "--leaf", default="", metavar="NAME", help="the switch this node hangs on, if there are several"
+    )
+    parser.add_argument("--memory-budget", metavar="SIZE", help="memory for all models, e.g. 16GB; as for medusa node")
+    parser.add_argument("--prewarm", metavar="LIST", help="idle engine processes to keep (default: torch=1)")
+    for name, text in (("cert", "this node's certificate"), ("key", "its key"), ("ca", "who signed all nodes' own")):
+        parser.add_argument(f"--tls-{name}", type=Path, metavar="FILE", help=f"{text}; PEM")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    require_extra()
+    from medusa_cluster.node.server import serve
+
+    from ..serve import configure_logging
+
+    configure_logging(arguments.log_level or os.environ.get("MEDUSA_LOG_LEVEL") or "info")
+    return serve(_settings(arguments), lambda line: print(line, flush=True))
+
+
+def require_extra() -> None:
+    """Raises MissingPackageError without the extra `cluster`."""
+    for package in _NEEDED:
+        if importlib.util.find_spec(package) is None:
+            raise MissingPackageError(f"medusa cluster needs {package}: {INSTALL}")
+
+
+def _settings(arguments: argparse.Namespace) -> NodeServerSettings:
+    from medusa_cluster.node import settings as node
+
+    folder = node.check_folder((arguments.dir or node.default_folder()).absolute())
+    head = None if arguments.head else head_address(arguments.address)
+    tls = tls_files(arguments)
+    host = arguments.host or _reached_from(None if head is None else head[0])
+    return node.NodeServerSettings(
+        name=node.check_name(arguments.name or socket.gethostname()),
+        folder=folder,
+        host=host,
+        token_file=(arguments.token_file or folder / "token").absolute(),
+        head_url=None if head is None else f"{'http' if tls is None else 'https'}://{bracketed(head[0])}:{head[1]}",
+        data_port=_port("--data-port", arguments.data_port, node.DATA_PORT, 1),
+        ray_port=_port("--ray-port", arguments.ray_port, node.RAY_PORT, node.RAY_PORTS),
+        link_bytes_per_s=_link(arguments, host),
+        leaf=arguments.leaf,
+        devices=_devices(),
+        memory_budget=arguments.memory_budget,
+        prewarm=arguments.prewarm or "torch=1",
+        tls=tls,
+    )
+
+
+def head_address(text: str) -> tuple[str, int]:
+    """``HOST[:PORT]`` as host and port. Raises ConfigError with the accepted form."""
+    from medusa_cluster.node.settings import DATA_PORT
+
+    host, colon, port = text.rpartition(":") if text.count(":") == 1 or "]:" in text else (text, "", "")
+    host = host.strip("[]")
+    if not host or "/" in host or (colon and not (port.isdigit() and 0 < int(port) < 65536)):
+        raise ConfigError(f"--address: expected HOST or HOST:PORT of the head's node server, found {text!r}")
+    return host, int(port) if colon else DATA_PORT
+
+
+def bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _port(flag: str, given: int | None, default: int, count: int) -> int:
+    port = default if given is None else given
+    if not 1 <= port <= 65536 - count:
+        raise ConfigError(f"{flag}: expected a port from 1 to {65536 - count}, found {port}")
+    return port
+
+
+def tls_files(arguments: argparse.Namespace) -> TlsFiles | None:
+    from medusa_cluster.node.settings import TlsFiles
+
+    given = (arguments.tls_cert, arguments.tls_key, arguments.tls_ca)
+    if not any(given):
+        return None
+    if not all(given):
+        raise ConfigError("expected --tls-cert, --tls-key and --tls-ca together")
+    for path in given:
+        if not path.is_file():
+            raise ConfigError(f"expected a PEM file, found none at {path}")
+    return TlsFiles(*(path.absolute() for path in given))
+
+
+def _reached_from(head: str | None) -> str:
+    """This machine's address on the way to the head, or to the world. Nothing is sent."""
+    target = head or "192.0.2.1"
+    try:
+        family, *_, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(f"this machine's address was not found ({error}); give it as --host") from None
+
+
+def _link(arguments: argparse.Namespace, host: str) -> float:
+    from medusa_cluster.node.settings import link_rate
+
+    if arguments.link_bytes_per_s is not None:
+        if not arguments.link_bytes_per_s > 0:
+            raise ConfigError(f"--link-bytes-per-s: expected a number above 0, found {arguments.link_bytes_per_s}")
+        return float(arguments.link_bytes_per_s)
+    if arguments.link is not None:
+        try:
+            return link_rate(arguments.link)
+        except ValueError as error:
+            raise ConfigError(f"--link={arguments.link!r} cannot be used: expected {error}") from None
+    return _device_rate(host) or 1.25e9
+
+
+def _device_rate(host: str) -> float | None:
+    """What the network device with this address says of itself, in bytes a second; None if it says nothing."""
+    import fcntl
+    import struct
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                found = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+                if socket.inet_ntoa(found[20:24]) == host:
+                    return max(float(Path(f"/sys/class/net/{name}/speed").read_text()), 0) * 1e6 / 8 or None
+            except (OSError, ValueError):
+                continue
+    return None
+
+
+def _devices() -> int:
+    """How many NVIDIA GPUs the driver shows."""
+    try:
+        return len(list(Path("/proc/driver/nvidia/gpus").iterdir()))
+    except OSError:
+        return 0

@@ -1,0 +1,353 @@
+"""The controller's core: it gathers the nodes' state and the gateways' loads, decides, and has it done.
+
+It knows nothing of Ray: ``Nodes`` is the way to the nodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from medusa_runtime.errors import ClusterError, ConfigError, MedusaError, UnknownNameError
+from medusa_runtime.node.regions.model_key import absolute, model_key
+
+from ..deployment import Deployment
+from .execution import Execution
+from .nodes import Gateway, KnownInstance, KnownNode, Nodes
+from .plan_file import read_plan, write_plan
+from .routes import Routes
+from .simple_policy import Memory, decide
+from .status import status
+from .view import Loads, policy_state
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.2
+_MEMBERS_S = 0.5  # between two looks at who lives
+_STATUS_S = 0.25  # between two looks at one node
+_STATUS_WITHIN_S = 5.0
+_RECOVERS_WITHIN_S = 5.0  # after a start, for the nodes to say what runs on them
+_FORGET_LOST_S = 3600.0
+_KEPT_EVENTS = 500
+_LONGEST_WAIT_S = 30.0
+
+
+class Cluster:
+    """What the cluster should do, and what it is seen to do."""
+
+    def __init__(self, nodes: Nodes, plan_path: Path) -> None:
+        self._way = nodes
+        self._plan_path = plan_path
+        plan = read_plan(plan_path)
+        self.deployments: dict[str, Deployment] = dict(plan.deployments)
+        self.draining: set[str] = set(plan.draining)
+        self.nodes: dict[str, KnownNode] = {}
+        self.instances: dict[str, KnownInstance] = {}
+        self.gateways: dict[str, Gateway] = {}
+        self.events: deque[dict[str, Any]] = deque(maxlen=_KEPT_EVENTS)
+        self.wanted: dict[str, int] = {}
+        self.loads = Loads()
+        self.routes = Routes()
+        self.execution = Execution(self, nodes)
+        self._memory = Memory()
+        self._wake = asyncio.Event()
+        self._pollers: dict[str, asyncio.Task[None]] = {}
+        self._began = time.monotonic()
+        self._recovered = False
+
+    # What runs all the time.
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        tasks = [asyncio.create_task(self._follow_members()), asyncio.create_task(self._tick_for_ever())]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in (*tasks, *self._pollers.values()):
+                task.cancel()
+            await self.execution.close()
+
+    def wake(self) -> None:
+        """Have the next tick come at once."""
+        self._wake.set()
+
+    async def _follow_members(self) -> None:
+        while True:
+            try:
+                names = await self._way.names()
+            except Exception:
+                logger.exception("the cluster's members could not be listed")
+                names = None
+            if names is not None:
+                self._take_members(names)
+            await asyncio.sleep(_MEMBERS_S)
+
+    def _take_members(self, names: set[str]) -> None:
+        now = time.monotonic()
+        for name in names:
+            node = self.nodes.setdefault(name, KnownNode(name))
+            if node.lost_at is not None:
+                node.lost_at = None
+                self.tell("node-back", f"the node {name} is back", node=name)
+            if name not in self._pollers or self._pollers[name].done():
+                self._pollers[name] = asyncio.create_task(self._follow_node(node))
+        for name in self.nodes.keys() - names:
+            node = self.nodes[name]
+            if node.lost_at is None:
+                self._lose(node, now)
+            elif now - node.lost_at > _FORGET_LOST_S:
+                del self.nodes[name]
+
+    def _lose(self, node: KnownNode, now: float) -> None:
+        node.lost_at = now
+        if node.name in self._pollers:
+            self._pollers.pop(node.name).cancel()
+        gone = [item for item in self.instances.values() if item.node == node.name]
+        for item in gone:
+            del self.instances[item.id]
+        self.tell("node-lost", f"the node {node.name} is lost, with {len(gone)} instances", node=node.name)
+        self.wake()
+
+    async def _follow_node(self, node: KnownNode) -> None:
+        while True:
+            try:
+                found = await self._way.call(node.name, {"op": "status"}, _STATUS_WITHIN_S)
+            except MedusaError as error:
+                logger.debug("the node %s did not answer: %s", node.name, error)
+            else:
+                if not node.status:
+                    self.tell("node-joined", f"the node {node.name} has joined", node=node.name)
+                    self.wake()
+                node.status, node.seen_at = found, time.monotonic()
+                self._take_instances(node)
+            await asyncio.sleep(_STATUS_S)
+
+    def _take_instances(self, node: KnownNode) -> None:
+        """Compare the instances that a node shows with those that we know."""
+        shown = {item["id"]: item for item in node.status.get("instances", ())}
+        for instance_id, item in shown.items():
+            known = self.instances.get(instance_id)
+            if item["state"] == "failed":
+                if known is not None and self.execution.failed(instance_id):
+                    self._forget_instance(known, "instance-died", str(item.get("failure")))
+                continue
+            if known is None:
+                if self.execution.stopped(instance_id):
+                    continue
+                known = KnownInstance(instance_id, item["model"], node.name, item["state"], item["since"])
+                self.instances[instance_id] = known
+            known.confirmed, known.running = True, int(item.get("running", 0))
+            if known.state != "draining" and item["state"] != known.state:
+                known.state, known.since = item["state"], item["since"]
+        for known in [item for item in self.instances.values() if item.node == node.name]:
+            if known.id not in shown and known.confirmed and not self.execution.busy_with(known.id):
+                ended = "ended" if known.state == "draining" else "is gone"
+                self._forget_instance(known, "instance-ended", f"{known.id} {ended}")
+        self.publish()
+
+    def _forget_instance(self, known: KnownInstance, kind: str, text: str) -> None:
+        self.instances.pop(known.id, None)
+        self.tell(kind, text, node=known.node, model=known.model)
+        self.publish()
+        self.wake()
+
+    async def _tick_for_ever(self) -> None:
+        while True:
+            try:
+                await asyncio.wait_for(self._wake.wait(), TICK_S)
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            try:
+                self._tick()
+            except Exception:
+                logger.exception("a decision failed")
+                await asyncio.sleep(TICK_S)
+
+    def _tick(self) -> None:
+        if not self._knows_enough():
+            return
+        now = time.monotonic()
+        loads = self.loads.summed(self.gateways.values(), now)
+        fetches = self.execution.fetches(self.nodes, now)
+        state = policy_state(self.nodes, self.deployments, self.instances.values(), fetches, self.leaving(), loads)
+        decisions, self._memory = decide(state, now, self._memory)
+        for decision in decisions:
+            self.execution.begin(decision)
+        self.publish()
+        self._look_at_drained()
+
+    def _knows_enough(self) -> bool:
+        """Whether the nodes have said what runs on them, so that nothing is started twice after a restart."""
+        if not self._recovered:
+            late = time.monotonic() - self._began > _RECOVERS_WITHIN_S
+            self._recovered = bool(self.nodes) and (late or all(node.status for node in self.nodes.values()))
+        return self._recovered
+
+    def leaving(self) -> set[str]:
+        """The nodes that take nothing new: they were told to drain, or are ending by themselves."""
+        ending = {name for name, node in self.nodes.items() if node.status.get("state") == "draining"}
+        return self.draining | ending
+
+    def _look_at_drained(self) -> None:
+        for name in self.draining & self.nodes.keys():
+            node = self.nodes[name]
+            if not node.drained_told and self.is_drained(name):
+                node.drained_told = True
+                self.tell("node-drained", f"the node {name} has nothing left that others need", node=name)
+
+    def is_drained(self, name: str) -> bool:
+        """Whether a draining node runs no instance and holds no deployed model's last complete copy."""
+        if any(item.node == name for item in self.instances.values()):
+            return False
+        others = [node for node in self.nodes.values() if node.name not in self.leaving() and node.lost_at is None]
+        elsewhere = {model["url"] for node in others for model in node.models() if model["state"] == "done"}
+        here = {model["url"] for model in self.nodes[name].models() if model["state"] == "done"}
+        return not others or not any(item.url in here - elsewhere for item in self.deployments.values())
+
+    def publish(self) -> None:
+        """Bring the routes up to date."""
+        leaving = self.leaving()
+        models: dict[str, Any] = {}
+        for name, deployment in self.deployments.items():
+            models[name] = {"deployment": deployment.to_json(), "instances": []}
+        for item in self.instances.values():
+            node = self.nodes.get(item.node)
+            if item.model in models and node is not None and node.url:
+                state = "draining" if item.node in leaving else item.state
+                url = f"{node.url}/instances/{item.id}"
+                models[item.model]["instances"].append({"id": item.id, "node": item.node, "url": url, "state": state})
+        self.routes.update(models)
+
+    def tell(self, kind: str, text: str, *, node: str | None = None, model: str | None = None) -> None:
+        """Keep an event for the status."""
+        logger.info("%s", text)
+        self.events.append({"at": time.time(), "kind": kind, "model": model, "node": node, "text": text})
+
+    # What can be asked.
+
+    async def answer(self, request: dict[str, Any]) -> Any:
+        """Answer an operation under `/cluster/`. Raises MedusaError."""
+        operation, arguments = str(request.get("op")), request.get("arguments") or {}
+        known = {
+            "deploy": self._deploy,
+            "remove": self._remove,
+            "scale": self._scale,
+            "drain": self._drain,
+            "report": self._report,
+            "sources": self._sources,
+        }
+        if not isinstance(arguments, dict):
+            raise ConfigError("expected a JSON object of arguments")
+        try:
+            if operation == "status":
+                return status(self)
+            if operation == "routes":
+                wait_s = min(max(float(arguments.get("wait_s", 0)), 0), _LONGEST_WAIT_S)
+                return await self.routes.after(str(arguments.get("version", "")), wait_s)
+            if operation in known:
+                return known[operation](arguments)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"{operation}: a value is missing or of the wrong type: {error}") from error
+        raise ConfigError(f"expected one of {', '.join((*known, 'status', 'routes'))}, found {operation!r}")
+
+    def _deploy(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        deployment = Deployment.from_json(arguments)
+        url = model_key(absolute(deployment.url))
+        deployment = replace(deployment, url=url)
+        before = self.deployments.get(deployment.name)
+        self.deployments[deployment.name] = deployment
+        self._save()
+        if before != deployment:
+            self.tell("deployed", f"{deployment.name} is deployed from {url}", model=deployment.name)
+        if before is not None and (before.url, before.engine, before.settings) != (
+            deployment.url,
+            deployment.engine,
+            deployment.settings,
+        ):
+            self.execution.end_all(deployment.name, "its deployment has changed")
+        return deployment.to_json()
+
+    def _remove(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        name = self._known_name(arguments)
+        del self.deployments[name]
+        self._save()
+        self.execution.end_all(name, "its deployment was removed")
+        self.tell("removed", f"{name} was removed", model=name)
+        return {}
+
+    def _scale(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        name = self._known_name(arguments)
+        before = self.deployments[name].to_json()
+        given = {key: arguments[key] for key in ("min", "max") if arguments.get(key) is not None}
+        deployment = Deployment.from_json(before | given)
+        self.deployments[name] = deployment
+        self._save()
+        self.tell("scaled", f"{name} may have {deployment.min} to {deployment.max} instances", model=name)
+        return deployment.to_json()
+
+    def _drain(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        name = str(arguments["node"])
+        if name not in self.nodes:
+            raise UnknownNameError(
+                f"no node is called {name!r}; expected one of {', '.join(sorted(self.nodes)) or 'none'}"
+            )
+        if arguments.get("undo"):
+            self.draining.discard(name)
+        elif name not in self.draining:
+            self.draining.add(name)
+            self.nodes[name].drained_told = False
+            self.tell("draining", f"the node {name} drains", node=name)
+        self._save()
+        self.publish()
+        return {"node": name, "state": self.node_state(self.nodes[name])}
+
+    def node_state(self, node: KnownNode) -> str:
+        if node.lost_at is not None:
+            return "lost"
+        if node.name in self.draining:
+            return "drained" if self.is_drained(node.name) else "draining"
+        return "draining" if node.name in self.leaving() else "alive"
+
+    def _report(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        name, loads = str(arguments["gateway"]), dict(arguments["loads"])
+        now = time.monotonic()
+        if name not in self.gateways:
+            self.tell("gateway", f"the gateway {name} has come")
+        self.gateways[name] = Gateway(name, arguments.get("url"), time.time(), now, loads)
+        serving = {item.model for item in self.instances.values() if item.state != "draining"}
+        if any(load.get("waiting") and model not in serving for model, load in loads.items()):
+            self._tick()  # nothing is to be waited for: an instance must start
+        return self.routes.current
+
+    def _sources(self, arguments: Mapping[str, Any]) -> list[str]:
+        """The nodes that hold a model whole, as the peer store's URLs; the asking node is left out."""
+        url, asking = model_key(absolute(str(arguments["url"]))), arguments.get("node")
+        holders = [
+            node
+            for node in self.nodes.values()
+            if node.lost_at is None
+            and node.name != asking
+            and any(model["url"] == url and model["state"] == "done" for model in node.models())
+        ]
+        return [self.execution.region_url(node, url) for node in holders]
+
+    def _known_name(self, arguments: Mapping[str, Any]) -> str:
+        name = str(arguments["name"])
+        if name not in self.deployments:
+            names = ", ".join(sorted(self.deployments)) or "none"
+            raise UnknownNameError(f"no model is deployed as {name!r}; expected one of {names}")
+        return name
+
+    def _save(self) -> None:
+        try:
+            write_plan(self._plan_path, self.deployments.values(), self.draining)
+        except OSError as error:
+            raise ClusterError(f"{self._plan_path} could not be written: {error.strerror}") from error
+        self.wake()

@@ -1,0 +1,222 @@
+"""Has decisions done by the nodes, each once, and remembers what no node has confirmed yet."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine, Mapping
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from medusa_runtime.errors import MedusaError
+
+from ..policy.state import (
+    ChangeRole,
+    Decision,
+    Drop,
+    Fetch,
+    Pace,
+    Pin,
+    RequestNodes,
+    StartInstance,
+    StopInstance,
+)
+from .nodes import KnownFetch, KnownInstance, KnownNode, Nodes
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
+
+logger = logging.getLogger(__name__)
+
+_CALL_S = 10.0
+_START_S = 90.0
+_FETCH_SHOWN_S = 10.0  # for a node to show a fetch that it was asked for
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_STOPPED_KEPT_S = 120.0
+
+
+class Execution:
+    """Carries out decisions in tasks of their own. One that is under way is not begun again."""
+
+    def __init__(self, cluster: Cluster, nodes: Nodes) -> None:
+        self._cluster = cluster
+        self._nodes = nodes
+        self._running: dict[tuple[str, ...], asyncio.Task[None]] = {}
+        self._fetches: dict[tuple[str, str], KnownFetch] = {}
+        self._failures: dict[str, tuple[int, float]] = {}  # model → failed starts in a row, and when to try again
+        self._failed_ids: dict[str, float] = {}
+        self._stopped: dict[str, float] = {}
+
+    def begin(self, decision: Decision) -> None:
+        """Begin to carry out a decision, unless it is under way."""
+        match decision:
+            case StartInstance():
+                self._begin_start(decision)
+            case StopInstance():
+                self._begin_stop(decision)
+            case Fetch():
+                self._begin_fetch(decision)
+            case Drop(node, url):
+                self._fetches.pop((node, url), None)
+                self._task(("drop", node, url), self._call(node, {"op": "drop", "url": url}))
+            case Pin(node, url, pinned):
+                request = (
+                    {"op": "fetch", "url": url, "sources": [], "pin": True} if pinned else {"op": "unpin", "url": url}
+                )
+                self._task(("pin", node, url), self._call(node, request))
+            case Pace(node, bytes_per_s):
+                self._task(("pace", node), self._call(node, {"op": "pace", "bytes_per_s": bytes_per_s}))
+            case RequestNodes(count):
+                self._task(("nodes",), self._nodes.request_more(count))
+            case ChangeRole():
+                known = self._cluster.instances.get(decision.id)
+                if known is not None:
+                    known.role = decision.role
+
+    def _begin_start(self, decision: StartInstance) -> None:
+        cluster = self._cluster
+        _, not_before = self._failures.get(decision.model, (0, 0.0))
+        unknown = decision.model not in cluster.deployments or decision.node not in cluster.nodes
+        if unknown or decision.id in cluster.instances or time.monotonic() < not_before:
+            return
+        known = KnownInstance(decision.id, decision.model, decision.node, "starting", time.time(), role=decision.role)
+        cluster.instances[decision.id] = known
+        reason = f": {decision.reason}" if decision.reason else ""
+        cluster.tell(
+            "scale-up", f"{decision.id} starts on {decision.node}{reason}", node=decision.node, model=decision.model
+        )
+        cluster.publish()
+        self._task(("start", decision.id), self._start(known))
+
+    async def _start(self, known: KnownInstance) -> None:
+        cluster = self._cluster
+        deployment = cluster.deployments[known.model]
+        request = {"op": "start", "id": known.id, "deployment": deployment.to_json()}
+        try:
+            await self._nodes.call(known.node, request, _START_S)
+        except MedusaError as error:
+            if cluster.instances.get(known.id) is known:
+                self.failed(known.id)
+                del cluster.instances[known.id]
+                cluster.tell("start-failed", f"{known.id}: {error}", node=known.node, model=known.model)
+                cluster.publish()
+            return
+        if known.state == "starting":
+            known.state, known.since = "ready", time.time()
+        self._failures.pop(known.model, None)
+        cluster.publish()
+
+    def failed(self, instance_id: str) -> bool:
+        """Note an instance that ended by itself; False if it is known. Its model is started again a while later."""
+        now = time.monotonic()
+        if instance_id in self._failed_ids:
+            return False
+        self._failed_ids = {key: at for key, at in self._failed_ids.items() if at > now - _STOPPED_KEPT_S}
+        self._failed_ids[instance_id] = now
+        known = self._cluster.instances.get(instance_id)
+        if known is not None:
+            # One that has served may be started again at once; one that never listened will hardly do better now.
+            lasted = known.state == "ready" and time.time() - known.since > _LONGEST_PAUSE_S / 6
+            count = 0 if lasted else self._failures.get(known.model, (0, 0.0))[0] + 1
+            pause_s = min(_SHORTEST_PAUSE_S * 2 ** (count - 1), _LONGEST_PAUSE_S) if count else 0.0
+            self._failures[known.model] = (count, now + pause_s)
+        return True
+
+    def _begin_stop(self, decision: StopInstance) -> None:
+        known = self._cluster.instances.get(decision.id)
+        if known is None or known.state == "draining":
+            return
+        known.state, known.since = "draining", time.time()
+        reason = f": {decision.reason}" if decision.reason else ""
+        self._cluster.tell("scale-down", f"{known.id} ends{reason}", node=known.node, model=known.model)
+        self._cluster.publish()
+        self._task(("stop", known.id), self._stop(known, decision.drain_s))
+
+    async def _stop(self, known: KnownInstance, drain_s: float) -> None:
+        request = {"op": "stop", "id": known.id, "drain_s": drain_s}
+        while known.node in self._cluster.nodes and self._cluster.nodes[known.node].lost_at is None:
+            try:
+                await self._nodes.call(known.node, request, drain_s + _CALL_S)
+                break
+            except MedusaError as error:
+                logger.warning("%s could not be ended: %s", known.id, error)
+                await asyncio.sleep(_SHORTEST_PAUSE_S)
+        self._stopped = {key: at for key, at in self._stopped.items() if at > time.monotonic() - _STOPPED_KEPT_S}
+        self._stopped[known.id] = time.monotonic()
+        self._cluster.instances.pop(known.id, None)
+        self._cluster.publish()
+
+    def end_all(self, model: str, reason: str) -> None:
+        """End all instances of a model after their requests."""
+        self._failures.pop(model, None)
+        for known in [item for item in self._cluster.instances.values() if item.model == model]:
+            self._begin_stop(StopInstance(known.id, known.node, reason=reason))
+
+    def stopped(self, instance_id: str) -> bool:
+        """Whether it has ended on our order: a status that was made before may still show it."""
+        return instance_id in self._stopped
+
+    def busy_with(self, instance_id: str) -> bool:
+        return any((kind, instance_id) in self._running for kind in ("start", "stop"))
+
+    def _begin_fetch(self, decision: Fetch) -> None:
+        key = (decision.node, decision.url)
+        before = self._fetches.get(key)
+        now = time.monotonic()
+        if before is not None and before.sources == decision.sources and now - before.at < _FETCH_SHOWN_S:
+            return
+        self._fetches[key] = KnownFetch(decision.node, decision.url, decision.sources, decision.pin, now)
+        nodes = self._cluster.nodes
+        sources = [self.region_url(nodes[name], decision.url) for name in decision.sources if name in nodes]
+        request = {"op": "fetch", "url": decision.url, "sources": sources, "pin": decision.pin}
+        origin = " from " + ", ".join(decision.sources) if decision.sources else ""
+        self._cluster.tell("fetch", f"{decision.node} fetches {decision.url}{origin}", node=decision.node)
+        self._task(("fetch", *key), self._call(decision.node, request))
+
+    def fetches(self, nodes: Mapping[str, KnownNode], now: float) -> list[KnownFetch]:
+        """The fetches that were decided on and are not complete. One that its node never shows is forgotten."""
+        for key, fetch in list(self._fetches.items()):
+            node = nodes.get(fetch.node)
+            if node is None or node.lost_at is not None:
+                del self._fetches[key]
+                continue
+            shown = {model["url"]: model for model in node.models()}
+            if fetch.url in shown:
+                if shown[fetch.url]["state"] in ("done", "failed"):
+                    del self._fetches[key]
+            elif now - fetch.at > _FETCH_SHOWN_S or fetch.url in node.status.get("failed_fetches", ()):
+                del self._fetches[key]
+        return list(self._fetches.values())
+
+    @staticmethod
+    def region_url(node: KnownNode, url: str) -> str:
+        """Where a node offers its copy of a model to other nodes."""
+        return f"{node.url}/regions/{quote(url, safe='')}"
+
+    async def _call(self, node: str, request: dict[str, Any]) -> None:
+        try:
+            await self._nodes.call(node, request, _CALL_S)
+        except MedusaError as error:
+            logger.warning("%s did not %s: %s", node, request["op"], error)
+
+    def _task(self, key: tuple[str, ...], work: Coroutine[Any, Any, None]) -> None:
+        if key in self._running:
+            work.close()
+            return
+        task = asyncio.create_task(work)
+        self._running[key] = task
+
+        def done(task: asyncio.Task[None]) -> None:
+            self._running.pop(key, None)
+            if not task.cancelled() and task.exception() is not None:
+                logger.error("%s failed", " ".join(key), exc_info=task.exception())
+            self._cluster.wake()
+
+        task.add_done_callback(done)
+
+    async def close(self) -> None:
+        tasks = list(self._running.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,43 @@
+"""Create the controller: ``python -m medusa_cluster.controller.launch RAY_ADDRESS``, run by the head's node server.
+
+It is a process of its own because a Ray driver must import Ray, and because a node server lives longer than Ray's
+processes. The controller stays when it ends.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Returns 0 once the controller runs."""
+    import ray
+
+    from ..node.actor import NAMESPACE
+    from ..node.ray_processes import NODE_LABEL
+    from .actor import CONTROLLER_NAME, Controller
+
+    address, head = arguments
+    ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+    controller = (
+        ray.remote(Controller)
+        .options(
+            name=CONTROLLER_NAME,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            label_selector={NODE_LABEL: head},
+            max_restarts=-1,
+            max_task_retries=-1,
+            num_cpus=0,
+        )
+        .remote()
+    )
+    print("controller", ray.get(controller.pid.remote(), timeout=60))
+    ray.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

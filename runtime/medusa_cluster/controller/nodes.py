@@ -1,0 +1,72 @@
+"""What the controller knows about the cluster's nodes and their instances."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+class Nodes(Protocol):
+    """The way to the nodes; in a cluster it leads through Ray's actors."""
+
+    async def names(self) -> set[str] | None:
+        """The nodes that live; None when that cannot be found out now."""
+
+    async def call(self, node: str, request: dict[str, Any], timeout_s: float) -> Any:
+        """Have a node server answer a request of its control socket. Raises ClusterError when it cannot be reached."""
+
+    async def request_more(self, count: int) -> None:
+        """Ask for this many more nodes than there are."""
+
+
+@dataclass
+class KnownNode:
+    """A node as it was seen last. ``lost_at``: when it was no longer there, on the monotonic clock."""
+
+    name: str
+    status: Mapping[str, Any] = field(default_factory=dict)
+    seen_at: float = 0.0  # monotonic, of the status
+    lost_at: float | None = None
+    drained_told: bool = False
+
+    @property
+    def url(self) -> str:
+        return str(self.status.get("url", ""))
+
+    def models(self) -> list[Mapping[str, Any]]:
+        return list(self.status.get("models", ()))
+
+
+@dataclass
+class KnownInstance:
+    """An instance that was decided on, or that a node has reported."""
+
+    id: str
+    model: str
+    node: str
+    state: str  # starting, ready, draining
+    since: float  # seconds since the epoch
+    running: int = 0
+    confirmed: bool = False  # the node has shown it in a status
+    role: str = "both"
+
+
+@dataclass
+class KnownFetch:
+    """A fetch that was decided on, until the node shows the model in its status."""
+
+    node: str
+    url: str
+    sources: tuple[str, ...]
+    pin: bool
+    at: float  # monotonic
+
+
+@dataclass
+class Gateway:
+    name: str
+    url: str | None
+    seen: float  # seconds since the epoch
+    seen_at: float  # monotonic
+    loads: Mapping[str, Mapping[str, float]] = field(default_factory=dict)

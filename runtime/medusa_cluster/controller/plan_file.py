@@ -1,0 +1,53 @@
+"""What must survive the controller: the deployments and the nodes that drain, in a file on the head."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from medusa_runtime.errors import ConfigError
+
+from ..deployment import Deployment
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Plan:
+    deployments: dict[str, Deployment] = field(default_factory=dict)
+    draining: frozenset[str] = frozenset()  # names of nodes
+
+
+def read_plan(path: Path) -> Plan:
+    """Return what was written last; an empty plan when there is none, or none that can be read."""
+    try:
+        found = json.loads(path.read_text())
+        deployments = [Deployment.from_json(item) for item in found["deployments"]]
+        return Plan({item.name: item for item in deployments}, frozenset(map(str, found["draining"])))
+    except FileNotFoundError:
+        return Plan()
+    except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
+        aside = path.with_suffix(".unreadable")
+        path.replace(aside)
+        logger.exception("the controller's plan could not be read (%s); it is kept as %s", type(error).__name__, aside)
+        return Plan()
+
+
+def write_plan(path: Path, deployments: Iterable[Deployment], draining: Iterable[str]) -> None:
+    """Replace the file as a whole, so that a kill at any moment leaves the old one or the new one."""
+    text = json.dumps({"deployments": [item.to_json() for item in deployments], "draining": sorted(draining)})
+    new = path.with_suffix(".new")
+    with open(new, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

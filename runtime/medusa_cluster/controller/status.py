@@ -1,0 +1,113 @@
+"""The state of the cluster for `medusa cluster status --json` and the gateway's page."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..deployment import Deployment
+    from .cluster import Cluster
+    from .nodes import KnownNode
+
+_GATEWAY_SHOWN_S = 60.0
+
+
+def status(cluster: Cluster) -> dict[str, Any]:
+    """Everything that is known, as JSON; its form is in docs/internals/cluster.md."""
+    now = time.time()
+    fetches = cluster.execution.fetches(cluster.nodes, time.monotonic())
+    transfers = [_transfer(cluster, node, model) for node in cluster.nodes.values() for model in _arriving(node)]
+    return {
+        "at": now,
+        "nodes": [_node(cluster, node) for node in sorted(cluster.nodes.values(), key=lambda node: node.name)],
+        "models": [_model(cluster, item) for _, item in sorted(cluster.deployments.items())],
+        "transfers": transfers,
+        "chains": chains([(fetch.url, fetch.sources[0], fetch.node) for fetch in fetches if fetch.sources]),
+        "gateways": [
+            {"name": item.name, "url": item.url, "seen": item.seen}
+            for item in cluster.gateways.values()
+            if now - item.seen < _GATEWAY_SHOWN_S
+        ],
+        "events": list(cluster.events),
+    }
+
+
+def _node(cluster: Cluster, node: KnownNode) -> dict[str, Any]:
+    found = {
+        name: node.status.get(name, 0)
+        for name in (
+            *("link_bytes_per_s", "egress_bytes_per_s", "ingress_bytes_per_s"),
+            *("memory_bytes", "memory_used_bytes", "devices"),
+        )
+    }
+    instances = [item for item in cluster.instances.values() if item.node == node.name]
+    return {
+        "name": node.name,
+        "address": node.status.get("address", ""),
+        "state": cluster.node_state(node),
+        **found,
+        "models": node.models() if node.lost_at is None else [],
+        "instances": [
+            {"id": item.id, "model": item.model, "state": item.state, "since": item.since, "running": item.running}
+            for item in instances
+        ],
+    }
+
+
+def _model(cluster: Cluster, item: Deployment) -> dict[str, Any]:
+    load = cluster.loads.summed(cluster.gateways.values(), time.monotonic()).get(item.name)
+    states = [instance.state for instance in cluster.instances.values() if instance.model == item.name]
+    alive = [node for node in cluster.nodes.values() if node.lost_at is None]
+    return item.to_json() | {
+        "instances": states.count("ready"),
+        "starting": states.count("starting"),
+        "wanted": len(states) - states.count("draining"),
+        "copies": [
+            node.name
+            for node in alive
+            if any(model["url"] == item.url and model["state"] == "done" for model in node.models())
+        ],
+        "waiting": load.waiting if load else 0,
+        "running": load.running if load else 0,
+        "tokens_per_s": load.tokens_per_s if load else 0.0,
+    }
+
+
+def _arriving(node: KnownNode) -> list[Any]:
+    return [model for model in node.models() if model["state"] == "fetching" and node.lost_at is None]
+
+
+def _transfer(cluster: Cluster, node: KnownNode, model: Any) -> dict[str, Any]:
+    rate = float(model.get("bytes_per_s", 0))
+    left = int(model["total_bytes"]) - int(model["fetched_bytes"])
+    names = {other.url: other.name for other in cluster.nodes.values() if other.url}
+    sources = [names.get(source.partition("/regions/")[0], source) for source in model.get("sources", ())]
+    return {
+        "url": model["url"],
+        "from": sources[0] if sources else "store",
+        "to": node.name,
+        "done_bytes": model["fetched_bytes"],
+        "total_bytes": model["total_bytes"],
+        "bytes_per_s": rate,
+        "remaining_s": left / rate if rate > 0 else None,
+    }
+
+
+def chains(hops: list[tuple[str, str, str]]) -> list[dict[str, Any]]:
+    """Join hops (URL, from, to) into chains, each from its first source on."""
+    found: list[dict[str, Any]] = []
+    for url in dict.fromkeys(url for url, _, _ in hops):
+        following: dict[str, list[str]] = {}
+        for _, source, target in (hop for hop in hops if hop[0] == url):
+            following.setdefault(source, []).append(target)
+        targets = {target for nodes in following.values() for target in nodes}
+        for first in sorted(following.keys() - targets):
+            found += [{"url": url, "nodes": path} for path in _paths(first, following, ())]
+    return found
+
+
+def _paths(node: str, following: dict[str, list[str]], before: tuple[str, ...]) -> list[list[str]]:
+    path = (*before, node)
+    nexts = [name for name in following.get(node, ()) if name not in path]
+    return [found for name in nexts for found in _paths(name, following, path)] or [list(path)]

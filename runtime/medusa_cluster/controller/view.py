@@ -1,0 +1,145 @@
+"""The cluster's state in two forms: for the policy, and for users (`medusa cluster status --json`)."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping
+
+from ..deployment import Deployment
+from ..policy import state as policy
+from .nodes import Gateway, KnownFetch, KnownInstance, KnownNode
+
+_GATEWAY_GONE_S = 2.0  # without a report: its loads count no longer
+
+
+class Loads:
+    """The gateways' loads, summed by model, and when each model was last asked for."""
+
+    def __init__(self) -> None:
+        self._last_request: dict[str, float] = {}
+
+    def summed(self, gateways: Iterable[Gateway], now: float) -> dict[str, policy.Load]:
+        sums: dict[str, dict[str, float]] = {model: {} for model in self._last_request}
+        for gateway in gateways:
+            if now - gateway.seen_at > _GATEWAY_GONE_S:
+                continue
+            for model, load in gateway.loads.items():
+                total = sums.setdefault(model, {})
+                for name in ("waiting", "running", "tokens_per_s", "decoded_per_s"):
+                    total[name] = total.get(name, 0.0) + float(load.get(name) or 0)
+                for name in ("kv_use", "longest_wait_s"):
+                    total[name] = max(total.get(name, 0.0), float(load.get(name) or 0))
+                if load.get("waiting") or load.get("running") or load.get("tokens_per_s"):
+                    self._last_request[model] = now
+        return {
+            model: policy.Load(
+                waiting=int(total.get("waiting", 0)),
+                running=int(total.get("running", 0)),
+                tokens_per_s=total.get("tokens_per_s", 0.0),
+                decoded_per_s=total.get("decoded_per_s", 0.0),
+                kv_use=total.get("kv_use", 0.0),
+                longest_wait_s=total.get("longest_wait_s", 0.0),
+                last_request_s=self._last_request.get(model, -math.inf),
+            )
+            for model, total in sums.items()
+        }
+
+
+def policy_state(
+    nodes: Mapping[str, KnownNode],
+    deployments: Mapping[str, Deployment],
+    instances: Iterable[KnownInstance],
+    fetches: Iterable[KnownFetch],
+    draining: frozenset[str] | set[str],
+    loads: Mapping[str, policy.Load],
+) -> policy.ClusterState:
+    """What the policy decides from. Instances and fetches that no node has confirmed yet are in it, too."""
+    instances, fetches = list(instances), list(fetches)
+    offset = time.monotonic() - time.time()
+    return policy.ClusterState(
+        nodes={
+            name: _policy_node(
+                node,
+                [item for item in instances if item.node == name],
+                [item for item in fetches if item.node == name],
+                name in draining,
+                offset,
+            )
+            for name, node in nodes.items()
+            if node.status
+        },
+        deployments={name: _policy_deployment(item, nodes.values()) for name, item in deployments.items()},
+        loads=dict(loads),
+    )
+
+
+def _policy_node(
+    node: KnownNode, instances: list[KnownInstance], fetches: list[KnownFetch], draining: bool, offset: float
+) -> policy.Node:
+    status = node.status
+    state: policy.NodeState = "lost" if node.lost_at is not None else "draining" if draining else "alive"
+    return policy.Node(
+        name=node.name,
+        address=str(status.get("address", "")),
+        state=state,
+        leaf=str(status.get("leaf", "")),
+        link_bytes_per_s=float(status.get("link_bytes_per_s", 1e9)),
+        egress_bytes_per_s=float(status.get("egress_bytes_per_s", 0)),
+        ingress_bytes_per_s=float(status.get("ingress_bytes_per_s", 0)),
+        memory_bytes=int(status.get("memory_bytes", 0)),
+        memory_used_bytes=int(status.get("memory_used_bytes", 0)),
+        devices=int(status.get("devices", 0)),
+        serves_out=any(item.running for item in instances) and any(item.role == "prefill" for item in instances),
+        copies=_copies(node, fetches),
+        instances=tuple(
+            policy.Instance(
+                id=item.id,
+                model=item.model,
+                node=item.node,
+                state=item.state,  # type: ignore[arg-type]
+                since_s=item.since + offset,
+                role=item.role,  # type: ignore[arg-type]
+                running=item.running,
+            )
+            for item in instances
+        ),
+    )
+
+
+def _copies(node: KnownNode, fetches: list[KnownFetch]) -> tuple[policy.Copy, ...]:
+    decided = {fetch.url: fetch for fetch in fetches}
+    found = {
+        model["url"]: policy.Copy(
+            url=model["url"],
+            total_bytes=int(model["total_bytes"]),
+            fetched_bytes=int(model["fetched_bytes"]),
+            version=str(model.get("version", "")),
+            pinned=bool(model["pinned"]),
+            used_at_s=time.monotonic() - float(model.get("idle_s", 0)),
+            sources=decided[model["url"]].sources if model["url"] in decided else (),
+            bytes_per_s=float(model.get("bytes_per_s", 0)),
+        )
+        for model in node.models()
+        if model.get("state") != "failed"
+    }
+    for url, fetch in decided.items():
+        found.setdefault(url, policy.Copy(url, total_bytes=0, fetched_bytes=0, pinned=fetch.pin, sources=fetch.sources))
+    return tuple(found.values())
+
+
+def _policy_deployment(item: Deployment, nodes: Iterable[KnownNode]) -> policy.Deployment:
+    seen = [model for node in nodes if node.lost_at is None for model in node.models() if model["url"] == item.url]
+    complete = [model for model in seen if model["state"] == "ready"]
+    return policy.Deployment(
+        name=item.name,
+        url=item.url,
+        engine=item.engine,
+        size_bytes=max((int(model["total_bytes"]) for model in seen), default=0),
+        version=str(complete[-1].get("version", "")) if complete else "",
+        min=item.min,
+        max=item.max,
+        ttft_slo_s=item.ttft_slo_s or math.inf,
+        tpot_slo_s=item.tpot_slo_s or math.inf,
+        concurrency=int(item.settings.get("max_concurrency", 8)),
+    )

@@ -1,0 +1,80 @@
+"""A deployed model, as users describe it and as it is passed around in JSON."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from medusa_runtime.config import OPTIONS, parse_option
+from medusa_runtime.errors import ConfigError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}")
+_MOST_INSTANCES = 10_000
+# Settings of `medusa serve` that the node decides.
+_OURS = ("model", "engine", "host", "port", "node_socket", "node_user", "served_model_name", "token", "platform")
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """A model that the cluster serves under a name. ``settings``: options of ``medusa serve``, as text."""
+
+    name: str
+    url: str
+    engine: str = "torch"
+    min: int = 0
+    max: int = 1
+    ttft_slo_s: float | None = None
+    tpot_slo_s: float | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> Deployment:
+        """Raises ConfigError with the first value that cannot be right."""
+        unknown = found.keys() - {item.name for item in fields(cls)}
+        if unknown:
+            raise ConfigError(f"a deployment has no {', '.join(sorted(unknown))}")
+        missing = {"name", "url"} - found.keys()
+        if missing:
+            raise ConfigError(f"expected a deployment with name and url, found none for {', '.join(sorted(missing))}")
+        made = cls(**found)
+        made._check()
+        return made
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def _check(self) -> None:
+        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+            raise ConfigError(f"name: expected letters, digits and . _ / : -, found {self.name!r}")
+        if not isinstance(self.url, str) or not self.url:
+            raise ConfigError(f"model: expected a checkpoint's URL or absolute path, found {self.url!r}")
+        if not isinstance(self.engine, str) or not self.engine.isidentifier():
+            raise ConfigError(f"engine: expected an engine's name such as torch, found {self.engine!r}")
+        for name, count in (("min", self.min), ("max", self.max)):
+            if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= _MOST_INSTANCES:
+                raise ConfigError(f"{name}: expected a number from 0 to {_MOST_INSTANCES}, found {count!r}")
+        if self.min > self.max:
+            raise ConfigError(f"expected min up to max, found min {self.min} and max {self.max}")
+        for name, seconds in (("ttft_slo_s", self.ttft_slo_s), ("tpot_slo_s", self.tpot_slo_s)):
+            known = seconds is None or (isinstance(seconds, int | float) and math.isfinite(seconds) and seconds > 0)
+            if not known:
+                raise ConfigError(f"{name}: expected seconds above 0, found {seconds!r}")
+        self.environment()
+
+    def environment(self) -> dict[str, str]:
+        """The settings as variables of ``medusa serve``. Raises ConfigError for one that is unknown or bad."""
+        if not isinstance(self.settings, Mapping):
+            raise ConfigError(f"settings: expected names and values, found {self.settings!r}")
+        options = {option.field: option for option in OPTIONS if option.field not in _OURS}
+        found = {}
+        for name, value in self.settings.items():
+            if name not in options:
+                raise ConfigError(
+                    f"settings: expected an option of medusa serve such as max_concurrency, found {name!r}"
+                )
+            parse_option(options[name], str(value), f"settings: {name}")
+            found[options[name].variables[0]] = str(value)
+        return found

@@ -1,0 +1,105 @@
+"""Calls over a Unix socket: one JSON object a line, and one line of answer for each."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from medusa_runtime.errors import ClusterError, ConfigError, MedusaError, from_code
+
+logger = logging.getLogger(__name__)
+
+LONGEST_LINE_BYTES = 16 << 20
+
+Answerer = Callable[[dict[str, Any]], Awaitable[Any]]
+
+
+class JsonLinesServer:
+    """Answers on a socket that only its user can open. Calls of one connection are answered one after the other."""
+
+    def __init__(self, path: Path, answer: Answerer) -> None:
+        self._path = path
+        self._answer = answer
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Listen. A socket that a killed process left behind is replaced."""
+        self._path.unlink(missing_ok=True)
+        mask = os.umask(0o177)
+        try:
+            self._server = await asyncio.start_unix_server(self._serve, self._path, limit=LONGEST_LINE_BYTES)
+        finally:
+            os.umask(mask)
+
+    async def close(self) -> None:
+        if self._server is None:
+            return
+        self._server.close()
+        for connection in self._connections:
+            connection.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+        self._path.unlink(missing_ok=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        try:
+            while line := await reader.readline():
+                writer.write(json.dumps(await self._line(line)).encode() + b"\n")
+                await writer.drain()
+        except (OSError, ValueError, asyncio.CancelledError):
+            pass  # the caller has gone, its line has no end, or we end
+        finally:
+            self._connections.discard(task)
+            writer.close()
+
+    async def _line(self, line: bytes) -> dict[str, Any]:
+        try:
+            return {"ok": await self._answer(dict(json.loads(line)))}
+        except (MedusaError, ValueError, TypeError) as error:
+            return error_answer(error)
+        except Exception as error:
+            logger.exception("a call failed")
+            return error_answer(error)
+
+
+def error_answer(error: Exception) -> dict[str, Any]:
+    """The answer to a call that failed."""
+    if isinstance(error, MedusaError):
+        return {"error": {"code": error.code, "message": str(error)}}
+    if isinstance(error, ValueError | TypeError):
+        return {"error": {"code": ConfigError.code, "message": f"expected a JSON object: {error}"}}
+    return {"error": {"code": ClusterError.code, "message": f"{type(error).__name__}: {error}"}}
+
+
+def result_of(answer: Any) -> Any:
+    """The value in an answer. Raises the error in it."""
+    if not isinstance(answer, dict) or not {"ok", "error"} & answer.keys():
+        raise ClusterError(f"expected an answer with ok or error, found {str(answer)[:200]!r}")
+    if "error" in answer:
+        raise from_code(str(answer["error"]["code"]), str(answer["error"]["message"]))
+    return answer["ok"]
+
+
+async def call(path: Path | str, request: dict[str, Any]) -> Any:
+    """Send one call and return its result. Raises OSError when nobody listens, and the error that was answered."""
+    reader, writer = await asyncio.open_unix_connection(path, limit=LONGEST_LINE_BYTES)
+    try:
+        writer.write(json.dumps(request).encode() + b"\n")
+        await writer.drain()
+        line = await reader.readline()
+        if not line:
+            raise ConnectionResetError(f"{path} closed the connection")
+        return result_of(json.loads(line))
+    finally:
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()

@@ -1,0 +1,79 @@
+"""The node actor: passes calls that come through Ray on to the control socket of its node's server.
+
+It keeps no state, so Ray may start it again at any time. Engines and instances are the node server's, because Ray
+would end an actor's children with it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from medusa_runtime.errors import ClusterError, MedusaError
+
+from ..json_lines import call, error_answer
+from .ray_processes import CONTROL_SOCKET_VARIABLE
+
+NAMESPACE = "medusa"
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def actor_name(node: str) -> str:
+    return f"node-{node}"
+
+
+def _group(name: str) -> Callable[[_Method], _Method]:
+    """Put a method into one of Ray's concurrency groups, so that long calls leave room for short ones.
+
+    As ``ray.method(concurrency_group=name)`` does, without importing Ray here.
+    """
+
+    def mark(method: _Method) -> _Method:
+        method.__ray_concurrency_group__ = name  # type: ignore[attr-defined]
+        return method
+
+    return mark
+
+
+class NodeActor:
+    """Every method is an operation of the control socket and returns its answer, ``{"ok": …}`` or ``{"error": …}``."""
+
+    def __init__(self) -> None:
+        self._socket = os.environ[CONTROL_SOCKET_VARIABLE]
+
+    @_group("control")
+    async def status(self) -> dict[str, Any]:
+        return await self._pass_on({"op": "status"})
+
+    @_group("control")
+    async def fetch(self, url: str, sources: list[str], pin: bool) -> dict[str, Any]:
+        return await self._pass_on({"op": "fetch", "url": url, "sources": sources, "pin": pin})
+
+    @_group("control")
+    async def pace(self, bytes_per_s: float | None) -> dict[str, Any]:
+        return await self._pass_on({"op": "pace", "bytes_per_s": bytes_per_s})
+
+    @_group("data")
+    async def drop(self, url: str) -> dict[str, Any]:
+        return await self._pass_on({"op": "drop", "url": url})
+
+    @_group("data")
+    async def start(self, id: str, deployment: dict[str, Any]) -> dict[str, Any]:
+        return await self._pass_on({"op": "start", "id": id, "deployment": deployment})
+
+    @_group("data")
+    async def stop(self, id: str, drain_s: float) -> dict[str, Any]:
+        return await self._pass_on({"op": "stop", "id": id, "drain_s": drain_s})
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def _pass_on(self, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return {"ok": await call(self._socket, request)}
+        except MedusaError as error:
+            return error_answer(error)
+        except OSError as error:
+            return error_answer(ClusterError(f"the node server does not answer: {error.strerror or error}"))

@@ -1,0 +1,109 @@
+"""The node agent of this machine: started, kept running, and asked without blocking the node server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from medusa_runtime.errors import MedusaError, NodeError
+from medusa_runtime.node.client import NodeClient
+
+from .child import Child, KeptAlive
+from .settings import NodeServerSettings
+
+logger = logging.getLogger(__name__)
+
+_Answer = TypeVar("_Answer")
+_STATUS_WAITS = 100  # of 10 ms
+_FETCHES = 16
+
+
+class Agent:
+    """`medusa node` as our child. It is asked in threads, because its client waits."""
+
+    def __init__(self, settings: NodeServerSettings) -> None:
+        self._settings = settings
+        self._status_thread = ThreadPoolExecutor(1, "agent-status")
+        self._threads = ThreadPoolExecutor(_FETCHES, "agent")
+        self._kept = KeptAlive(self._start, self._ended)
+        self._fetches: dict[str, asyncio.Task[None]] = {}
+        self.failures: dict[str, str] = {}  # URL → why the last fetch of this model failed
+        self.last_status: dict[str, Any] = {}
+
+    @property
+    def starts(self) -> int:
+        return self._kept.starts
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._kept.child is None else self._kept.child.pid
+
+    def begin(self) -> None:
+        self._kept.begin()
+
+    async def end(self) -> None:
+        for task in self._fetches.values():
+            task.cancel()
+        await self._kept.end(grace_s=5.0)
+        self._status_thread.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _start(self) -> Child:
+        settings = self._settings
+        command = [sys.executable, "-m", "medusa_adapters", "node", "--socket", str(settings.agent_socket)]
+        if settings.memory_budget:
+            command += ["--memory-budget", settings.memory_budget]
+        if settings.prewarm:
+            command += ["--prewarm", settings.prewarm]
+        environment = {name: value for name, value in os.environ.items() if name != "MEDUSA_NODE_SOCKET"}
+        return Child(command, environment | {"PYTHONUNBUFFERED": "1"}, settings.log_folder / "agent.log")
+
+    async def _ended(self, child: Child) -> None:
+        last = child.last_lines[-1] if child.last_lines else "it said nothing"
+        logger.error("the node agent ended (%s): %s; starting it again", child.status, last)
+
+    async def status(self) -> dict[str, Any]:
+        """What the agent holds; the last that was known while it does not answer."""
+        try:
+            found = await self._ask(self._status_thread, lambda client: client.status(), _STATUS_WAITS)
+        except NodeError:
+            return self.last_status | {"away": True}
+        self.last_status = found
+        return found
+
+    def fetch(self, url: str, *, pin: bool) -> None:
+        """Begin to fetch a model. How far it is, or why it failed, is in the status."""
+        running = self._fetches.get(url)
+        if running is not None and not running.done():
+            return
+        self.failures.pop(url, None)
+        self._fetches[url] = asyncio.create_task(self._fetch(url, pin))
+
+    async def _fetch(self, url: str, pin: bool) -> None:
+        try:
+            await self._ask(self._threads, lambda client: client.region(url, pin=pin, background=True).close())
+        except MedusaError as error:
+            self.failures[url] = f"{error} [{error.code}]"
+            logger.warning("fetching %s failed: %s", url, error)
+        finally:
+            self._fetches.pop(url, None)
+
+    async def drop(self, url: str) -> None:
+        await self._ask(self._threads, lambda client: client.drop(url))
+
+    async def _ask(
+        self, threads: ThreadPoolExecutor, question: Callable[[NodeClient], _Answer], waits: int = 1000
+    ) -> _Answer:
+        def ask() -> _Answer:
+            client = NodeClient(str(self._settings.agent_socket), waits=waits)
+            try:
+                return question(client)
+            finally:
+                client.close()
+
+        return await asyncio.get_running_loop().run_in_executor(threads, ask)

@@ -1,0 +1,184 @@
+"""Processes that a node server starts, follows and ends. None of them outlives it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+from medusa_runtime.process import die_with_parent
+
+from .guard import children
+
+_KEPT_LINES = 20
+_LONGEST_LOG_BYTES = 16 << 20
+_LOOK_S = 0.02  # between two looks whether killed processes have ended
+
+
+class Child:
+    """A process in a session of its own, so that Ctrl-C in a terminal reaches the node server alone.
+
+    Its output goes into a file, and line by line to ``on_line``. The kernel kills it when the node server dies. It must
+    be started in the event loop's thread, whose end the kernel takes for the node server's.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        on_line: Callable[[str], None] | None = None,
+    ) -> None:
+        self.last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._on_line = on_line
+        self._log = open(log, "ab", buffering=0)  # noqa: SIM115  closed when the process has ended
+        parent = os.getpid()
+        self._process = subprocess.Popen(
+            arguments,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=lambda: die_with_parent(parent),
+        )
+        self.pid = self._process.pid
+        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._watch_end()
+        self._watch_output()
+
+    @property
+    def status(self) -> int | None:
+        """The exit status, negative for a signal; None while it runs."""
+        return self._ended.result() if self._ended.done() else None
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._ended)
+
+    def signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.status is None:
+            with suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+    async def end(self, grace_s: float) -> int:
+        """SIGTERM, and after ``grace_s`` SIGKILL to it and to its process group; returns the exit status."""
+        self.signal(signal.SIGTERM)
+        try:
+            return await asyncio.wait_for(self.wait(), grace_s)
+        except TimeoutError:
+            self.kill()
+            return await self.wait()
+
+    def kill(self) -> None:
+        if self.status is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def _watch_end(self) -> None:
+        loop = asyncio.get_running_loop()
+        descriptor = os.pidfd_open(self.pid)
+
+        def ended() -> None:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
+            self._ended.set_result(self._process.wait())
+
+        loop.add_reader(descriptor, ended)
+
+    def _watch_output(self) -> None:
+        loop = asyncio.get_running_loop()
+        output: IO[bytes] | None = self._process.stdout
+        assert output is not None
+        os.set_blocking(output.fileno(), False)
+        unfinished = b""
+
+        def readable() -> None:
+            nonlocal unfinished
+            try:
+                data = os.read(output.fileno(), 1 << 16)
+            except BlockingIOError:
+                return
+            if not data:
+                loop.remove_reader(output.fileno())
+                output.close()
+                self._log.close()
+                return
+            self._write(data)
+            *lines, unfinished = (unfinished + data).split(b"\n")
+            unfinished = unfinished[-4096:]
+            for line in lines:
+                text = line.decode(errors="replace")
+                self.last_lines.append(text)
+                if self._on_line is not None:
+                    self._on_line(text)
+
+        loop.add_reader(output.fileno(), readable)
+
+    def _write(self, data: bytes) -> None:
+        """Keep the output, from the start again when the file has become too long. A full disk must not stop us."""
+        with suppress(OSError):
+            if self._log.tell() > _LONGEST_LOG_BYTES:
+                self._log.truncate(0)
+            self._log.write(data)
+
+
+class KeptAlive:
+    """A child that is started again when it ends by itself, later each time if it ends soon."""
+
+    _SHORTEST_S, _LONGEST_S, _STABLE_S = 0.2, 10.0, 30.0
+
+    def __init__(self, start: Callable[[], Child], on_end: Callable[[Child], Awaitable[None]] | None = None) -> None:
+        """``on_end`` is awaited before the next start."""
+        self._start = start
+        self._on_end = on_end
+        self._task: asyncio.Task[None] | None = None
+        self.child: Child | None = None
+        self.starts = 0
+
+    def begin(self) -> None:
+        self._task = asyncio.create_task(self._keep())
+
+    async def _keep(self) -> None:
+        loop, pause_s = asyncio.get_running_loop(), self._SHORTEST_S
+        while True:
+            began = loop.time()
+            self.child = self._start()
+            self.starts += 1
+            await self.child.wait()
+            if self._on_end is not None:
+                await self._on_end(self.child)
+            pause_s = self._SHORTEST_S if loop.time() - began > self._STABLE_S else min(pause_s * 2, self._LONGEST_S)
+            await asyncio.sleep(pause_s)
+
+    async def end(self, grace_s: float) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self.child is not None:
+            await self.child.end(grace_s)
+
+
+def reap_orphans(ours: set[int]) -> None:
+    """Collect the exit status of processes that our children left to us, so that no zombies remain."""
+    for pid in children() - ours:
+        with suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+
+
+async def end_orphans(ours: set[int], within_s: float = 5.0) -> None:
+    """Kill the processes that our children left to us, and theirs, until there are none."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + within_s
+    while (orphans := children() - ours) and loop.time() < deadline:
+        for pid in orphans:
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, os.WNOHANG)
+        await asyncio.sleep(_LOOK_S)

@@ -1,0 +1,60 @@
+"""The way from a node server to the controller: a socket on the head, HTTP to the head's node server elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from typing import Any
+
+from aiohttp import ClientError, ClientSession, ClientTimeout
+from medusa_runtime.errors import ClusterError, MedusaError, NoControllerError, UnauthorizedError
+
+from ..json_lines import call, result_of
+from .settings import NodeServerSettings
+
+LONGEST_WAIT_S = 30.0
+_ANSWERS_WITHIN_S = LONGEST_WAIT_S + 10.0
+
+
+class ControllerLine:
+    """Calls operations of the controller from any node."""
+
+    def __init__(self, settings: NodeServerSettings, token: str, context: ssl.SSLContext | None = None) -> None:
+        self._settings = settings
+        self._token = token
+        self._ssl = context
+        self._session: ClientSession | None = None
+
+    async def call(self, operation: str, arguments: dict[str, Any]) -> Any:
+        """Raises NoControllerError while the controller is away, and the error that it answered."""
+        if self._settings.head_url is not None:
+            return await self.ask_head(self._settings.head_url, operation, arguments)
+        request = {"op": operation, "arguments": arguments}
+        try:
+            return await asyncio.wait_for(call(self._settings.controller_socket, request), _ANSWERS_WITHIN_S)
+        except (OSError, TimeoutError):
+            raise NoControllerError("the cluster's controller is away; it comes back by itself") from None
+
+    async def ask_head(self, head_url: str, operation: str, arguments: dict[str, Any]) -> Any:
+        """Send an operation to a head's node server. UnauthorizedError for a wrong token."""
+        if self._session is None:
+            headers = {"Authorization": f"Bearer {self._token}"}
+            self._session = ClientSession(timeout=ClientTimeout(total=_ANSWERS_WITHIN_S), headers=headers)
+        url = f"{head_url}/cluster/{operation}"
+        try:
+            async with self._session.post(url, json=arguments, ssl=True if self._ssl is None else self._ssl) as answer:
+                if answer.status == 401:
+                    raise UnauthorizedError(f"{head_url} refused the token; expected the one in the head's token file")
+                return result_of(await answer.json(content_type=None))
+        except MedusaError:
+            raise
+        except json.JSONDecodeError:
+            raise ClusterError(f"{head_url} is no node server: expected JSON from /cluster/{operation}") from None
+        except (ClientError, OSError, TimeoutError) as error:
+            reason = str(error) or type(error).__name__
+            raise NoControllerError(f"the head's node server at {head_url} cannot be reached: {reason}") from None
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()

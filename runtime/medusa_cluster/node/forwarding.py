@@ -1,0 +1,99 @@
+"""Passes requests under `/instances/<id>/` on to the instance and its answer back, piece by piece."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from aiohttp import ClientSession, ClientTimeout, DummyCookieJar, TCPConnector, web
+from aiohttp.client_exceptions import ClientError
+from medusa_runtime.errors import InstanceError, UnknownNameError
+from multidict import CIMultiDict
+from yarl import URL
+
+from ..json_lines import error_answer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .instances import Instances, RunningInstance
+
+logger = logging.getLogger(__name__)
+
+# They concern one connection and not the message (RFC 9110 §7.6.1); Host and Authorization are replaced.
+_OF_A_CONNECTION = frozenset(
+    ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding",
+     "upgrade", "host", "authorization", "expect")
+)  # fmt: skip
+
+
+class Forwarder:
+    """Handles `/instances/<id>/<path>`. Nothing is held back: a piece is passed on when it arrives."""
+
+    def __init__(self, instances: Instances) -> None:
+        self._instances = instances
+        self._session: ClientSession | None = None
+
+    async def start(self) -> None:
+        self._session = ClientSession(
+            connector=TCPConnector(limit=0, keepalive_timeout=30.0),
+            timeout=ClientTimeout(total=None, sock_connect=5.0),
+            auto_decompress=False,
+            cookie_jar=DummyCookieJar(),
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+        )
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        instance = self._instances.get(request.match_info["id"])
+        if instance is None or instance.port is None:
+            error = UnknownNameError(f"this node has no instance {request.match_info['id']} that listens")
+            return web.json_response(error_answer(error), status=404)
+        instance.running += 1
+        try:
+            return await self._pass_on(request, instance, instance.port)
+        finally:
+            instance.running -= 1
+
+    async def _pass_on(self, request: web.Request, instance: RunningInstance, port: int) -> web.StreamResponse:
+        assert self._session is not None
+        # The path as it came, without decoding it: what is behind the instance's id.
+        path = request.raw_path.split("/", 3)[3] if request.raw_path.count("/") > 2 else ""
+        headers = _kept(request.headers)
+        headers["Authorization"] = f"Bearer {instance.secret}"
+        response: web.StreamResponse | None = None
+        try:
+            async with self._session.request(
+                request.method,
+                URL(f"http://127.0.0.1:{port}/{path}", encoded=True),
+                headers=headers,
+                data=request.content.iter_any() if request.body_exists else None,
+                allow_redirects=False,
+            ) as answer:
+                response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=_kept(answer.headers))
+                await response.prepare(request)
+                async for piece in answer.content.iter_any():
+                    await response.write(piece)
+                await response.write_eof()
+        except (ClientError, TimeoutError) as error:
+            if request.transport is None or request.transport.is_closing():
+                raise  # our own caller has gone
+            logger.warning("the instance %s broke off: %s", instance.id, error)
+            if response is None or not response.prepared:
+                broken = InstanceError(f"the instance {instance.id} ended before it answered")
+                return web.json_response(error_answer(broken), status=502)
+            # Its reader must see that the answer is not complete.
+            request.transport.abort()
+        return response
+
+
+def _kept(headers: Mapping[str, str]) -> CIMultiDict[str]:
+    found: CIMultiDict[str] = CIMultiDict()
+    named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
+    for name, value in headers.items():
+        if name.lower() not in _OF_A_CONNECTION and name.lower() not in named:
+            found.add(name, value)
+    return found

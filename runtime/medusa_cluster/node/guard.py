@@ -1,0 +1,82 @@
+"""Run a command, and end all that it has started when it ends, or when our parent dies: ``python -m … COMMAND…``.
+
+The kernel kills a child with its parent (PR_SET_PDEATHSIG), but not the child's children: some of Ray's processes
+would outlive a node server that is killed. This process becomes the parent of all that lose theirs, and kills them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from medusa_runtime.process import die_with_parent
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_GRACE_S = 4.0  # for the command to end what it started by itself
+_WAITED_FOR = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants that lose theirs."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def children() -> set[int]:
+    """The pids of our children."""
+    try:
+        return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
+    except OSError:  # a kernel without this file
+        return set()
+
+
+def main(command: Sequence[str]) -> int:
+    """Returns the command's exit status as a shell does; 143 when we were told to end."""
+    parent = os.getppid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
+    adopt_orphans()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if parent == 1 or os.getppid() != parent:  # our parent has gone already
+        return 128 + signal.SIGTERM
+    ours = os.getpid()
+
+    def prepare() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _WAITED_FOR)
+        die_with_parent(ours)
+
+    process = subprocess.Popen(command, preexec_fn=prepare)
+    while True:
+        received = signal.sigwait(_WAITED_FOR)
+        if received != signal.SIGCHLD:
+            with suppress(ProcessLookupError):
+                process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE_S)
+            _end_all()
+            return 128 + received
+        if process.poll() is not None:
+            _end_all()
+            return process.returncode if process.returncode >= 0 else 128 - process.returncode
+        for pid in children() - {process.pid}:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+
+def _end_all() -> None:
+    while pids := children():
+        for pid in pids:
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,183 @@
+"""The instances of a node: `medusa serve` processes on loopback ports, which take region and engine from the agent."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import secrets
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from medusa_runtime.errors import ConfigError, InstanceError
+
+from ..deployment import Deployment
+from .child import Child
+from .settings import NodeServerSettings
+
+logger = logging.getLogger(__name__)
+
+_LISTENING = re.compile(r"listening on http://[^\s]+:(\d+)$")
+_LISTENS_WITHIN_S = 60.0
+_KILLED_AFTER_S = 10.0  # past the time for running requests
+_KEPT_ENDS_S = 60.0  # for how long the status shows an instance that ended by itself
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+@dataclass
+class RunningInstance:
+    """One `medusa serve` process. ``secret``: what it demands of requests, known to this node server alone."""
+
+    id: str
+    deployment: Deployment
+    secret: str
+    listening: asyncio.Future[int]
+    state: str = "starting"
+    since: float = field(default_factory=time.time)
+    child: Child | None = None
+    running: int = 0  # requests that pass through the node server
+    failure: str | None = None
+
+    @property
+    def port(self) -> int | None:
+        done = self.listening.done() and not self.listening.cancelled() and self.listening.exception() is None
+        return self.listening.result() if done else None
+
+    def enter(self, state: str) -> None:
+        self.state, self.since = state, time.time()
+
+
+class Instances:
+    """Starts and ends instances by id. The same id twice is the same instance, so that a call may be repeated."""
+
+    def __init__(self, settings: NodeServerSettings) -> None:
+        self._settings = settings
+        self._instances: dict[str, RunningInstance] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def get(self, instance_id: str) -> RunningInstance | None:
+        return self._instances.get(instance_id)
+
+    @property
+    def pids(self) -> set[int]:
+        return {instance.child.pid for instance in self._instances.values() if instance.child is not None}
+
+    async def start(self, instance_id: str, deployment: Deployment) -> int:
+        """Return the instance's port as soon as it listens. Raises InstanceError when it does not come that far."""
+        if not _ID.fullmatch(instance_id):
+            raise ConfigError(f"id: expected letters, digits and . _ -, found {instance_id[:100]!r}")
+        instance = self._instances.get(instance_id)
+        if instance is None:
+            instance = self._begin(instance_id, deployment)
+        if instance.failure is not None:
+            raise InstanceError(instance.failure)
+        try:
+            return await asyncio.wait_for(asyncio.shield(instance.listening), _LISTENS_WITHIN_S)
+        except TimeoutError:
+            raise InstanceError(f"{instance_id} does not listen after {_LISTENS_WITHIN_S:.0f} s") from None
+
+    def _begin(self, instance_id: str, deployment: Deployment) -> RunningInstance:
+        listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        listening.add_done_callback(lambda future: future.cancelled() or future.exception())  # it may have no reader
+        instance = RunningInstance(instance_id, deployment, secrets.token_hex(16), listening)
+        self._instances[instance_id] = instance
+
+        def on_line(line: str) -> None:
+            found = _LISTENING.match(line)
+            if found and not listening.done():
+                listening.set_result(int(found[1]))
+                if instance.state == "starting":
+                    instance.enter("ready")
+
+        try:
+            instance.child = Child(
+                self._command(deployment),
+                self._environment(instance),
+                self._settings.log_folder / f"instance-{instance_id}.log",
+                on_line,
+            )
+        except OSError as error:
+            self._failed(instance, f"{instance_id} could not start: {error}")
+        else:
+            task = asyncio.create_task(self._follow(instance, instance.child))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return instance
+
+    def _command(self, deployment: Deployment) -> list[str]:
+        return [
+            *(sys.executable, "-m", "medusa_adapters", "serve"),
+            *("--model", deployment.url, "--served-model-name", deployment.name, "--engine", deployment.engine),
+            *("--host", "127.0.0.1", "--port", "0", "--platform", "local"),
+            *("--node-socket", str(self._settings.agent_socket)),
+        ]
+
+    def _environment(self, instance: RunningInstance) -> dict[str, str]:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("MEDUSA_")}
+        environment.pop("PORT", None)
+        return (
+            environment
+            | instance.deployment.environment()
+            | {
+                "MEDUSA_TOKEN": instance.secret,
+                "PYTHONUNBUFFERED": "1",
+            }
+        )
+
+    async def _follow(self, instance: RunningInstance, child: Child) -> None:
+        status = await child.wait()
+        if instance.state == "draining":
+            self._instances.pop(instance.id, None)
+            log = self._settings.log_folder / f"instance-{instance.id}.log"
+            log.unlink(missing_ok=True)
+            return
+        said = [line for line in child.last_lines if line.startswith("medusa: ")] or list(child.last_lines)[-1:]
+        how = f"signal {-status}" if status < 0 else f"status {status}"
+        self._failed(instance, f"{instance.id} ended by itself ({how}): {said[-1] if said else 'it said nothing'}")
+
+    def _failed(self, instance: RunningInstance, failure: str) -> None:
+        logger.error("%s", failure)
+        instance.failure = failure
+        instance.enter("failed")
+        if not instance.listening.done():
+            instance.listening.set_exception(InstanceError(failure))
+        asyncio.get_running_loop().call_later(_KEPT_ENDS_S, self._instances.pop, instance.id, None)
+
+    async def stop(self, instance_id: str, drain_s: float) -> None:
+        """End an instance after its running requests, or after ``drain_s``. An unknown one has ended already."""
+        instance = self._instances.get(instance_id)
+        if instance is None or instance.child is None or instance.failure is not None:
+            self._instances.pop(instance_id, None)
+            return
+        if instance.state != "draining":
+            instance.enter("draining")
+            deadline = asyncio.get_running_loop().time() + drain_s
+            while instance.running and asyncio.get_running_loop().time() < deadline and instance.child.status is None:
+                await asyncio.sleep(0.05)
+            instance.child.signal(signal.SIGTERM)
+            await instance.child.end(_KILLED_AFTER_S)
+        else:
+            await instance.child.wait()
+        self._instances.pop(instance_id, None)
+
+    def status(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "id": instance.id,
+                "model": instance.deployment.name,
+                "url": instance.deployment.url,
+                "state": instance.state,
+                "since": instance.since,
+                "running": instance.running,
+                "pid": None if instance.child is None else instance.child.pid,
+                **({"failure": instance.failure} if instance.failure else {}),
+            }
+            for instance in self._instances.values()
+        ]
+
+    async def end(self, drain_s: float) -> None:
+        await asyncio.gather(*(self.stop(instance_id, drain_s) for instance_id in list(self._instances)))

@@ -1,0 +1,109 @@
+"""The node's one listener on the network. Every request but `/healthz` must bear the cluster's token."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import ssl
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+from medusa_runtime.errors import (
+    ConfigError,
+    MedusaError,
+    NoControllerError,
+    UnauthorizedError,
+    UnknownNameError,
+)
+
+from ..json_lines import error_answer
+from .controller_line import ControllerLine
+from .forwarding import Forwarder
+from .settings import NodeServerSettings
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_LARGEST_CALL_BYTES = 16 << 20
+
+
+class Listener:
+    """Serves `/instances/`, `/cluster/` and `/healthz`, and the routes that others have added to ``app``."""
+
+    def __init__(
+        self,
+        settings: NodeServerSettings,
+        token: str,
+        forwarder: Forwarder,
+        line: ControllerLine,
+        context: ssl.SSLContext | None = None,
+    ) -> None:
+        self._settings = settings
+        self._line = line
+        self._forwarder = forwarder
+        self._ssl = context
+        self.app = web.Application(client_max_size=_LARGEST_CALL_BYTES, middlewares=[_demand(token)])
+        self.app.router.add_get("/healthz", self._health)
+        self.app.router.add_post("/cluster/{operation}", self._cluster)
+        self.app.router.add_route("*", "/instances/{id}/{path:.*}", forwarder.handle)
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        """Listen. Raises ConfigError when the address is not available."""
+        await self._forwarder.start()
+        # A handler is cancelled when its caller goes, and with it the request that it has passed on.
+        self._runner = web.AppRunner(self.app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        host, port = self._settings.host, self._settings.data_port
+        try:
+            await web.TCPSite(self._runner, host, port, ssl_context=self._ssl, backlog=1024).start()
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: {error.strerror}; choose another address with --host or --data-port"
+            ) from None
+
+    async def close(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+        await self._forwarder.close()
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.json_response({"name": self._settings.name})
+
+    async def _cluster(self, request: web.Request) -> web.Response:
+        operation = request.match_info["operation"]
+        try:
+            arguments = await request.json() if request.can_read_body else {}
+            if not isinstance(arguments, dict):
+                raise ConfigError("expected a JSON object of arguments")
+            if operation == "join" and self._settings.is_head:
+                return web.json_response({"ok": self._joining()})
+            return web.json_response({"ok": await self._line.call(operation, arguments)})
+        except (MedusaError, json.JSONDecodeError, UnicodeDecodeError) as error:
+            return web.json_response(error_answer(error), status=status_of(error))
+
+    def _joining(self) -> dict[str, Any]:
+        """What a node needs to know before it starts Ray's processes."""
+        host = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
+        return {"ray": f"{host}:{self._settings.ray_port}", "head": self._settings.name}
+
+
+def status_of(error: Exception) -> int:
+    """The HTTP status for the answer to a call that failed."""
+    if isinstance(error, ConfigError | ValueError):
+        return 400
+    known = ((UnauthorizedError, 401), (UnknownNameError, 404), (NoControllerError, 503))
+    return next((status for kind, status in known if isinstance(error, kind)), 500)
+
+
+def _demand(token: str) -> Any:
+    expected = f"Bearer {token}".encode()
+
+    @web.middleware
+    async def check(request: web.Request, handler: _Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode(errors="replace")
+        if request.path != "/healthz" and not hmac.compare_digest(given, expected):
+            refused = UnauthorizedError("expected the cluster's token as Authorization: Bearer <token>")
+            return web.json_response(error_answer(refused), status=401)
+        return await handler(request)
+
+    return check

@@ -1,0 +1,124 @@
+"""What a node server can be asked to do over its control socket."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from medusa_runtime.errors import ConfigError, NoControllerError
+
+from ..deployment import Deployment
+
+if TYPE_CHECKING:
+    from .agent import Agent
+    from .controller_line import ControllerLine
+    from .instances import Instances
+    from .settings import NodeServerSettings
+
+
+class Operations:
+    """Answers the control socket. Every operation may be repeated."""
+
+    def __init__(self, settings: NodeServerSettings, agent: Agent, instances: Instances, line: ControllerLine) -> None:
+        self._settings = settings
+        self._agent = agent
+        self._instances = instances
+        self._line = line
+        self._sources: dict[str, list[str]] = {}  # URL → of the plan that came with the last fetch
+        self.pace_bytes_per_s: float | None = None
+        self.draining = False
+        self._known: dict[str, Callable[[dict[str, Any]], Awaitable[Any]]] = {
+            "status": self._status,
+            "fetch": self._fetch,
+            "drop": self._drop,
+            "sources": self._find_sources,
+            "start": self._start,
+            "stop": self._stop,
+            "pace": self._pace,
+            "cluster": self._cluster,
+        }
+
+    async def answer(self, request: dict[str, Any]) -> Any:
+        """Raises ConfigError for an unknown operation and for bad arguments."""
+        operation = self._known.get(str(request.get("op")))
+        if operation is None:
+            raise ConfigError(f"op: expected one of {', '.join(self._known)}, found {request.get('op')!r}")
+        try:
+            return await operation(request)
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"{request['op']}: a value is missing or of the wrong type: {error}") from error
+
+    async def _status(self, _: dict[str, Any]) -> dict[str, Any]:
+        agent = await self._agent.status()
+        settings = self._settings
+        return {
+            "name": settings.name,
+            "address": settings.address,
+            "url": settings.url,
+            "leaf": settings.leaf,
+            "at": time.time(),
+            "pid": os.getpid(),
+            "state": "draining" if self.draining else "alive",
+            "link_bytes_per_s": settings.link_bytes_per_s,
+            "memory_bytes": agent.get("budget_bytes", 0),
+            "memory_used_bytes": agent.get("used_bytes", 0),
+            "devices": settings.devices,
+            "pace_bytes_per_s": self.pace_bytes_per_s,
+            "agent": {
+                "away": agent.get("away", False),
+                "starts": self._agent.starts,
+                "engines": agent.get("engines", {}),
+            },
+            "models": [self._model(region) for region in agent.get("regions", ())],
+            "failed_fetches": dict(self._agent.failures),
+            "instances": self._instances.status(),
+        }
+
+    def _model(self, region: dict[str, Any]) -> dict[str, Any]:
+        found = {name: region[name] for name in ("url", "state", "fetched_bytes", "total_bytes", "pinned", "idle_s")}
+        return found | {
+            "version": region.get("version", ""),
+            "bytes_per_s": (region.get("mb_per_s") or 0.0) * 1e6 if region["state"] == "fetching" else 0.0,
+            "sources": self._sources.get(region["url"], []),
+        }
+
+    async def _fetch(self, request: dict[str, Any]) -> dict[str, Any]:
+        self._sources[request["url"]] = [str(source) for source in request.get("sources", ())]
+        self._agent.fetch(request["url"], pin=bool(request.get("pin", False)))
+        return {}
+
+    async def _drop(self, request: dict[str, Any]) -> dict[str, Any]:
+        await self._agent.drop(request["url"])
+        self._sources.pop(request["url"], None)
+        return {}
+
+    async def _find_sources(self, request: dict[str, Any]) -> list[str]:
+        """The sources for a model, best first; without a plan those that the controller knows, or none."""
+        url = str(request["url"])
+        if url in self._sources:
+            return self._sources[url]
+        try:
+            arguments = {"node": self._settings.name, "url": url}
+            found = await asyncio.wait_for(self._line.call("sources", arguments), timeout=1.0)
+        except (NoControllerError, TimeoutError):
+            return []
+        return [str(source) for source in found]
+
+    async def _start(self, request: dict[str, Any]) -> dict[str, int]:
+        deployment = Deployment.from_json(request["deployment"])
+        return {"port": await self._instances.start(str(request["id"]), deployment)}
+
+    async def _stop(self, request: dict[str, Any]) -> dict[str, Any]:
+        await self._instances.stop(str(request["id"]), float(request.get("drain_s", 30.0)))
+        return {}
+
+    async def _pace(self, request: dict[str, Any]) -> dict[str, Any]:
+        limit = request["bytes_per_s"]
+        self.pace_bytes_per_s = None if limit is None else float(limit)
+        return {}
+
+    async def _cluster(self, request: dict[str, Any]) -> Any:
+        return await self._line.call(str(request["call"]), dict(request.get("arguments") or {}))

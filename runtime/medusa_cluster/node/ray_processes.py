@@ -1,0 +1,95 @@
+"""The command and the environment that start Ray's processes on one node.
+
+`ray start --block` ends its processes when one of them dies, and the kernel ends them when it is killed itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+
+from .settings import NodeServerSettings
+
+NODE_LABEL = "medusa-node"
+NODE_RESOURCE = "medusa_node"  # one on each node, so that Ray's autoscaler can be asked for more nodes
+CONTROL_SOCKET_VARIABLE = "MEDUSA_CLUSTER_CONTROL_SOCKET"
+STARTED = "Ray runtime started"
+
+_WORKER_PORTS = 10  # the offset of the first worker's port
+
+_LIGHTER = {
+    "RAY_enable_metrics_collection": "0",
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_enable_timeline": "0",
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+    "RAY_worker_niceness": "0",  # the control of a busy node must not wait behind its engines
+}
+
+# A dead node is noticed after 1.4 s, one that hangs after 4.2 s. Shorter times declare busy nodes dead.
+_HEALTH = {
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "3",
+}
+
+
+def ray_command(settings: NodeServerSettings, head_ray_address: str | None) -> list[str]:
+    """The command line; ``head_ray_address`` is None on the head."""
+    port = settings.ray_port
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+    if head_ray_address is None:
+        command += ["--head", f"--port={port}", "--include-dashboard=false"]
+    else:
+        command += [f"--address={head_ray_address}"]
+    return [
+        *command,
+        f"--node-ip-address={settings.host}",
+        f"--temp-dir={settings.folder / 'ray'}",
+        f"--labels={NODE_LABEL}={settings.name}",
+        f"--resources={json.dumps({NODE_RESOURCE: 1})}",
+        "--num-cpus=0",
+        "--object-store-memory=80000000",
+        "--include-log-monitor=false",
+        f"--node-manager-port={port + 1}",
+        f"--object-manager-port={port + 2}",
+        f"--runtime-env-agent-port={port + 3}",
+        f"--dashboard-agent-grpc-port={port + 4}",
+        f"--dashboard-agent-listen-port={port + 5}",
+        f"--metrics-export-port={port + 6}",
+        f"--min-worker-port={port + _WORKER_PORTS}",
+        f"--max-worker-port={port + 39}",
+    ]
+
+
+def ray_environment(settings: NodeServerSettings, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for Ray's processes and drivers. Node actors inherit it, and find their control socket in it."""
+    kept = {name: value for name, value in environ.items() if not name.startswith(("RAY_", "MEDUSA_"))}
+    tuned = {name: value for name, value in environ.items() if name.startswith("RAY_health_check_")}
+    found = kept | _LIGHTER | _HEALTH | tuned
+    found |= {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(settings.token_file),
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
+        CONTROL_SOCKET_VARIABLE: str(settings.control_socket),
+        "PYTHONUNBUFFERED": "1",
+    }
+    if settings.is_head:
+        found |= {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(settings.folder / "gcs")}
+    if settings.tls is not None:
+        found |= {
+            "RAY_USE_TLS": "1",
+            "RAY_TLS_SERVER_CERT": str(settings.tls.certificate),
+            "RAY_TLS_SERVER_KEY": str(settings.tls.key),
+            "RAY_TLS_CA_CERT": str(settings.tls.authority),
+        }
+    return found
+
+
+def forget_address(settings: NodeServerSettings) -> None:
+    """Let the head start again: Ray refuses while it knows its own address and any raylet of this machine names it."""
+    with suppress(FileNotFoundError):
+        os.unlink(settings.folder / "ray" / "ray_current_cluster")

@@ -1,0 +1,220 @@
+"""The node server: one process that starts, follows and ends everything that a machine does for its cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import IO
+
+from medusa_runtime.errors import ConfigError, NoControllerError
+
+from ..json_lines import JsonLinesServer
+from .agent import Agent
+from .child import Child, KeptAlive, end_orphans, reap_orphans
+from .controller_line import ControllerLine
+from .forwarding import Forwarder
+from .guard import adopt_orphans
+from .instances import Instances
+from .listener import Listener
+from .operations import Operations
+from .ray_processes import STARTED, forget_address, ray_command, ray_environment
+from .settings import NodeServerSettings, make_token, read_token
+
+logger = logging.getLogger(__name__)
+
+_DRAIN_S = 30.0
+_RAY_GRACE_S = 8.0
+_LOOK_S = 0.5
+_LAUNCH_PAUSE_S = 1.0
+
+
+class NodeServer:
+    """Runs until SIGTERM or SIGINT, lets running requests finish, and leaves nothing behind."""
+
+    def __init__(self, settings: NodeServerSettings, show: Callable[[str], None]) -> None:
+        """``show`` prints a line for the user."""
+        self._settings = settings
+        self._show = show
+        self._stop = asyncio.Event()
+        self._signals = 0
+        self._ray_address: str | None = None
+        self._ray_started = asyncio.Event()
+        self._launcher: Child | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def run(self) -> int:
+        """Returns the exit status. Raises ConfigError and ClusterError for what prevents the start."""
+        settings = self._settings
+        adopt_orphans()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, self._asked_to_stop)
+        with _lock(settings):
+            if settings.is_head and not settings.token_file.exists():
+                make_token(settings.token_file)
+            token = read_token(settings.token_file)
+            for folder in (settings.log_folder, settings.folder / "ray", settings.folder / "gcs"):
+                folder.mkdir(exist_ok=True, mode=0o700)
+            self._line = ControllerLine(settings, token)
+            self._agent = Agent(settings)
+            self._instances = Instances(settings)
+            self._operations = Operations(settings, self._agent, self._instances, self._line)
+            self._listener = Listener(settings, token, Forwarder(self._instances), self._line)
+            self._control = JsonLinesServer(settings.control_socket, self._operations.answer)
+            self._ray = KeptAlive(self._start_ray, self._ray_ended)
+            try:
+                await self._unless_stopped(self._start())
+                await self._stop.wait()
+            finally:
+                await self._end()
+        return 0
+
+    async def _unless_stopped(self, starting: Coroutine[None, None, None]) -> None:
+        """Await it, but end it when we are asked to stop."""
+        started, stopped = asyncio.create_task(starting), asyncio.create_task(self._stop.wait())
+        await asyncio.wait((started, stopped), return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not started.done():
+            started.cancel()
+            await asyncio.gather(started, return_exceptions=True)
+            return
+        await started
+
+    def _asked_to_stop(self) -> None:
+        self._signals += 1
+        self._stop.set()
+        if self._signals > 1:  # impatient: running requests are not waited for
+            for task in asyncio.all_tasks():
+                if task.get_name() == "drain":
+                    task.cancel()
+
+    async def _start(self) -> None:
+        settings = self._settings
+        if settings.head_url is not None:
+            joined = await self._line.ask_head(settings.head_url, "join", {"name": settings.name})
+            self._ray_address = str(joined["ray"])
+        await self._listener.start()
+        await self._control.start()
+        self._agent.begin()
+        self._ray.begin()
+        self._tasks = [asyncio.create_task(self._reap()), asyncio.create_task(self._tell())]
+        self._show(f"node {settings.name} on {settings.url}, folder {settings.folder}")
+        if settings.is_head:
+            self._tasks.append(asyncio.create_task(self._keep_controller()))
+            self._show(f"other nodes: medusa cluster start --address {settings.address} --token-file FILE")
+            self._show(f"(FILE: a copy of {settings.token_file})")
+
+    def _start_ray(self) -> Child:
+        settings = self._settings
+        forget_address(settings)
+        guard = [sys.executable, "-m", "medusa_cluster.node.guard"]
+        command = [*guard, *ray_command(settings, self._ray_address)]
+        return Child(command, ray_environment(settings, os.environ), settings.log_folder / "ray.log", self._ray_said)
+
+    def _ray_said(self, line: str) -> None:
+        if STARTED in line:
+            self._ray_started.set()
+
+    async def _ray_ended(self, child: Child) -> None:
+        self._ray_started.clear()
+        said = [line for line in child.last_lines if line.strip()]
+        logger.error("Ray's processes ended (status %s): %s; starting them again", child.status, said[-1:] or "")
+
+    async def _tell(self) -> None:
+        """Show when the cluster can be used from here."""
+        await self._ray_started.wait()
+        while True:
+            with suppress(NoControllerError):
+                await self._line.call("status", {})
+                break
+            await asyncio.sleep(_LOOK_S)
+        self._show("ready")
+
+    async def _keep_controller(self) -> None:
+        """Create the controller once Ray is up, and whenever Ray was started again. It is there already as a rule."""
+        settings = self._settings
+        launch = [sys.executable, "-m", "medusa_cluster.controller.launch"]
+        while True:
+            await self._ray_started.wait()
+            child = self._launcher = Child(
+                [*launch, f"{settings.host}:{settings.ray_port}", settings.name],
+                ray_environment(settings, os.environ),
+                settings.log_folder / "controller-launch.log",
+            )
+            if await child.wait() != 0:
+                logger.warning("the controller could not be created: %s", list(child.last_lines)[-1:])
+                await asyncio.sleep(_LAUNCH_PAUSE_S)
+                continue
+            while self._ray_started.is_set():
+                await asyncio.sleep(_LOOK_S)
+
+    async def _reap(self) -> None:
+        while True:
+            reap_orphans(self._own_pids())
+            await asyncio.sleep(_LOOK_S)
+
+    def _own_pids(self) -> set[int]:
+        """The processes whose end their ``Child`` collects."""
+        children = (self._ray.child, self._launcher)
+        pids = {child.pid for child in children if child is not None} | self._instances.pids
+        return pids if self._agent.pid is None else pids | {self._agent.pid}
+
+    async def _end(self) -> None:
+        self._operations.draining = True  # gateways learn it from the status, and send no new requests
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        drain = asyncio.create_task(self._instances.end(_DRAIN_S), name="drain")
+        await asyncio.gather(drain, return_exceptions=True)
+        await self._listener.close()
+        await self._control.close()
+        if self._launcher is not None:
+            await self._launcher.end(0.0)
+        await asyncio.gather(self._agent.end(), self._ray.end(_RAY_GRACE_S))
+        await self._line.close()
+        self._settings.controller_socket.unlink(missing_ok=True)
+        await end_orphans(set())
+
+
+class _Lock:
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def _lock(settings: NodeServerSettings) -> _Lock:
+    """Hold the node's folder. Raises ConfigError while another node server has it."""
+    path = settings.folder / "lock"
+    file = open(path, "a+")  # noqa: SIM115  it is held until the end
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().strip()
+        file.close()
+        raise ConfigError(
+            f"--dir: a node server runs in {settings.folder} already (process {holder}); give this one another folder"
+        ) from None
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return _Lock(file)
+
+
+def serve(settings: NodeServerSettings, show: Callable[[str], None]) -> int:
+    """Run a node server in this process."""
+
+    async def run() -> int:
+        return await NodeServer(settings, show).run()
+
+    return asyncio.run(run())

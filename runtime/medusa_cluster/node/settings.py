@@ -1,0 +1,151 @@
+"""The settings of a node server, as `medusa cluster start` makes them from its flags."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from medusa_runtime.errors import ConfigError
+
+DATA_PORT = 8114
+RAY_PORT = 6379
+RAY_PORTS = 40  # from the first on; see ray_processes
+
+# Ray makes sockets of Unix in `<folder>/ray/session_<date>_<time>_<microseconds>_<pid>/sockets/plasma_store.<n>`,
+# whose path may have 107 bytes.
+_LONGEST_FOLDER = 36
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+_TOKEN = re.compile(r"[\x21-\x7e]{16,512}")
+_RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg]?)bit")
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """Certificates in PEM files: this node's own with its key, and the authority that signed all of them."""
+
+    certificate: Path
+    key: Path
+    authority: Path
+
+
+@dataclass(frozen=True, slots=True)
+class NodeServerSettings:
+    """How a node server runs. ``head_url`` is None on the head.
+
+    ``ray_port``: the first of ``RAY_PORTS`` ports for Ray's processes; on the head it is the one that nodes connect to.
+    """
+
+    name: str
+    folder: Path
+    host: str
+    token_file: Path
+    head_url: str | None = None
+    data_port: int = DATA_PORT
+    ray_port: int = RAY_PORT
+    link_bytes_per_s: float = 1.25e9
+    memory_budget: str | None = None
+    prewarm: str | None = "torch=1"
+    leaf: str = ""
+    devices: int = 0
+    tls: TlsFiles | None = None
+    log_level: str = "info"
+
+    @property
+    def is_head(self) -> bool:
+        return self.head_url is None
+
+    @property
+    def scheme(self) -> str:
+        return "http" if self.tls is None else "https"
+
+    @property
+    def address(self) -> str:
+        """``host:port`` under which other nodes reach this node server."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.data_port}"
+
+    @property
+    def url(self) -> str:
+        return f"{self.scheme}://{self.address}"
+
+    @property
+    def control_socket(self) -> Path:
+        return self.folder / "control.sock"
+
+    @property
+    def controller_socket(self) -> Path:
+        return self.folder / "controller.sock"
+
+    @property
+    def agent_socket(self) -> Path:
+        return self.folder / "node.sock"
+
+    @property
+    def log_folder(self) -> Path:
+        return self.folder / "logs"
+
+
+def check_name(name: str) -> str:
+    """Raises ConfigError for a name that Ray's labels cannot hold."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"--name: expected 1 to 63 letters, digits and . _ -, found {name!r}")
+    return name
+
+
+def check_folder(folder: Path) -> Path:
+    """Make the node's folder for this user alone. Raises ConfigError when it cannot be used."""
+    if len(os.fsencode(folder)) > _LONGEST_FOLDER:
+        raise ConfigError(
+            f"--dir: expected a path of at most {_LONGEST_FOLDER} bytes, because sockets lie below it, found {folder}"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = folder.stat()
+    except OSError as error:
+        raise ConfigError(f"--dir: {folder} cannot be used: {error.strerror}") from None
+    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
+        raise ConfigError(
+            f"--dir: expected a folder of our own that nobody else can write, found {folder} of user {found.st_uid} "
+            f"with mode {stat.S_IMODE(found.st_mode):o}"
+        )
+    return folder
+
+
+def default_folder() -> Path:
+    return Path("/run/medusa/cluster") if os.getuid() == 0 else Path(f"/tmp/medusa-cluster-{os.getuid()}")
+
+
+def make_token(path: Path) -> None:
+    """Write a new token to a file that only its user can read."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "w") as file:
+        file.write(secrets.token_hex(32))
+
+
+def read_token(path: Path) -> str:
+    """Raises ConfigError when the file holds no token, or others can read it."""
+    try:
+        if path.stat().st_mode & 0o077:
+            raise ConfigError(f"{path}: expected a token that only its user can read; run chmod 600 {path}")
+        token = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(
+            f"expected the cluster's token in {path}: {reason}; copy the head's file there, or name another with "
+            "--token-file"
+        ) from None
+    if not _TOKEN.fullmatch(token):
+        raise ConfigError(f"{path}: expected a token of 16 to 512 letters, digits and signs")
+    return token
+
+
+def link_rate(text: str) -> float:
+    """``400mbit`` as bytes a second. Raises ValueError with the accepted form."""
+    match = _RATE.fullmatch(text.strip().lower())
+    if match is None or not float(match[1]):
+        raise ValueError("a rate above 0 such as 400mbit or 10gbit")
+    return float(match[1]) * float(1000 ** " kmg".index(match[2] or " ")) / 8
