@@ -11,7 +11,7 @@ from typing import Any
 from medusa_runtime.config import OPTIONS, parse_option
 from medusa_runtime.errors import ConfigError
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MOST_INSTANCES = 10_000
 # Settings of `medusa serve` that the node decides.
 _OURS = ("model", "engine", "host", "port", "node_socket", "node_user", "served_model_name", "token", "platform")
@@ -48,7 +48,7 @@ class Deployment:
 
     def _check(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
-            raise ConfigError(f"name: expected letters, digits and . _ / : -, found {self.name!r}")
+            raise ConfigError(f"name: expected up to 64 letters, digits and . _ -, found {self.name!r}")
         if not isinstance(self.url, str) or not self.url:
             raise ConfigError(f"model: expected a checkpoint's URL or absolute path, found {self.url!r}")
         if not isinstance(self.engine, str) or not self.engine.isidentifier():

@@ -18,11 +18,11 @@ from medusa_runtime.errors import ClusterError, ConfigError, MedusaError, Unknow
 from medusa_runtime.node.regions.model_key import absolute, model_key
 
 from ..deployment import Deployment
+from ..policy.decide import Memory, decide
 from .execution import Execution
 from .nodes import Gateway, KnownInstance, KnownNode, Nodes
 from .plan_file import read_plan, write_plan
 from .routes import Routes
-from .simple_policy import Memory, decide
 from .status import status
 from .view import Loads, policy_state
 

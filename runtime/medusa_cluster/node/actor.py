@@ -60,6 +60,10 @@ class NodeActor:
         return await self._pass_on({"op": "drop", "url": url})
 
     @_group("data")
+    async def unpin(self, url: str) -> dict[str, Any]:
+        return await self._pass_on({"op": "unpin", "url": url})
+
+    @_group("data")
     async def start(self, id: str, deployment: dict[str, Any]) -> dict[str, Any]:
         return await self._pass_on({"op": "start", "id": id, "deployment": deployment})
 

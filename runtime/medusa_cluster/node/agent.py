@@ -96,6 +96,9 @@ class Agent:
     async def drop(self, url: str) -> None:
         await self._ask(self._threads, lambda client: client.drop(url))
 
+    async def unpin(self, url: str) -> None:
+        await self._ask(self._threads, lambda client: client.unpin(url))
+
     async def _ask(
         self, threads: ThreadPoolExecutor, question: Callable[[NodeClient], _Answer], waits: int = 1000
     ) -> _Answer:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import ssl
 from typing import Any
 
 from aiohttp import ClientError, ClientSession, ClientTimeout
 from medusa_runtime.errors import ClusterError, MedusaError, NoControllerError, UnauthorizedError
+from medusa_runtime.storage.peer_access import PeerAccess
 
 from ..json_lines import call, result_of
 from .settings import NodeServerSettings
@@ -20,10 +20,9 @@ _ANSWERS_WITHIN_S = LONGEST_WAIT_S + 10.0
 class ControllerLine:
     """Calls operations of the controller from any node."""
 
-    def __init__(self, settings: NodeServerSettings, token: str, context: ssl.SSLContext | None = None) -> None:
+    def __init__(self, settings: NodeServerSettings, access: PeerAccess) -> None:
         self._settings = settings
-        self._token = token
-        self._ssl = context
+        self._access = access
         self._session: ClientSession | None = None
 
     async def call(self, operation: str, arguments: dict[str, Any]) -> Any:
@@ -39,11 +38,11 @@ class ControllerLine:
     async def ask_head(self, head_url: str, operation: str, arguments: dict[str, Any]) -> Any:
         """Send an operation to a head's node server. UnauthorizedError for a wrong token."""
         if self._session is None:
-            headers = {"Authorization": f"Bearer {self._token}"}
+            headers = {"Authorization": f"Bearer {self._access.token}"}
             self._session = ClientSession(timeout=ClientTimeout(total=_ANSWERS_WITHIN_S), headers=headers)
         url = f"{head_url}/cluster/{operation}"
         try:
-            async with self._session.post(url, json=arguments, ssl=True if self._ssl is None else self._ssl) as answer:
+            async with self._session.post(url, json=arguments, ssl=self._access.client_context() or True) as answer:
                 if answer.status == 401:
                     raise UnauthorizedError(f"{head_url} refused the token; expected the one in the head's token file")
                 return result_of(await answer.json(content_type=None))

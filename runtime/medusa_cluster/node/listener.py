@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hmac
 import json
-import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Iterable
 from typing import Any
 
 from aiohttp import web
@@ -16,35 +14,38 @@ from medusa_runtime.errors import (
     UnauthorizedError,
     UnknownNameError,
 )
+from medusa_runtime.storage.peer_access import PeerAccess
 
 from ..json_lines import error_answer
+from ..transport.auth import require_token
 from .controller_line import ControllerLine
 from .forwarding import Forwarder
 from .settings import NodeServerSettings
 
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _LARGEST_CALL_BYTES = 16 << 20
 
 
 class Listener:
-    """Serves `/instances/`, `/cluster/` and `/healthz`, and the routes that others have added to ``app``."""
+    """Serves `/instances/`, `/cluster/`, `/regions/` and `/healthz`."""
 
     def __init__(
         self,
         settings: NodeServerSettings,
-        token: str,
+        access: PeerAccess,
         forwarder: Forwarder,
         line: ControllerLine,
-        context: ssl.SSLContext | None = None,
+        routes: Iterable[web.RouteDef],
     ) -> None:
+        """``routes``: further ones, such as the regions'."""
         self._settings = settings
         self._line = line
         self._forwarder = forwarder
-        self._ssl = context
-        self.app = web.Application(client_max_size=_LARGEST_CALL_BYTES, middlewares=[_demand(token)])
+        self._access = access
+        self.app = web.Application(client_max_size=_LARGEST_CALL_BYTES, middlewares=[require_token(access.token)])
         self.app.router.add_get("/healthz", self._health)
         self.app.router.add_post("/cluster/{operation}", self._cluster)
         self.app.router.add_route("*", "/instances/{id}/{path:.*}", forwarder.handle)
+        self.app.router.add_routes(routes)
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> None:
@@ -55,7 +56,7 @@ class Listener:
         await self._runner.setup()
         host, port = self._settings.host, self._settings.data_port
         try:
-            await web.TCPSite(self._runner, host, port, ssl_context=self._ssl, backlog=1024).start()
+            await web.TCPSite(self._runner, host, port, ssl_context=self._access.server_context(), backlog=1024).start()
         except OSError as error:
             raise ConfigError(
                 f"cannot listen on {host}:{port}: {error.strerror}; choose another address with --host or --data-port"
@@ -93,17 +94,3 @@ def status_of(error: Exception) -> int:
         return 400
     known = ((UnauthorizedError, 401), (UnknownNameError, 404), (NoControllerError, 503))
     return next((status for kind, status in known if isinstance(error, kind)), 500)
-
-
-def _demand(token: str) -> Any:
-    expected = f"Bearer {token}".encode()
-
-    @web.middleware
-    async def check(request: web.Request, handler: _Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode(errors="replace")
-        if request.path != "/healthz" and not hmac.compare_digest(given, expected):
-            refused = UnauthorizedError("expected the cluster's token as Authorization: Bearer <token>")
-            return web.json_response(error_answer(refused), status=401)
-        return await handler(request)
-
-    return check

@@ -13,6 +13,7 @@ from medusa_runtime.errors import ConfigError, NoControllerError
 from ..deployment import Deployment
 
 if TYPE_CHECKING:
+    from ..transport.pacing import Pacer
     from .agent import Agent
     from .controller_line import ControllerLine
     from .instances import Instances
@@ -22,18 +23,21 @@ if TYPE_CHECKING:
 class Operations:
     """Answers the control socket. Every operation may be repeated."""
 
-    def __init__(self, settings: NodeServerSettings, agent: Agent, instances: Instances, line: ControllerLine) -> None:
+    def __init__(
+        self, settings: NodeServerSettings, agent: Agent, instances: Instances, line: ControllerLine, pacer: Pacer
+    ) -> None:
         self._settings = settings
         self._agent = agent
         self._instances = instances
         self._line = line
+        self._pacer = pacer
         self._sources: dict[str, list[str]] = {}  # URL → of the plan that came with the last fetch
-        self.pace_bytes_per_s: float | None = None
         self.draining = False
         self._known: dict[str, Callable[[dict[str, Any]], Awaitable[Any]]] = {
             "status": self._status,
             "fetch": self._fetch,
             "drop": self._drop,
+            "unpin": self._unpin,
             "sources": self._find_sources,
             "start": self._start,
             "stop": self._stop,
@@ -66,7 +70,7 @@ class Operations:
             "memory_bytes": agent.get("budget_bytes", 0),
             "memory_used_bytes": agent.get("used_bytes", 0),
             "devices": settings.devices,
-            "pace_bytes_per_s": self.pace_bytes_per_s,
+            "pace_bytes_per_s": self._pacer.bytes_per_s,
             "agent": {
                 "away": agent.get("away", False),
                 "starts": self._agent.starts,
@@ -95,6 +99,10 @@ class Operations:
         self._sources.pop(request["url"], None)
         return {}
 
+    async def _unpin(self, request: dict[str, Any]) -> dict[str, Any]:
+        await self._agent.unpin(request["url"])
+        return {}
+
     async def _find_sources(self, request: dict[str, Any]) -> list[str]:
         """The sources for a model, best first; without a plan those that the controller knows, or none."""
         url = str(request["url"])
@@ -117,7 +125,7 @@ class Operations:
 
     async def _pace(self, request: dict[str, Any]) -> dict[str, Any]:
         limit = request["bytes_per_s"]
-        self.pace_bytes_per_s = None if limit is None else float(limit)
+        self._pacer.set(None if limit is None else float(limit))
         return {}
 
     async def _cluster(self, request: dict[str, Any]) -> Any:

@@ -15,6 +15,9 @@ from typing import IO
 from medusa_runtime.errors import ConfigError, NoControllerError
 
 from ..json_lines import JsonLinesServer
+from ..transport.agent_regions import AgentRegions
+from ..transport.pacing import Pacer
+from ..transport.regions import RegionRoutes
 from .agent import Agent
 from .child import Child, KeptAlive, end_orphans, reap_orphans
 from .controller_line import ControllerLine
@@ -24,7 +27,7 @@ from .instances import Instances
 from .listener import Listener
 from .operations import Operations
 from .ray_processes import STARTED, forget_address, ray_command, ray_environment
-from .settings import NodeServerSettings, make_token, read_token
+from .settings import NodeServerSettings, make_token
 
 logger = logging.getLogger(__name__)
 
@@ -57,14 +60,17 @@ class NodeServer:
         with _lock(settings):
             if settings.is_head and not settings.token_file.exists():
                 make_token(settings.token_file)
-            token = read_token(settings.token_file)
+            access = settings.access()
             for folder in (settings.log_folder, settings.folder / "ray", settings.folder / "gcs"):
                 folder.mkdir(exist_ok=True, mode=0o700)
-            self._line = ControllerLine(settings, token)
+            pacer = Pacer()
+            self._regions = AgentRegions(str(settings.agent_socket))
+            self._line = ControllerLine(settings, access)
             self._agent = Agent(settings)
             self._instances = Instances(settings)
-            self._operations = Operations(settings, self._agent, self._instances, self._line)
-            self._listener = Listener(settings, token, Forwarder(self._instances), self._line)
+            self._operations = Operations(settings, self._agent, self._instances, self._line, pacer)
+            peers = RegionRoutes(self._regions, pacer)
+            self._listener = Listener(settings, access, Forwarder(self._instances), self._line, peers.routes())
             self._control = JsonLinesServer(settings.control_socket, self._operations.answer)
             self._ray = KeptAlive(self._start_ray, self._ray_ended)
             try:
@@ -172,6 +178,7 @@ class NodeServer:
         drain = asyncio.create_task(self._instances.end(_DRAIN_S), name="drain")
         await asyncio.gather(drain, return_exceptions=True)
         await self._listener.close()
+        self._regions.close()
         await self._control.close()
         if self._launcher is not None:
             await self._launcher.end(0.0)

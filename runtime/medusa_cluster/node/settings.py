@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from medusa_runtime.errors import ConfigError
+from medusa_runtime.storage.peer_access import PeerAccess
 
 DATA_PORT = 8114
 RAY_PORT = 6379
@@ -19,7 +20,6 @@ RAY_PORTS = 40  # from the first on; see ray_processes
 # whose path may have 107 bytes.
 _LONGEST_FOLDER = 36
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
-_TOKEN = re.compile(r"[\x21-\x7e]{16,512}")
 _RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg]?)bit")
 
 
@@ -71,6 +71,11 @@ class NodeServerSettings:
     @property
     def url(self) -> str:
         return f"{self.scheme}://{self.address}"
+
+    def access(self) -> PeerAccess:
+        """What nodes show each other. Raises ConfigError for a bad token or certificate."""
+        files = () if self.tls is None else (str(self.tls.authority), str(self.tls.certificate), str(self.tls.key))
+        return PeerAccess.of(str(self.token_file), *files)
 
     @property
     def control_socket(self) -> Path:
@@ -124,23 +129,6 @@ def make_token(path: Path) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with open(descriptor, "w") as file:
         file.write(secrets.token_hex(32))
-
-
-def read_token(path: Path) -> str:
-    """Raises ConfigError when the file holds no token, or others can read it."""
-    try:
-        if path.stat().st_mode & 0o077:
-            raise ConfigError(f"{path}: expected a token that only its user can read; run chmod 600 {path}")
-        token = path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ConfigError(
-            f"expected the cluster's token in {path}: {reason}; copy the head's file there, or name another with "
-            "--token-file"
-        ) from None
-    if not _TOKEN.fullmatch(token):
-        raise ConfigError(f"{path}: expected a token of 16 to 512 letters, digits and signs")
-    return token
 
 
 def link_rate(text: str) -> float:

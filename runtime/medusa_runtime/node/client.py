@@ -107,6 +107,10 @@ class NodeClient:
         """Unpin a model and evict it. NodeError while it is in use."""
         self._ask("drop", {"url": model_key(absolute(url))})
 
+    def unpin(self, url: str) -> None:
+        """Let a model be evicted when another one needs the room."""
+        self._ask("unpin", {"url": model_key(absolute(url))})
+
     def status(self) -> dict[str, Any]:
         return self._ask("status").body
 

@@ -48,7 +48,7 @@ class Session:
                 self._engine(message)
             elif message.kind == "keep":
                 self._keep(message)
-            elif message.kind == "drop":
+            elif message.kind in ("drop", "unpin"):
                 self._drop(message)
             elif message.kind == "status":
                 self.answer("status", self._services.status(self.caller, self.held))
@@ -213,6 +213,9 @@ class Session:
             raise NodeError("the node agent holds no such model; expected one that medusa node --status names")
         for held in found:
             self._services.keeper.unpin(held)
+        if message.kind == "unpin":
+            self.answer("unpinned")
+            return
         if users := sum(len(held.leases) for held in found):
             raise NodeError(f"{users} functions use this model; it is unpinned, and goes after them")
         for held in found:

@@ -7,11 +7,15 @@ import http.client
 import json
 import os
 import socket
-import ssl
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from medusa_runtime.errors import ClusterError, ConfigError, NoControllerError, UnauthorizedError, from_code
+from medusa_runtime.errors import ClusterError, NoControllerError, UnauthorizedError, from_code
+
+from .start import head_address, tls_files
+
+if TYPE_CHECKING:
+    from medusa_runtime.storage.peer_access import PeerAccess
 
 _ANSWERS_WITHIN_S = 60.0
 
@@ -32,13 +36,16 @@ def add_connection(parser: argparse.ArgumentParser) -> None:
 
 def ask(arguments: argparse.Namespace, operation: str, given: dict[str, Any]) -> Any:
     """Call an operation of the controller and return its result. Raises the error that it answered."""
-    from medusa_cluster.node.settings import default_folder, read_token
+    from medusa_cluster.node.settings import default_folder
+    from medusa_runtime.storage.peer_access import PeerAccess
 
     folder = (arguments.dir or default_folder()).absolute()
     if arguments.address is None:
         return _ask_socket(folder / "control.sock", operation, given)
-    token = read_token((arguments.token_file or folder / "token").absolute())
-    return _ask_network(arguments, token, operation, given)
+    tls = tls_files(arguments)
+    files = () if tls is None else (str(tls.authority), str(tls.certificate), str(tls.key))
+    access = PeerAccess.of(str((arguments.token_file or folder / "token").absolute()), *files)
+    return _ask_network(head_address(arguments.address), access, operation, given)
 
 
 def _ask_socket(path: Path, operation: str, given: dict[str, Any]) -> Any:
@@ -57,26 +64,27 @@ def _ask_socket(path: Path, operation: str, given: dict[str, Any]) -> Any:
     return _result(line, str(path))
 
 
-def _ask_network(arguments: argparse.Namespace, token: str, operation: str, given: dict[str, Any]) -> Any:
-    from .start import head_address, tls_files
-
-    host, port = head_address(arguments.address)
-    tls = tls_files(arguments)
+def _ask_network(address: tuple[str, int], access: PeerAccess, operation: str, given: dict[str, Any]) -> Any:
+    host, port = address
     connection: http.client.HTTPConnection
-    if tls is None:
+    context = access.client_context()
+    if context is None:
         connection = http.client.HTTPConnection(host, port, timeout=_ANSWERS_WITHIN_S)
     else:
-        context = ssl.create_default_context(cafile=str(tls.authority))
-        context.load_cert_chain(tls.certificate, tls.key)
         connection = http.client.HTTPSConnection(host, port, timeout=_ANSWERS_WITHIN_S, context=context)
-    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    headers = {"Authorization": f"Bearer {access.token}", "Content-Type": "application/json"}
     try:
         connection.request("POST", f"/cluster/{operation}", json.dumps(given), headers)
-        answer = connection.getresponse().read()
+        response = connection.getresponse()
+        answer = response.read()
     except (OSError, http.client.HTTPException) as error:
         raise ClusterError(f"the node server at {host}:{port} cannot be reached: {error}") from None
     finally:
         connection.close()
+    if response.status == 401:
+        raise UnauthorizedError(
+            f"{host}:{port} refused the token; expected the head's, see --token-file"
+        )
     return _result(answer, f"{host}:{port}")
 
 
@@ -88,8 +96,6 @@ def _result(answer: bytes, where: str) -> Any:
         error = from_code(str(found["error"]["code"]), str(found["error"]["message"]))
     except (ValueError, KeyError, TypeError):
         raise ClusterError(f"{where} is no node server: expected JSON, found {answer[:100]!r}") from None
-    if isinstance(error, UnauthorizedError):
-        raise ConfigError(f"{where} refused the token; expected the one of the head's token file, see --token-file")
     if isinstance(error, NoControllerError):
         raise NoControllerError(f"{error}; running instances go on meanwhile")
     raise error
