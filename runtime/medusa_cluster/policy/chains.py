@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
@@ -17,6 +17,7 @@ from math import inf
 from .state import Node
 
 CHUNK_BYTES = 1 << 20
+_FALLBACKS = 4  # nodes that a target may turn to before the chain's head and the store
 Group = tuple[str, ...]
 
 
@@ -34,13 +35,16 @@ class Chain:
     def sources(self, name: str) -> tuple[str, ...]:
         """Return where a target reads, best first: its own lane's predecessor, the other lanes', those before them.
 
-        Only nodes that stand before it, so that no two nodes ever wait for each other. The store is implied at the end.
+        Only nodes that stand before it, so that no two nodes ever wait for each other, and of a long chain the nearest
+        ones and its head. The store is implied at the end.
         """
-        position, lane = self.place(name)
-        found: list[str] = []
-        for group in reversed(self.groups[:position]):
-            found += [group[(lane + step) % len(group)] for step in range(len(group))]
-        return tuple(found)
+        return self._before(*self.place(name))
+
+    def routes(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Yield each target with its sources, in the order of the chain."""
+        for position in range(1, len(self.groups)):
+            for lane, name in enumerate(self.groups[position]):
+                yield name, self._before(position, lane)
 
     def stripe(self, name: str) -> tuple[int, int]:
         """Return which part of the model a target reads over the network, of how many; it has the rest from its group.
@@ -60,6 +64,16 @@ class Chain:
         """Return the chain with one more group at its end, which costs the others nothing."""
         names = tuple(node.name for node in group)
         return Chain((*self.groups, names), min(self.bytes_per_s, _bandwidth(group)))
+
+    def _before(self, position: int, lane: int) -> tuple[str, ...]:
+        found: list[str] = []
+        while position > 1 and len(found) < _FALLBACKS:
+            position -= 1
+            group = self.groups[position]
+            found += [group[(lane + step) % len(group)] for step in range(len(group))]
+        head = self.groups[0]
+        found += [head[(lane + step) % len(head)] for step in range(len(head))]
+        return tuple(found)
 
     def place(self, name: str) -> tuple[int, int]:
         """Return the number of a target's group and its lane in it."""
@@ -136,6 +150,8 @@ def _groups(nodes: Iterable[Node]) -> list[list[Node]]:
 
 
 def _bandwidth(group: Sequence[Node]) -> float:
+    if len(group) == 1:
+        return group[0].link_bytes_per_s
     return sum(node.link_bytes_per_s for node in group) if group else inf
 
 

@@ -61,6 +61,7 @@ class Memory:
     paces: Mapping[str, float] = field(default_factory=dict)
     consolidated: frozenset[str] = frozenset()  # groups
     requested_nodes: int = 0
+    settled: tuple[object, Mapping[str, Deployment]] | None = None  # the pool lacks nothing: index's revision, models
     index: Index = field(default_factory=Index, compare=False)  # follows from the state; kept because it is large
 
 
@@ -83,16 +84,14 @@ class _Count:
     deployment: Deployment
     role: Role
     instances: list[Instance]  # those that count: they start or are ready, on nodes that stay
+    current: int = 0
+    ready: int = 0
     wanted: int = 0
     least: int = 0  # would do
 
-    @property
-    def current(self) -> int:
-        return sum(instance.full for instance in self.instances)
-
-    @property
-    def ready(self) -> int:
-        return sum(instance.full and instance.state == "ready" for instance in self.instances)
+    def __post_init__(self) -> None:
+        full = [instance.state for instance in self.instances if instance.full]
+        self.current, self.ready = len(full), full.count("ready")
 
 
 class _Tick:
@@ -108,6 +107,7 @@ class _Tick:
         self._deadlines = {key: at for key, at in memory.deadlines_s.items() if key in memory.index.arriving}
         self._starts: list[StartInstance] = []
         self._decisions: list[Decision] = []
+        self._settled: tuple[object, Mapping[str, Deployment]] | None = None
 
     def run(self) -> tuple[list[Decision], Memory]:
         counts = [count for deployment in self._state.deployments.values() for count in self._counts(deployment)]
@@ -127,8 +127,9 @@ class _Tick:
             self._monitors,
             self._deadlines,
             _paces(self._memory.paces, paces),
-            frozenset(consolidated & self._groups()) if consolidated else consolidated,
+            frozenset(consolidated & self._index.groups.keys()),
             missing,
+            self._settled,
             self._index,
         )
         return decisions, memory
@@ -140,12 +141,8 @@ class _Tick:
         known = self._index.instances.get(deployment.name)
         if load is None and not known and not deployment.min:
             return
-        staying = [
-            instance
-            for instance in (known or {}).values()
-            if instance.state != "draining" and self._state.nodes[instance.node].state == "alive"
-        ]
-        load = load or Load()
+        staying = [instance for instance in (known or {}).values() if instance.state != "draining"]
+        load = load or _QUIET
         if not deployment.disaggregated:
             yield self._count(deployment, "both", staying, load)
             return
@@ -187,7 +184,7 @@ class _Tick:
                 key=lambda instance: (instance.running, instance.id),
             )
             prefill.instances.remove(chosen)
-            decode.instances.append(replace(chosen, role="decode"))
+            prefill.current, prefill.ready, decode.current = prefill.current - 1, prefill.ready - 1, decode.current + 1
             self._decisions.append(ChangeRole(chosen.id, chosen.node, "decode", "decode instances are missing"))
 
     def _share(self, counts: list[_Count]) -> int:
@@ -232,28 +229,18 @@ class _Tick:
 
     def _end_orphans(self) -> None:
         """End instances of removed models, and those of nodes that drain once others serve."""
-        for model, instances in self._index.instances.items():
-            deployment = self._state.deployments.get(model)
-            if deployment is None:
-                for instance in instances.values():
+        staying, leaving = self._index.instances, self._index.leaving
+        for model in (staying.keys() | leaving.keys()) - self._state.deployments.keys():
+            for instance in (*staying.get(model, {}).values(), *leaving.get(model, {}).values()):
+                if instance.state != "draining":
+                    self._stop(instance, "the model was removed")
+        for model in leaving.keys() & self._state.deployments.keys():
+            load = self._state.loads.get(model, _QUIET)
+            serves = any(instance.state == "ready" for instance in staying.get(model, {}).values())
+            if serves or not (load.waiting or load.running or self._state.deployments[model].min):
+                for instance in leaving[model].values():
                     if instance.state != "draining":
-                        self._stop(instance, "the model was removed")
-                continue
-            leaving = [
-                instance
-                for instance in instances.values()
-                if self._state.nodes[instance.node].state == "draining" and instance.state != "draining"
-            ]
-            if not leaving:
-                continue
-            load = self._state.loads.get(model, Load())
-            stays = any(
-                instance.state == "ready" and self._state.nodes[instance.node].state == "alive"
-                for instance in instances.values()
-            )
-            if stays or not (load.waiting or load.running or deployment.min):
-                for instance in leaving:
-                    self._stop(instance, "its node drains")
+                        self._stop(instance, "its node drains")
 
     def _start(self, count: _Count, number: int) -> None:
         deployment = count.deployment
@@ -274,7 +261,7 @@ class _Tick:
         """Choose a group for a start from nothing; None where nothing is known about the model's starts."""
         if deployment.times is None or deployment.layers < 2:
             return None
-        load = self._state.loads.get(deployment.name, Load())
+        load = self._state.loads.get(deployment.name, _QUIET)
         options = self._options
         servers = self._placement.holders(deployment, self._fetches.target(deployment.url))
         servers += islice(self._placement.others(deployment), _CANDIDATES)
@@ -345,30 +332,24 @@ class _Tick:
     def _keep_pool(self) -> list[Decision]:
         if not self._options.pool:
             return []
+        if self._memory.settled is not None:
+            revision, deployments = self._memory.settled
+            if revision is self._index.revision and deployments == self._state.deployments:
+                self._settled = self._memory.settled
+                return []
         found = restore(self._index, self._state.nodes, self._by_url.values())
+        if not found.fetches and not found.changes:
+            self._settled = (self._index.revision, self._state.deployments)
         for url, node in found.fetches.items():
             self._fetches.want(node, url, pin=True, reason="the parameter pool lacks it")
         return list(found.changes)
 
-    def _groups(self) -> set[str]:
-        return {
-            instance.group
-            for instances in self._index.instances.values()
-            for instance in instances.values()
-            if instance.group is not None
-        }
-
     def _consolidate(self) -> list[Consolidate]:
         """Decide for each group that is complete whether one worker goes on alone, or several as whole instances."""
-        if self._options.largest_group < 2:
-            return []
-        groups: dict[tuple[str, str], list[Instance]] = {}
-        for model, instances in self._index.instances.items():
-            for instance in instances.values():
-                if instance.group is not None and instance.group not in self._memory.consolidated:
-                    groups.setdefault((model, instance.group), []).append(instance)
         decisions = []
-        for (model, group), workers in groups.items():
+        for group in sorted(self._index.groups.keys() - self._memory.consolidated):
+            workers = list(self._index.groups[group].values())
+            model = workers[0].model
             if not all(worker.state == "ready" for worker in workers) or model not in self._state.deployments:
                 continue
             monitor = self._monitors.get((model, "both"), _NEW)
@@ -381,6 +362,7 @@ class _Tick:
 
 
 _NEW = Monitor()
+_QUIET = Load()
 
 
 def _dispensable(instance: Instance) -> tuple[bool, int, float, str]:

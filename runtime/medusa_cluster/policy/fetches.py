@@ -94,15 +94,14 @@ class Fetches:
         if busy and all(chain.groups[0] == () for chain in chains):
             chains = plan(busy[:1], (self.nodes[fetch.node] for fetch in whole), arriving=arriving)
         self.chains[url] = chains
-        placed = {name: (chain, name) for chain in chains for name in chain.targets}
         routed = []
-        for chain, name in placed.values():
-            before = chain.sources(name)
-            if len(chain.groups[0]) and before[-1] in arriving:
+        for name, before in (route for chain in chains for route in chain.routes()):
+            if before and before[-1] in arriving:
                 before += _upstream(self.index.holders[url][before[-1]], before)
             routed.append(replace(wanted[name], sources=before))
             if before:
                 feeding[before[0]] = feeding.get(before[0], 0) + 1
+        placed = {fetch.node for fetch in routed}
         missed = {name: fetch for name, fetch in wanted.items() if name not in placed}
         return routed + self._star(missed, [node for node in busy if node.name not in arriving], feeding)
 

@@ -18,24 +18,31 @@ class Index:
 
     def __init__(self) -> None:
         self.holders: defaultdict[str, dict[str, Copy]] = defaultdict(dict)  # URL → node → copy
-        self.instances: defaultdict[str, dict[str, Instance]] = defaultdict(dict)  # model → id → instance
+        self.instances: defaultdict[str, dict[str, Instance]] = defaultdict(dict)  # model → id → on nodes that stay
+        self.leaving: defaultdict[str, dict[str, Instance]] = defaultdict(dict)  # model → id → on nodes that drain
+        self.groups: defaultdict[str, dict[str, Instance]] = defaultdict(dict)  # group → id → its workers
         self.arriving: dict[tuple[str, str], Copy] = {}  # (node, URL) → copy that is not complete
         self.pinned_bytes: dict[str, int] = {}  # node → of the parameter pool
         self.slots = 0  # of nodes that are alive
         self.free: dict[str, int] = {}  # node → free slots, if it has any
+        self.revision = object()  # another one after each change of who holds which version
         self._seen: dict[str, Node] = {}
 
     def update(self, nodes: Mapping[str, Node]) -> None:
         seen = self._seen
         changed = [(name, node) for name, node in nodes.items() if seen.get(name) is not node]
         for name, node in changed:
-            if name in seen:
-                self._forget(seen[name])
+            last = seen.get(name)
+            if last is None or _held(last) != _held(node):
+                self.revision = object()
+            if last is not None:
+                self._forget(last)
             self._add(node)
             seen[name] = node
         if len(seen) != len(nodes):
             for name in [name for name in seen if name not in nodes]:
                 self._forget(seen.pop(name))
+            self.revision = object()
 
     def _add(self, node: Node) -> None:
         if node.state == "lost":
@@ -47,8 +54,11 @@ class Index:
                 self.arriving[node.name, copy.url] = copy
             if copy.pinned:
                 pinned += copy.total_bytes
+        instances = self.instances if node.state == "alive" else self.leaving
         for instance in node.instances:
-            self.instances[instance.model][instance.id] = instance
+            instances[instance.model][instance.id] = instance
+            if instance.group is not None:
+                self.groups[instance.group][instance.id] = instance
         if node.state == "alive":
             self.pinned_bytes[node.name] = pinned
             self.slots += node.slots
@@ -62,11 +72,18 @@ class Index:
             _discard(self.holders, copy.url, node.name)
             self.arriving.pop((node.name, copy.url), None)
         for instance in node.instances:
-            _discard(self.instances, instance.model, instance.id)
+            _discard(self.instances if node.state == "alive" else self.leaving, instance.model, instance.id)
+            if instance.group is not None:
+                _discard(self.groups, instance.group, instance.id)
         if node.state == "alive":
             del self.pinned_bytes[node.name]
             self.slots -= node.slots
             self.free.pop(node.name, None)
+
+
+def _held(node: Node) -> tuple[object, ...]:
+    copies = tuple((copy.url, copy.version, copy.pinned, copy.is_complete, copy.layers) for copy in node.copies)
+    return node.state, node.memory_bytes, copies
 
 
 def _discard(index: dict[str, dict[str, Any]], key: str, name: str) -> None:

@@ -13,6 +13,8 @@ from .pool import is_current, room
 from .sizing import Server
 from .state import Deployment, Node
 
+_LOOKED_AT = 16
+
 
 @dataclass
 class Placement:
@@ -76,23 +78,20 @@ class Placement:
     def choose(self, deployment: Deployment, planned: str | None = None) -> str | None:
         """Return the node for a whole instance; None where no slot is free or the weights fit nowhere.
 
-        Nodes that fetch nothing come before faster ones that do, so that starts do not slow each other down.
+        Where nobody has the model, the best of the first servers on which nothing else is fetched.
         """
         held = self.holders(deployment, planned)
         if held:
             return held[0].node
-        late: str | None = None
         best: Server | None = None
         for seen, server in enumerate(self.others(deployment)):
             if server.free_bytes < deployment.size_bytes:
                 continue
             if best is None or server.s_per_byte < best.s_per_byte:
                 best = server
-            if seen >= 16:
+            if seen >= _LOOKED_AT or server.node not in self._added:
                 break
-        if best is None:
-            late = self._late(deployment)
-        return best.node if best else late
+        return best.node if best else self._late(deployment)
 
     def _late(self, deployment: Deployment) -> str | None:
         """Return a node where the start is slow, or makes others slow: better than none."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from .state import Deployment, Load
 
@@ -57,17 +57,15 @@ class Wanted:
 
 def need(deployment: Deployment, load: Load, ready: int, tokens_per_s: float, bounds: Bounds) -> Need:
     """Return the instances that a load needs, by tokens a second, requests at once, and KV blocks."""
-    pressure = [(load.waiting + load.running) / max(deployment.concurrency, 1)]
-    limits = [(bounds.requests_lower, bounds.requests_upper)]
+    requests = (load.waiting + load.running) / max(deployment.concurrency, 1)
+    least, most = requests / bounds.requests_upper, requests / bounds.requests_lower
     if tokens_per_s > 0:
-        pressure.append(load.tokens_per_s / tokens_per_s)
-        limits.append((bounds.tokens_lower, bounds.tokens_upper))
-    if ready:
-        pressure.append(load.kv_use * ready)
-        limits.append((bounds.kv_lower, bounds.kv_upper))
-    least = max(_ceil(amount / upper) for amount, (_, upper) in zip(pressure, limits, strict=True))
-    most = max(_ceil(amount / lower) for amount, (lower, _) in zip(pressure, limits, strict=True))
-    return Need(least, max(least, most))
+        tokens = load.tokens_per_s / tokens_per_s
+        least, most = max(least, tokens / bounds.tokens_upper), max(most, tokens / bounds.tokens_lower)
+    if load.kv_use > 0:
+        blocks = load.kv_use * ready
+        least, most = max(least, blocks / bounds.kv_upper), max(most, blocks / bounds.kv_lower)
+    return Need(_ceil(least), max(_ceil(least), _ceil(most)))
 
 
 def wanted(
@@ -88,7 +86,6 @@ def wanted(
     found = need(deployment, load, ready, capacity, bounds)
     samples = _window(monitor.samples, now_s, float(found.most), bounds.window_s)
     most = int(samples[0][1])
-    monitor = replace(monitor, samples=samples, tokens_per_s=capacity if not deployment.tokens_per_s else 0.0)
     if current < found.least:
         count, spare = (found.least + found.most + 1) // 2, None
     elif current > max(most, _kept(load, now_s, bounds)):
@@ -100,7 +97,8 @@ def wanted(
         count, spare = current, None
     low, high = deployment.min, max(deployment.max, deployment.min)
     least = min(max(found.least, low), high)
-    return Wanted(min(max(count, low), high), least, replace(monitor, spare_since_s=spare))
+    learned = 0.0 if deployment.tokens_per_s else capacity
+    return Wanted(min(max(count, low), high), least, Monitor(samples, spare, learned))
 
 
 def shares(demands: Mapping[str, int], deployments: Mapping[str, Deployment], slots: int) -> dict[str, int]:

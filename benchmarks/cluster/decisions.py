@@ -1,0 +1,136 @@
+"""How long the policy takes: a multicast to 1,000 devices, and every kind of decision in a cluster of 10,000 nodes."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from medusa_cluster.policy.chains import plan
+from medusa_cluster.policy.decide import Memory, decide
+from medusa_cluster.policy.decide import Options as PolicyOptions
+from medusa_cluster.policy.state import ClusterState, Copy, Deployment, Instance, Load, Node
+
+from benchmarks.cluster.options import Options, row
+
+_DEVICES, _LAYERS = 1000, 80
+_NODES, _MODELS = 10_000, 1000
+_SIZE = 16_000_000_000
+
+
+def rows(options: Options) -> list[dict[str, Any]]:
+    """Rows ``planner`` and ``decisions``; the latter's samples are the slowest decision of each run.
+
+    ``decisions`` also has the time of each kind of decision as a metric of its own.
+    """
+    found = []
+    if options.wants("planner"):
+        found.append(row("planner", "ms", "ms", [_timed(planner()) for _ in range(options.runs)]))
+    if options.wants("decisions"):
+        runs = [dict(decisions(_NODES, _MODELS)) for _ in range(options.runs)]
+        found.append(row("decisions", "ms", "ms", [max(run.values()) for run in runs]))
+        for name in runs[0]:
+            found.append(row("decisions", f"{name}_ms", "ms", [run[name] for run in runs]))
+    return found
+
+
+def planner(devices: int = _DEVICES, layers: int = _LAYERS) -> Callable[[], object]:
+    """Return a call that plans chains to all devices and, for each, from whom it reads which stripe."""
+    nodes = _nodes(devices + 20)
+    sources, targets = nodes[:20], nodes[20:]
+
+    def call() -> object:
+        chains = plan(sources, targets)
+        return [(chain.sources(name)[:layers], chain.stripe(name)) for chain in chains for name in chain.targets]
+
+    return call
+
+
+def decisions(nodes: int, models: int) -> Iterator[tuple[str, float]]:
+    """Yield kinds of decisions with their milliseconds, in a cluster that serves two thirds of its models."""
+    state = cluster(nodes, models)
+    memory = Memory()
+    options = PolicyOptions(largest_group=4, live=True)
+    now_s = 1000.0
+
+    def tick(changed: ClusterState) -> float:
+        nonlocal memory, now_s
+        now_s += 0.1
+        answer: list[Any] = []
+        elapsed = _timed(lambda: answer.append(decide(changed, now_s, memory, options)))
+        memory = answer[0][1]
+        return elapsed
+
+    yield "first", tick(state)  # as after a controller's restart
+    yield "steady", tick(state)
+    names = list(state.nodes)
+    reported = dict(state.nodes)
+    for name in names[:: len(names) // 1000 or 1]:
+        reported[name] = replace(reported[name], egress_bytes_per_s=1.0)
+    state = replace(state, nodes=reported)
+    yield "status_of_1000_nodes", tick(state)
+    loads = dict(state.loads)
+    loads["m1"] = Load(waiting=400, running=8, last_request_s=now_s)
+    yield "burst_on_one_model", tick(replace(state, loads=loads))
+    for number in range(100):
+        loads[f"m{number}"] = Load(waiting=40, running=8, last_request_s=now_s)
+    yield "burst_on_100_models", tick(replace(state, loads=loads))
+    lost = dict(state.nodes)
+    for name in names[: len(names) // 100]:
+        lost[name] = replace(lost[name], state="lost")
+    yield "death_of_100_nodes", tick(replace(state, nodes=lost))
+    deployments = dict(state.deployments)
+    for number in range(10):
+        deployments[f"m{number}"] = replace(deployments[f"m{number}"], version="2")
+    yield "new_versions_of_10_models", tick(replace(state, deployments=deployments))
+
+
+def cluster(nodes: int, models: int) -> ClusterState:
+    """Return a cluster in which each model has a copy, and two of three models serve on several nodes each."""
+    deployments = {
+        f"m{number}": Deployment(
+            f"m{number}", f"s3://m{number}", size_bytes=_SIZE, version="1", layers=_LAYERS, max=64, concurrency=8
+        )
+        for number in range(models)
+    }
+    made = {}
+    loads: dict[str, Load] = {}
+    for number, node in enumerate(_nodes(nodes)):
+        name = f"m{number % models}"
+        serves = number % models % 3 != 2 and number < nodes // 2
+        copies = (Copy(f"s3://{name}", _SIZE, _SIZE, "1", pinned=number < models),) if number < models or serves else ()
+        instances = (Instance(f"i{number}", name, node.name, "ready", 0.0, running=6),) if serves else ()
+        made[node.name] = replace(
+            node, copies=copies, instances=instances, memory_used_bytes=sum(copy.total_bytes for copy in copies)
+        )
+        if serves:
+            load = loads.get(name, Load())
+            loads[name] = replace(load, running=load.running + 6, last_request_s=1000.0)
+    return ClusterState(made, deployments, loads)
+
+
+def _nodes(count: int) -> list[Node]:
+    return [
+        Node(
+            f"n{number}",
+            leaf=f"leaf {number % 250}",
+            link_bytes_per_s=(12.5e9, 25e9, 6.25e9)[number % 3],
+            memory_bytes=8 * _SIZE,
+            devices=1,
+        )
+        for number in range(count)
+    ]
+
+
+def _timed(call: Callable[[], object]) -> float:
+    """Return milliseconds of the processor: a decision waits for nothing. Garbage of other parts is not collected."""
+    gc.collect()
+    gc.freeze()
+    try:
+        begun = time.thread_time()
+        call()
+        return (time.thread_time() - begun) * 1000
+    finally:
+        gc.unfreeze()
