@@ -1,0 +1,87 @@
+"""A client's request, read and understood as far as the gateway has to."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from .faults import Fault
+
+_SEED_BITS = 48  # exact in every JSON parser
+_PROMPT_BYTES, _MOST_FOR_PROMPT = 8192, 4.0  # a body of so many bytes counts as one more sequence, up to so many
+
+# What an instance answers, and whether tokens are drawn for it.
+SAMPLING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
+OTHERS = frozenset(
+    {
+        "/v1/embeddings", "/v1/rerank", "/v1/score", "/rerank", "/score", "/classify", "/pooling",
+        "/tokenize", "/detokenize", "/engine/describe", "/engine/call",
+    }
+)  # fmt: skip
+FRAMES = "/engine/generate"  # a frame of the engine's socket; see medusa_cluster/engine
+ROUTES = SAMPLING | OTHERS | {FRAMES}
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request for a model: where it goes, its body as instances get it, and how much work it is, in sequences."""
+
+    route: str
+    model: str
+    body: bytes
+    cost: float
+
+
+def understand(route: str, raw: bytes) -> Call:
+    """Read a body. One that samples without a seed gets one, so that it can be run again. Raises Fault 400."""
+    body = _object(raw)
+    model = body.get("model")
+    if not isinstance(model, str) or not model:
+        raise Fault(400, "expected the name of a deployed model as model", code="invalid_value", param="model")
+    sequences = 1.0
+    if route in SAMPLING:
+        if body.get("seed") is None:
+            body["seed"] = secrets.randbits(_SEED_BITS)
+            raw = json.dumps(body, separators=(",", ":")).encode()
+        sequences = _sequences(body)
+    elif route == FRAMES:
+        raw = _seeded_frame(body)
+    return Call(route, model, raw, sequences + min(len(raw) / _PROMPT_BYTES, _MOST_FOR_PROMPT))
+
+
+def _seeded_frame(body: dict[str, Any]) -> bytes:
+    frame = body.get("frame")
+    params = frame.get("params") if isinstance(frame, dict) else None
+    if not isinstance(params, dict):
+        raise Fault(400, "expected a frame with params", code="invalid_value", param="frame")
+    if params.get("seed") is None:
+        params["seed"] = secrets.randbits(_SEED_BITS)
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+def _sequences(body: dict[str, Any]) -> float:
+    """How many sequences a request has; instances say what is wrong with it."""
+    count = 1
+    for name in ("n", "best_of"):
+        value = body.get(name)
+        if isinstance(value, int) and value > count:
+            count = min(value, 128)
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        count *= min(len(prompt), 128)
+    return float(count)
+
+
+def _object(raw: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(raw)
+    except RecursionError:
+        raise Fault(400, "expected a JSON body: it is nested too deeply", code="invalid_json") from None
+    except ValueError as error:
+        found = "an empty body" if not raw.strip() else str(error)
+        raise Fault(400, f"expected a JSON body, found {found}", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise Fault(400, "expected a JSON object, found another value", code="invalid_json")
+    return body

@@ -1,0 +1,278 @@
+"""Which request goes to which instance, and which ones wait.
+
+A request waits in its model's queue until an instance has room for it: first come, first served. It gets the instance
+with the least work. Places to wait are shared fairly among models: where all are taken, the model with the longest
+queue gives up its newest request for one of a model with a shorter queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from .faults import Fault
+from .metrics import Metrics
+from .routes import READY, STARTING, Deployed, Instance, Routes
+
+_LEAST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+_LEAST_RETRY_S, _LONGEST_RETRY_S = 1.0, 60.0
+
+
+@dataclass(eq=False, slots=True)
+class Lease:
+    """A request's place at an instance. ``cost`` is in sequences."""
+
+    model: str
+    instance: Instance
+    cost: float
+
+
+@dataclass(eq=False, slots=True)
+class _Waiter:
+    future: asyncio.Future[Lease]
+    cost: float
+    avoid: frozenset[str]
+
+
+@dataclass(slots=True)
+class _Model:
+    deployed: Deployed
+    waiting: deque[_Waiter] = field(default_factory=deque)
+
+
+@dataclass(slots=True)
+class _Standing:
+    """What this gateway knows of an instance: its own requests there, and whether to leave it alone for a moment."""
+
+    instance: Instance | None = None
+    work: float = 0.0
+    requests: int = 0
+    paused_until: float = 0.0
+    pause_s: float = 0.0
+    lost: bool = False
+
+
+class Dispatch:
+    """The queues of all models, and the work of all instances. Belongs to one event loop."""
+
+    def __init__(self, max_waiting: int, metrics: Metrics, wake: Callable[[], None]) -> None:
+        self._max_waiting = max_waiting
+        self._metrics = metrics
+        self._wake = wake  # called when a request has to wait: the controller should know
+        self._models: dict[str, _Model] = {}
+        self._standings: dict[str, _Standing] = {}
+        self.instances: dict[str, Instance] = {}  # by id
+
+    # What the table of routes says
+
+    def update(self, routes: Routes) -> None:
+        """Use these routes. Requests for a model that is gone get 404."""
+        for name in set(self._models) - set(routes.models):
+            for waiter in self._models.pop(name).waiting:
+                _refuse(waiter, unknown_model(name))
+        for name, deployed in routes.models.items():
+            if name in self._models:
+                self._models[name].deployed = deployed
+            else:
+                self._models[name] = _Model(deployed)
+        self.instances = routes.instances()
+        for key in set(self._standings) - set(self.instances):
+            if not self._standings[key].requests:
+                del self._standings[key]
+        for name in self._models:
+            self._advance(name)
+
+    def deployed(self, name: str) -> Deployed:
+        """The deployment of a model. Raises Fault 404."""
+        found = self._models.get(name)
+        if found is None:
+            raise unknown_model(name)
+        return found.deployed
+
+    # What requests do
+
+    def check_room(self, name: str) -> None:
+        """Raise the Fault with which a new request of this model would be refused now."""
+        if self._find_room(name) is _NONE:
+            raise self._shed(name)
+
+    async def lease(
+        self, name: str, cost: float, *, avoid: frozenset[str], deadline: float, first: bool = False
+    ) -> Lease:
+        """Wait for a place at an instance; one outside ``avoid`` if there is any.
+
+        ``first``: it waits in front of the others. Raises Fault 404, 429 and 503.
+        """
+        if name not in self._models:
+            raise unknown_model(name)
+        model = self._models[name]
+        waiter = _Waiter(asyncio.get_running_loop().create_future(), cost, avoid)
+        if first:
+            model.waiting.appendleft(waiter)
+        else:
+            self._make_room(name)
+            model.waiting.append(waiter)
+        self._advance(name)
+        if not waiter.future.done():
+            self._wake()
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await waiter.future
+        except BaseException as error:
+            if waiter in model.waiting:
+                model.waiting.remove(waiter)
+            if waiter.future.done() and not waiter.future.cancelled() and waiter.future.exception() is None:
+                self.release(waiter.future.result())  # it was given in the moment in which the request ended
+            if isinstance(error, TimeoutError):
+                raise self._too_late(name) from None
+            raise
+
+    def release(self, lease: Lease) -> None:
+        """Give up a place."""
+        standing = self._standings.get(lease.instance.id)
+        if standing is not None:
+            standing.work -= lease.cost
+            standing.requests -= 1
+            if not standing.requests:
+                standing.work = 0.0
+        self._advance(lease.model)
+
+    def pause(self, instance_id: str) -> None:
+        """Send nothing to an instance for a moment, each time twice as long, because it could not take a request."""
+        standing = self._standings.setdefault(instance_id, _Standing())
+        if standing.paused_until > time.monotonic():
+            return
+        standing.pause_s = min(max(2 * standing.pause_s, _LEAST_PAUSE_S), _LONGEST_PAUSE_S)
+        standing.paused_until = time.monotonic() + standing.pause_s
+        asyncio.get_running_loop().call_later(standing.pause_s + 0.001, self._advance_all)
+
+    def answered(self, instance_id: str) -> None:
+        """Note that an instance works as it should."""
+        standing = self._standings.get(instance_id)
+        if standing is not None:
+            standing.pause_s = 0.0
+
+    def set_lost(self, instance_id: str, lost: bool) -> None:
+        """Send nothing to an instance that does not answer, until it does."""
+        standing = self._standings.setdefault(instance_id, _Standing())
+        standing.lost = lost
+        if not lost:
+            self._advance_all()
+
+    # What others read
+
+    def busy(self) -> list[Instance]:
+        """The instances that work on a request of ours."""
+        return [found.instance for found in self._standings.values() if found.requests and found.instance]
+
+    def waiting(self, name: str) -> int:
+        return len(self._models[name].waiting) if name in self._models else 0
+
+    def gauges(self) -> dict[str, dict[str, float]]:
+        """Waiting and running requests, and ready and starting instances, by model."""
+        found: dict[str, dict[str, float]] = {
+            name: {} for name in ("waiting", "running", "ready_instances", "starting_instances")
+        }
+        for name, model in self._models.items():
+            found["waiting"][name] = len(model.waiting)
+            found["running"][name] = sum(self._requests(one.id) for one in model.deployed.instances)
+            for state in (READY, STARTING):
+                count = sum(one.state == state for one in model.deployed.instances)
+                found[f"{state}_instances"][name] = count
+        return found
+
+    def _requests(self, instance_id: str) -> int:
+        standing = self._standings.get(instance_id)
+        return 0 if standing is None else standing.requests
+
+    # How the queues move
+
+    def _advance_all(self) -> None:
+        for name in self._models:
+            self._advance(name)
+
+    def _advance(self, name: str) -> None:
+        model = self._models.get(name)
+        if model is None:
+            return
+        while model.waiting:
+            waiter = model.waiting[0]
+            instance = None if waiter.future.done() else self._choose(model.deployed, waiter)
+            if instance is None and not waiter.future.done():
+                return
+            model.waiting.popleft()
+            if instance is not None:
+                standing = self._standings.setdefault(instance.id, _Standing())
+                standing.instance = instance
+                standing.work += waiter.cost
+                standing.requests += 1
+                waiter.future.set_result(Lease(name, instance, waiter.cost))
+
+    def _choose(self, deployed: Deployed, waiter: _Waiter) -> Instance | None:
+        """The instance with the least work among those that have room; those to be avoided come last."""
+        now = time.monotonic()
+        best: tuple[bool, float, str] | None = None
+        chosen = None
+        for instance in deployed.instances:
+            if instance.state != READY:
+                continue
+            standing = self._standings.get(instance.id)
+            work = 0.0
+            if standing is not None:
+                work = standing.work
+                full = standing.requests and work + waiter.cost > deployed.concurrency
+                if full or standing.lost or standing.paused_until > now:
+                    continue
+            rank = (instance.id in waiter.avoid, work, instance.id)
+            if best is None or rank < best:
+                best, chosen = rank, instance
+        return chosen
+
+    def _find_room(self, name: str) -> str | object | None:
+        """None where there is room; else the model that has to give up a request, or _NONE."""
+        if sum(len(model.waiting) for model in self._models.values()) < self._max_waiting:
+            return None
+        longest = max(self._models, key=lambda other: len(self._models[other].waiting), default=name)
+        return longest if self.waiting(longest) > self.waiting(name) + 1 else _NONE
+
+    def _make_room(self, name: str) -> None:
+        loser = self._find_room(name)
+        if loser is _NONE:
+            raise self._shed(name)
+        if isinstance(loser, str):
+            _refuse(self._models[loser].waiting.pop(), self._shed(loser))
+
+    def _retry_after_s(self, name: str) -> float:
+        rate = self._metrics.of(name).finished.per_s()
+        wait_s = (self.waiting(name) + 1) / rate if rate else 2.0
+        return min(max(wait_s, _LEAST_RETRY_S), _LONGEST_RETRY_S)
+
+    def _shed(self, name: str) -> Fault:
+        self._metrics.of(name).shed += 1
+        waiting = self.waiting(name)
+        ready = name in self._models and any(i.state == READY for i in self._models[name].deployed.instances)
+        if ready:
+            message = f"{waiting} requests for {name!r} wait already, as many as may; try again later"
+            return Fault(429, message, code="overloaded", retry_after_s=self._retry_after_s(name))
+        message = f"{name!r} is being brought up, and {waiting} requests wait for it, as many as may; try again later"
+        return Fault(503, message, code="not_ready", retry_after_s=self._retry_after_s(name))
+
+    def _too_late(self, name: str) -> Fault:
+        message = f"no instance of {name!r} could take the request in time; try again later"
+        return Fault(503, message, code="not_ready", retry_after_s=self._retry_after_s(name))
+
+
+_NONE = object()
+
+
+def unknown_model(name: str) -> Fault:
+    shown = name if len(name) <= 80 else name[:79] + "…"
+    return Fault(404, f"the model {shown!r} does not exist", code="model_not_found", param="model")
+
+
+def _refuse(waiter: _Waiter, fault: Fault) -> None:
+    if not waiter.future.done():
+        waiter.future.set_exception(fault)

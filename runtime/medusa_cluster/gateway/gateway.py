@@ -1,0 +1,108 @@
+"""The parts of a gateway, and how they hold together."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from medusa_runtime.errors import MedusaError
+from medusa_runtime.storage.peer_access import PeerAccess
+
+from .control import Control, NodeServers
+from .dispatch import Dispatch
+from .health import Health
+from .metrics import Metrics
+from .relay import Relay
+from .route_table import Loads, RouteTable
+from .routes import Routes
+
+_STATUS_S = 0.5  # for which an answer about the cluster is shown to everyone who looks
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayOptions:
+    """The settings of a gateway. ``client_token`` is what clients must bear, if anything."""
+
+    addresses: tuple[str, ...]
+    access: PeerAccess
+    host: str = "0.0.0.0"
+    port: int = 8080
+    client_token: str | None = field(default=None, repr=False)
+    max_waiting: int = 2048
+    hold_s: float = 600.0
+    drain_s: float = 30.0
+    max_body_mb: int = 32
+    body_memory_mb: int = 512
+    read_timeout_s: float = 60.0
+    write_timeout_s: float = 60.0
+    name: str = ""
+
+
+class Gateway:
+    """The parts of one gateway. Belongs to one event loop."""
+
+    def __init__(self, options: GatewayOptions, session: aiohttp.ClientSession, url: str) -> None:
+        self.options = options
+        self.metrics = Metrics()
+        headers = {"Authorization": f"Bearer {options.access.token}"}
+        name = options.name or f"{socket.gethostname()}-{os.getpid()}"
+        self._servers = NodeServers(session, options.addresses, headers, name=name, url=url)
+        self.control: Control = self._servers
+        self.table = RouteTable(self.control, self._use)
+        self.dispatch = Dispatch(options.max_waiting, self.metrics, self.table.wake)
+        self._health = Health(session, headers, self.dispatch)
+        self.relay = Relay(session, headers, self.dispatch, self._health, self.metrics, options.hold_s)
+        self._status: dict[str, Any] = {}
+        self._status_at = 0.0
+        self._asking: asyncio.Lock = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Follow the controller and watch the instances, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.table.follow())
+            group.create_task(self.table.report(self.loads))
+            group.create_task(self._health.run())
+
+    def _use(self, routes: Routes) -> None:
+        self._servers.learn(routes)
+        self.dispatch.update(routes)
+        self.metrics.forget(set(routes.models))
+
+    def loads(self) -> Loads:
+        """What each model has to do here, for the controller."""
+        gauges = self.dispatch.gauges()
+        return {
+            name: {
+                "waiting": gauges["waiting"][name],
+                "running": gauges["running"][name],
+                "tokens_per_s": self.metrics.of(name).token_rate.per_s(),
+            }
+            for name in self.table.current.models
+        }
+
+    def metrics_text(self) -> str:
+        gauges = dict(self.dispatch.gauges())
+        gauges["tokens_per_second"] = {
+            name: self.metrics.of(name).token_rate.per_s() for name in self.table.current.models
+        }
+        return (
+            self.metrics.text(gauges)
+            + "# HELP medusa_gateway_controller_away_seconds For how long the controller has not answered.\n"
+            + "# TYPE medusa_gateway_controller_away_seconds gauge\n"
+            + f"medusa_gateway_controller_away_seconds {self.table.away_s:.1f}\n"
+        )
+
+    async def status(self) -> dict[str, Any]:
+        """The state of the cluster: the controller's view, or while it is away the last one, with what we know."""
+        async with self._asking:
+            if time.monotonic() - self._status_at > _STATUS_S:
+                with suppress(MedusaError):
+                    self._status = await self.control.status()
+                self._status_at = time.monotonic()
+        return self._status | {"controller_away_s": round(self.table.away_s, 1)}

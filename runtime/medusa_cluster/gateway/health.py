@@ -1,0 +1,120 @@
+"""Notices instances that neither answer nor end: stopped processes, hung ones, nodes whose link was cut."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+import aiohttp
+
+from .dispatch import Dispatch
+from .routes import Instance
+
+logger = logging.getLogger(__name__)
+
+_PROBE_EVERY_S = 1.0
+_PROBE_S = 2.0
+_MOST_FAILURES = 3  # probes in a row
+
+
+class LostError(Exception):
+    """An instance was lost. ``began`` says whether it may have worked on the request."""
+
+    def __init__(self, reason: str, *, began: bool) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.began = began
+
+
+class Health:
+    """Probes the instances that owe an answer and are silent. Lost ones are probed until they answer again."""
+
+    def __init__(self, session: aiohttp.ClientSession, headers: Mapping[str, str], dispatch: Dispatch) -> None:
+        self._session = session
+        self._headers = headers
+        self._dispatch = dispatch
+        self._heard: dict[str, float] = {}
+        self._failures: dict[str, int] = {}
+        self._lost: dict[str, Instance] = {}
+        self._scopes: dict[str, set[asyncio.Timeout]] = {}
+        self._probes: dict[str, asyncio.Task[None]] = {}
+
+    def heard(self, instance_id: str) -> None:
+        """Note that bytes came from an instance."""
+        self._heard[instance_id] = time.monotonic()
+        self._failures.pop(instance_id, None)
+
+    @asynccontextmanager
+    async def watched(self, instance: Instance) -> AsyncIterator[None]:
+        """Run what waits for an instance. Raises LostError when the instance is lost meanwhile."""
+        self._heard.setdefault(instance.id, time.monotonic())
+        scopes = self._scopes.setdefault(instance.id, set())
+        scope = asyncio.timeout(None)
+        try:
+            async with scope:
+                scopes.add(scope)
+                yield
+        except TimeoutError:
+            if scope.expired():
+                raise LostError("it does not answer", began=True) from None
+            raise
+        finally:
+            scopes.discard(scope)
+
+    async def run(self) -> None:
+        """Probe until cancelled."""
+        try:
+            while True:
+                await asyncio.sleep(_PROBE_EVERY_S)
+                self._look()
+        finally:
+            for probe in self._probes.values():
+                probe.cancel()
+
+    def _look(self) -> None:
+        silent_since = time.monotonic() - _PROBE_EVERY_S
+        busy = {instance.id: instance for instance in self._dispatch.busy()}
+        self._lost = {key: found for key, found in self._lost.items() if key in self._dispatch.instances}
+        for key in set(self._heard) - set(busy) - set(self._lost):
+            self._heard.pop(key)
+            self._failures.pop(key, None)
+            if not self._scopes.get(key):
+                self._scopes.pop(key, None)
+        for key, instance in {**busy, **self._lost}.items():
+            if key not in self._probes and (key in self._lost or self._heard.get(key, 0.0) < silent_since):
+                self._probes[key] = asyncio.create_task(self._probe(instance))
+
+    async def _probe(self, instance: Instance) -> None:
+        try:
+            good = await self._answers(instance)
+        finally:
+            self._probes.pop(instance.id, None)
+        if good:
+            self._failures.pop(instance.id, None)
+            if self._lost.pop(instance.id, None) is not None:
+                self._dispatch.set_lost(instance.id, False)
+            return
+        self._failures[instance.id] = self._failures.get(instance.id, 0) + 1
+        if self._failures[instance.id] >= _MOST_FAILURES and instance.id not in self._lost:
+            self._lose(instance)
+
+    def _lose(self, instance: Instance) -> None:
+        logger.warning("instance %s on %s does not answer; its requests go elsewhere", instance.id, instance.node)
+        self._lost[instance.id] = instance
+        self._dispatch.set_lost(instance.id, True)
+        for scope in tuple(self._scopes.get(instance.id, ())):
+            scope.reschedule(asyncio.get_running_loop().time())
+
+    async def _answers(self, instance: Instance) -> bool:
+        """Whether the instance's own processes say that they run. One that is still starting does."""
+        try:
+            async with self._session.get(
+                f"{instance.url}/readyz", headers=self._headers, timeout=aiohttp.ClientTimeout(total=_PROBE_S)
+            ) as response:
+                body = await response.read()
+        except (aiohttp.ClientError, OSError):
+            return False
+        return response.status not in (404, 502, 504) and b'"hung"' not in body

@@ -1,0 +1,1 @@
+"""The page about a cluster: one HTML file that loads nothing."""

@@ -1,0 +1,89 @@
+"""The process of a gateway, from the first connection to the drain."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+
+import aiohttp
+from aiohttp import web
+from medusa_runtime.config import Settings
+from medusa_runtime.instance.listeners import bind, url_of
+from medusa_runtime.resource_limits import make_room_for_files
+
+from .gateway import Gateway, GatewayOptions
+from .server import Server
+
+logger = logging.getLogger(__name__)
+
+
+async def serve(options: GatewayOptions, listener: socket.socket, on_listening: Callable[[], None]) -> int:
+    """Serve on ``listener`` until SIGTERM or SIGINT, then drain; returns the exit status."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    # No limit here: requests are admitted by the dispatch, one connection each.
+    tls = options.access.client_context()
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=20.0, ssl=True if tls is None else tls)
+    async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
+        gateway = Gateway(options, session, _url(options, listener))
+        server = Server(gateway)
+        runner = web.AppRunner(
+            server.application(),
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=1.0,
+            keepalive_timeout=75.0,
+        )
+        await runner.setup()
+        site = web.SockSite(runner, listener)
+        await site.start()
+        running = asyncio.create_task(gateway.run())
+        on_listening()
+        try:
+            stopped = asyncio.create_task(stop.wait())
+            await asyncio.wait({running, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                await running  # raises what ended it
+            return await _drain(server, site, stop, options.drain_s)
+        finally:
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
+            await runner.cleanup()
+
+
+async def _drain(server: Server, site: web.SockSite, stop: asyncio.Event, drain_s: float) -> int:
+    """Take no more connections, and let requests that run end. A second signal ends them at once."""
+    server.draining = True
+    stop.clear()
+    await site.stop()
+    if server.in_flight:
+        logger.info("waiting for %d requests, for at most %g s", server.in_flight, drain_s)
+    idle = asyncio.create_task(server.wait_idle(drain_s))
+    again = asyncio.create_task(stop.wait())
+    await asyncio.wait({idle, again}, return_when=asyncio.FIRST_COMPLETED)
+    again.cancel()
+    if not idle.done():
+        idle.cancel()
+        return 1
+    return 0 if idle.result() else 1
+
+
+def _url(options: GatewayOptions, listener: socket.socket) -> str:
+    """The URL at which this gateway says that it can be found."""
+    host = options.host if options.host not in ("0.0.0.0", "::", "") else socket.gethostname()
+    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+
+
+def run(options: GatewayOptions, on_listening: Callable[[str], None]) -> int:
+    """Serve until SIGTERM. Raises ConfigError for an address that cannot be used."""
+    make_room_for_files()
+    listener = bind(Settings(host=options.host, port=options.port))
+    listener.setblocking(False)
+    return asyncio.run(serve(options, listener, lambda: on_listening(url_of(listener))))

@@ -1,0 +1,201 @@
+"""A request on its way: held, run on an instance, and run again on another one when that instance is lost."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+import aiohttp
+
+from . import sse
+from .call import SAMPLING, Call
+from .dispatch import Dispatch, Lease
+from .exchange import Answer, BusyError, Exchange, exchange
+from .faults import Fault
+from .health import Health, LostError
+from .metrics import Metrics, ModelMetrics
+from .replay import DivergedError, Transcript
+
+logger = logging.getLogger(__name__)
+
+_MOST_RUNS = 3  # a request that may itself have ended three instances is not given to a fourth
+
+
+class Client(Protocol):
+    """The one who waits for an answer."""
+
+    async def begin(self, headers: Mapping[str, str]) -> None:
+        """Send the head of a streamed answer."""
+
+    async def send(self, data: bytes) -> None:
+        """Send a part of a streamed answer. Raises ConnectionError when the client is gone or takes nothing."""
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How far the answer to one request is."""
+
+    began: float
+    deadline: float
+    runs: int = 0
+    first_at: float | None = None
+    last_at: float = 0.0
+    opened: bool = False
+
+
+class Relay:
+    """Gets requests answered. One for all requests of a gateway."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        headers: Mapping[str, str],
+        dispatch: Dispatch,
+        health: Health,
+        metrics: Metrics,
+        hold_s: float,
+    ) -> None:
+        self._session = session
+        self._headers = {"Content-Type": "application/json", **headers}
+        self._dispatch = dispatch
+        self._health = health
+        self._metrics = metrics
+        self._hold_s = hold_s
+
+    async def run(self, call: Call, client: Client, began: float) -> Answer | None:
+        """Answer a request: return a whole answer, or None when it was streamed to ``client``.
+
+        Raises Fault; ConnectionError when the client is gone.
+        """
+        hold_s = self._dispatch.deployed(call.model).hold_s
+        progress = _Progress(began, began + (self._hold_s if hold_s is None else hold_s))
+        transcript = Transcript()
+        metrics = self._metrics.of(call.model)
+        try:
+            return await self._until_answered(call, client, progress, transcript)
+        except Fault as fault:
+            if not progress.opened:
+                raise
+            await client.send(b"data: " + fault.body() + b"\n\n" + sse.DONE)
+            return None
+        finally:
+            _note_times(metrics, transcript, progress)
+
+    async def _until_answered(
+        self, call: Call, client: Client, progress: _Progress, transcript: Transcript
+    ) -> Answer | None:
+        avoid: frozenset[str] = frozenset()
+        metrics = self._metrics.of(call.model)
+        again = False
+        while True:
+            lease = await self._lease(call, avoid, progress, again)
+            again = True
+            try:
+                answer = await self._on(lease, call, client, progress, transcript)
+            except BusyError:
+                self._dispatch.pause(lease.instance.id)
+                metrics.retries["busy"] += 1
+            except LostError as error:
+                self._dispatch.pause(lease.instance.id)
+                avoid |= {lease.instance.id}
+                self._note_loss(call, lease, error, progress, metrics)
+            except DivergedError:
+                avoid |= {lease.instance.id}
+                metrics.retries["diverged"] += 1
+                if progress.runs >= _MOST_RUNS:
+                    raise _diverged() from None
+            else:
+                self._dispatch.answered(lease.instance.id)
+                metrics.finished.note(1)
+                return answer
+            finally:
+                self._dispatch.release(lease)
+
+    async def _lease(self, call: Call, avoid: frozenset[str], progress: _Progress, again: bool) -> Lease:
+        deadline = progress.deadline if progress.runs == 0 else max(progress.deadline, time.monotonic() + self._hold_s)
+        return await self._dispatch.lease(call.model, call.cost, avoid=avoid, deadline=deadline, first=again)
+
+    def _note_loss(
+        self, call: Call, lease: Lease, error: LostError, progress: _Progress, metrics: ModelMetrics
+    ) -> None:
+        metrics.retries["lost" if error.began else "absent"] += 1
+        progress.runs += error.began
+        logger.warning("a request for %s lost instance %s: %s", call.model, lease.instance.id, error.reason)
+        if progress.runs >= _MOST_RUNS:
+            text = f"{progress.runs} instances were lost while they worked on this request; it is not tried again"
+            raise Fault(503, text, code="instance_lost", retry_after_s=5.0) from None
+
+    async def _on(
+        self, lease: Lease, call: Call, client: Client, progress: _Progress, transcript: Transcript
+    ) -> Answer | None:
+        sent = exchange(
+            self._session, lease.instance, self._health, path=call.route, body=call.body, headers=self._headers
+        )
+        async with sent as answer:
+            if not answer.is_stream:
+                whole = await answer.whole()
+                if progress.opened:  # the first run streamed; this one refuses
+                    raise LostError(f"it answered with status {whole.status}", began=True)
+                self._count(call, whole)
+                return whole
+            if not progress.opened:
+                await client.begin(answer.head())
+                progress.opened = True
+            transcript.begin()
+            await self._stream(answer, call, client, progress, transcript)
+            return None
+
+    async def _stream(
+        self, answer: Exchange, call: Call, client: Client, progress: _Progress, transcript: Transcript
+    ) -> None:
+        metrics = self._metrics.of(call.model)
+        async with aclosing(answer.events()) as events:
+            async for event in events:
+                rest: bytes | None = event.raw
+                if event.data is not None and event.raw != sse.DONE:
+                    rest = self._take(event.raw, event.data, metrics, progress, transcript)
+                if rest is not None:
+                    await client.send(rest)
+
+    def _take(
+        self, raw: bytes, data: bytes, metrics: ModelMetrics, progress: _Progress, transcript: Transcript
+    ) -> bytes | None:
+        before = transcript.tokens
+        try:
+            rest = transcript.take(raw, data)
+        except DivergedError:
+            progress.runs += 1
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise LostError(f"it sent an event that cannot be read: {error}", began=True) from None
+        if transcript.tokens > before:
+            progress.last_at = time.monotonic()
+            progress.first_at = progress.first_at or progress.last_at
+            metrics.generated(transcript.tokens - before)
+        return rest
+
+    def _count(self, call: Call, answer: Answer) -> None:
+        """Count the tokens of a whole answer. When the first one came is not known."""
+        if call.route in SAMPLING and answer.status == 200:
+            with suppress(ValueError, KeyError, TypeError, RecursionError):
+                self._metrics.of(call.model).generated(int(json.loads(answer.body)["usage"]["completion_tokens"]))
+
+
+def _note_times(metrics: ModelMetrics, transcript: Transcript, progress: _Progress) -> None:
+    if progress.first_at is not None:
+        metrics.ttft.observe(progress.first_at - progress.began)
+        if transcript.tokens > 1:
+            metrics.tpot.observe((progress.last_at - progress.first_at) / (transcript.tokens - 1))
+
+
+def _diverged() -> Fault:
+    text = (
+        "the instance that wrote this answer was lost, and running the request again gave other tokens; "
+        "what was sent is the beginning of an answer that cannot be continued, send the request again"
+    )
+    return Fault(503, text, code="replay_diverged", retry_after_s=1.0)

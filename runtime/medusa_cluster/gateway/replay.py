@@ -1,0 +1,211 @@
+"""What a client has been sent of a streamed answer, so that another run of the request can go on from there.
+
+The instance that wrote a stream may be lost. The gateway then runs the request again elsewhere, with the same seed, and
+so with the same tokens. ``Transcript.take`` drops what the client has already, after comparing it, and lets the rest
+through.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .sse import event
+
+_SILENT = ("role", "content", "refusal")  # fields of a chat's delta that are compared as text, or say nothing
+
+
+class DivergedError(Exception):
+    """Another run of a request gave another answer than the one that was begun."""
+
+
+@dataclass
+class _Choice:
+    """One choice of an answer: all that was sent of it, and how much of that the present run has repeated."""
+
+    opened: bool = False
+    text: bytearray = field(default_factory=bytearray)  # in UTF-8: a string would be copied for every token
+    tokens: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+    finish_reason: str | None = None
+    repeated_text: int = 0
+    repeated_tokens: int = 0
+    repeated_others: int = 0
+
+    def rewind(self) -> None:
+        self.repeated_text = self.repeated_tokens = self.repeated_others = 0
+
+
+@dataclass
+class _Piece:
+    """What one chunk adds to a choice."""
+
+    text: bytes
+    tokens: list[str]
+    others: list[str]
+    finish_reason: str | None
+
+
+class Transcript:
+    """The record of one streamed answer, over all runs of its request."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+        self.tokens = 0  # how many were sent
+        self._choices: dict[int, _Choice] = {}
+        self._head: dict[str, Any] = {}
+        self._sent_usage = False
+
+    def begin(self) -> None:
+        """Note that the request is run, or run again."""
+        self.runs += 1
+        for choice in self._choices.values():
+            choice.rewind()
+
+    def take(self, raw: bytes, data: bytes) -> bytes | None:
+        """What to send for an event, or None when the client has it already.
+
+        Raises DivergedError when it is not what the client has, ValueError when it cannot be read.
+        """
+        chunk = json.loads(data)
+        if not isinstance(chunk, dict):
+            raise ValueError("expected an object as an event's data, found something else")  # noqa: TRY004
+        if chunk.get("type") == "delta":
+            return self._take_frame(raw, chunk)
+        return raw if "error" in chunk else self._take_chunk(raw, chunk)
+
+    def _take_chunk(self, raw: bytes, chunk: dict[str, Any]) -> bytes | None:
+        if not self._head:
+            self._head = {name: chunk[name] for name in ("id", "created") if name in chunk}
+        choices = chunk.get("choices") or []
+        if not choices:
+            if self._sent_usage:
+                return None
+            self._sent_usage = True
+            return raw if self.runs == 1 else event(chunk | self._head)
+        rest = [cut for choice in choices if (cut := self._new_part(choice)) is not None]
+        if self.runs == 1:
+            return raw
+        return event(chunk | self._head | {"choices": rest}) if rest else None
+
+    def _new_part(self, choice: dict[str, Any]) -> dict[str, Any] | None:
+        """The part of a chunk's choice that the client does not have; None when it has all of it."""
+        record = self._choices.setdefault(int(choice.get("index", 0)), _Choice())
+        piece = _piece(choice)
+        opening, record.opened = not record.opened, True
+        known = self._compare(record, piece)
+        if self.runs == 1:
+            return choice
+        text, tokens = piece.text[known.text :], piece.tokens[known.tokens :]
+        others = piece.others[known.others :]
+        if not (text or tokens or others or opening or known.finishes):
+            return None
+        if known.text == known.tokens == known.others == 0:
+            return choice
+        return _cut(choice, _decoded(text), known.tokens)
+
+    def _take_frame(self, raw: bytes, frame: dict[str, Any]) -> bytes | None:
+        """A delta between engine and function, which has one sequence and token ids."""
+        text, token_ids, logprobs, finish_reason = frame["values"][:4]
+        record = self._choices.setdefault(0, _Choice())
+        whole = _encoded(text)
+        known = self._compare(record, _Piece(whole, [str(token) for token in token_ids], [], finish_reason))
+        if self.runs == 1:
+            return raw
+        if known.tokens == len(token_ids) and known.text == len(whole) and not known.finishes:
+            return None
+        if known.text == known.tokens == 0:
+            return raw
+        values = [
+            _decoded(whole[known.text :]),
+            token_ids[known.tokens :],
+            logprobs[known.tokens :],
+            *frame["values"][3:],
+        ]
+        return event(frame | {"values": values})
+
+    def _compare(self, record: _Choice, piece: _Piece) -> _Known:
+        """Compare a piece with what was sent, and record what is new of it."""
+        was_finished = record.finish_reason
+        text = _overlap(record.text, record.repeated_text, piece.text)
+        tokens = _overlap(record.tokens, record.repeated_tokens, piece.tokens)
+        others = _overlap(record.others, record.repeated_others, piece.others)
+        new_text, new_tokens = piece.text[text:], piece.tokens[tokens:]
+        if was_finished is not None and (new_text or new_tokens or piece.finish_reason not in (None, was_finished)):
+            raise DivergedError
+        record.text += new_text
+        record.tokens += new_tokens
+        record.others += piece.others[others:]
+        record.repeated_text += len(piece.text)
+        record.repeated_tokens += len(piece.tokens)
+        record.repeated_others += len(piece.others)
+        record.finish_reason = was_finished or piece.finish_reason
+        if piece.finish_reason is not None and record.repeated_text < len(record.text):
+            raise DivergedError  # it ended before all that was sent came again
+        self.tokens += len(new_tokens) or bool(new_text)
+        return _Known(text, tokens, others, piece.finish_reason is not None and was_finished is None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """How much of a piece the client has, and whether the piece ends the choice for it."""
+
+    text: int
+    tokens: int
+    others: int
+    finishes: bool
+
+
+def _overlap(sent: Any, repeated: int, new: Any) -> int:
+    """How much of ``new``, which follows ``repeated`` parts, was sent before. Raises DivergedError if it differs."""
+    before = sent[repeated : repeated + len(new)]
+    if before != new[: len(before)]:
+        raise DivergedError
+    return len(before)
+
+
+def _piece(choice: Mapping[str, Any]) -> _Piece:
+    logprobs = choice.get("logprobs")
+    tokens: list[str] = []
+    delta = choice.get("delta")
+    if isinstance(delta, Mapping):
+        text = delta.get("content") or ""
+        others = [_plain(name, value) for name, value in delta.items() if name not in _SILENT and value]
+        if isinstance(logprobs, Mapping):
+            tokens = [str(entry.get("token")) for entry in logprobs.get("content") or []]
+    else:
+        text = choice.get("text") or ""
+        others = []
+        if isinstance(logprobs, Mapping):
+            tokens = list(map(str, logprobs.get("tokens") or []))
+    return _Piece(_encoded(text), tokens, others, choice.get("finish_reason"))
+
+
+def _plain(name: str, value: Any) -> str:
+    """A field of a delta without the ids of tool calls, which are drawn anew in each run."""
+    if name == "tool_calls" and isinstance(value, list):
+        value = [{key: part for key, part in call.items() if key != "id"} for call in value if isinstance(call, dict)]
+    return json.dumps([name, value], sort_keys=True)
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _decoded(text: bytes) -> str:
+    return text.decode("utf-8", "surrogatepass")
+
+
+def _cut(choice: dict[str, Any], text: str, known_tokens: int) -> dict[str, Any]:
+    """A choice with the end of its text and of its log-probabilities only."""
+    logprobs = choice.get("logprobs")
+    if isinstance(logprobs, dict):
+        logprobs = {
+            name: value[known_tokens:] if isinstance(value, list) else value for name, value in logprobs.items()
+        }
+    if isinstance(choice.get("delta"), dict):
+        delta = choice["delta"] | ({"content": text} if "content" in choice["delta"] else {})
+        return choice | {"delta": delta, "logprobs": logprobs}
+    return choice | {"text": text, "logprobs": logprobs}

@@ -1,0 +1,92 @@
+"""Keeps the gateway's routes up to date, and the controller informed of the gateway's load."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+from medusa_runtime.errors import MedusaError
+
+from .control import Control
+from .routes import Routes
+
+logger = logging.getLogger(__name__)
+
+_WAIT_S = 20.0
+_REPORT_S = 0.1
+_LEAST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+
+Loads = Mapping[str, Mapping[str, float]]
+
+
+class RouteTable:
+    """Follows the controller. While the controller is away, the last routes stay."""
+
+    def __init__(self, control: Control, changed: Callable[[Routes], None]) -> None:
+        self._control = control
+        self._changed = changed
+        self._wanted = asyncio.Event()
+        self._away_since: float | None = time.monotonic()
+        self.current = Routes()
+        self.known = False  # whether the controller has ever answered
+
+    @property
+    def away_s(self) -> float:
+        """Seconds for which the controller has not answered; 0 while it does."""
+        return 0.0 if self._away_since is None else time.monotonic() - self._away_since
+
+    def wake(self) -> None:
+        """Report at once: a request waits."""
+        self._wanted.set()
+
+    async def follow(self) -> None:
+        """Have a call under way that returns when the routes change, until cancelled."""
+        pause_s = _LEAST_PAUSE_S
+        while True:
+            try:
+                routes = await self._control.routes(self.current.version if self.known else "", _WAIT_S)
+            except MedusaError as error:
+                self._note_away(error)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                continue
+            pause_s = _LEAST_PAUSE_S
+            self._take(routes)
+
+    async def report(self, loads: Callable[[], Loads]) -> None:
+        """Report the load ten times a second, and at once when it was asked for, until cancelled."""
+        pause_s = _REPORT_S
+        while True:
+            self._wanted.clear()
+            try:
+                self._take(await self._control.report(loads()))
+                pause_s = _REPORT_S
+            except MedusaError as error:
+                self._note_away(error)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            try:
+                async with asyncio.timeout(pause_s):
+                    await self._wanted.wait()
+            except TimeoutError:
+                continue
+            if pause_s > _REPORT_S:
+                await asyncio.sleep(_REPORT_S)  # a controller that is away is not asked in a loop
+
+    def _note_away(self, error: MedusaError) -> None:
+        if self._away_since is None:
+            self._away_since = time.monotonic()
+            logger.warning("the controller is away, the last routes stay: %s", error)
+
+    def _take(self, routes: Routes) -> None:
+        """Use these routes if they are new."""
+        if self._away_since is not None:
+            if self.known:
+                logger.info("the controller is back after %.1f s", self.away_s)
+            self._away_since = None
+        if self.known and routes == self.current:
+            return
+        self.known = True
+        self.current = routes
+        self._changed(routes)

@@ -1,0 +1,100 @@
+"""The routes of a cluster: which models are deployed, and where their instances answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from medusa_runtime.config import Settings
+from medusa_runtime.errors import ConfigError, EngineError
+
+READY, STARTING, DRAINING = "ready", "starting", "draining"
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One instance of a model. ``url`` is its address at its node server; a path is appended to it."""
+
+    id: str
+    node: str
+    url: str
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class Deployed:
+    """A model's name, its deployment as the controller knows it, and its instances."""
+
+    name: str
+    deployment: Mapping[str, Any] = field(default_factory=dict)
+    instances: tuple[Instance, ...] = ()
+
+    @property
+    def concurrency(self) -> int:
+        """How many sequences one instance works on at the same time."""
+        value = self._setting("max_concurrency")
+        return Settings().max_concurrency if value is None else max(1, int(value))
+
+    @property
+    def hold_s(self) -> float | None:
+        """How long a request may wait for an instance, where the deployment says so."""
+        return self._setting("hold_s")
+
+    def _setting(self, name: str) -> float | None:
+        settings = self.deployment.get("settings")
+        value = settings.get(name) if isinstance(settings, Mapping) else None
+        try:
+            return None if value is None else float(value)
+        except (TypeError, ValueError):
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """All deployed models. ``version`` is compared for equality only."""
+
+    version: str = ""
+    models: Mapping[str, Deployed] = field(default_factory=dict)
+
+    def instances(self) -> dict[str, Instance]:
+        """All instances of all models, by id."""
+        return {found.id: found for model in self.models.values() for found in model.instances}
+
+
+def parse(value: object) -> Routes:
+    """Routes as the controller answers them. EngineError when it answered something else."""
+    try:
+        assert isinstance(value, Mapping)
+        models = {str(name): _deployed(str(name), entry) for name, entry in value["models"].items()}
+        return Routes(str(value.get("version", "")), models)
+    except (AssertionError, AttributeError, KeyError, TypeError) as error:
+        raise EngineError(f"expected routes from the controller, found something else: {error!r}") from None
+
+
+def _deployed(name: str, entry: Mapping[str, Any]) -> Deployed:
+    instances = tuple(
+        Instance(str(found["id"]), str(found.get("node", "")), str(found["url"]).rstrip("/"), str(found["state"]))
+        for found in entry["instances"]
+    )
+    return Deployed(name, dict(entry.get("deployment") or {}), instances)
+
+
+def node_server(instance_url: str) -> str | None:
+    """The address of the node server in an instance's URL; None where it has none."""
+    base, separator, _ = instance_url.partition("/instances/")
+    return base if separator else None
+
+
+def address_url(address: str) -> str:
+    """The URL of a node server that is given as ``host``, ``host:port`` or a URL. Raises ConfigError."""
+    scheme, separator, rest = address.strip().rstrip("/").partition("://")
+    if not separator:
+        scheme, rest = "http", scheme
+    if scheme not in ("http", "https") or not rest or any(mark in rest for mark in "/?#@ "):
+        raise ConfigError(f"expected the address of a node server such as 10.0.0.1:8114, found {address!r}")
+    port = rest.rpartition("]")[2] if rest.startswith("[") else rest
+    return f"{scheme}://{rest}" if ":" in port else f"{scheme}://{rest}:{DEFAULT_PORT}"
+
+
+DEFAULT_PORT = 8114

@@ -1,0 +1,269 @@
+"""The HTTP server of a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any
+
+from aiohttp import web
+from medusa_runtime.errors import MedusaError
+
+from . import sse
+from .call import ROUTES, Call, understand
+from .faults import Fault, compact
+from .gateway import Gateway
+from .page import page
+
+logger = logging.getLogger(__name__)
+
+_CLIENT_CLOSED = 499  # nginx's status for a client that left; only metrics see it
+_HEARTBEAT_S = 10.0
+_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+_OPEN_PATHS = ("/livez", "/readyz")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Server:
+    """Answers clients on behalf of a gateway."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._options = gateway.options
+        self.draining = False
+        self.in_flight = 0
+        self._body_bytes = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def application(self) -> web.Application:
+        limit = self._options.max_body_mb * 10**6
+        app = web.Application(middlewares=[self._guard], client_max_size=limit)
+        for route in sorted(ROUTES):
+            app.router.add_post(route, self._answer)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{name:.+}", self._model)
+        app.router.add_get("/livez", self._alive)
+        app.router.add_get("/readyz", self._ready)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/cluster/status", self._status)
+        app.router.add_get("/", self._page)
+        return app
+
+    async def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until no request is in flight; False after ``timeout_s``."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    # Requests for a model
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        began = time.monotonic()
+        model, status = "", 500
+        with self._counted():
+            try:
+                async with self._read(request) as raw:
+                    call = understand(request.path, raw)
+                    self._gateway.dispatch.deployed(call.model)
+                    model = call.model
+                    response = await self._relay(request, call, began)
+                    status = response.status
+                    return response
+            except Fault as fault:
+                status = fault.status
+                raise
+            except (asyncio.CancelledError, ConnectionError):
+                status = _CLIENT_CLOSED
+                self._gateway.metrics.of(model).cancelled += 1
+                raise
+            finally:
+                self._gateway.metrics.of(model).requests[(request.path, status)] += 1
+
+    async def _relay(self, request: web.Request, call: Call, began: float) -> web.StreamResponse:
+        client = _Client(request, self._options.write_timeout_s)
+        try:
+            answer = await self._gateway.relay.run(call, client, began)
+            if answer is None:
+                return await client.end()
+            return web.Response(status=answer.status, headers=answer.headers, body=answer.body)
+        finally:
+            client.close()
+
+    @asynccontextmanager
+    async def _read(self, request: web.Request) -> AsyncIterator[bytes]:
+        """The body, which counts as memory until the request has been answered. Raises Fault."""
+        expected = request.content_length or 0
+        if expected > self._options.max_body_mb * 10**6:
+            raise _too_large(self._options.max_body_mb)
+        if self._body_bytes + expected > self._options.body_memory_mb * 10**6:
+            text = "the bodies of other requests take the memory there is; try again later"
+            raise Fault(503, text, code="body_memory", retry_after_s=1.0)
+        size = expected
+        self._body_bytes += size
+        try:
+            try:
+                async with asyncio.timeout(self._options.read_timeout_s):
+                    raw = await request.read()
+            except TimeoutError:
+                raise Fault(408, "the body came too slowly", code="incomplete_body") from None
+            except web.HTTPRequestEntityTooLarge:
+                raise _too_large(self._options.max_body_mb) from None
+            self._body_bytes += len(raw) - size
+            size = len(raw)
+            yield raw
+        finally:
+            self._body_bytes -= size
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count a request as in flight."""
+        self.in_flight += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+            if not self.in_flight:
+                self._idle.set()
+
+    # What is asked of the gateway itself
+
+    async def _models(self, _: web.Request) -> web.StreamResponse:
+        models = self._gateway.table.current.models
+        return _json({"object": "list", "data": [_model(name) for name in sorted(models)]})
+
+    async def _model(self, request: web.Request) -> web.StreamResponse:
+        return _json(_model(self._gateway.dispatch.deployed(request.match_info["name"]).name))
+
+    async def _alive(self, _: web.Request) -> web.StreamResponse:
+        return _json({"status": "alive"})
+
+    async def _ready(self, _: web.Request) -> web.StreamResponse:
+        known = self._gateway.table.known
+        status = "draining" if self.draining else "ready" if known else "starting"
+        body = {"status": status, "controller_away_s": round(self._gateway.table.away_s, 1)}
+        return _json(body, 200 if status == "ready" else 503)
+
+    async def _metrics(self, _: web.Request) -> web.StreamResponse:
+        return web.Response(text=self._gateway.metrics_text(), content_type="text/plain", charset="utf-8")
+
+    async def _status(self, request: web.Request) -> web.StreamResponse:
+        status = await self._gateway.status()
+        if request.query.get("form") == "html":
+            return web.Response(text=page.body(status), content_type="text/html", charset="utf-8")
+        return _json(status)
+
+    async def _page(self, _: web.Request) -> web.StreamResponse:
+        text = page.html(await self._gateway.status(), refresh=True)
+        return web.Response(text=text, content_type="text/html", charset="utf-8", headers=page.HEADERS)
+
+    # What surrounds all of them
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Check the token, and give errors OpenAI's form."""
+        try:
+            self._check_token(request)
+            return await handler(request)
+        except Fault as fault:
+            return _error(fault)
+        except web.HTTPException as error:
+            return _error(_http_fault(request, error))
+        except MedusaError as error:
+            return _error(Fault(503, str(error), code=error.code, retry_after_s=1.0))
+        except (asyncio.CancelledError, ConnectionError):
+            raise
+        except Exception:
+            number = uuid.uuid4().hex
+            logger.exception("request %s failed", number)
+            return _error(Fault(500, f"internal error; the log has the details under {number}", code="internal"))
+
+    def _check_token(self, request: web.Request) -> None:
+        token = self._options.client_token
+        if token is None or request.path in _OPEN_PATHS:
+            return
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), token.encode()):
+            raise Fault(401, "expected this gateway's token as Authorization: Bearer …", code="invalid_api_key")
+
+
+class _Client:
+    """A client whose answer may be streamed. A silent stream gets a comment now and then."""
+
+    def __init__(self, request: web.Request, write_timeout_s: float) -> None:
+        self._request = request
+        self._write_timeout_s = write_timeout_s
+        self._response: web.StreamResponse | None = None
+        self._sent_at = 0.0
+        self._beating: asyncio.Task[None] | None = None
+
+    async def begin(self, headers: Mapping[str, str]) -> None:
+        self._response = web.StreamResponse(headers={**_STREAM_HEADERS, **headers})
+        await self._response.prepare(self._request)
+        self._sent_at = time.monotonic()
+        self._beating = asyncio.create_task(self._beat())
+
+    async def send(self, data: bytes) -> None:
+        assert self._response is not None
+        self._sent_at = time.monotonic()
+        try:
+            async with asyncio.timeout(self._write_timeout_s):
+                await self._response.write(data)
+        except TimeoutError:
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise ConnectionResetError("the client takes nothing of its answer") from None
+
+    async def end(self) -> web.StreamResponse:
+        assert self._response is not None
+        self.close()
+        await self._response.write_eof()
+        return self._response
+
+    def close(self) -> None:
+        if self._beating is not None:
+            self._beating.cancel()
+
+    async def _beat(self) -> None:
+        with suppress(ConnectionError):
+            while True:
+                await asyncio.sleep(_HEARTBEAT_S)
+                if time.monotonic() - self._sent_at >= _HEARTBEAT_S:
+                    await self.send(sse.HEARTBEAT)
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "medusa-runtime"}
+
+
+def _json(value: Any, status: int = 200) -> web.Response:
+    return web.Response(body=compact(value), status=status, content_type="application/json")
+
+
+def _error(fault: Fault) -> web.Response:
+    return web.Response(
+        body=fault.body(), status=fault.status, headers=fault.headers(), content_type="application/json"
+    )
+
+
+def _http_fault(request: web.Request, error: web.HTTPException) -> Fault:
+    path = request.path if len(request.path) <= 200 else request.path[:199] + "…"
+    if error.status == 404:
+        return Fault(404, f"there is no route {request.method} {path}", code="not_found")
+    if error.status == 405:
+        return Fault(405, f"{path} does not take {request.method}", code="bad_method")
+    return Fault(error.status, error.reason, code="bad_request")
+
+
+def _too_large(most_mb: int) -> Fault:
+    return Fault(413, f"the body is larger than {most_mb} MB", code="body_too_large")

@@ -1,0 +1,50 @@
+"""Server-sent events (WHATWG HTML, section 9.2), cut out of a stream of bytes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .faults import compact
+
+DONE = b"data: [DONE]\n\n"
+HEARTBEAT = b": waiting\n\n"
+_LARGEST_BYTES = 32 << 20
+
+
+class Event(NamedTuple):
+    """One event as it came, and its data; ``data`` is None for a comment."""
+
+    raw: bytes
+    data: bytes | None
+
+
+class Splitter:
+    """Takes whole events off a stream."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._searched = 0
+
+    def feed(self, piece: bytes) -> list[Event]:
+        """The events that ``piece`` has completed. Raises ValueError when one is too large."""
+        self._buffer += piece
+        events = []
+        while (end := self._buffer.find(b"\n\n", max(0, self._searched - 1))) >= 0:
+            raw = bytes(self._buffer[: end + 2])
+            del self._buffer[: end + 2]
+            self._searched = 0
+            events.append(Event(raw, _data(raw)))
+        self._searched = len(self._buffer)
+        if self._searched > _LARGEST_BYTES:
+            raise ValueError(f"an event of more than {_LARGEST_BYTES} bytes")
+        return events
+
+
+def event(value: object) -> bytes:
+    """An event with this JSON as its data."""
+    return b"data: " + compact(value) + b"\n\n"
+
+
+def _data(raw: bytes) -> bytes | None:
+    lines = [line[5:].removeprefix(b" ") for line in raw.split(b"\n") if line.startswith(b"data:")]
+    return b"\n".join(lines) if lines else None

@@ -1,0 +1,63 @@
+"""Real gateways in front of real `medusa serve` processes."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("aiohttp")
+
+from cluster_stand_in import StandIn
+from gateway_fixtures import GatewayProcess, Instance
+
+
+@pytest.fixture
+def cluster() -> Iterator[StandIn]:
+    with StandIn() as stand_in:
+        yield stand_in
+
+
+@pytest.fixture
+def start_gateway(cluster: StandIn, tmp_path: Path) -> Iterator[Callable[..., GatewayProcess]]:
+    started: list[GatewayProcess] = []
+    token = cluster.token_file(tmp_path)
+
+    def start(*arguments: str) -> GatewayProcess:
+        started.append(GatewayProcess(tmp_path, f"127.0.0.1:{cluster.port}", token, *arguments))
+        return started[-1]
+
+    yield start
+    for gateway in started:
+        gateway.kill()
+        assert "Traceback" not in gateway.output(), gateway.output()
+
+
+@pytest.fixture
+def start_instance() -> Iterator[Callable[..., Instance]]:
+    """Start `medusa serve`; it is killed at the end of the test."""
+    started: list[Instance] = []
+
+    def start(*arguments: str, ready: bool = True) -> Instance:
+        started.append(Instance(*arguments))
+        if ready:
+            started[-1].wait_ready()
+        return started[-1]
+
+    yield start
+    for instance in started:
+        instance.signal(signal.SIGCONT)
+        instance.close()
+
+
+@pytest.fixture(scope="package")
+def served() -> Iterator[tuple[Instance, Instance]]:
+    """Two instances that no test harms."""
+    both = (Instance(), Instance())
+    for one in both:
+        one.wait_ready()
+    yield both
+    for one in both:
+        one.close()

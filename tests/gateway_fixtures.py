@@ -1,0 +1,122 @@
+"""Real `medusa serve` and `medusa cluster gateway` processes, for the tests of gateways."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from medusa_adapters.bench.served_instance import ServedInstance, serve_command
+from process_tree import descendants
+
+MEDUSA = Path(sys.executable).with_name("medusa")
+MODEL = Path(__file__).parents[1] / "examples" / "pydoc-lm"
+PATIENCE_S = 60.0
+NAME = "tiny"
+
+
+class Instance(ServedInstance):
+    """A `medusa serve` process."""
+
+    grace_s = 0.0  # what a test leaves running is killed
+
+    def __init__(self, *arguments: str, model: Path = MODEL) -> None:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("MEDUSA_")}
+        environment |= {"OMP_NUM_THREADS": "1"}
+        command = serve_command("--model", model, "--served-model-name", NAME, "--node-socket", "none", *arguments)
+        log = tempfile.TemporaryFile()  # noqa: SIM115 closed with the process
+        super().__init__(command, environment, inherit=False, log=log, start_timeout_s=PATIENCE_S, tied=False)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to all its processes."""
+        for pid in self.tree():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def signal_role(self, role: str, number: int) -> None:
+        """Send a signal to its process of this role."""
+        pid = next(pid for pid, name in descendants(self.process.pid).items() if name == role)
+        os.kill(pid, number)
+
+
+class GatewayProcess:
+    """One `medusa cluster gateway`."""
+
+    def __init__(self, folder: Path, address: str, token_file: Path, *arguments: str) -> None:
+        self.log = folder / f"gateway-{time.monotonic_ns()}.log"
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("MEDUSA_")}
+        command = [MEDUSA, "cluster", "gateway", "--host", "127.0.0.1", "--port", "0", "--address", address]
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(
+                [*command, "--token-file", token_file, *arguments],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment | {"PYTHONUNBUFFERED": "1"},
+            )
+        until(lambda: "listening on" in self.output() or self.process.poll() is not None, self.output)
+        assert self.process.poll() is None, self.output()
+        line = next(line for line in self.output().splitlines() if line.startswith("listening on "))
+        self.port = int(line.rpartition(":")[2])
+        self.url = f"http://127.0.0.1:{self.port}"
+        until(lambda: self.get("/readyz")[0] == 200, self.output)
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def get(self, path: str) -> tuple[int, Any]:
+        status, _, body = self.exchange("GET", path)
+        return status, body
+
+    def post(self, path: str, body: Any) -> tuple[int, Any]:
+        status, _, answer = self.exchange("POST", path, body)
+        return status, answer
+
+    def exchange(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, dict[str, str], Any]:
+        with contextlib.closing(self.connection()) as connection:
+            data = body if isinstance(body, bytes | None) else json.dumps(body)
+            connection.request(method, path, data, {"Content-Type": "application/json"} | (headers or {}))
+            response = connection.getresponse()
+            raw = response.read()
+            kind = response.headers.get("Content-Type", "")
+            found = {name.lower(): value for name, value in response.headers.items()}
+            return response.status, found, json.loads(raw) if "json" in kind else raw.decode()
+
+    def connection(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """A metric, summed over what has these labels."""
+        lines = self.get("/metrics")[1].splitlines()
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        found = [
+            line for line in lines if line.startswith((f"{name}{{", f"{name} ")) and all(w in line for w in wanted)
+        ]
+        return sum(float(line.rpartition(" ")[2]) for line in found)
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(PATIENCE_S)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def until(condition: Callable[[], Any], why: Callable[[], str] = lambda: "") -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"it did not come to pass within {PATIENCE_S:g} s:\n{why()}")
+        time.sleep(0.05)
