@@ -24,7 +24,8 @@ class EngineKind(NamedTuple):
     distributions: the version of the first one that is installed decides whether a state bundle still fits.
     artifacts: the kinds of artifacts that its start uses, beside the weight index.
     profile: ``(region, settings) -> (order, KV plan)``, run in the process that materializes.
-    captures: for a kind of artifact, ``(model, settings, folder) -> Path | None``.
+    captures: for a kind of artifact, ``(model, settings, folder) -> Path | None``. Other files that it leaves in the
+        folder become artifacts, too, if they are named after a kind.
     graph_capture: a module that captures CUDA graphs, run as a process.
     owns_gpu_context: the engine process creates the GPU's context itself, before it imports.
     compiles_on_cpu: a bundle's compiled code is of use without a GPU.

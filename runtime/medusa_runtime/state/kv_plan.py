@@ -24,6 +24,8 @@ _FORMAT = 1
 _MOST = 1 << 62  # of any number in a plan
 _ALIVE = 3  # of the widest intermediate results, how many a layer holds at the same time (gate, up, their product)
 _HIDDEN_ALIVE = 6  # of those as wide as the hidden state (residual, normed, q, k, v, attention's output)
+_GRAPH_BYTES = 12 << 20  # a graph's share of the pool and its executable form; vLLM logs 0.5 GiB for 67 of an 8B model
+_WORKSPACE_BYTES = 192 << 20  # products' workspaces on the capturing stream, and the images of restored kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +33,9 @@ class KvPlan:
     """Blocks of ``block_tokens`` tokens, ``block_bytes`` each over all layers; none is touched before it is used.
 
     ``layout``: axes of the pool and their lengths, the number of blocks as 0. ``activation_bytes``: the most that one
-    forward of ``max_batched_tokens`` takes. ``margin_bytes`` stay free besides. ``source``: recorded, computed (there
-    was no record) or recomputed (what was recorded does not fit here now).
+    forward of ``max_batched_tokens`` takes. ``graph_bytes``: what CUDA graphs take on a GPU (their pool, workspaces,
+    static inputs, executables and kernel images). ``margin_bytes`` stay free besides. ``source``: recorded, computed
+    (there was no record) or recomputed (what was recorded does not fit here now).
     """
 
     block_tokens: int
@@ -42,6 +45,7 @@ class KvPlan:
     activation_bytes: int
     layout: tuple[tuple[str, int], ...] = ()
     dtype: str = ""
+    graph_bytes: int = 0
     margin_bytes: int = _MARGIN_BYTES
     source: str = "computed"
 
@@ -56,7 +60,12 @@ class KvPlan:
     @property
     def needed_bytes(self) -> int:
         """The bytes that have to be free when the weights are there."""
-        return self.cache_bytes + self.activation_bytes + self.margin_bytes
+        return self.cache_bytes + self.beside_bytes
+
+    @property
+    def beside_bytes(self) -> int:
+        """The bytes that have to be free beside weights and cache."""
+        return self.activation_bytes + self.graph_bytes + self.margin_bytes
 
     def to_bytes(self) -> bytes:
         return json.dumps({"format": _FORMAT, **asdict(self)}).encode()
@@ -72,7 +81,7 @@ class KvPlan:
         except (ArithmeticError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise StateError(f"expected a KV plan, found something else ({error}); materialize it again") from None
         counts = (plan.block_tokens, plan.block_bytes, plan.blocks, plan.max_model_len)
-        sizes = (plan.activation_bytes, plan.margin_bytes)
+        sizes = (plan.activation_bytes, plan.graph_bytes, plan.margin_bytes)
         whole = all(type(number) is int and number < _MOST for number in (*counts, *sizes))
         if found != _FORMAT or not whole or min(counts) <= 0 or min(sizes) < 0 or type(plan.dtype) is not str:
             raise StateError(f"expected a KV plan of format {_FORMAT} with sizes above 0; materialize it again")
@@ -97,13 +106,14 @@ def plan(
     *,
     free_bytes: int,
     activation_bytes: int,
+    graph_bytes: int = 0,
     recorded: KvPlan | None = None,
 ) -> KvPlan:
     """What ``max_concurrency`` sequences of full length need, or what there is room for, whichever is less.
 
-    ``free_bytes`` can be allocated once the weights are there, ``activation_bytes`` is the computed need of a forward.
-    A recorded plan for this geometry is taken when it fits into what is free; if not, its measured activations still
-    count. Raises ConfigError when no sequence of a length that was asked for fits.
+    ``free_bytes`` can be allocated once the weights are there, ``activation_bytes`` is the computed need of a forward,
+    ``graph_bytes`` that of CUDA graphs. A recorded plan for this geometry is taken when it fits into what is free; if
+    not, what was measured still counts. Raises ConfigError when no sequence of a length that was asked for fits.
     """
     wanted_len = settings.max_model_len or geometry.max_positions
     if wanted_len > geometry.max_positions:
@@ -123,6 +133,8 @@ def plan(
         activation_bytes if recorded is None else recorded.activation_bytes,
         geometry.layout,
         geometry.dtype,
+        # A record may be of fewer graphs than this start has.
+        graph_bytes if recorded is None else max(graph_bytes, recorded.graph_bytes),
     )
     if settings.kv_cache_mb is not None:
         return _checked(_within(made, settings.kv_cache_mb << 20), settings)
@@ -138,7 +150,11 @@ def plan(
         )
     fitting = _within(made, _room(made, free_bytes))
     if fitting.tokens < _least(fitting, settings):  # a record must not be what a start fails by
-        made = replace(made, activation_bytes=min(activation_bytes, made.activation_bytes))
+        made = replace(
+            made,
+            activation_bytes=min(activation_bytes, made.activation_bytes),
+            graph_bytes=min(graph_bytes, made.graph_bytes),
+        )
         fitting = _within(made, _room(made, free_bytes))
     return _checked(replace(fitting, source=source), settings)
 
@@ -156,7 +172,7 @@ def recorded_in(region: Region) -> KvPlan | None:
 
 
 def _room(made: KvPlan, free_bytes: int) -> int:
-    return max(free_bytes - made.activation_bytes - made.margin_bytes, 0)
+    return max(free_bytes - made.beside_bytes, 0)
 
 
 def _within(made: KvPlan, room_bytes: int) -> KvPlan:
@@ -207,4 +223,15 @@ def activation_bytes(index: WeightIndex, *, hidden: int, vocabulary: int, item_b
     return settings.max_batched_tokens * token + 2 * rows * vocabulary * 4
 
 
-__all__ = ["Geometry", "KvPlan", "activation_bytes", "plan", "recorded_in"]
+def graph_bytes(graphs: int, *, rows: int, blocks: int, vocabulary: int, item_bytes: int) -> int:
+    """What CUDA graphs take, estimated: on a GPU that no bundle was materialized on.
+
+    ``rows``: of the largest graph; ``blocks``: the most that a sequence can have. The static inputs and outputs are
+    exact: four numbers and a block table for each row, and a row of logits.
+    """
+    if not graphs:
+        return 0
+    return graphs * _GRAPH_BYTES + _WORKSPACE_BYTES + rows * (4 * 8 + blocks * 4 + vocabulary * item_bytes)
+
+
+__all__ = ["Geometry", "KvPlan", "activation_bytes", "graph_bytes", "plan", "recorded_in"]

@@ -111,15 +111,17 @@ class Materialization:
         except MedusaError as error:
             self._told(Made(KV_PLAN.name, left_out=str(error)))
             self.continues_text = False
-        if plan is not None and self._facts["gpu"] != "none":
-            self._told(Made(KV_PLAN.name, left_out="it was measured on the CPU, and starts will use the GPU"))
-        elif plan is not None:
+        on_gpu = self._facts["gpu"] != "none"
+        if plan is not None and not on_gpu:
             self.add(KV_PLAN, plan.to_bytes(), began)
         began = time.monotonic()
         recorded = record(self._region, order)
         self.add(WEIGHT_INDEX, recorded.to_bytes(), began)
         for name, capture in engine.captures.items() if engine is not None else ():
             self._capture(KINDS[name], capture)
+        if plan is not None and on_gpu and not any(made.kind == KV_PLAN.name for made in self._made):
+            reason = "nothing was captured on the GPU, where it is measured; each start computes one"
+            self._told(Made(KV_PLAN.name, left_out=reason))
 
     def _capture(self, kind: Kind, target: str) -> None:
         began = time.monotonic()
@@ -136,6 +138,10 @@ class Materialization:
                 return
             if blob is not None:
                 self.add(kind, blob, began)
+            # A capture may leave other artifacts beside its own, each named after its kind.
+            for other in sorted(Path(scratch).iterdir()):
+                if other.name in KINDS and other.name != kind.name and other.is_file():
+                    self.add(KINDS[other.name], other.read_bytes(), began)
 
     def add(self, kind: Kind, data: bytes | Path, began: float) -> None:
         """Add an artifact, on which work began at this ``time.monotonic``."""

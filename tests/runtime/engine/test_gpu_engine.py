@@ -15,11 +15,13 @@ import torch
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.gpu.decode_graphs import BATCH_SIZES, DecodeGraphs, sizes_for
 from medusa_runtime.engine.gpu.device import Gpu
+from medusa_runtime.engine.gpu.footprint import measured_plan
 from medusa_runtime.engine.gpu.runner import GpuRunner
 from medusa_runtime.engine.torch import engine as torch_engine
 from medusa_runtime.engine.torch.kv_cache import SPARE_BLOCKS
 from medusa_runtime.errors import DeviceError, StateError
 from medusa_runtime.fetch.prefetcher import prefetch
+from medusa_runtime.kernels import cuda
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 from torch import Tensor
@@ -140,6 +142,12 @@ class HostGpu(Gpu):
 
     def working(self) -> AbstractContextManager[object]:
         return nullcontext()
+
+
+@pytest.fixture(autouse=True)
+def no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton may be installed, and compiles nothing without a GPU."""
+    monkeypatch.setattr(cuda, "triton_obstacle", lambda: "host memory in place of a GPU")
 
 
 @pytest.fixture
@@ -347,6 +355,25 @@ def test_imported_requests_wait_for_the_weights_too(start: Callable[..., Any]) -
     assert sum(graph.replays for graph in recorder.captured) == 0
     gpu.link.open.set()
     assert moving.tokens == expected
+
+
+def test_a_gpus_plan_is_measured_where_its_graphs_are_captured(start: Callable[..., Any]) -> None:
+    class Memory:
+        def free(self) -> int:
+            return 0
+
+        def peak(self, work: Callable[[], object]) -> int:
+            work()
+            return 10 << 20
+
+    served = start(HostGpu(None), max_concurrency=2, max_batched_tokens=100)
+    runner, settings = runner_of(served), Settings(max_concurrency=2, max_batched_tokens=100)
+    made = measured_plan(Memory(), runner.model, runner.cache, settings, graph_bytes=7 << 20)
+    logits = 2 * 2 * runner.model.config.vocab_size * 4
+    assert (made.activation_bytes, made.graph_bytes) == ((10 << 20) + logits, 7 << 20)
+    assert made.blocks == 2 * -(-runner.model.config.max_positions // 16)
+    (stage,) = [stage for stage in served.timeline.stages() if stage.name == "kv_plan"]
+    assert stage.detail["source"] == "computed"
 
 
 def test_dynamic_rope_is_not_captured() -> None:

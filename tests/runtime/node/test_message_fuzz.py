@@ -38,7 +38,9 @@ _SCHEMES = st.sampled_from(
 )
 _URLS = st.builds(lambda scheme, parts: scheme + "".join(parts), _SCHEMES, st.lists(_PARTS, max_size=8))
 _FIELDS = ("version", "url", "pin", "fresh", "background", "kind", "settings", "type")
-_KINDS = st.sampled_from(["hello", "region", "keep", "engine", "drop", "unpin", "status", "room", "sealed", "take", "fork"])
+_KINDS = st.sampled_from(
+    ["hello", "region", "keep", "engine", "drop", "unpin", "status", "room", "sealed", "take", "fork"]
+)
 _BODIES = st.builds(
     lambda kind, url, body: {"url": url, **body, "type": kind},
     _KINDS | st.text(max_size=5),

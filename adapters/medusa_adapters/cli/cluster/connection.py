@@ -82,9 +82,7 @@ def _ask_network(address: tuple[str, int], access: PeerAccess, operation: str, g
     finally:
         connection.close()
     if response.status == 401:
-        raise UnauthorizedError(
-            f"{host}:{port} refused the token; expected the head's, see --token-file"
-        )
+        raise UnauthorizedError(f"{host}:{port} refused the token; expected the head's, see --token-file")
     return _result(answer, f"{host}:{port}")
 
 

@@ -107,6 +107,13 @@ class Gpu:
         loader.wait_placed()
         return int(torch.cuda.mem_get_info(self.device)[0])
 
+    def graph_sizes(self, max_concurrency: int) -> tuple[int, ...]:
+        """The batch sizes that get a CUDA graph; none where decode steps cannot be captured."""
+        from ...kernels import cuda
+        from .decode_graphs import sizes_for
+
+        return () if cuda.triton_obstacle() is not None else sizes_for(max_concurrency)
+
     def capturer(self) -> Capturer | None:
         """What captures decode steps; None where they cannot be captured."""
         from ...kernels import cuda

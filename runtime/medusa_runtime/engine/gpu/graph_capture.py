@@ -14,10 +14,15 @@ import sys
 import threading
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...config import Settings
-from ...errors import EngineError
+from ...errors import EngineError, MedusaError
 from ...registry import engine_kind
+from ...state.kinds import CUDA_GRAPHS, KV_PLAN
+
+if TYPE_CHECKING:  # torch is imported after the recorder has begun
+    from .runner import GpuRunner
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +45,9 @@ def capture(model: str, settings: Settings, folder: Path) -> Path | None:
             "CUDA graphs are materialized for one GPU, found --tensor-parallel above 1; each start captures them"
         )
     asked = replace(settings, model=model, device="cuda", state="none")
-    second, result = folder / "second.dump", folder / "cuda-graphs"
+    second, result = folder / "second.dump", folder / CUDA_GRAPHS.name
     run(asked, second)
-    run(asked, result, second)
+    run(asked, result, second)  # the torch engine's leaves a KV plan there, too
     return result if result.exists() else None
 
 
@@ -84,6 +89,7 @@ def main(arguments: list[str]) -> int:
         from ..torch.engine import TorchEngine
         from .capture import CudaCapturer
         from .device import Gpu
+        from .footprint import CudaMemory
         from .graph_state import GraphState, summary
         from .placed_memory import BASE, OTHER_BASE
         from .runner import GpuRunner
@@ -111,8 +117,12 @@ def main(arguments: list[str]) -> int:
         graphs = runner.graphs
         capturer = graphs.capturer
         assert isinstance(capturer, CudaCapturer)
+        memory = CudaMemory()
+        free = memory.free()
         while graphs.pending:
             graphs.capture_next()
+        inputs = sum(gpu.placed.ranges[name].size for name in ("graph inputs", "graph outputs"))
+        taken = free - memory.free() + inputs
         state = GraphState(runner.model, graphs, gpu.placed)
         if second is None:
             state.dump(capturer, recorder.images).save(out)
@@ -120,9 +130,24 @@ def main(arguments: list[str]) -> int:
             made = state.materialize(capturer, recorder.images, Blueprints.load(second.read_bytes()))
             made.save(out)
             print(summary(made))
+            taken += sum(map(len, made.images.values()))  # a restored kernel's image is loaded a second time
+            _measure(runner, settings, taken, out.with_name(KV_PLAN.name))
         del shifts
         engine.close()
     return 0
+
+
+def _measure(runner: GpuRunner, settings: Settings, graph_bytes: int, out: Path) -> None:
+    """Write the KV plan. It runs a large forward, which may fail; the graphs are kept then."""
+    from .footprint import CudaMemory, measured_plan
+
+    try:
+        plan = measured_plan(CudaMemory(), runner.model, runner.cache, settings, graph_bytes=graph_bytes)
+    except (MedusaError, RuntimeError) as error:
+        logger.warning("the KV plan is left out, each start computes one: %s", error)
+        return
+    out.write_bytes(plan.to_bytes())
+    logger.info("a forward takes %d MiB, the graphs %d MiB", plan.activation_bytes >> 20, plan.graph_bytes >> 20)
 
 
 if __name__ == "__main__":

@@ -83,7 +83,10 @@ class TorchEngine:
         with timeline.stage("kv_plan") as detail:
             free = gpu.free_beside(self._loader) if gpu is not None else None
             cached = self._cached_layers()
-            plan = kv_plan(region, config, settings, dtype, device_free_bytes=free, layers=len(cached))
+            sizes = gpu.graph_sizes(settings.max_concurrency) if gpu is not None else ()
+            plan = kv_plan(
+                region, config, settings, dtype, device_free_bytes=free, layers=len(cached), graph_sizes=sizes
+            )
             shape = KvShape.of(config, dtype, len(cached))
             self._cache = (
                 KvCache(shape, plan.blocks, first_layer=cached.start)

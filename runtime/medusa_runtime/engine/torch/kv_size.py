@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -11,8 +12,8 @@ from ...config import Settings
 from ...limits import memory_available_bytes
 from ...models import ModelConfig
 from ...region.reader import Region
-from ...state.kv_plan import Geometry, KvPlan, activation_bytes, plan, recorded_in
-from .kv_cache import BLOCK_TOKENS, KvShape
+from ...state.kv_plan import Geometry, KvPlan, activation_bytes, graph_bytes, plan, recorded_in
+from .kv_cache import BLOCK_TOKENS, KvShape, blocks_for
 
 
 def free_bytes(region: Region, settings: Settings, dtype: torch.dtype) -> int:
@@ -49,17 +50,26 @@ def kv_plan(
     *,
     device_free_bytes: int | None = None,
     layers: int | None = None,
+    graph_sizes: Sequence[int] = (),
 ) -> KvPlan:
     """The plan that the state bundle holds, where it fits this machine now; else one computed. Raises ConfigError.
 
     ``device_free_bytes``: what a GPU has free beside the weights, where the cache lies on one. ``layers``: how many of
-    the model's layers the cache is for; default: all.
+    the model's layers the cache is for; default: all. ``graph_sizes``: the batch sizes that will have a CUDA graph on
+    the GPU.
     """
     return plan(
         geometry(KvShape.of(config, dtype, layers), config.max_positions),
         settings,
         free_bytes=free_bytes(region, settings, dtype) if device_free_bytes is None else device_free_bytes,
         activation_bytes=activations(region, config, settings, dtype),
+        graph_bytes=graph_bytes(
+            len(graph_sizes),
+            rows=max(graph_sizes, default=0),
+            blocks=blocks_for(settings.max_model_len or config.max_positions),
+            vocabulary=config.vocab_size,
+            item_bytes=dtype.itemsize,
+        ),
         recorded=recorded_in(region),
     )
 

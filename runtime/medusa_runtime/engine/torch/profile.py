@@ -102,13 +102,14 @@ def _activations(model: DecoderModel, shape: KvShape, settings: Settings, config
     """
     tokens = min(settings.max_batched_tokens, MOST_TOKENS, config.max_positions)
     cache = KvCache(shape, blocks_for(tokens))
-    run_step(model, cache, _spans(tokens))  # touches weights and cache, makes threads and buffers that stay
+    run_step(model, cache, prefill(tokens))  # touches weights and cache, makes threads and buffers that stay
     return measure(
-        lambda: run_step(model, cache, _spans(tokens)), settings, tokens=tokens, vocabulary=config.vocab_size
+        lambda: run_step(model, cache, prefill(tokens)), settings, tokens=tokens, vocabulary=config.vocab_size
     )
 
 
-def _spans(tokens: int) -> list[Span]:
+def prefill(tokens: int) -> list[Span]:
+    """A step of one prompt of ``tokens``, in the first blocks of a cache that nobody uses."""
     request = GenerateRequest("profile", (0,) * tokens, SamplingParams())
     sequence = Sequence(
         request,
@@ -122,4 +123,4 @@ def _spans(tokens: int) -> list[Span]:
     return [Span(sequence, 0, tokens)]
 
 
-__all__ = ["Profile", "profile"]
+__all__ = ["Profile", "prefill", "profile"]

@@ -109,6 +109,14 @@ def test_kernels_by_triggering(toy: Any, materialized: dict[str, Any]) -> None:
     assert restored["answers"] == materialized["answers"]
 
 
+def test_a_module_that_two_triggers_meet_is_listed_once(toy: Any, materialized: dict[str, Any]) -> None:
+    """Batch sizes have kernels of their own, such as products' tiles, so the next size triggers again."""
+    options = {"bundle": materialized["path"], "change": "images", "trigger": "late"}
+    restored = toy("restore", options, base=OTHER_BASE)
+    assert restored["restored"] == KEYS[1:]
+    assert restored["reasons"] == {KEYS[0]: "kernel-missing: embed is in no saved image or triggered module"}
+
+
 def test_saved_images_missing(toy: Any, materialized: dict[str, Any]) -> None:
     restored = toy("restore", {"bundle": materialized["path"], "change": "images"}, base=OTHER_BASE)
     assert restored["restored"] == []

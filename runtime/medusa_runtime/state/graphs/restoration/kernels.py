@@ -40,6 +40,7 @@ class KernelFinder:
         self._found: dict[int, KernelHandle] = {}
         self._triggered: defaultdict[str, list[KernelHandle]] = defaultdict(list)
         self._done: set[str] = set()
+        self._listed: set[int] = set()  # modules whose functions are known
 
     def handle(self, number: int, graph: str) -> KernelHandle:
         """The kernel of this number. Raises GraphMismatch when it is not found, or when several fit."""
@@ -123,7 +124,6 @@ class KernelFinder:
 
     def _collect(self, graph: int) -> None:
         """Collect the kernels of a captured graph's nodes, and all others of their modules (MEDUSA §5)."""
-        seen: set[int] = set()
         for node in nodes_of(self._driver, graph):
             if node_kind(self._driver, node) != NodeKind.KERNEL:
                 continue
@@ -131,8 +131,8 @@ class KernelFinder:
             func = params.func or self._driver.handle("cuKernelGetFunction", params.kern)
             try:
                 module = self._driver.handle("cuFuncGetModule", func)
-                functions = self._functions(module) if module not in seen else []
-                seen.add(module)
+                functions = self._functions(module) if module not in self._listed else []
+                self._listed.add(module)
             except CudaError:  # the rest of its module stays unknown
                 functions = []
             # Only names: asked for more, the driver loads the function, and a module may have hundreds.

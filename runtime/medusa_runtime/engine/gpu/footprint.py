@@ -1,0 +1,75 @@
+"""Offline: the GPU memory that a forward and the graphs take, measured in the process that captures (MEDUSA §6)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from ...config import Settings
+from ...models import DecoderModel
+from ...state.kv_plan import KvPlan, plan
+from ..torch.kv_cache import BLOCK_TOKENS, KvCache
+from ..torch.kv_size import geometry
+from ..torch.profile import prefill
+from ..torch.runner import run_step
+from .attention import GpuAttention
+
+_PLENTY_BYTES = 1 << 60
+
+
+class DeviceMemory(Protocol):
+    """The memory of one device, as torch and the driver report it."""
+
+    def free(self) -> int:
+        """The bytes that the driver has free; what torch only keeps counts as taken."""
+
+    def peak(self, work: Callable[[], object]) -> int:
+        """The most bytes that ``work`` takes from the driver beyond what was taken before."""
+
+
+class CudaMemory:
+    """The memory of torch's current device."""
+
+    def free(self) -> int:
+        import torch
+
+        torch.cuda.synchronize()
+        return int(torch.cuda.mem_get_info()[0])
+
+    def peak(self, work: Callable[[], object]) -> int:
+        import torch
+
+        torch.cuda.empty_cache()
+        before = self.free()
+        torch.cuda.reset_peak_memory_stats()
+        reserved = torch.cuda.memory_reserved()
+        work()
+        torch.cuda.synchronize()
+        # Workspaces of libraries are not torch's, so what the driver has lost meanwhile may be more.
+        lost = before - int(torch.cuda.mem_get_info()[0])
+        return max(torch.cuda.max_memory_reserved() - reserved, lost, 0)
+
+
+def forward_bytes(memory: DeviceMemory, model: DecoderModel, cache: KvCache, settings: Settings) -> int:
+    """What a forward of ``max_batched_tokens`` takes beside weights and cache. It overwrites the cache."""
+    room = (cache.blocks.blocks - 1) * BLOCK_TOKENS
+    tokens = max(min(settings.max_batched_tokens, model.config.max_positions, room), 1)
+    taken = memory.peak(lambda: run_step(model, cache, prefill(tokens), GpuAttention))
+    rows = min(settings.max_concurrency, settings.max_batched_tokens)
+    logits = 2 * rows * model.config.vocab_size * 4  # in float32, and a sorted copy
+    return taken * -(-settings.max_batched_tokens // tokens) + logits
+
+
+def measured_plan(
+    memory: DeviceMemory, model: DecoderModel, cache: KvCache, settings: Settings, *, graph_bytes: int
+) -> KvPlan:
+    """The KV plan of starts on this kind of GPU. ``graph_bytes``: what the graphs took when they were captured."""
+    shape = geometry(cache.shape, model.config.max_positions)
+    taken = forward_bytes(memory, model, cache, settings)
+    # What is free here and now says nothing about another start, which looks for itself.
+    asked = replace(settings, kv_cache_mb=None)
+    return plan(shape, asked, free_bytes=_PLENTY_BYTES, activation_bytes=taken, graph_bytes=max(graph_bytes, 0))
+
+
+__all__ = ["CudaMemory", "DeviceMemory", "forward_bytes", "measured_plan"]
