@@ -8,7 +8,8 @@ MedusaError
 │   ├── UnreachableError        Storage.Unreachable
 │   ├── ForbiddenError          Storage.Forbidden
 │   ├── ObjectNotFoundError     Storage.NotFound
-│   └── ObjectChangedError      Storage.Changed          the object was replaced while it was read
+│   ├── ObjectChangedError      Storage.Changed          the object was replaced while it was read
+│   └── WrongBytesError         Storage.WrongBytes       a peer sent bytes that do not have their checksum
 ├── WeightsError                Weights.Invalid          a checkpoint cannot be used
 │   ├── CorruptError            Weights.Corrupt          header, length or checksum is wrong
 │   ├── MismatchError           Weights.Mismatch         missing, unexpected or misshaped tensors
@@ -79,6 +80,10 @@ class ObjectNotFoundError(StorageError):
 
 class ObjectChangedError(StorageError):
     code = "Storage.Changed"
+
+
+class WrongBytesError(StorageError):
+    code = "Storage.WrongBytes"
 
 
 class WeightsError(MedusaError):

@@ -11,8 +11,10 @@ from ..checkpoint.index import WeightIndex
 from ..checkpoint.order import layers_first
 from ..checkpoint.reader import Checkpoint, Known, open_checkpoint
 from ..errors import TooLargeError
+from ..region.chunks import chunk_bytes_for
 from ..region.layout import State
 from ..region.plan import RegionPlan
+from ..storage.framing import PEER_CHUNK_BYTES
 from .load_priority import Load
 from .schedule import Schedule
 from .streams import Streams, as_medusa
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from ..region.reader import Region
     from ..region.writer import RegionWriter
     from ..storage.base import Store
+    from ..storage.sources import SourcesStore
     from ..timeline import Timeline
 
 logger = logging.getLogger(__name__)
@@ -82,6 +85,7 @@ def prefetch(
     keeper: Keeper | None = None,
     restoring: Restoring | None = None,
     store: Store | None = None,
+    sources: SourcesStore | None = None,
 ) -> None:
     """Fetch the checkpoint at ``url`` into ``region`` and seal it. Returns when everything is there.
 
@@ -91,7 +95,8 @@ def prefetch(
     ``nice`` is BESIDE_IMPORTS where this machine does something else that the first token waits for.
     ``keeper`` is asked for the memory, and called when the region can be read.
     ``restoring`` brings what a state bundle knows of the checkpoint.
-    ``store`` is the checkpoint's, when the caller has opened it; it is closed here.
+    ``store`` is the checkpoint's, when the caller has opened it; it is closed here. ``sources`` is that store, where
+    peers may have the checkpoint; then the region is for peers, too.
     """
     writer = writer or region.writer()
     try:
@@ -99,7 +104,12 @@ def prefetch(
             writer.seal()
             return
         with timeline.stage("index") as detail:
-            checkpoint = open_checkpoint(url, restoring, store)
+            offered = None
+            if sources is not None:
+                from .offered import open_offered
+
+                offered = open_offered(sources, restoring)
+            checkpoint = open_checkpoint(url, restoring, sources or store) if offered is None else offered.checkpoint
             if order is not None:
                 checkpoint = replace(checkpoint, index=checkpoint.index.reordered(order))
             detail |= {"tensors": len(checkpoint.index.tensors), "shards": len(checkpoint.index.shards)}
@@ -108,7 +118,13 @@ def prefetch(
             if restoring is not None:
                 restored = restoring.restore(checkpoint)
             with Load(settings.load_priority) as load:
-                _fill(writer, checkpoint, restored, FetchOptions(settings, timeline, nice, keeper, restoring, load))
+                chunk_bytes = None if offered is None else offered.chunk_bytes
+                _fill(
+                    writer,
+                    checkpoint,
+                    restored,
+                    FetchOptions(settings, timeline, nice, keeper, restoring, load, sources, chunk_bytes),
+                )
         finally:
             if restoring is not None:
                 restoring.close()
@@ -130,6 +146,19 @@ class FetchOptions:
     keeper: Keeper | None
     restoring: Restoring | None
     load: Load
+    sources: SourcesStore | None = None
+    offered_chunk_bytes: int | None = None  # of the peers' regions
+
+    def peer_chunk_bytes(self, restored: Restored) -> int | None:
+        """Return the size of the region's chunks, if peers read it: that of the peers, or of recorded checksums."""
+        if self.sources is None or not restored.index.region_bytes:
+            return None
+        if self.offered_chunk_bytes is not None:
+            return self.offered_chunk_bytes
+        recorded = restored.checksums
+        if recorded is not None and recorded.chunk_bytes in PEER_CHUNK_BYTES:
+            return recorded.chunk_bytes
+        return chunk_bytes_for(restored.index, PEER_CHUNK_BYTES[0])
 
 
 def _admitted(
@@ -141,7 +170,8 @@ def _admitted(
         region_bytes = index.region_bytes + sum(late.values())
         try:
             if options.keeper is not None:
-                options.keeper.admit(RegionPlan.of(index, files, late).memory_bytes)
+                plan = RegionPlan.of(index, files, late, options.peer_chunk_bytes(restored))
+                options.keeper.admit(plan.memory_bytes)
             if writer.state == State.EMPTY:
                 more_bytes = max(region_bytes - writer.reserved_bytes, 0)
                 check_memory(index.total_bytes, more_bytes, options.settings.memory_limit_mb)
@@ -164,12 +194,14 @@ def _fill(writer: RegionWriter, checkpoint: Checkpoint, restored: Restored, opti
     files = {**checkpoint.files, **restored.files}
     late = _admitted(writer, restored, files, options)
     with options.timeline.stage("fetch", bytes=index.total_bytes) as detail:
-        index = writer.lay_out(index, files, late)
+        index = writer.lay_out(index, files, late, options.peer_chunk_bytes(restored))
         if options.keeper is not None:
             options.keeper.laid_out(writer)
         if restoring is not None:
             restoring.start(writer)
         assert writer.chunks is not None
+        if options.sources is not None:
+            options.sources.laid_out(writer.chunks.chunk_bytes)
         if checksums and not checksums.fits(writer.chunks.chunk_bytes, writer.chunks.count):
             checksums = None
         if index.region_bytes:
@@ -183,6 +215,7 @@ def _fill(writer: RegionWriter, checkpoint: Checkpoint, restored: Restored, opti
                 fixed=settings.connections,
                 checksums=checksums,
                 nice=options.nice,
+                peers=options.sources,
             )
             streams.run()
             detail |= {"connections": streams.connections, "hedges": streams.hedges}

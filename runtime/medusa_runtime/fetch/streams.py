@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
+from typing import Protocol
 
 from ..checkpoint.checksums import Checksums
 from ..checkpoint.index import WeightIndex
@@ -16,6 +17,7 @@ from ..errors import CorruptError, MedusaError, StorageError
 from ..limits import cpu_count
 from ..region.writer import RegionWriter
 from ..storage.base import Store
+from ..storage.framing import checksum_function
 from .in_flight import InFlightRange, OvertakenError, Span
 from .schedule import Schedule
 
@@ -45,10 +47,21 @@ class Mismatch(Exception):
         self.chunk = chunk
 
 
+class Peers(Protocol):
+    """What a store of several machines decides by itself: ``storage.sources.SourcesStore``."""
+
+    @property
+    def connections(self) -> int | None:
+        """How many connections to have; None: measure. With a number, the store itself sees to late answers."""
+
+    def checksum(self, key: str, start: int) -> int | None:
+        """Return the checksum with which the chunk at ``start`` came, if it came with one."""
+
+
 class Streams:
     """Fetches all ranges of a schedule. ``fixed`` is a number of connections; None measures and adapts.
 
-    ``nice`` is added to the threads' niceness.
+    ``nice`` is added to the threads' niceness. ``peers``: the store, where it is one of several machines.
     """
 
     def __init__(
@@ -61,8 +74,11 @@ class Streams:
         fixed: int | None = None,
         checksums: Checksums | None = None,
         nice: int = 0,
+        peers: Peers | None = None,
     ) -> None:
         self._store = store
+        self._peers = peers
+        self._checksum = checksum_function() if writer.has_checksums else None
         self._index = index
         self._writer = writer
         self._schedule = schedule
@@ -89,15 +105,20 @@ class Streams:
 
     def run(self) -> None:
         """Fetch until everything is published. Raises the first error of any connection."""
-        self._grow(self._fixed or min(max(cpu_count(), _FEWEST), _FIRST))
+        few = self._few()
+        self._grow(self._fixed or few or min(max(cpu_count(), _FEWEST), _FIRST))
         monitor = threading.Thread(target=self._watch, name="hedge", daemon=True)
         monitor.start()
         try:
-            if self._fixed is None:
+            if self._fixed is None and not few:
                 self._adapt()
             while self._alive():
                 self._changed.wait(0.5)
                 self._changed.clear()
+                if few and self._fixed is None and not self._few():  # the object store is all that is left
+                    few = None
+                    self._grow(_FIRST)
+                    self._adapt()
         finally:
             self._schedule.stop()
             deadline = time.monotonic() + _END_S if self._writer.complete else None
@@ -108,10 +129,14 @@ class Streams:
         if self._error is not None and not self._writer.complete:
             raise self._error
 
+    def _few(self) -> int | None:
+        """The number of connections that peers want."""
+        return None if self._peers is None else self._peers.connections
+
     def _watch(self) -> None:
         """Request late ranges a second time. If a forward waits for one, suspend the others (Cicada, Algorithm 1)."""
         while self._alive():
-            for flight in self._schedule.late():
+            for flight in () if self._few() else self._schedule.late():
                 flight.hedged = True
                 self.hedges += 1
                 self._start(partial(self._hedge, flight))
@@ -296,7 +321,7 @@ class Streams:
                 checksums, chunk = self._checksums, span.first + published
                 if checksums and not checksums.right(chunk, buffer[begin:end]):
                     raise Mismatch(chunk)
-                self._writer.publish(chunk)
+                self._publish(chunk, shard.name, start + begin, buffer[begin:end])
                 published += 1
 
         def keep(filled: int) -> None:
@@ -311,6 +336,14 @@ class Streams:
             else:
                 scratch = self._scratch()
                 self._store.read_into(shard.name, start, scratch[:size], shard.version, keep, size)
+
+    def _publish(self, chunk: int, key: str, start: int, data: memoryview) -> None:
+        """Publish a chunk, the bytes from ``start`` on of a shard."""
+        checksum = None
+        if self._checksum is not None:
+            checksum = None if self._peers is None else self._peers.checksum(key, start)
+            checksum = self._checksum(data) if checksum is None else checksum
+        self._writer.publish(chunk, checksum)
 
     def _scratch(self) -> memoryview:
         """This thread's buffer for what is received and then written to the region."""

@@ -15,6 +15,7 @@ import os
 import signal
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ..device.choice import obstacle
 from ..errors import ConfigError
@@ -33,6 +34,9 @@ from .settings import NodeSettings
 from .socket_file import SocketFile
 from .watchdog import Watchdog
 
+if TYPE_CHECKING:
+    from .regions.cluster_sources import Cluster
+
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.5
@@ -49,6 +53,7 @@ class Agent:
         make_room_for_files()
         if settings.gpu_context and (missing := obstacle(os.environ)):
             raise ConfigError(f"--gpu-context yes cannot be had: {missing}; or leave it out")
+        cluster = _cluster(settings)
         settings = replace(settings, memory_budget_bytes=settings.budget_bytes())
         pins = [model_key(absolute(url)) for url in settings.pin]
         policy = Policy(settings.allow, settings.quota, [listening.prefixes for listening in settings.socket])
@@ -66,6 +71,7 @@ class Agent:
             loop=self._loop,
             timeline=timeline,
             reports=self._reports,
+            cluster=cluster,
         )
         engines = EnginePool(
             settings.prewarm,
@@ -131,6 +137,15 @@ class Agent:
         self._services.keeper.close()
         self._loop.close()
         self._reports.close()
+
+
+def _cluster(settings: NodeSettings) -> Cluster | None:
+    access = settings.peer_access()
+    if access is None or settings.cluster is None:
+        return None
+    from .regions.cluster_sources import Cluster  # now, and not in each prefetcher
+
+    return Cluster(settings.cluster, access)
 
 
 def _listen(settings: NodeSettings) -> list[SocketFile]:

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from ..config import (
     LOG_LEVELS,
@@ -23,6 +24,9 @@ from ..errors import ConfigError
 from ..limits import memory_available_bytes, memory_limit_bytes
 from ..registry import engine_names
 from ..storage.places import canonical
+
+if TYPE_CHECKING:
+    from ..storage.peer_access import PeerAccess
 
 _MOST_WARM = 64
 _BUDGET_SHARE = 0.8  # of what this container may have; the rest is for engine processes
@@ -77,12 +81,29 @@ class NodeSettings:
     trust_state: str | None = None  # as in config.Settings: the bundles whose code idle engines run
     trust_key: str | None = None
     connections: int | None = None
+    cluster: str | None = None  # the control socket of the node server, which knows the peers that have a model
+    cluster_token: str | None = None  # files: the token, and certificates for mutual TLS
+    cluster_ca: str | None = None
+    cluster_cert: str | None = None
+    cluster_key: str | None = None
     log_level: str = "info"
 
     @property
     def path(self) -> str:
         """The path of the first socket, beside which the agent keeps its list of regions."""
         return self.socket[0].path
+
+    def peer_access(self) -> PeerAccess | None:
+        """Read what other nodes of the cluster ask for; None without ``cluster``. Raises ConfigError."""
+        if self.cluster is None:
+            return None
+        if self.cluster_token is None:
+            raise ConfigError(f"--cluster {self.cluster}: expected the cluster's token, too (--cluster-token FILE)")
+        from ..storage.framing import checksum_function
+        from ..storage.peer_access import PeerAccess
+
+        checksum_function()  # a missing package is named at start
+        return PeerAccess.of(self.cluster_token, self.cluster_ca, self.cluster_cert, self.cluster_key)
 
     def budget_bytes(self) -> int:
         """The memory that regions may take together."""
@@ -181,6 +202,12 @@ def _per_caller(text: str) -> CallerLimits:
     return limits
 
 
+def _path(text: str) -> str:
+    if not text.startswith("/") or "\0" in text:
+        raise ValueError("an absolute path")
+    return text
+
+
 def _yes_or_no(text: str) -> bool:
     if text not in ("yes", "no"):
         raise ValueError("yes or no")
@@ -241,6 +268,16 @@ NODE_OPTIONS = (
         "KEY[,KEY]: ed25519 public keys (or PEM files); code in bundles signed with one of them is run, too",
     ),
     Option("connections", ("MEDUSA_CONNECTIONS",), positive, "connections to the store of one fetch"),
+    Option(
+        "cluster",
+        ("MEDUSA_NODE_CLUSTER",),
+        _path,
+        "the control socket of this node's server in a cluster: models come from other nodes where they are there",
+    ),
+    Option("cluster_token", ("MEDUSA_CLUSTER_TOKEN_FILE",), _path, "file with the cluster's token, mode 0600"),
+    Option("cluster_ca", ("MEDUSA_CLUSTER_CA_FILE",), _path, "CA of the nodes' certificates, for mutual TLS"),
+    Option("cluster_cert", ("MEDUSA_CLUSTER_CERT_FILE",), _path, "this node's certificate"),
+    Option("cluster_key", ("MEDUSA_CLUSTER_KEY_FILE",), _path, "the key of this node's certificate"),
     Option("log_level", ("MEDUSA_LOG_LEVEL",), OneOf(*LOG_LEVELS), "how much to log"),
 )
 # Flags that may be given several times, and what joins them into one text, as the variables have it.

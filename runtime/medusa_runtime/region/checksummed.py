@@ -2,42 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import mmap
 import os
-from collections.abc import Callable, Mapping
 
 from ..checkpoint.index import Shard, WeightIndex
-from ..errors import MissingPackageError, StorageError
+from ..errors import StorageError
+from ..storage.framing import is_shared, shared_files
 from .chunks import Chunks
 from .layout import HEADER_BYTES, TABLE_OFFSET, State, Word, reopen
 from .lock import is_locked
 from .reader import Region
-
-_PRIVATE = ".medusa/"  # artifacts of a state bundle, which are for this machine
-
-
-def checksum_of_chunks() -> Callable[[memoryview], int]:
-    """Return xxh3-64, which a core does faster than it can read memory. MissingPackageError without its package."""
-    try:
-        found: Callable[[memoryview], int] = importlib.import_module("xxhash").xxh3_64_intdigest
-    except ImportError:
-        raise MissingPackageError(
-            'weights between nodes need the package xxhash: pip install "medusa-runtime[cluster]"'
-        ) from None
-    return found
-
-
-def shared_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return the files that belong to the checkpoint itself, by name in a fixed order."""
-    return {name: files[name] for name in sorted(files) if not name.startswith(_PRIVATE)}
-
-
-def checksum_of_index(index_text: bytes, files: Mapping[str, bytes]) -> int:
-    """Return the checksum of an index and the checkpoint's files."""
-    parts = [index_text, *(part for name, body in shared_files(files).items() for part in (name.encode(), body))]
-    lengths = b"".join(len(part).to_bytes(8, "little") for part in parts)
-    return checksum_of_chunks()(memoryview(lengths + b"".join(parts)))
 
 
 class ChecksummedRegion:
@@ -97,7 +71,7 @@ class ChecksummedRegion:
 
     def files(self) -> dict[str, bytes]:
         """Return the checkpoint's files."""
-        names = [name for name in self._region.file_names() if not name.startswith(_PRIVATE)]
+        names = [name for name in self._region.file_names() if is_shared(name)]
         return shared_files({name: body for name in names if (body := self._region.file(name, 0.0)) is not None})
 
     def shard(self, name: str) -> tuple[int, Shard] | None:
@@ -128,4 +102,4 @@ class ChecksummedRegion:
         self._region.close()
 
 
-__all__ = ["ChecksummedRegion", "checksum_of_chunks", "checksum_of_index", "shared_files"]
+__all__ = ["ChecksummedRegion"]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..checkpoint.index import WeightIndex
 
-_SMALLEST_BYTES, _SMALLEST_FOR_PEERS_BYTES = 1 << 20, 256 << 10
+_SMALLEST_BYTES = 1 << 20
 _LARGEST_BYTES = 8 << 20
 _MOST = 8192
 
@@ -20,12 +20,9 @@ class Place(NamedTuple):
     stop: int
 
 
-def chunk_bytes_for(index: WeightIndex, *, for_peers: bool = False) -> int:
-    """1 MiB (a layer of a small model is not much more), more for checkpoints whose table would get long.
-
-    Less for a region that other machines read: each node of a chain is one chunk later than the one before it.
-    """
-    size = _SMALLEST_FOR_PEERS_BYTES if for_peers else _SMALLEST_BYTES
+def chunk_bytes_for(index: WeightIndex, smallest_bytes: int = _SMALLEST_BYTES) -> int:
+    """1 MiB (a layer of a small model is not much more), more for checkpoints whose table would get long."""
+    size = smallest_bytes
     while size < _LARGEST_BYTES and index.total_bytes > size * _MOST:
         size *= 2
     return size

@@ -30,16 +30,20 @@ class RegionPlan(NamedTuple):
 
     @classmethod
     def of(
-        cls, index: WeightIndex, files: Mapping[str, bytes], late: Mapping[str, int], *, for_peers: bool = False
+        cls,
+        index: WeightIndex,
+        files: Mapping[str, bytes],
+        late: Mapping[str, int],
+        peer_chunk_bytes: int | None = None,
     ) -> RegionPlan:
         """Lay a checkpoint out. ``late``: the sizes in bytes of files that come later.
 
-        ``for_peers``: with room for checksums, because other machines read the region.
+        ``peer_chunk_bytes``: with chunks of this size and room for their checksums, for other machines to read.
         """
-        chunks = Chunks(index, chunk_bytes_for(index, for_peers=for_peers))
+        chunks = Chunks(index, peer_chunk_bytes or chunk_bytes_for(index))
         text = index.to_json()
-        checksums_offset = _align(TABLE_OFFSET + chunks.count, _CHECKSUM_BYTES) if for_peers else 0
-        end = checksums_offset + _CHECKSUM_BYTES * chunks.count if for_peers else TABLE_OFFSET + chunks.count
+        checksums_offset = _align(TABLE_OFFSET + chunks.count, _CHECKSUM_BYTES) if peer_chunk_bytes else 0
+        end = checksums_offset + _CHECKSUM_BYTES * chunks.count if checksums_offset else TABLE_OFFSET + chunks.count
         index_offset = _align(end, PAGE_BYTES)
         at = index_offset + len(text)
         places: dict[str, tuple[int, ...]] = {}

@@ -73,13 +73,12 @@ class RegionWriter:
         index: WeightIndex,
         files: Mapping[str, bytes],
         late: Mapping[str, int] | None = None,
-        *,
-        for_peers: bool = False,
+        peer_chunk_bytes: int | None = None,
     ) -> WeightIndex:
         """Make the region's parts and let readers in; returns the index they have.
 
-        ``late``: files that come later, with their sizes in bytes. ``for_peers``: other machines read the region, so
-        each chunk is published with its checksum.
+        ``late``: files that come later, with their sizes in bytes. ``peer_chunk_bytes``: other machines read the
+        region, in chunks of this size; each chunk is published with its checksum.
 
         A region that an ended writer has laid out for the same versions is continued: what it published stays.
         ObjectChangedError when the versions differ, for readers may have used the old ones already.
@@ -87,7 +86,7 @@ class RegionWriter:
         if self._memory.words[Word.REGION_BYTES]:
             self.chunks = self._continue(index)
         else:
-            self.chunks = self._begin(index, files, late or {}, for_peers=for_peers)
+            self.chunks = self._begin(index, files, late or {}, peer_chunk_bytes)
         self.late_files = LateFiles(self._memory)
         words = self._memory.words
         self._order = self.chunks.order()
@@ -102,9 +101,9 @@ class RegionWriter:
         return self._index
 
     def _begin(
-        self, index: WeightIndex, files: Mapping[str, bytes], late: Mapping[str, int], *, for_peers: bool
+        self, index: WeightIndex, files: Mapping[str, bytes], late: Mapping[str, int], peer_chunk_bytes: int | None
     ) -> Chunks:
-        plan = RegionPlan.of(index, files, late, for_peers=for_peers)
+        plan = RegionPlan.of(index, files, late, peer_chunk_bytes)
         self._memory.grow(plan.size_bytes)
         memory, words = self._memory.bytes, self._memory.words
         memory[plan.index_offset : plan.index_offset + len(plan.index_text)] = plan.index_text
@@ -118,8 +117,8 @@ class RegionWriter:
         words[Word.CHUNK_BYTES], words[Word.CHUNK_COUNT] = plan.chunks.chunk_bytes, plan.chunks.count
         words[Word.TOTAL_BYTES] = index.total_bytes
         words[Word.CHECKSUMS_OFFSET] = plan.checksums_offset
-        if for_peers:
-            from .checksummed import checksum_of_index  # only for nodes of a cluster
+        if peer_chunk_bytes:
+            from ..storage.framing import checksum_of_index  # only for nodes of a cluster
 
             words[Word.INDEX_CHECKSUM] = checksum_of_index(plan.index_text, files)
         words[Word.REGION_BYTES] = plan.size_bytes  # last: it says that the layout above is complete

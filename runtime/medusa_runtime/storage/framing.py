@@ -6,19 +6,28 @@ size (4), how many more frames of the same run follow it (4), and its xxh3-64 (8
 
 from __future__ import annotations
 
+import importlib
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 from urllib.parse import quote
 
+from ..errors import MissingPackageError
+
 CHECKSUM_HEADER, CHUNK_BYTES_HEADER = "Medusa-Checksum", "Medusa-Chunk-Bytes"
-LARGEST_CHUNK_BYTES = 8 << 20
+# The chunks that a region for peers may have. Each node of a chain is one chunk later than the one before it, so they
+# are smaller than others.
+PEER_CHUNK_BYTES = tuple(256 << 10 << power for power in range(6))
+LARGEST_CHUNK_BYTES = PEER_CHUNK_BYTES[-1]
 _FRAME = struct.Struct("<IIQ")
 FRAME_BYTES = _FRAME.size
 _MOST_RUN = 1024
 _MOST_FILES = 256
 _LENGTH_BYTES = 8
+_PRIVATE = ".medusa/"  # artifacts of a state bundle, which are for the machine that restored them
+
+Checksum = Callable[[bytes | memoryview], int]
 
 
 class FramingError(Exception):
@@ -36,11 +45,16 @@ class Frame(NamedTuple):
         return _FRAME.pack(*self)
 
     @classmethod
-    def parse(cls, data: bytes | bytearray | memoryview) -> Frame:
-        """Raises FramingError for sizes that no chunk has."""
+    def parse(cls, data: bytes | bytearray, before: Frame | None, most_bytes: int) -> Frame:
+        """Parse a frame; ``before``: the one before it in the same run. ``most_bytes``: what is still to come.
+
+        Raises FramingError for anything else.
+        """
         frame = cls(*_FRAME.unpack(data))
-        if not 0 < frame.size <= LARGEST_CHUNK_BYTES or frame.following >= _MOST_RUN:
+        if not 0 < frame.size <= min(LARGEST_CHUNK_BYTES, most_bytes) or frame.following >= _MOST_RUN:
             raise FramingError(f"expected a chunk's frame, found sizes {frame.size} and {frame.following}")
+        if before is not None and frame.following != before.following - 1:
+            raise FramingError("expected the frames of one run to count down")
         return frame
 
 
@@ -82,3 +96,31 @@ def parse_index(data: bytes) -> tuple[bytes, dict[str, bytes]]:
     if at != len(data):
         raise FramingError(f"expected {at} bytes, found {len(data)}")
     return found.pop(""), found
+
+
+def checksum_function() -> Checksum:
+    """Return xxh3-64, which a core does faster than it can read memory. MissingPackageError without its package."""
+    try:
+        found: Checksum = importlib.import_module("xxhash").xxh3_64_intdigest
+    except ImportError:
+        raise MissingPackageError(
+            'weights between nodes need the package xxhash: pip install "medusa-runtime[cluster]"'
+        ) from None
+    return found
+
+
+def is_shared(name: str) -> bool:
+    """Whether a region's file belongs to the checkpoint itself, so that peers have it, too."""
+    return not name.startswith(_PRIVATE)
+
+
+def shared_files(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the files that peers have, too, in a fixed order."""
+    return {name: files[name] for name in sorted(files) if is_shared(name)}
+
+
+def checksum_of_index(index_text: bytes, files: Mapping[str, bytes]) -> int:
+    """Return the checksum of an index and the checkpoint's files."""
+    parts = [index_text, *(part for name, body in shared_files(files).items() for part in (name.encode(), body))]
+    lengths = b"".join(len(part).to_bytes(8, "little") for part in parts)
+    return checksum_function()(lengths + b"".join(parts))

@@ -40,6 +40,10 @@ class WireError(Exception):
         self.refused = refused
 
 
+class StalledError(WireError):
+    """Nothing came within the connection's timeout. More may come: ``receive`` may be called again."""
+
+
 class Response(NamedTuple):
     """A response's head; header names are in lower case. ``length`` is None when the head does not state it."""
 
@@ -71,17 +75,24 @@ class Connection:
     """One connection to an origin, perhaps through a proxy. After a WireError, or a body not read to its end, close it.
 
     ``timeout_s`` limits a silence and the time for a head; ``least_bytes_per_s`` is measured over as long.
+    ``context``: the TLS context, where it is not the one for the world's servers.
     """
 
     def __init__(
-        self, endpoint: Endpoint, timeout_s: float, *, least_bytes_per_s: float = 0.0, proxy: Proxy | None = None
+        self,
+        endpoint: Endpoint,
+        timeout_s: float,
+        *,
+        least_bytes_per_s: float = 0.0,
+        proxy: Proxy | None = None,
+        context: ssl.SSLContext | None = None,
     ) -> None:
         self.endpoint = endpoint
         self._timeout_s = timeout_s
         self._least_bytes_per_s = least_bytes_per_s
         self._proxy = None if endpoint.tls else proxy  # inside a tunnel, requests are written as without a proxy
         self._left = memoryview(b"")  # received behind the head, belongs to the body
-        self._socket = _connect(endpoint, timeout_s, proxy)
+        self._socket = _connect(endpoint, timeout_s, proxy, context)
         self._fill: Callable[[memoryview], int] = self._decrypt if endpoint.tls else self._receive_all
         self._pace = _Pace(timeout_s, least_bytes_per_s)
         self._to_read: int | None = 0
@@ -137,6 +148,8 @@ class Connection:
             began = time.monotonic()
             try:
                 count = self._fill(buffer[:wanted])
+            except (TimeoutError, BlockingIOError) as error:
+                raise StalledError(_reason(error)) from None
             except OSError as error:
                 raise WireError(_reason(error)) from None
             if not count:
@@ -238,6 +251,10 @@ class Connection:
         self._pace.add(len(data), time.monotonic() - began)
         return data
 
+    def give_up_after(self, unanswered_s: float) -> None:
+        """End the connection when the other machine acknowledges nothing for so long (TCP_USER_TIMEOUT)."""
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(unanswered_s * 1000))
+
     def interrupt(self) -> None:
         """End the connection from another thread; the thread that reads from it gets a WireError at once."""
         self.interrupted, self._keep = True, False
@@ -269,7 +286,9 @@ def _receive_head(connection: socket.socket, received: bytes, timeout_s: float) 
     return parse_head(bytes(head[:end])), bytes(head[end + 4 :])
 
 
-def _connect(endpoint: Endpoint, timeout_s: float, proxy: Proxy | None) -> socket.socket:
+def _connect(
+    endpoint: Endpoint, timeout_s: float, proxy: Proxy | None, context: ssl.SSLContext | None
+) -> socket.socket:
     reached = proxy.endpoint if proxy else endpoint
     try:
         # Pass bytes where possible: for a str, Python imports its IDNA tables (5 ms).
@@ -291,7 +310,7 @@ def _connect(endpoint: Endpoint, timeout_s: float, proxy: Proxy | None) -> socke
     try:
         if proxy:
             _tunnel(connection, endpoint, proxy, timeout_s)
-        return tls_context().wrap_socket(connection, server_hostname=endpoint.host)
+        return (context or tls_context()).wrap_socket(connection, server_hostname=endpoint.host)
     except WireError:
         connection.close()
         raise

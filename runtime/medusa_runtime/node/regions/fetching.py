@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import resource
 import socket
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,8 @@ from .held_region import HeldRegion
 if TYPE_CHECKING:
     from ...region.writer import RegionWriter
     from ...storage.folder import FolderStore
+    from ...storage.sources import SourcesStore
+    from .cluster_sources import Cluster
 
 # A prefetcher's own memory: headers, small files, connections. A hostile origin may send as much as is taken.
 _MEMORY_BYTES = 1 << 30
@@ -45,10 +48,19 @@ _NEEDED = (
 
 
 def start_fetch(
-    held: HeldRegion, settings: Settings, *, policy: Policy, timeline: Timeline, reports: ReportPipe
+    held: HeldRegion,
+    settings: Settings,
+    *,
+    policy: Policy,
+    cluster: Cluster | None,
+    timeline: Timeline,
+    reports: ReportPipe,
 ) -> Child:
-    """Fork a prefetcher for this region, which beats in ``held.heartbeats``. Raises what ``start_child`` does."""
-    body = partial(_run, held, settings, policy, reports)
+    """Fork a prefetcher for this region, which beats in ``held.heartbeats``. Raises what ``start_child`` does.
+
+    ``cluster``: where it asks for peers that have the model.
+    """
+    body = partial(_run, held, settings, policy, cluster, reports)
     return start_child("prefetcher", body, timeline=timeline, reports=reports)
 
 
@@ -84,6 +96,7 @@ def _run(
     held: HeldRegion,
     settings: Settings,
     policy: Policy,
+    cluster: Cluster | None,
     reports: ReportPipe,
     channel: socket.socket,
     timeline: Timeline,
@@ -105,6 +118,7 @@ def _run(
     try:
         store = open_store_of(held.key, policy) if folder is None else _open_folder(held.key, folder)
         held.heartbeats.keep("prefetcher")  # a thread; by now this process has the rights that it will have
+        sources = None if cluster is None or folder is not None else _open_sources(cluster, held.key, store, channel)
         prefetch(
             held.region,
             held.key,
@@ -114,11 +128,25 @@ def _run(
             keeper=_Agent(channel, store if isinstance(store, LocalStore) else None),
             restoring=restoring,
             store=store,
+            sources=sources,
         )
+        if sources is not None:
+            send(channel, "sources", sources.status())
     except Exception as error:  # noqa: BLE001  it stands in the region, where the agent finds it
         writer.fail(as_medusa(error))
         return 1
     return 0
+
+
+def _open_sources(cluster: Cluster, key: str, origin: Store, channel: socket.socket) -> SourcesStore:
+    from .cluster_sources import open_sources
+
+    def report() -> None:
+        with suppress(OSError):  # the agent does not read as fast, or has gone
+            send(channel, "sources", sources.status())
+
+    sources = open_sources(cluster, key, origin, report)
+    return sources
 
 
 def _open_folder(key: str, folder: Folder) -> FolderStore:

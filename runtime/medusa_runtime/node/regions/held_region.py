@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 from ...errors import MedusaError
 from ...liveness import Heartbeats
@@ -18,6 +19,7 @@ from ..impersonation import Folder
 from ..messages import close_all
 from ..peer import Caller
 
+_SOURCES = ("received_bytes", "excluded")
 LEAST_BYTES = 2 * HEADER_BYTES  # the header of an empty region, and the page of its readers' requests
 
 
@@ -46,6 +48,7 @@ class HeldRegion:
         self.heartbeats = Heartbeats()  # of the prefetcher
         self.fetch_for: Caller | None = None  # who is charged for the fetch
         self.handed = 0
+        self.sources: dict[str, Any] = {}  # where its bytes came from, in a cluster
 
     @property
     def in_use(self) -> bool:
@@ -110,6 +113,7 @@ class HeldRegion:
             "charged_to": payer.account if payer else None,
             "handed_out": self.handed,
             "pinned": self.pinned,
+            **({"sources": {name: self.sources.get(name) for name in _SOURCES}} if self.sources else {}),
             "idle_s": 0 if self.leases else round(time.monotonic() - self.used_at, 1),
         }
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ...config import Settings
 from ...errors import MedusaError, NodeError, NodeRefusedError, StorageError, from_code
@@ -32,6 +33,9 @@ from .pool import RegionPool
 from .records import Records
 from .revalidation import Revalidation
 
+if TYPE_CHECKING:
+    from .cluster_sources import Cluster
+
 logger = logging.getLogger(__name__)
 
 _PIN_AGAIN_S = 10.0  # after a store did not give what is pinned
@@ -42,6 +46,7 @@ class RegionKeeper:
     """Starts and ends prefetchers, keeps pinned models, and takes back the regions of an earlier agent.
 
     ``pins``: the models to fetch at once, and to keep.
+    ``cluster``: where prefetchers ask for peers that have a model.
     ``on_lost`` is called with a region whose fetch failed, and the error, to inform the callers that hold it.
     """
 
@@ -56,8 +61,10 @@ class RegionKeeper:
         loop: EventLoop,
         timeline: Timeline,
         reports: ReportPipe,
+        cluster: Cluster | None = None,
     ) -> None:
         self._settings = settings
+        self._cluster = cluster
         self._policy = policy
         self._accounts = accounts
         self._on_lost = on_lost
@@ -128,7 +135,12 @@ class RegionKeeper:
         settings = Settings(model=held.key, connections=self._settings.connections, load_priority="background")
         try:
             held.fetch = start_fetch(
-                held, settings, policy=self._policy, timeline=self._timeline, reports=self._reports
+                held,
+                settings,
+                policy=self._policy,
+                cluster=self._cluster,
+                timeline=self._timeline,
+                reports=self._reports,
             )
         except BaseException:
             self._uncharge_fetch(held)
@@ -215,6 +227,8 @@ class RegionKeeper:
             held.shard_fds = message.descriptors
             self._record()
             held.announce(None)
+        elif message.kind == "sources":
+            held.sources = message.body
 
     def _ended(self, held: HeldRegion) -> None:
         """Handle the end of a prefetcher, whether it succeeded or not."""

@@ -1,0 +1,270 @@
+"""Another node of the cluster as a store: its region of a checkpoint, whole or still on its way.
+
+Each chunk comes with the checksum that the node made which fetched it from the object store, and is verified before
+the caller learns of it. The checksums find damage on the way and in a node's memory. They do not protect from a node
+that holds the cluster's token and lies.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import quote
+
+from ..errors import (
+    ConfigError,
+    ForbiddenError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+    StorageError,
+    UnreachableError,
+    WrongBytesError,
+)
+from .base import redacted
+from .framing import (
+    CHECKSUM_HEADER,
+    CHUNK_BYTES_HEADER,
+    FRAME_BYTES,
+    PEER_CHUNK_BYTES,
+    Frame,
+    FramingError,
+    checksum_function,
+    checksum_of_index,
+    entity_tag_of,
+    parse_index,
+)
+from .http import Target, _target
+from .peer_access import PeerAccess
+from .wire import Connection, Response, StalledError, WireError
+
+if TYPE_CHECKING:
+    import ssl
+
+_LONGEST_INDEX_BYTES = 512 << 20
+_ERROR_BODY_BYTES = 4 << 10
+_SILENCE_S = 1.0  # after which a peer is asked whether it lives
+_PROBE_S = 2.0  # for its answer
+_STANDSTILL_S = 4.0  # how long a peer that lives may get nothing itself
+_UNANSWERED_S = 2.0  # for what a request says to be acknowledged
+_LEAST_BYTES_PER_S = 1024.0
+
+
+class Offer(NamedTuple):
+    """What a peer has of a checkpoint: its index, as text, its small files, and how its region is cut into chunks."""
+
+    node_url: str
+    index_text: bytes
+    files: dict[str, bytes]
+    chunk_bytes: int
+
+
+class Chunk(NamedTuple):
+    """A verified chunk in the caller's buffer. ``filled``: the buffer's bytes up to its end."""
+
+    size: int
+    filled: int
+    checksum: int
+
+
+class PeerStore:
+    """One checkpoint in the region of one node, whose node server is at ``node_url``. Thread-safe.
+
+    A peer may wait for bytes itself. So silence alone is no failure: after a second, the peer is asked for its
+    progress on another connection. StorageError when it does not answer, or gets nothing itself for some seconds.
+    """
+
+    def __init__(self, node_url: str, model_url: str, access: PeerAccess, context: ssl.SSLContext | None) -> None:
+        """``context``: what ``access.client_context()`` returned; several peers share it."""
+        self.node_url = node_url
+        self.name = redacted(node_url).rstrip("/")
+        self._home: Target = _target(f"{node_url.rstrip('/')}/regions/{quote(model_url, safe='')}")
+        if self._home.endpoint.tls != (context is not None):
+            expected = "https" if context is not None else "http"
+            raise ConfigError(f"{self.name}: expected {expected}://, as this node speaks with its cluster")
+        self._headers = {"Authorization": f"Bearer {access.token}", "User-Agent": "medusa-runtime"}
+        self._context = context
+        self._checksum = checksum_function()
+        self._idle: list[Connection] = []
+        self._busy: dict[int, Connection] = {}  # by thread
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def offer(self) -> Offer:
+        """Return the index and the files. ObjectNotFoundError when the peer has no region that is laid out."""
+        with self._request("/index") as (connection, response):
+            length = response.length
+            if length is None or length > _LONGEST_INDEX_BYTES:
+                raise StorageError(f"{self.name}: expected an index with its length, found {length} bytes")
+            body = bytearray(length)
+            self._fill(connection, memoryview(body))
+        try:
+            index_text, files = parse_index(bytes(body))
+        except FramingError as error:
+            raise WrongBytesError(f"{self.name}: {error}") from None
+        if response.headers.get(CHECKSUM_HEADER.lower()) != f"{checksum_of_index(index_text, files):016x}":
+            raise WrongBytesError(f"{self.name}: the index does not have its checksum")
+        chunk_bytes = response.headers.get(CHUNK_BYTES_HEADER.lower(), "")
+        if chunk_bytes not in map(str, PEER_CHUNK_BYTES):
+            raise StorageError(f"{self.name}: expected chunks of {PEER_CHUNK_BYTES}, found {chunk_bytes[:20]!r}")
+        return Offer(self.node_url, index_text, files, int(chunk_bytes))
+
+    def progress(self) -> tuple[str, int]:
+        """Return the state of the peer's region and the bytes in it. StorageError when the peer does not answer."""
+        connection = self._connect(_PROBE_S)
+        try:
+            response = connection.request(f"{self._home.path}/progress", self._headers)
+            self._check(connection, response)
+            body = connection.body(_ERROR_BODY_BYTES)
+            found = json.loads(body)
+            return str(found["state"]), int(found["fetched_bytes"])
+        except WireError as error:
+            raise StorageError(f"{self.name}: {error}") from None
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise StorageError(f"{self.name}: expected a region's progress, found {bytes(body[:40])!r}") from None
+        finally:
+            connection.close()
+
+    def read_chunks(
+        self, key: str, start: int, buffer: memoryview, version: str | None, arrived: Callable[[Chunk], None]
+    ) -> None:
+        """Fill the buffer with whole chunks of a shard from ``start`` on; ``arrived`` is called with each.
+
+        Raises WrongBytesError, ObjectChangedError, ObjectNotFoundError, ForbiddenError, or another StorageError when
+        the peer fails; what has arrived by then stays.
+        """
+        path = f"/shards/{quote(key, safe='')}?start={start}&stop={start + len(buffer)}"
+        filled = 0
+        with self._request(path, {"If-Match": entity_tag_of(version)}) as (connection, _):
+            while filled < len(buffer):
+                for frame in self._run(connection, len(buffer) - filled):
+                    chunk = buffer[filled : filled + frame.size]
+                    self._fill(connection, chunk)
+                    if self._checksum(chunk) != frame.checksum:
+                        raise WrongBytesError(
+                            f"{self.name}: bytes {start + filled} to {start + filled + frame.size} of {key} do not "
+                            "have their checksum"
+                        )
+                    filled += frame.size
+                    arrived(Chunk(frame.size, filled, frame.checksum))
+
+    def _run(self, connection: Connection, most_bytes: int) -> list[Frame]:
+        """Receive the frames of one run, whose bytes come next."""
+        frames: list[Frame] = []
+        data = bytearray(FRAME_BYTES)
+        while not frames or frames[-1].following:
+            self._fill(connection, memoryview(data))
+            try:
+                frames.append(Frame.parse(data, frames[-1] if frames else None, most_bytes))
+            except FramingError as error:
+                raise WrongBytesError(f"{self.name}: {error}") from None
+            most_bytes -= frames[-1].size
+        return frames
+
+    def _fill(self, connection: Connection, buffer: memoryview) -> None:
+        """Receive the whole buffer, for as long as the peer lives and gets something itself."""
+        filled, heard_bytes, heard_at = 0, -1, time.monotonic()
+        while filled < len(buffer):
+            try:
+                count = connection.receive(buffer[filled:])
+            except StalledError:
+                state, fetched_bytes = self.progress()
+                now = time.monotonic()
+                if fetched_bytes != heard_bytes and heard_bytes >= 0:
+                    heard_at = now
+                heard_bytes = fetched_bytes
+                if state == "failed" or now - heard_at > _STANDSTILL_S:
+                    raise StorageError(f"{self.name}: it lives, but sends nothing (its region: {state})") from None
+                continue
+            if not count:
+                raise WireError("the answer ended early")
+            filled += count
+            heard_at, heard_bytes = time.monotonic(), -1
+
+    @contextmanager
+    def _request(self, path: str, headers: dict[str, str] | None = None) -> Iterator[tuple[Connection, Response]]:
+        """Ask for something below the region's path. Errors are turned into this package's."""
+        connection, response = self._ask(f"{self._home.path}{path}", {**self._headers, **(headers or {})})
+        try:
+            self._check(connection, response)
+            yield connection, response
+        except WireError as error:
+            connection.close()
+            if connection.interrupted:
+                raise StorageError(
+                    f"{self.name}: interrupted, because another request has brought this range"
+                ) from None
+            raise StorageError(f"{self.name}: {error}") from None
+        except BaseException:
+            if not connection.reusable:
+                connection.close()
+            raise
+        finally:
+            self._give_back(connection)
+
+    def _ask(self, path: str, headers: dict[str, str]) -> tuple[Connection, Response]:
+        while True:
+            with self._lock:
+                connection = self._idle.pop() if self._idle else None
+            used = connection is not None
+            connection = connection or self._connect(_SILENCE_S)
+            with self._lock:
+                self._busy[threading.get_ident()] = connection
+            try:
+                return connection, connection.request(path, headers)
+            except WireError as error:
+                connection.close()
+                self._give_back(connection)
+                if not used or connection.interrupted:  # a peer may close an idle connection at any time
+                    raise StorageError(f"{self.name}: {error}") from None
+
+    def _connect(self, timeout_s: float) -> Connection:
+        try:
+            connection = Connection(
+                self._home.endpoint, timeout_s, least_bytes_per_s=_LEAST_BYTES_PER_S, context=self._context
+            )
+        except WireError as error:
+            raise UnreachableError(f"{self.name}: cannot be reached: {error}") from None
+        connection.give_up_after(_UNANSWERED_S)
+        return connection
+
+    def _give_back(self, connection: Connection) -> None:
+        with self._lock:
+            self._busy.pop(threading.get_ident(), None)
+            if self._closed or not connection.reusable:
+                connection.close()
+            else:
+                self._idle.append(connection)
+
+    def _check(self, connection: Connection, response: Response) -> None:
+        if response.status != 200:
+            raise self._refusal(response.status, connection.body(_ERROR_BODY_BYTES))
+
+    def _refusal(self, status: int, body: bytes) -> StorageError:
+        if status == 404:
+            return ObjectNotFoundError(f"{self.name}: the node has no region of this model")
+        if status == 412:
+            return ObjectChangedError(f"{self.name}: the node has another version of this model")
+        if status in (401, 403):
+            return ForbiddenError(f"{self.name}: the node refuses this cluster's token ({status})")
+        words = " ".join(body.decode("utf-8", "replace").split())[:160]
+        return StorageError(f"{self.name}: expected 200, found {status} ({words if words.isprintable() else ''})")
+
+    def interrupt(self, thread: int) -> None:
+        """End the ``read_chunks`` of another thread."""
+        with self._lock:
+            if connection := self._busy.get(thread):
+                connection.interrupt()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            for connection in self._idle:
+                connection.close()
+            self._idle.clear()
+
+
+__all__ = ["Chunk", "Offer", "PeerStore"]

@@ -1,0 +1,321 @@
+"""Several sources of one checkpoint: nodes that have it, and the object store behind them.
+
+A range comes from the first source that is fit. When that dies, stalls or sends wrong bytes, the range goes on from
+the next one with the first chunk that is missing. The object store is the last: where peers have a checkpoint, it
+sends only what none of them does.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import (
+    ConfigError,
+    ForbiddenError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+    StorageError,
+    WrongBytesError,
+)
+from .base import Advance, ObjectInfo, Store
+from .peer import Chunk, Offer, PeerStore
+
+logger = logging.getLogger(__name__)
+
+# Connections that read from peers. In a chain each chunk should come alone and in order; a second connection fills the
+# pause between two ranges of the first.
+_CONNECTIONS = 2
+# A plan names nodes that are about to begin. For so long after the start, peers are waited for before the object store
+# is asked; else each node of a chain would begin with the store.
+_GRACE_S = 2.0
+_AGAIN_S = 0.05
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0  # before a peer that failed is tried again
+_MOST_FAILURES = 3  # in a row, after which a peer is not counted on
+_STAGGER_S = 0.1  # between asking one peer for the index, and the next as well
+_CURRENT_WITHIN_S = 1.0  # for the object store to confirm versions
+_ASK_EVERY_S = 2.0  # for other peers, when those known have failed
+_PATIENCE_S = 30.0  # while neither peers nor the object store send anything
+_THREADS = 8
+
+ORIGIN = "store"  # its name among the sources
+
+
+@dataclass(eq=False)
+class _Source:
+    """A peer, and what became of it. ``excluded``: why it is not asked any more."""
+
+    store: PeerStore
+    excluded: str | None = None
+    failures: int = 0
+    again_at: float = 0.0
+    received_bytes: int = 0
+
+    def is_fit(self, now: float) -> bool:
+        return self.excluded is None and now >= self.again_at
+
+
+class SourcesStore:
+    """The store of a checkpoint that peers may have. Thread-safe.
+
+    What peers do not offer (the objects' sizes, further files) is read from ``origin``, which this object closes.
+    """
+
+    refills = False
+
+    def __init__(
+        self,
+        origin: Store,
+        open_peer: Callable[[str], PeerStore],
+        *,
+        ask: Callable[[], Sequence[str]],
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``ask`` returns the node servers that have the checkpoint, or will have it, best first.
+
+        ``on_change`` is called when a peer is not asked any more, from any thread.
+        """
+        self.url = origin.url
+        self._origin = origin
+        self._open_peer = open_peer
+        self._ask = ask
+        self._on_change = on_change
+        self._sources: dict[str, _Source] = {}
+        self._checksums: dict[tuple[str, int], int] = {}
+        self._chunk_bytes = 1
+        self._lock = threading.Lock()
+        self._interrupted: set[int] = set()
+        self._origin_bytes = 0
+        self._grace_until = time.monotonic() + _GRACE_S
+        self._asked_at = time.monotonic()
+        self._add(ask())
+
+    def _add(self, node_urls: Sequence[str]) -> None:
+        for url in node_urls:
+            if url not in self._sources:
+                try:
+                    self._sources[url] = _Source(self._open_peer(url))
+                except ConfigError as error:
+                    logger.warning("a peer is left out: %s", error)
+
+    @property
+    def connections(self) -> int | None:
+        """How many connections should read ranges: few from peers; None where the object store is all there is.
+
+        Where it is a number, this store sees to late answers itself.
+        """
+        return _CONNECTIONS if any(source.failures < _MOST_FAILURES for source in self._alive()) else None
+
+    def _alive(self) -> list[_Source]:
+        return [source for source in list(self._sources.values()) if source.excluded is None]
+
+    def offers(self) -> Generator[Offer]:
+        """Yield what peers have of the checkpoint, the first answer first; none when no peer has it soon enough.
+
+        The caller reads on only after an offer that is of no use, which it reports with ``exclude``.
+        """
+        pool = ThreadPoolExecutor(max(len(self._sources), 1), "offer")
+        try:
+            while alive := self._alive():
+                yield from self._ask_all([source for source in alive if source.is_fit(time.monotonic())], pool)
+                if time.monotonic() > self._grace_until:
+                    return
+                time.sleep(_AGAIN_S)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _ask_all(self, left: list[_Source], pool: ThreadPoolExecutor) -> Generator[Offer]:
+        """Ask the first of these peers, a little later the second one as well, and so on; yield what they have."""
+        asked: dict[Future[Offer], _Source] = {}
+        while left or asked:
+            if left:
+                source = left.pop(0)
+                asked[pool.submit(source.store.offer)] = source
+            for future in wait(asked, _STAGGER_S if left else None, "FIRST_COMPLETED").done:
+                source = asked.pop(future)
+                try:
+                    offer = future.result()
+                except StorageError as error:
+                    self._failed(source, error)
+                else:
+                    yield offer
+
+    def is_current(self, versions: Mapping[str, str | None]) -> bool:
+        """Whether the objects are of these versions, as far as the object store says so within a second."""
+        pool = ThreadPoolExecutor(_THREADS, "current")
+        try:
+            found = {pool.submit(self._origin.stat, key): version for key, version in versions.items()}
+            for future in wait(found, _CURRENT_WITHIN_S).done:
+                with suppress(Exception):  # a store that does not answer says nothing about its objects
+                    if future.result().version != found[future]:
+                        return False
+            return True
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def exclude(self, node_url: str, reason: str) -> None:
+        """Do not ask a peer any more, and name it once."""
+        source = self._sources[node_url]
+        with self._lock:
+            if source.excluded is not None:
+                return
+            source.excluded = reason
+        logger.warning("the peer %s is not asked any more: %s", source.store.name, reason)
+        self._on_change()
+
+    def laid_out(self, chunk_bytes: int) -> None:
+        """Learn how large the region's chunks are: a range that goes on elsewhere goes on with a whole chunk."""
+        self._chunk_bytes = chunk_bytes
+
+    def checksum(self, key: str, start: int) -> int | None:
+        """Return the verified checksum with which the chunk at ``start`` came from a peer, once."""
+        return self._checksums.pop((key, start), None)
+
+    def status(self) -> dict[str, object]:
+        """Return the bytes that came from each source, and which are not asked any more."""
+        sources = list(self._sources.values())
+        received = {source.store.name: source.received_bytes for source in sources}
+        return {
+            "received_bytes": {**received, ORIGIN: self._origin_bytes},
+            "excluded": {source.store.name: source.excluded for source in sources if source.excluded is not None},
+        }
+
+    def stat(self, key: str) -> ObjectInfo:
+        return self._origin.stat(key)
+
+    def read(self, key: str, start: int, stop: int, version: str | None = None) -> tuple[bytes, ObjectInfo]:
+        return self._origin.read(key, start, stop, version)
+
+    def local_path(self, key: str) -> Path | None:
+        return None
+
+    def read_into(
+        self,
+        key: str,
+        start: int,
+        buffer: memoryview,
+        version: str | None = None,
+        advance: Advance | None = None,
+        length: int | None = None,
+    ) -> None:
+        """Fill the buffer from the first source that is fit, and go on with the next one when it fails.
+
+        ``start`` is a chunk's, and the buffer ends with a chunk.
+        """
+        filled, patient_until = 0, time.monotonic() + _PATIENCE_S
+        self._interrupted.discard(threading.get_ident())
+
+        def moved(count: int) -> None:
+            nonlocal filled, patient_until
+            filled, patient_until = count, time.monotonic() + _PATIENCE_S
+            if advance:
+                advance(count)
+
+        while filled < len(buffer):
+            base = filled = filled - filled % self._chunk_bytes
+            source = self._choose()
+            try:
+                if source is None:
+                    self._read_origin(key, start, buffer, base, version, moved)
+                    return
+                self._read_peer(source, key, start, buffer, base, version, moved)
+            except StorageError as error:
+                if threading.get_ident() in self._interrupted:
+                    raise
+                if source is not None:
+                    self._failed(source, error)
+                elif isinstance(error, ObjectChangedError) or time.monotonic() > patient_until or not self._alive():
+                    raise
+                else:
+                    time.sleep(_AGAIN_S)
+
+    def _read_peer(
+        self,
+        source: _Source,
+        key: str,
+        start: int,
+        buffer: memoryview,
+        base: int,
+        version: str | None,
+        moved: Callable[[int], None],
+    ) -> None:
+        def arrived(chunk: Chunk) -> None:
+            end = base + chunk.filled
+            self._checksums[key, start + end - chunk.size] = chunk.checksum
+            source.received_bytes += chunk.size
+            source.failures = 0
+            moved(end)
+
+        source.store.read_chunks(key, start + base, buffer[base:], version, arrived)
+
+    def _read_origin(
+        self,
+        key: str,
+        start: int,
+        buffer: memoryview,
+        base: int,
+        version: str | None,
+        moved: Callable[[int], None],
+    ) -> None:
+        seen = 0
+
+        def advance(count: int) -> None:
+            nonlocal seen
+            with self._lock:
+                self._origin_bytes += count - seen
+            seen = count
+            moved(base + count)
+
+        self._origin.read_into(key, start + base, buffer[base:], version, advance)
+
+    def _choose(self) -> _Source | None:
+        """Return the first fit peer; None for the object store, when peers have failed and their grace is over."""
+        while True:
+            now = time.monotonic()
+            for source in list(self._sources.values()):
+                if source.is_fit(now):
+                    return source
+            if not self._alive() or now > self._grace_until:
+                if now - self._asked_at < _ASK_EVERY_S or not self._sources:
+                    return None
+                self._asked_at = now
+                self._add(self._ask())
+                continue
+            time.sleep(_AGAIN_S)
+
+    def _failed(self, source: _Source, error: StorageError) -> None:
+        if isinstance(error, WrongBytesError):
+            self.exclude(source.store.node_url, f"it sends wrong bytes ({error})")
+        elif isinstance(error, ObjectChangedError):
+            self.exclude(source.store.node_url, "it has another version")
+        elif isinstance(error, ForbiddenError):
+            self.exclude(source.store.node_url, str(error))
+        else:
+            source.failures += 1
+            now = time.monotonic()
+            pause_s = min(_FIRST_PAUSE_S * 2 ** (source.failures - 1), _LONGEST_PAUSE_S)
+            if isinstance(error, ObjectNotFoundError) and now < self._grace_until:
+                pause_s = _AGAIN_S
+            elif source.failures == 1:
+                logger.info("going on without the peer %s for now: %s", source.store.name, error)
+            source.again_at = now + pause_s
+
+    def interrupt(self, thread: int) -> None:
+        self._interrupted.add(thread)
+        for source in list(self._sources.values()):
+            source.store.interrupt(thread)
+        self._origin.interrupt(thread)
+
+    def close(self) -> None:
+        for source in list(self._sources.values()):
+            source.store.close()
+        self._origin.close()
+
+
+__all__ = ["ORIGIN", "SourcesStore"]

@@ -1,0 +1,156 @@
+"""Nodes on loopback: real agents, real servers of their regions, and an origin that counts what it sends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from medusa_runtime.node.client import NodeClient
+from medusa_runtime.region.reader import Region
+from process_tree import descendants
+
+from benchmarks.origin import Origin
+
+ROOT = Path(__file__).parents[1]
+MEDUSA = Path(sys.executable).with_name("medusa")
+PATIENCE_S = 60.0
+
+
+class Node:
+    """An agent and the server of its regions, on an address of its own."""
+
+    def __init__(self, folder: Path, host: str, token_file: Path, certificates: Sequence[Path] = ()) -> None:
+        self.folder = folder
+        folder.mkdir()
+        self.host = host
+        self.token_file = token_file
+        self.certificates = certificates
+        self.socket, self.control = str(folder / "node.sock"), str(folder / "control.sock")
+        self.log = folder / "log"
+        self.port = 0
+        self.clients: list[NodeClient] = []
+        self.server = self.start_server()
+        flags = ["--cluster", self.control, "--cluster-token", str(token_file)]
+        for flag, path in zip(("--cluster-ca", "--cluster-cert", "--cluster-key"), certificates, strict=False):
+            flags += [flag, str(path)]
+        self.agent = self._popen([MEDUSA, "node", "--socket", self.socket, "--memory-budget", "1GB", *flags])
+        until(lambda: "node agent on" in self.output() or self.agent.poll() is not None, self.output)
+
+    @property
+    def url(self) -> str:
+        return f"http{'s' if self.certificates else ''}://{self.host}:{self.port}"
+
+    def start_server(self) -> subprocess.Popen[bytes]:
+        """Start the server, also again after it has ended; it keeps its port."""
+        Path(self.control).unlink(missing_ok=True)
+        files = map(str, (self.token_file, *self.certificates))
+        command = [sys.executable, "-m", "benchmarks.cluster.peer_node", self.socket, self.control]
+        self.server = self._popen([*command, f"{self.host}:{self.port}", *files], stdout=subprocess.PIPE)
+        assert self.server.stdout
+        self.port = int(self.server.stdout.readline() or pytest.fail(self.output()))
+        return self.server
+
+    def _popen(self, command: Sequence[str | Path], **options: Any) -> subprocess.Popen[bytes]:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("MEDUSA_")}
+        with open(self.log, "ab") as log:
+            return subprocess.Popen(
+                command,
+                **{"stdout": log, "stderr": log, **options},
+                cwd=ROOT,
+                env=environment | {"PYTHONUNBUFFERED": "1"},
+            )
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def ask(self, op: str, **arguments: Any) -> Any:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(self.control)
+            connection.sendall(json.dumps({"op": op, **arguments}).encode() + b"\n")
+            return json.loads(connection.makefile().readline())["ok"]
+
+    def read_from(self, *nodes: Node | str) -> None:
+        """Have prefetchers of this node read from these nodes, best first."""
+        self.ask("plan", sources=[node if isinstance(node, str) else node.url for node in nodes])
+
+    def fetch(self, url: str) -> Region:
+        """Have the agent fetch a model; returns its region once that is laid out."""
+        self.clients.append(NodeClient(self.socket))
+        return self.clients[-1].region(url)
+
+    def held(self) -> dict[str, Any]:
+        """What the agent says of its one region."""
+        client = NodeClient(self.socket)
+        with contextlib.closing(client):
+            regions = client.status()["regions"]
+        return dict(regions[0]) if regions else {}
+
+    def prefetcher(self) -> int:
+        return next(pid for pid, name in descendants(self.agent.pid).items() if "prefetch" in name)
+
+    def processes(self) -> list[int]:
+        return [self.server.pid, self.agent.pid, *descendants(self.agent.pid)]
+
+    def signal(self, number: int) -> None:
+        """Send a signal to all of the node's processes."""
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def close(self) -> None:
+        self.signal(signal.SIGCONT)
+        for client in self.clients:
+            client.close()
+        self.agent.terminate()
+        self.server.kill()
+        try:
+            self.agent.wait(10)
+        except subprocess.TimeoutExpired:
+            self.signal(signal.SIGKILL)
+        self.server.wait()
+        if self.server.stdout:
+            self.server.stdout.close()
+
+
+class Model:
+    """A checkpoint on an origin, with the bytes that every node must have."""
+
+    def __init__(self, origin: Origin, file: Path, data_start: int) -> None:
+        self.origin = origin
+        self.file = file
+        self.url = f"{origin.url}/model"
+        self.data = file.read_bytes()[data_start:]
+
+    def check(self, region: Region) -> None:
+        """Wait until a region is complete, and compare all of its bytes."""
+        until(lambda: region.progress().state in ("done", "failed"))
+        progress = region.progress()
+        assert progress.state == "done", progress.error
+        assert bytes(region.shard(0)) == self.data
+
+    def copies(self) -> float:
+        """What the origin has sent, in copies of the model."""
+        return self.origin.sent_bytes() / len(self.data)
+
+
+def until(condition: Callable[[], Any], say: Callable[[], str] = lambda: "") -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"it did not come to pass within {PATIENCE_S:g} s:\n{say()}")
+        time.sleep(0.02)
+
+
+def percent(region: Region) -> float:
+    progress = region.progress()
+    return 100 * progress.fetched_bytes / max(progress.total_bytes, 1)
