@@ -25,7 +25,7 @@ class Index:
         self.pinned_bytes: dict[str, int] = {}  # node → of the parameter pool
         self.slots = 0  # of nodes that are alive
         self.free: dict[str, int] = {}  # node → free slots, if it has any
-        self.revision = object()  # another one after each change of who holds which version
+        self.revision = object()  # another one after each change of who holds, or uses, which version
         self._seen: dict[str, Node] = {}
 
     def update(self, nodes: Mapping[str, Node]) -> None:
@@ -82,8 +82,9 @@ class Index:
 
 
 def _held(node: Node) -> tuple[object, ...]:
+    """Return what the parameter pool depends on."""
     copies = tuple((copy.url, copy.version, copy.pinned, copy.is_complete, copy.layers) for copy in node.copies)
-    return node.state, node.memory_bytes, copies
+    return node.state, node.memory_bytes, copies, [instance.model for instance in node.instances]
 
 
 def _discard(index: dict[str, dict[str, Any]], key: str, name: str) -> None:

@@ -280,7 +280,7 @@ def test_the_same_state_gives_the_same_decisions_and_a_new_memory_disturbs_nothi
     assert cluster.tick() == []
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(st.data())
 def test_whatever_happens_nothing_waits_in_a_circle_and_the_cluster_settles(data: st.DataObject) -> None:
     options = Options(largest_group=data.draw(st.sampled_from([1, 4])), live=data.draw(st.booleans()))
