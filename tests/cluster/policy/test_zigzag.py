@@ -1,0 +1,96 @@
+"""ZigZag scheduling: the paper's example, the integer program, and the queue that does without."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from medusa_cluster.policy.zigzag import PullQueue, Scaling, alone, best_effort, is_feasible, schedule, solve
+
+PAPER = Scaling.equal(7, 6, 8)  # BlitzScale Figure 15: 7 layers, one arrives while 6 are executed
+
+
+def test_the_papers_example_without_an_integer_program() -> None:
+    found = schedule(PAPER)
+    assert found.on_target == (1, 2, 2, 3, 4, 4, 5, 5)
+    assert found.finish == (7, 12, 17, 21, 24, 27, 29, 31)
+    assert found.mean == 21.0
+    assert found.finish[2] == 17  # request 3: 12 for the two before it and 5 for its own
+    assert (best_effort(PAPER).finish[5] - 5, found.finish[5] - 5) == (32, 22)  # request 6, from its start at 5
+
+
+def test_the_papers_example_by_the_integer_program() -> None:
+    pytest.importorskip("scipy")
+    found = solve(PAPER)
+    assert found.mean == 21.0
+    assert is_feasible(PAPER, found.on_target)
+
+
+def test_the_papers_example_by_best_effort_and_alone() -> None:
+    found = best_effort(PAPER)
+    assert found.on_target == (1, 1, 1, 1, 1, 1, 2, 2)
+    assert found.finish == (7, 13, 19, 25, 31, 37, 42, 47)
+    assert found.mean == 27.625
+    assert alone(PAPER).finish == (7, 14, 21, 28, 35, 42, 49, 56)
+    assert alone(PAPER).mean == 31.5
+
+
+@pytest.mark.parametrize(
+    ("layers", "load", "on_target", "finish"),
+    [
+        (4, 2, (1, 2, 3, 1), (4, 6, 7, 10)),
+        (8, 3, (1, 3, 5, 6, 3, 5), (8, 13, 16, 18, 23, 26)),
+        (4, 3, (1, 2, 2, 3, 1), (4, 6, 8, 9, 12)),
+    ],
+)
+def test_other_sizes(layers: int, load: int, on_target: tuple[int, ...], finish: tuple[int, ...]) -> None:
+    found = schedule(Scaling.equal(layers, load, len(finish)))
+    assert (found.on_target, found.finish) == (on_target, finish)
+
+
+def test_best_effort_of_a_small_model() -> None:
+    assert best_effort(Scaling.equal(4, 2, 4)).finish == (4, 7, 9, 11)
+
+
+def test_a_source_that_may_take_an_untouched_batch() -> None:
+    assert schedule(Scaling.equal(4, 2, 4), take_untouched=True).finish == (4, 6, 7, 9)
+
+
+def test_nothing_waits_and_one_layer() -> None:
+    assert schedule(Scaling.equal(4, 2, 0)).finish == ()
+    assert schedule(Scaling.equal(1, 5, 3)).finish == (1, 2, 3)
+    assert solve(Scaling.equal(1, 5, 0)).finish == ()
+
+
+def test_the_queue_gives_the_head_only_and_never_one_that_runs() -> None:
+    queue = PullQueue((1, 1), layers=3)
+    assert queue.next(loaded=1) == 0
+    assert queue.pull(busy=None) is None  # nothing is done of it yet
+    queue.ran(0)
+    assert queue.next(loaded=1) == 1  # the head waits for its second layer
+    assert queue.pull(busy=0) is None
+    assert queue.pull(busy=1) == 0
+    assert queue.pull(busy=None, untouched=True) == 1
+    assert queue.pull(busy=None) is None
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(2, 9), st.integers(0, 7), st.integers(1, 6))
+def test_the_queue_is_within_5_percent_of_the_integer_program(layers: int, load: int, batches: int) -> None:
+    pytest.importorskip("scipy")
+    scaling = Scaling.equal(layers, load, batches)
+    best, queued = solve(scaling), schedule(scaling)
+    assert best.mean <= queued.mean + 1e-9
+    assert queued.mean <= 1.05 * best.mean
+    assert is_feasible(scaling, best.on_target)
+
+
+@given(st.integers(1, 12), st.integers(0, 9), st.lists(st.integers(1, 4), min_size=1, max_size=8))
+def test_zigzag_is_never_worse_than_the_source_alone(layers: int, load: int, weights: list[int]) -> None:
+    scaling = Scaling(layers, load, tuple(weights))
+    found = schedule(scaling)
+    assert all(1 <= taken <= layers for taken in found.on_target)
+    assert list(found.finish) == sorted(found.finish)
+    if layers > 1:
+        slower = max(weights)  # the queue may wait once for a layer that runs
+        assert all(a <= b + slower for a, b in zip(found.finish, alone(scaling).finish, strict=True))
