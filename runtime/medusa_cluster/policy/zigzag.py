@@ -139,11 +139,12 @@ def schedule(scaling: Scaling, *, take_untouched: bool = False) -> Schedule:
         if running is not None and target_free <= now:
             queue.ran(running)
             running = None
-        if source_free <= now:
+        while source_free <= now:
             taken = queue.pull(busy=running, untouched=take_untouched)
-            if taken is not None:
-                source_free = now + (layers - queue.done[taken]) * scaling.weights[taken]
-                finish[taken] = source_free
+            if taken is None:
+                break
+            source_free = now + (layers - queue.done[taken]) * scaling.weights[taken]
+            finish[taken] = source_free
         if running is None:
             running = queue.next(scaling.loaded(now))
             if running is not None:
