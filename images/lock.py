@@ -63,7 +63,7 @@ def requirements(variant: dict[str, Any], common: dict[str, Any]) -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = ["pip", variant["torch"]]
     wanted += [each for each in project["dependencies"] if not each.startswith("torch")]
-    for extra in common["extras"]:
+    for extra in [*common["extras"], *variant.get("extras", [])]:
         wanted += project["optional-dependencies"][extra]
     return [*wanted, *variant.get("packages", [])]
 

@@ -86,7 +86,7 @@ def test_a_lock_holds_what_the_project_asks_for(name: str) -> None:
     """Otherwise: python images/lock.py"""
     lock = locked(name)
     wanted = ["pip", VARIANTS[name]["torch"], *PROJECT["dependencies"], *VARIANTS[name].get("packages", [])]
-    for extra in VARIANTS["common"]["extras"]:
+    for extra in [*VARIANTS["common"]["extras"], *VARIANTS[name].get("extras", [])]:
         wanted += PROJECT["optional-dependencies"][extra]
     for text in wanted:
         asked = Requirement(text)

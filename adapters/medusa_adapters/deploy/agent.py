@@ -30,6 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add ``--node-agent`` and the flags that need it."""
     group = parser.add_argument_group("node agent")
     group.add_argument("--node-agent", action="store_true", help="share weights with the node agent; renders it, too")
+    group.add_argument(
+        "--node-agent-of-cluster",
+        action="store_true",
+        help="share weights with the agents of `medusa deploy cluster`, which gets them from peers; renders none",
+    )
     group.add_argument("--node-agent-image", help="default: the function's image")
     group.add_argument("--node-agent-memory", help="for regions and warm processes (16Gi)")
     group.add_argument("--node-agent-cpu", help="for warm processes that serve (100m)")
@@ -57,13 +62,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def wanted(arguments: argparse.Namespace) -> bool:
+    """Whether the function uses a node agent."""
+    return bool(arguments.node_agent or arguments.node_agent_of_cluster)
+
+
 def agent(arguments: argparse.Namespace, placement: Placement, *, image: str, model: str | None) -> Agent:
     """The agent for one function. ConfigError names a flag that cannot be used, or that needs ``--node-agent``."""
     if not arguments.node_agent:
         for flag in _FLAGS:
             if getattr(arguments, f"node_agent_{flag}"):
                 raise ConfigError(f"--node-agent-{flag.replace('_', '-')} needs --node-agent")
-        return Agent()
+        return _of_cluster(placement, model) if arguments.node_agent_of_cluster else Agent()
+    if arguments.node_agent_of_cluster:
+        raise ConfigError("expected --node-agent or --node-agent-of-cluster, found both; a machine has one agent")
     allow = [*_own_model(model), *arguments.node_agent_allow]
     _check(arguments, allow)
     manifests = node_agent.manifests(
@@ -81,6 +93,14 @@ def agent(arguments: argparse.Namespace, placement: Placement, *, image: str, mo
         tolerations=placement.tolerations,
     )
     return Agent(manifests, _notes(placement, allow), _warnings(arguments, placement, allow))
+
+
+def _of_cluster(placement: Placement, model: str | None) -> Agent:
+    ((label, level),) = node_agent.PRIVILEGED.items()
+    notes = [f"Needs, for the nodes' folder: kubectl label namespace {placement.namespace} {label}={level}"]
+    if rules := _own_model(model):
+        notes.append(f"The cluster's nodes must give the model out: medusa deploy cluster … --allow {rules[0]}")
+    return Agent(notes=notes)
 
 
 def _own_model(model: str | None) -> list[str]:

@@ -1,33 +1,166 @@
-"""Manifests, printed or applied with kubectl."""
+"""`medusa deploy cluster`: a KubeRay RayCluster of our nodes with its gateways, printed or applied with kubectl."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+import argparse
+import dataclasses
+import secrets
 
-from . import agent as node_agent
+from medusa_runtime.errors import ConfigError
+
+from . import agent
 from .client import kubectl
-from .manifests import document
+from .delivery import print_or_apply
+from .manifests import node_agent, raycluster, values
+from .manifests.raycluster import RayCluster
+from .placement import add_label_arguments, placement
+
+_MOST_NODES = 10_000
+_MOST_GATEWAYS = 100
+# Of the names that KubeRay and we make of it, with what they add.
+_LONGEST_NAME = 45
+_PLACEMENT_DEFAULTS = {"min_scale": 0, "max_scale": 0, "service_account": None}
 
 
-def print_or_apply(
-    documents: Sequence[Mapping[str, Any]],
-    comments: Sequence[str],
-    *,
-    agent: node_agent.Agent,
-    namespace: str,
-    apply: bool,
-) -> int:
-    """Print the documents below their comments, or apply them. ``agent``: what is among them of a node agent."""
-    comments = [*comments, *agent.notes, *agent.warnings]
-    if not apply:
-        sys.stdout.write(document.text(documents, comments))
-        return 0
-    if agent.manifests:
-        node_agent.check_namespace(namespace, kubectl)
-        node_agent.keep_rules(agent.manifests, kubectl)
-    sys.stdout.write(kubectl("apply", "-f", "-", stdin=document.text(documents, comments)))
-    for warning in agent.warnings:
-        print(f"medusa: {warning}", file=sys.stderr)
-    return 0
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="the cluster's name")
+    parser.add_argument("--image", help="an image with the extra `cluster`, e.g. medusa-runtime:cluster")
+    parser.add_argument("--namespace", default="default", help="default: %(default)s")
+    parser.add_argument("--nodes", type=int, default=3, help="nodes that always run, the head among them")
+    parser.add_argument(
+        "--max-nodes", type=int, metavar="N", help="most nodes; above --nodes Ray's autoscaler adds them"
+    )
+    parser.add_argument("--gateways", type=int, default=2, help="how many run")
+    parser.add_argument("--cpu", help="CPUs a node asks for, e.g. 2 or 500m")
+    parser.add_argument("--memory", default="16Gi", help="memory a node may take; the weights count")
+    parser.add_argument("--gpu", type=int, default=0, metavar="COUNT", help="GPUs of a node (nvidia.com/gpu)")
+    parser.add_argument("--memory-budget", metavar="SIZE", help="of it for models, as for `medusa cluster start`")
+    parser.add_argument("--prewarm", metavar="LIST", help="idle engine processes of a node, e.g. torch=2")
+    parser.add_argument("--link", metavar="RATE", help="what a node's network carries, e.g. 10gbit")
+    parser.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        metavar="PREFIX[=UID+UID]",
+        help="models that functions on the nodes' machines may have of their agents; may be repeated",
+    )
+    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="of nodes; may be repeated")
+    parser.add_argument(
+        "--secret",
+        action="append",
+        default=[],
+        metavar="SECRET|VARIABLE=SECRET/KEY",
+        help="a Secret with what nodes fetch with; may be repeated",
+    )
+    parser.add_argument(
+        "--token-secret",
+        metavar="SECRET",
+        help=f"holds the cluster's token under {raycluster.TOKEN_KEY}; without, NAME-token is rendered with a new one",
+    )
+    parser.add_argument(
+        "--client-token-secret",
+        metavar="SECRET",
+        help=f"holds, under {raycluster.TOKEN_KEY}, a token that the gateways ask of their clients",
+    )
+    parser.add_argument("--head-storage", metavar="SIZE", help="a volume for the head's state, e.g. 1Gi")
+    parser.add_argument("--pull-secret", action="append", default=[], metavar="SECRET", help="may be repeated")
+    parser.add_argument("--node-selector", action="append", default=[], metavar="KEY=VALUE", help="may be repeated")
+    parser.add_argument(
+        "--toleration", action="append", default=[], metavar="KEY[=VALUE][:EFFECT]", help="may be repeated"
+    )
+    parser.add_argument("--runtime-class", help="e.g. nvidia")
+    add_label_arguments(parser)
+    parser.add_argument("--apply", action="store_true", help="apply with kubectl instead of printing")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    cluster = _cluster(arguments)
+    if arguments.apply:
+        agent.check_namespace(cluster.placement.namespace, kubectl)
+        cluster = _keep_token(cluster)
+    return print_or_apply(
+        raycluster.manifests(cluster),
+        _comments(cluster),
+        agent=agent.Agent(),
+        namespace=cluster.placement.namespace,
+        apply=arguments.apply,
+    )
+
+
+def _cluster(arguments: argparse.Namespace) -> RayCluster:
+    """What is to be rendered, checked. ConfigError names the flag that cannot be used."""
+    if len(values.name(arguments.name)) > _LONGEST_NAME:
+        raise ConfigError(f"NAME={arguments.name!r} cannot be used: expected at most {_LONGEST_NAME} characters")
+    most = arguments.nodes if arguments.max_nodes is None else arguments.max_nodes
+    values.within(arguments.nodes, 1, _MOST_NODES, "--nodes")
+    values.within(most, arguments.nodes, _MOST_NODES, "--max-nodes")
+    values.within(arguments.gateways, 1, _MOST_GATEWAYS, "--gateways")
+    placed = placement(argparse.Namespace(**(vars(arguments) | _PLACEMENT_DEFAULTS)))
+    if placed.runtime_class:
+        values.subdomain(placed.runtime_class, "--runtime-class")
+    given = arguments.token_secret
+    client = arguments.client_token_secret
+    env = values.variables(arguments.env)
+    if arguments.allow:
+        env["MEDUSA_NODE_ALLOW"] = ",".join(arguments.allow)
+    if any(name.startswith("RAY_") for name in env):
+        raise ConfigError("--env RAY_…: the node server sets Ray's variables; expected others")
+    return RayCluster(
+        name=arguments.name,
+        image=values.image(arguments.image),
+        placement=placed,
+        nodes=arguments.nodes,
+        most_nodes=most,
+        gateways=arguments.gateways,
+        token_secret=values.subdomain(given, "--token-secret") if given else f"{arguments.name}-token",
+        token=None if given else secrets.token_hex(32),
+        head_storage=values.quantity(arguments.head_storage, "--head-storage") if arguments.head_storage else None,
+        client_token_secret=values.subdomain(client, "--client-token-secret") if client else None,
+        flags=_flags(arguments),
+        env=env,
+    )
+
+
+def _flags(arguments: argparse.Namespace) -> list[str]:
+    """Flags of `medusa cluster start`, checked as the node will check them."""
+    from medusa_cluster.lab.link import Link
+    from medusa_runtime.node.settings import node_settings
+
+    given = {"memory_budget_bytes": arguments.memory_budget, "prewarm": arguments.prewarm}
+    given["allow"] = ",".join(arguments.allow)
+    node_settings({}, {name: value for name, value in given.items() if value})
+    if arguments.link:
+        Link.parse(arguments.link)
+    names = ("memory_budget", "prewarm", "link")
+    flags = {f"--{name.replace('_', '-')}": getattr(arguments, name) for name in names}
+    return [f"{flag}={value}" for flag, value in flags.items() if value]
+
+
+def _keep_token(cluster: RayCluster) -> RayCluster:
+    """Without a new token where the cluster's Secret exists: running nodes have that one."""
+    if cluster.token is None:
+        return cluster
+    found = kubectl(
+        *("get", "secret", cluster.token_secret, "-n", cluster.placement.namespace, "--ignore-not-found", "-o", "name")
+    )
+    return dataclasses.replace(cluster, token=None) if found.strip() else cluster
+
+
+def _comments(cluster: RayCluster) -> list[str]:
+    namespace = cluster.placement.namespace
+    ((label, level),) = node_agent.PRIVILEGED.items()
+    lines = [
+        "Made by `medusa deploy cluster`.",
+        "Needs the KubeRay operator, 1.6 or newer.",
+        f"Needs, for the nodes' folder on their machines: kubectl label namespace {namespace} {label}={level}",
+    ]
+    if cluster.token is not None:
+        lines.append(
+            f"Secret {cluster.token_secret} is new with every print, and this text shows it; --apply keeps the one "
+            "that is there, --token-secret names one of your own."
+        )
+    lines.append(
+        f"Then: kubectl exec -n {namespace} deploy/{cluster.gateway} -- medusa cluster deploy NAME --model URL "
+        f"--address {cluster.head} --token-file {raycluster.TOKEN_FILE}"
+    )
+    return lines

@@ -14,6 +14,7 @@ _PLATFORMS = (
     ("helm", "medusa_adapters.deploy.helm", "print a Helm chart, or write it into a folder, and install it"),
     ("lambda", "medusa_adapters.deploy.lambda_", "print the calls of a Lambda function, or make them"),
     ("cloudrun", "medusa_adapters.deploy.cloudrun", "print a Cloud Run service, or bring it there with gcloud"),
+    ("cluster", "medusa_adapters.deploy.cluster", "print a KubeRay RayCluster with its gateways, or apply it"),
 )
 
 

@@ -11,7 +11,7 @@ from medusa_runtime.errors import DeployError
 
 from . import agent
 from .client import kubectl
-from .cluster import print_or_apply
+from .delivery import print_or_apply
 from .manifests import features, knative, values
 from .manifests.function import add_arguments as add_function_arguments
 from .manifests.function import function
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     values.within(arguments.timeout, knative.LEAST_TIMEOUT_S, knative.MOST_TIMEOUT_S, "--timeout-s", "seconds")
-    placed = placement(arguments, node_agent=arguments.node_agent)
+    placed = placement(arguments, node_agent=agent.wanted(arguments))
     described = function(arguments, platform="knative", timeout_s=arguments.timeout)
     shared = agent.agent(arguments, placed, image=described.image, model=described.env.get("MEDUSA_MODEL"))
     rendered = knative.service(described, placed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from . import agent
-from .cluster import print_or_apply
+from .delivery import print_or_apply
 from .manifests import knative, kserve, values
 from .manifests.function import add_arguments as add_function_arguments
 from .manifests.function import function

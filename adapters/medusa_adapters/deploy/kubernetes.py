@@ -8,7 +8,7 @@ import re
 from medusa_runtime.errors import ConfigError
 
 from . import agent
-from .cluster import print_or_apply
+from .delivery import print_or_apply
 from .manifests import kubernetes, values
 from .manifests.function import Function, function
 from .manifests.function import add_arguments as add_function_arguments
@@ -53,7 +53,7 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    wanted, placed, scaling = described(arguments, node_agent=arguments.node_agent)
+    wanted, placed, scaling = described(arguments, node_agent=agent.wanted(arguments))
     shared = agent.agent(arguments, placed, image=wanted.image, model=wanted.env.get("MEDUSA_MODEL"))
     documents = [*shared.manifests, *kubernetes.manifests(wanted, placed, scaling)]
     if arguments.network_policy:

@@ -1,0 +1,33 @@
+"""Manifests, printed or applied with kubectl."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from . import agent as node_agent
+from .client import kubectl
+from .manifests import document
+
+
+def print_or_apply(
+    documents: Sequence[Mapping[str, Any]],
+    comments: Sequence[str],
+    *,
+    agent: node_agent.Agent,
+    namespace: str,
+    apply: bool,
+) -> int:
+    """Print the documents below their comments, or apply them. ``agent``: what is among them of a node agent."""
+    comments = [*comments, *agent.notes, *agent.warnings]
+    if not apply:
+        sys.stdout.write(document.text(documents, comments))
+        return 0
+    if agent.manifests:
+        node_agent.check_namespace(namespace, kubectl)
+        node_agent.keep_rules(agent.manifests, kubectl)
+    sys.stdout.write(kubectl("apply", "-f", "-", stdin=document.text(documents, comments)))
+    for warning in agent.warnings:
+        print(f"medusa: {warning}", file=sys.stderr)
+    return 0
