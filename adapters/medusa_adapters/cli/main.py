@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 # They end by themselves, orderly: they have processes of their own and let requests finish.
-_OWN_SIGNALS = (["serve"], ["node"], ["cluster", "start"], ["cluster", "gateway"])
+_OWN_SIGNALS = (["serve"], ["node"], ["cluster", "start"], ["cluster", "gateway"], ["cluster", "lab"])
 
 
 def main(argv: list[str] | None = None) -> int:
