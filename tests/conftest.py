@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import medusa_cluster  # noqa: F401  makes --engine cluster known
 import medusa_vllm  # noqa: F401  makes --engine vllm known
 import pytest
 from medusa_runtime.errors import NodeError

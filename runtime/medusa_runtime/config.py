@@ -58,6 +58,8 @@ class Settings:
     torch_import: str = "auto"
     node_socket: str | None = None
     node_user: int | None = None
+    cluster: str | None = None
+    cluster_token_file: str | None = None
     engine_start: str = "now"
     host_weights: str = "keep"
     memory_limit_mb: int | None = None
@@ -238,7 +240,7 @@ OPTIONS = (
         "engine",
         ("MEDUSA_ENGINE",),
         OneOf(lambda: (*engine_names(), NO_ENGINE)),
-        "torch (fast start), vllm (throughput) or none (the handler's own module)",
+        "torch (fast start), vllm (throughput), cluster (a deployed model) or none (the handler's own module)",
     ),
     Option(
         "platform", ("MEDUSA_PLATFORM",), OneOf(*PLATFORMS), "whose protocol to speak; auto tells from the environment"
@@ -309,6 +311,8 @@ OPTIONS = (
     ),
     Option("node_socket", ("MEDUSA_NODE_SOCKET",), _text, "the node agent's socket, or none; default: if there is one"),
     Option("node_user", ("MEDUSA_NODE_USER",), _count, "user id of the node agent, if not root or our own"),
+    Option("cluster", ("MEDUSA_CLUSTER",), _text, "--engine cluster: a gateway's URL, or several with commas"),
+    Option("cluster_token_file", ("MEDUSA_CLUSTER_TOKEN_FILE",), _text, "--engine cluster: the gateway's client token"),
     Option("engine_start", ("MEDUSA_ENGINE_START",), OneOf(*ENGINE_STARTS), "now, or with the first request"),
     Option("memory_limit_mb", ("MEDUSA_MEMORY_LIMIT_MB",), positive, "memory to stay within; default: the container's"),
     Option("heartbeat_s", ("MEDUSA_HEARTBEAT",), seconds, "seconds of silence after which a stream gets a comment"),

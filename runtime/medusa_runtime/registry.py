@@ -29,6 +29,8 @@ class EngineKind(NamedTuple):
     graph_capture: a module that captures CUDA graphs, run as a process.
     owns_gpu_context: the engine process creates the GPU's context itself, before it imports.
     compiles_on_cpu: a bundle's compiled code is of use without a GPU.
+    fetch: ``(region, settings, timeline) -> None``, for an engine that has its weights elsewhere; fills the region with
+        the checkpoint's small files, in place of the prefetcher. ``--model`` is then no checkpoint but a name.
     """
 
     name: str
@@ -41,6 +43,7 @@ class EngineKind(NamedTuple):
     graph_capture: str = ""
     owns_gpu_context: bool = False
     compiles_on_cpu: bool = False
+    fetch: str = ""
 
 
 _KINDS: dict[str, EngineKind] = {}
@@ -63,6 +66,11 @@ def engine_kind(name: str) -> EngineKind:
     return _KINDS[name]
 
 
+def is_remote(name: str) -> bool:
+    """Whether the weights of this engine are elsewhere, so that none are fetched."""
+    return name in _KINDS and bool(_KINDS[name].fetch)
+
+
 def engines_using(artifact: str) -> tuple[str, ...]:
     """The registered engines whose starts use this kind of artifact."""
     return tuple(kind.name for kind in _KINDS.values() if artifact in kind.artifacts)
@@ -75,4 +83,6 @@ def imported(target: str) -> Callable[..., Any]:
     return found
 
 
-__all__ = ["NO_ENGINE", "EngineKind", "engine_kind", "engine_names", "engines_using", "imported", "register"]
+__all__ = [
+    "NO_ENGINE", "EngineKind", "engine_kind", "engine_names", "engines_using", "imported", "is_remote", "register",
+]  # fmt: skip

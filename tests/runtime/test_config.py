@@ -36,7 +36,7 @@ def test_an_empty_variable_is_no_value() -> None:
     [
         ("PORT", "http", "a number"),
         ("PORT", "65536", "between 0 and 65535"),
-        ("MEDUSA_ENGINE", "onnx", "torch, vllm"),
+        ("MEDUSA_ENGINE", "onnx", "one of torch, "),
         ("MEDUSA_THREADS", "0", "above 0"),
         ("MEDUSA_THREADS", "1.5", "a number"),
         ("MEDUSA_HOLD", "-1", "seconds, 0 to 1e9"),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from medusa_runtime.config import OPTIONS, Settings, from_env
 from medusa_runtime.errors import ConfigError, MedusaError
+from medusa_runtime.registry import is_remote
 from medusa_runtime.state.bundle_writer import BundleWriter
 from medusa_runtime.state.kinds import STAGE_TIMES
 from medusa_runtime.state.materialize import Made, Materialization, beside
@@ -75,6 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
         signer = Signer.read(arguments.sign)
     if arguments.convert is not None:
         settings = replace(settings, model=convert(settings, arguments.convert))
+    if is_remote(settings.engine):
+        raise ConfigError("--engine cluster: expected an engine that has its weights here, to materialize them")
     began = time.monotonic()
     with Materialization(settings, arguments.out, _tell, _ordered(settings, arguments.request), signer) as making:
         making.prepare()

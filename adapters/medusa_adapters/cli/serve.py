@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from medusa_runtime.config import OPTIONS, Settings, from_env, misspelt
 from medusa_runtime.errors import ConfigError
+from medusa_runtime.registry import is_remote
 
 from ..platforms.base import load, resolve
 from .flags import add_model, given_model
@@ -66,6 +67,8 @@ def settle(environ: Mapping[str, str], flags: Mapping[str, Any]) -> Settings:
     meant = load(name).variables(environ)
     known = {variable: value for variable, value in meant.items() if variable == "PORT" or not environ.get(variable)}
     settings = replace(from_env({**environ, **known}, **flags), platform=name)
+    if is_remote(settings.engine) and settings.served_model_name is None:
+        settings = replace(settings, served_model_name=settings.model)  # a name of the cluster's, no location
     if settings.model is None and settings.handler is None and not _is_host(name, environ):
         where = ", or on SageMaker a checkpoint in /opt/ml/model" if name == "sagemaker" else ""
         raise ConfigError(

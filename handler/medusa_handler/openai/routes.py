@@ -1,4 +1,4 @@
-"""The routes of a served model: /v1, /tokenize and /detokenize."""
+"""The routes of a served model: /v1, /tokenize and /detokenize, and those of its engine."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from ..http.app import ModelRoutes
 from ..http.body import json_object
 from . import chat, fields, parameters
 from .calls import check_model, complete, converse, embed_texts
+from .engine_routes import engine_routes
 from .parameters import Body
 from .prompt import infer
 
@@ -25,6 +26,7 @@ def model_routes(service: Service, work: Work) -> ModelRoutes:
 
 def _blueprint(service: Service, work: Work) -> Blueprint:
     routes = Blueprint("openai", __name__)
+    routes.register_blueprint(engine_routes(service, work))
 
     @routes.get("/v1/models")
     def models() -> Response:

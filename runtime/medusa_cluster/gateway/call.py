@@ -17,10 +17,10 @@ SAMPLING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"
 OTHERS = frozenset(
     {
         "/v1/embeddings", "/v1/rerank", "/v1/score", "/rerank", "/score", "/classify", "/pooling",
-        "/tokenize", "/detokenize", "/engine/describe", "/engine/call",
+        "/tokenize", "/detokenize", "/medusa/describe", "/medusa/call",
     }
 )  # fmt: skip
-FRAMES = "/engine/generate"  # a frame of the engine's socket; see medusa_cluster/engine
+FRAMES = "/medusa/generate"  # a frame of the engine's socket, from a function with --engine cluster
 ROUTES = SAMPLING | OTHERS | {FRAMES}
 
 

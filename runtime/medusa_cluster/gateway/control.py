@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import aiohttp
 from medusa_runtime.errors import MedusaError, UnreachableError, from_code
 
-from .routes import Routes, address_url, node_server, parse
+from .routes import Routes, node_server, parse
 
 logger = logging.getLogger(__name__)
 
@@ -35,14 +35,14 @@ class NodeServers:
     def __init__(
         self,
         session: aiohttp.ClientSession,
-        addresses: Sequence[str],
+        urls: Sequence[str],
         headers: Mapping[str, str],
         *,
         name: str,
         url: str,
     ) -> None:
         self._session = session
-        self._given = [address_url(address) for address in addresses]
+        self._given = list(urls)
         self._known = list(self._given)
         self._headers = headers
         self._name = name

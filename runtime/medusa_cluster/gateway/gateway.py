@@ -27,7 +27,10 @@ _STATUS_S = 0.5  # for which an answer about the cluster is shown to everyone wh
 
 @dataclass(frozen=True, slots=True)
 class GatewayOptions:
-    """The settings of a gateway. ``client_token`` is what clients must bear, if anything."""
+    """The settings of a gateway.
+
+    addresses: node servers, as host:port. client_token: what requests must bear, if anything.
+    """
 
     addresses: tuple[str, ...]
     access: PeerAccess
@@ -52,7 +55,9 @@ class Gateway:
         self.metrics = Metrics()
         headers = {"Authorization": f"Bearer {options.access.token}"}
         name = options.name or f"{socket.gethostname()}-{os.getpid()}"
-        self._servers = NodeServers(session, options.addresses, headers, name=name, url=url)
+        scheme = "https" if options.access.tls else "http"
+        urls = [f"{scheme}://{address}" for address in options.addresses]
+        self._servers = NodeServers(session, urls, headers, name=name, url=url)
         self.control: Control = self._servers
         self.table = RouteTable(self.control, self._use)
         self.dispatch = Dispatch(options.max_waiting, self.metrics, self.table.wake)

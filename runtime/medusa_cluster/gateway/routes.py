@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from medusa_runtime.config import Settings
-from medusa_runtime.errors import ConfigError, EngineError
+from medusa_runtime.errors import ClusterError
 
 READY, STARTING, DRAINING = "ready", "starting", "draining"
 
@@ -63,13 +63,13 @@ class Routes:
 
 
 def parse(value: object) -> Routes:
-    """Routes as the controller answers them. EngineError when it answered something else."""
+    """Routes as the controller answers them. ClusterError when it answered something else."""
     try:
         assert isinstance(value, Mapping)
         models = {str(name): _deployed(str(name), entry) for name, entry in value["models"].items()}
         return Routes(str(value.get("version", "")), models)
     except (AssertionError, AttributeError, KeyError, TypeError) as error:
-        raise EngineError(f"expected routes from the controller, found something else: {error!r}") from None
+        raise ClusterError(f"expected routes from the controller, found something else: {error!r}") from None
 
 
 def _deployed(name: str, entry: Mapping[str, Any]) -> Deployed:
@@ -84,17 +84,3 @@ def node_server(instance_url: str) -> str | None:
     """The address of the node server in an instance's URL; None where it has none."""
     base, separator, _ = instance_url.partition("/instances/")
     return base if separator else None
-
-
-def address_url(address: str) -> str:
-    """The URL of a node server that is given as ``host``, ``host:port`` or a URL. Raises ConfigError."""
-    scheme, separator, rest = address.strip().rstrip("/").partition("://")
-    if not separator:
-        scheme, rest = "http", scheme
-    if scheme not in ("http", "https") or not rest or any(mark in rest for mark in "/?#@ "):
-        raise ConfigError(f"expected the address of a node server such as 10.0.0.1:8114, found {address!r}")
-    port = rest.rpartition("]")[2] if rest.startswith("[") else rest
-    return f"{scheme}://{rest}" if ":" in port else f"{scheme}://{rest}:{DEFAULT_PORT}"
-
-
-DEFAULT_PORT = 8114

@@ -181,8 +181,8 @@ class Server:
             return _error(_http_fault(request, error))
         except MedusaError as error:
             return _error(Fault(503, str(error), code=error.code, retry_after_s=1.0))
-        except (asyncio.CancelledError, ConnectionError):
-            raise
+        except ConnectionError:
+            raise asyncio.CancelledError from None  # the client is gone, there is nobody to answer
         except Exception:
             number = uuid.uuid4().hex
             logger.exception("request %s failed", number)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ..registry import engine_kind
+from ..registry import engine_kind, imported, is_remote
 from ..timeline import Timeline
 from .shared import Shared
 
@@ -13,6 +13,10 @@ def run_prefetcher(shared: Shared, timeline: Timeline) -> int:
     """Fetch the model into the region, with what its state bundle knows."""
     shared.listener.close()
     shared.heartbeats.keep("prefetcher")
+    if is_remote(shared.settings.engine):
+        assert shared.region is not None
+        imported(engine_kind(shared.settings.engine).fetch)(shared.region, shared.settings, timeline)
+        return 0
     with timeline.stage("import"):
         from ..fetch.prefetcher import BESIDE_IMPORTS, prefetch
         from ..state.restore import Restoration

@@ -24,6 +24,7 @@ from ..errors import EngineError, from_code
 from ..liveness import LOOK_S, Watchdog
 from ..process import share_cores
 from ..region.reader import Region
+from ..registry import is_remote
 from ..resource_limits import make_room_for_files
 from ..timeline import Timeline, process_start_ns
 from .children import Children, Ended
@@ -249,6 +250,8 @@ class Instance:
 
 def has_agent(settings: Settings) -> bool:
     """Whether to use a node agent: one was named, or the default socket exists. Costs one system call at most."""
+    if is_remote(settings.engine):
+        return False
     if settings.node_socket is not None:
         return settings.node_socket != "none"
     return os.path.exists(NODE_SOCKET)

@@ -36,16 +36,25 @@ def add_connection(parser: argparse.ArgumentParser) -> None:
 
 def ask(arguments: argparse.Namespace, operation: str, given: dict[str, Any]) -> Any:
     """Call an operation of the controller and return its result. Raises the error that it answered."""
-    from medusa_cluster.node.settings import default_folder
+    if arguments.address is None:
+        return _ask_socket(_folder(arguments) / "control.sock", operation, given)
+    return _ask_network(head_address(arguments.address), access(arguments), operation, given)
+
+
+def access(arguments: argparse.Namespace) -> PeerAccess:
+    """The token and the certificates that the flags of ``add_connection`` name. Raises ConfigError."""
     from medusa_runtime.storage.peer_access import PeerAccess
 
-    folder = (arguments.dir or default_folder()).absolute()
-    if arguments.address is None:
-        return _ask_socket(folder / "control.sock", operation, given)
     tls = tls_files(arguments)
     files = () if tls is None else (str(tls.authority), str(tls.certificate), str(tls.key))
-    access = PeerAccess.of(str((arguments.token_file or folder / "token").absolute()), *files)
-    return _ask_network(head_address(arguments.address), access, operation, given)
+    return PeerAccess.of(str((arguments.token_file or _folder(arguments) / "token").absolute()), *files)
+
+
+def _folder(arguments: argparse.Namespace) -> Path:
+    from medusa_cluster.node.settings import default_folder
+
+    folder: Path = arguments.dir or default_folder()
+    return folder.absolute()
 
 
 def _ask_socket(path: Path, operation: str, given: dict[str, Any]) -> Any:
@@ -64,15 +73,15 @@ def _ask_socket(path: Path, operation: str, given: dict[str, Any]) -> Any:
     return _result(line, str(path))
 
 
-def _ask_network(address: tuple[str, int], access: PeerAccess, operation: str, given: dict[str, Any]) -> Any:
+def _ask_network(address: tuple[str, int], shown: PeerAccess, operation: str, given: dict[str, Any]) -> Any:
     host, port = address
     connection: http.client.HTTPConnection
-    context = access.client_context()
+    context = shown.client_context()
     if context is None:
         connection = http.client.HTTPConnection(host, port, timeout=_ANSWERS_WITHIN_S)
     else:
         connection = http.client.HTTPSConnection(host, port, timeout=_ANSWERS_WITHIN_S, context=context)
-    headers = {"Authorization": f"Bearer {access.token}", "Content-Type": "application/json"}
+    headers = {"Authorization": f"Bearer {shown.token}", "Content-Type": "application/json"}
     try:
         connection.request("POST", f"/cluster/{operation}", json.dumps(given), headers)
         response = connection.getresponse()

@@ -8,34 +8,25 @@ from collections.abc import Callable
 from typing import Any
 
 from medusa_runtime.config import positive, seconds
-from medusa_runtime.errors import ConfigError, MissingPackageError
-from medusa_runtime.storage.peer_access import PeerAccess, read_token
 
 from ..flags import log_level
 from ..serve import configure_logging
+from .connection import access, add_connection, ask
+from .start import bracketed, head_address, require_extra
 
-_ADDRESS, _TOKEN_FILE, _CLIENT_TOKEN_FILE = "MEDUSA_CLUSTER", "MEDUSA_CLUSTER_TOKEN_FILE", "MEDUSA_TOKEN_FILE"
-_LOCAL = "127.0.0.1:8114"
+_CLIENT_TOKEN_FILE = "MEDUSA_CLIENT_TOKEN_FILE"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--port", type=_number(0, 65535), default=8080, help="port to bind; 0 takes a free one")
-    parser.add_argument("--host", default="0.0.0.0", help="address to bind")
-    parser.add_argument(
-        "--address",
-        action="append",
-        metavar="HOST:PORT",
-        help=f"a node server of the cluster; may be given several times [{_ADDRESS}, with commas; default: {_LOCAL}]",
-    )
-    parser.add_argument("--token-file", metavar="FILE", help=f"the cluster's token [{_TOKEN_FILE}]")
-    parser.add_argument("--tls-ca", metavar="FILE", help="the cluster's CA, where its nodes speak TLS")
-    parser.add_argument("--tls-cert", metavar="FILE", help="this gateway's certificate, signed by it")
-    parser.add_argument("--tls-key", metavar="FILE", help="the certificate's key")
+    parser.add_argument("--port", type=_port, default=8080, metavar="N", help="port to bind; 0 takes a free one")
+    parser.add_argument("--host", default="0.0.0.0", metavar="ADDRESS", help="address to bind")
     parser.add_argument(
         "--client-token-file",
         metavar="FILE",
+        default=os.environ.get(_CLIENT_TOKEN_FILE),
         help=f"secret that requests must bear; default: none [{_CLIENT_TOKEN_FILE}]",
     )
+    add_connection(parser)
     for name, parse, default, text in (
         ("max-waiting", positive, 2048, "requests that may wait; more get 429"),
         ("max-body-mb", positive, 32, "largest request body"),
@@ -48,24 +39,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        from medusa_cluster.gateway.gateway import GatewayOptions
-        from medusa_cluster.gateway.process import run as serve
-    except ModuleNotFoundError as error:
-        if error.name != "aiohttp":
-            raise
-        raise MissingPackageError(
-            'a gateway needs aiohttp, which is not installed: pip install "medusa-runtime[cluster]"'
-        ) from None
-    addresses = arguments.address or os.environ.get(_ADDRESS, _LOCAL).split(",")
-    client_token_file = arguments.client_token_file or os.environ.get(_CLIENT_TOKEN_FILE)
+    require_extra()
+    from medusa_cluster.gateway.gateway import GatewayOptions
+    from medusa_cluster.gateway.process import run as serve
+    from medusa_runtime.storage.peer_access import read_token
+
     configure_logging(log_level([], os.environ) or "info")
     options = GatewayOptions(
-        addresses=tuple(address.strip() for address in addresses if address.strip()),
+        addresses=_addresses(arguments),
+        access=access(arguments),
         host=arguments.host,
         port=arguments.port,
-        access=_access(arguments),
-        client_token=read_token(client_token_file) if client_token_file else None,
+        client_token=read_token(arguments.client_token_file) if arguments.client_token_file else None,
         max_waiting=arguments.max_waiting,
         hold_s=arguments.hold_s,
         drain_s=arguments.drain_s,
@@ -76,20 +61,18 @@ def run(arguments: argparse.Namespace) -> int:
     return serve(options, lambda url: print(f"listening on {url}", flush=True))
 
 
-def _access(arguments: argparse.Namespace) -> PeerAccess:
-    file = arguments.token_file or os.environ.get(_TOKEN_FILE)
-    if not file:
-        raise ConfigError(f"expected the cluster's token with --token-file FILE ({_TOKEN_FILE}), found none")
-    return PeerAccess.of(file, arguments.tls_ca, arguments.tls_cert, arguments.tls_key)
+def _addresses(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """The node servers to ask: those given, or all that this machine's own knows."""
+    if arguments.address is None:
+        return tuple(str(node["address"]) for node in ask(arguments, "status", {})["nodes"])
+    given = tuple(part.strip() for part in arguments.address.split(",") if part.strip())
+    return tuple(f"{bracketed(host)}:{port}" for host, port in map(head_address, given))
 
 
-def _number(least: int, most: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not text.isdecimal() or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(f"expected a number from {least} to {most}, found {text!r}")
-        return int(text)
-
-    return parse
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"expected a port from 0 to 65535, found {text!r}")
+    return int(text)
 
 
 def _parsed(parse: Callable[[str], Any]) -> Callable[[str], Any]:

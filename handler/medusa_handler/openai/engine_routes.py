@@ -1,0 +1,147 @@
+"""The engine over HTTP, for a function elsewhere (``--engine cluster``): token ids and log-probabilities unchanged.
+
+Requests and deltas are the frames of the engine's own socket (``medusa_runtime.engine.frames``).
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from flask import Blueprint, Response, jsonify
+from medusa_runtime.engine import frames
+from medusa_runtime.engine.base import Delta
+
+from ..faults import ApiError, ClientGoneError, as_api_error, compact, internal_error
+from ..http import sse
+from ..http.body import json_object
+from ..merge import Item
+from ..model.generation import Generation
+from .calls import check_model
+from .parameters import Body, invalid
+
+if TYPE_CHECKING:
+    from ..http.work import Work
+    from ..service import Service
+
+logger = logging.getLogger(__name__)
+
+# What a chat template and the model's name are made of. The tokenizer stays where the engine is.
+FILES = (
+    "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+    "chat_template.json",
+)  # fmt: skip
+_LOOK_S = 0.25
+
+
+def engine_routes(service: Service, work: Work) -> Blueprint:
+    routes = Blueprint("engine", __name__)
+
+    @routes.post("/medusa/describe")
+    def describe() -> Response:
+        return work.run("/medusa/describe", lambda: _describe(service, json_object(), work.gone()))
+
+    @routes.post("/medusa/generate")
+    def generate() -> Response:
+        return work.run("/medusa/generate", lambda: _generate(service, json_object(), work.gone()))
+
+    @routes.post("/medusa/call")
+    def call() -> Response:
+        return work.run("/medusa/call", lambda: _call(service, json_object(), work.gone()))
+
+    return routes
+
+
+def _describe(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
+    """What the engine says of itself, and the checkpoint's small files."""
+    check_model(service, body)
+    assert service.engine is not None
+    began = time.monotonic()
+    service.engine.start()
+    while service.engine.info is None:
+        if gone():
+            raise ClientGoneError
+        service.model.check_hold(began)
+        time.sleep(_LOOK_S / 10)
+    assert service.region is not None
+    files = {name: data for name in FILES if (data := service.region.file(name)) is not None}
+    shown = {name: base64.b64encode(data).decode() for name, data in files.items()}
+    return jsonify({"info": service.engine.info._asdict(), "files": shown})
+
+
+def _generate(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
+    """Run one request of the engine's socket, and stream its deltas."""
+    check_model(service, body)
+    frame = body.get("frame")
+    if not isinstance(frame, dict):
+        raise invalid("frame", "an object", frame)
+    request = frames.request_from_frame(frame)
+    given = request.id
+    generation = Generation(service.model, [replace(request, id=f"remote-{uuid.uuid4().hex}")], gone)
+    try:
+        events = generation.events(service.settings.heartbeat_s)
+        first = next(events)  # an error before the first token still has its own status
+        while first is None:
+            first = next(events)
+    except BaseException:
+        generation.close()
+        raise
+    response = Response(_events(service, given, first, events), content_type=sse.CONTENT_TYPE, headers=sse.HEADERS)
+    response.call_on_close(generation.close)
+    return response
+
+
+def _events(service: Service, name: str, first: Item[Delta], events: Iterator[Item[Delta] | None]) -> Iterator[bytes]:
+    item: Item[Delta] | None = first
+    try:
+        while True:
+            if item is None:
+                yield sse.heartbeat(service)
+            else:
+                yield sse.event(frames.delta_to_frame(item.value._replace(request_id=name)))
+            try:
+                item = next(events)
+            except StopIteration:
+                break
+    except ClientGoneError:
+        return
+    except Exception as error:
+        known = as_api_error(error)
+        if known is None:
+            logger.exception("request %s failed", name)
+            known = internal_error(name)
+        yield sse.event(known.body())
+    yield sse.DONE
+
+
+def _call(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
+    """Call one of the engine's methods."""
+    check_model(service, body)
+    assert service.engine is not None
+    method, arguments = body.get("method"), body.get("arguments")
+    if not isinstance(arguments, dict):
+        raise invalid("arguments", "an object", arguments)
+
+    def look() -> None:
+        if gone():
+            raise ClientGoneError
+
+    value: Any
+    try:
+        if method == "tokenize":
+            value = service.engine.tokenize(**arguments)
+        elif method == "detokenize":
+            value = service.engine.detokenize(**arguments)
+        elif method == "embed":
+            found = service.engine.embed(**arguments, look=look)
+            value = [[vector.tokens, base64.b64encode(vector.data).decode()] for vector in found]
+        else:
+            raise invalid("method", "tokenize, detokenize or embed", method)
+    except TypeError as error:
+        raise ApiError(400, f"arguments: {error}", param="arguments", code="invalid_value") from None
+    return Response(compact({"value": value}), content_type="application/json")

@@ -1,0 +1,185 @@
+"""`medusa serve --engine cluster`: a user's function whose engine is a model of the cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_stand_in import StandIn
+from gateway_fixtures import NAME, GatewayProcess, Instance, until
+from medusa_adapters.bench.served_instance import ServedInstance, serve_command
+
+Start = Callable[..., Any]
+
+PROMPT = "This function returns"
+HANDLER = """
+class Handler:
+    def load(self, context):
+        self.model = context.model
+
+    def predict(self, request):
+        asked = request.object
+        if "messages" in asked:
+            return {"text": self.model.chat(asked["messages"], max_tokens=12, temperature=0)}
+        if "tokenize" in asked:
+            ids = self.model.tokenize(asked["tokenize"])
+            return {"ids": ids, "text": self.model.detokenize(ids), "engine": self.model.info.engine}
+        return {"text": self.model.generate(asked["prompt"], **asked["sampling"])}
+"""
+
+
+class Function(ServedInstance):
+    """A function process without an engine of its own."""
+
+    grace_s = 0.0
+
+    def __init__(self, gateway: str, *arguments: str | Path, model: str = NAME) -> None:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("MEDUSA_")}
+        command = serve_command("--engine", "cluster", "--model", model, "--cluster", gateway, *arguments)
+        log = tempfile.TemporaryFile()  # noqa: SIM115 closed with the process
+        super().__init__(command, environment, inherit=False, log=log, start_timeout_s=60.0, tied=False)
+
+    def post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        answer = self.exchange("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        return answer.status, answer.json
+
+
+@pytest.fixture
+def gateway(cluster: StandIn, start_gateway: Start, served: tuple[Instance, ...]) -> GatewayProcess:
+    cluster.deploy(NAME)
+    cluster.add(NAME, "one", served[0].url)
+    started: GatewayProcess = start_gateway()
+    return started
+
+
+@pytest.fixture
+def start_function(gateway: GatewayProcess) -> Iterator[Start]:
+    started: list[Function] = []
+
+    def start(*arguments: str | Path, url: str = gateway.url, model: str = NAME, ready: bool = True) -> Function:
+        started.append(Function(url, *arguments, model=model))
+        if ready:
+            started[-1].wait_ready()
+        return started[-1]
+
+    yield start
+    for function in started:
+        function.close()
+
+
+def test_a_function_uses_the_model_of_the_cluster(
+    start_function: Start, served: tuple[Instance, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "handler.py").write_text(HANDLER)
+    function = start_function("--handler", tmp_path / "handler.py")
+    sampling = {"max_tokens": 12, "temperature": 1.0, "seed": 5}
+    direct = json.loads(_completion(served[0], prompt=PROMPT, **sampling))["choices"][0]["text"]
+    assert function.post("/", {"prompt": PROMPT, "sampling": sampling}) == (200, {"text": direct})
+    messages = [{"role": "user", "content": PROMPT}]
+    chat = {"model": NAME, "messages": messages, "max_tokens": 12, "temperature": 0}
+    reference = served[0].exchange("POST", "/v1/chat/completions", json.dumps(chat), JSON).json
+    answer = function.post("/", {"messages": messages})
+    assert answer == (200, {"text": reference["choices"][0]["message"]["content"]})
+    status, found = function.post("/", {"tokenize": "a value"})
+    assert (status, found["text"], found["engine"]) == (200, "a value", "torch")
+    assert not {"torch", "prefetcher"} & {name for name in _imported(function)}
+
+
+def test_the_openai_routes_answer_as_an_instance_does(start_function: Start, served: tuple[Instance, ...]) -> None:
+    """Token ids and log-probabilities come unchanged: so do the answers, to the last digit."""
+    function = start_function()
+    bodies = {
+        "/v1/completions": {"prompt": PROMPT, "max_tokens": 20, "n": 2, "seed": 3, "logprobs": 3, "stop": ["."]},
+        "/v1/chat/completions": {
+            "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 9, "seed": 3, "logprobs": True,
+            "top_logprobs": 2,
+        },
+        "/tokenize": {"prompt": PROMPT},
+    }  # fmt: skip
+    for path, body in bodies.items():
+        status, found = function.post(path, {"model": NAME} | body)
+        expected = served[0].exchange("POST", path, json.dumps({"model": NAME} | body), JSON).json
+        assert status == 200, found
+        for answer in (found, expected):
+            answer.pop("id", None)
+            answer.pop("created", None)
+        assert found == expected
+
+
+def test_errors_of_the_engine_reach_the_client_as_they_are(start_function: Start) -> None:
+    function = start_function()
+    status, answer = function.post("/v1/completions", {"prompt": PROMPT * 500, "max_tokens": 4})
+    assert status == 400
+    assert "tokens" in answer["error"]["message"]
+
+
+def test_an_unknown_model_ends_the_start(start_function: Start) -> None:
+    function = start_function(model="unheard-of", ready=False)
+    until(lambda: not function.alive(), function.output)
+    assert function.process.returncode == 1
+    assert "the model 'unheard-of' does not exist in this cluster" in function.output()
+
+
+def test_a_client_that_leaves_ends_the_work_at_the_instance(
+    start_function: Start, served: tuple[Instance, ...], gateway: GatewayProcess
+) -> None:
+    function = start_function()
+    connection = function.connect()
+    body = {"prompt": PROMPT, "max_tokens": 480, "ignore_eos": True, "stream": True, "n": 8}
+    connection.request("POST", "/v1/completions", json.dumps(body), JSON)
+    assert connection.getresponse().readline().startswith(b"data: ")
+    assert gateway.metric("medusa_gateway_running", model=NAME) > 0
+    connection.close()
+    until(lambda: gateway.metric("medusa_gateway_running", model=NAME) == 0)
+    until(lambda: served[0].metric("medusa_requests_running") in (0, None))
+
+
+def test_the_other_gateway_is_used_when_one_ends(
+    start_function: Start, start_gateway: Start, gateway: GatewayProcess
+) -> None:
+    second = start_gateway()
+    function = start_function(url=f"{gateway.url},{second.url}")
+    gateway.kill()
+    status, answer = function.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 4})
+    assert status == 200, answer
+
+
+def test_an_instance_that_is_killed_is_not_noticed_by_the_function(
+    start_function: Start, start_instance: Start, cluster: StandIn, served: tuple[Instance, ...]
+) -> None:
+    victim = start_instance()
+    cluster.add(NAME, "a-victim", victim.url)
+    cluster.drop(NAME, "one")
+    function = start_function()
+    body = {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "seed": 1}
+    answers: list[Any] = []
+    asking = threading.Thread(target=lambda: answers.append(function.post("/v1/completions", body)))
+    cluster.calls.clear()
+    asking.start()
+    until(lambda: ("a-victim", "medusa/generate") in cluster.calls)
+    cluster.add(NAME, "one", served[0].url)
+    victim.signal(signal.SIGKILL)
+    asking.join(60)
+    status, answer = answers[0]
+    assert status == 200, answer
+    assert answer["choices"][0]["text"] == json.loads(_completion(served[0], **body))["choices"][0]["text"]
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+def _completion(instance: Instance, **body: Any) -> str:
+    return instance.exchange("POST", "/v1/completions", json.dumps(body), JSON).text
+
+
+def _imported(function: Function) -> set[str]:
+    """The libraries of torch that any of its processes has mapped."""
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in function.tree()]
+    return {"torch" for text in maps if "libtorch" in text}
