@@ -43,6 +43,7 @@ class Options:
     pool: bool = True  # keep a copy of each deployed model in the cluster
     from_peers: bool = True  # read weights from other nodes; else from the store alone
     forwarding: bool = True  # chains; else each target reads from a complete copy
+    contention_aware: bool = True  # start where nothing else is fetched, and make no fetch late
     live: bool = False  # a new instance relieves a loaded one while its layers arrive
     largest_group: int = 1  # workers that start a model together
     follows_memory: bool = False  # a worker with a part of the memory has a part of the computing power
@@ -99,7 +100,9 @@ class _Tick:
         self._state, self._now_s, self._memory, self._options = state, now_s, memory, options
         self._index = memory.index
         self._by_url = by_url(state.deployments.values())
-        self._placement = Placement(state.nodes, memory.index, now_s, memory.deadlines_s)
+        self._placement = Placement(
+            state.nodes, memory.index, now_s, memory.deadlines_s, contention_aware=options.contention_aware
+        )
         self._fetches = Fetches(
             state.nodes, memory.index, self._by_url, from_peers=options.from_peers, forwarding=options.forwarding
         )

@@ -96,8 +96,9 @@ class Fetches:
         self.chains[url] = chains
         routed = []
         for name, before in (route for chain in chains for route in chain.routes()):
-            if before and before[-1] in arriving:
-                before += _upstream(self.index.holders[url][before[-1]], before)
+            if before and before[-1] in arriving:  # the tail of an older chain, from where that one reads
+                copy = self.index.holders[url][before[-1]]
+                before += tuple(name for name in copy.sources if name not in before and self._serves(name, copy))
             routed.append(replace(wanted[name], sources=before))
             if before:
                 feeding[before[0]] = feeding.get(before[0], 0) + 1
@@ -155,8 +156,3 @@ def current_targets(index: Index, deployment: Deployment) -> set[str]:
         for name, copy in index.holders.get(deployment.url, {}).items()
         if copy.layers is None and is_current(copy, deployment)
     }
-
-
-def _upstream(copy: Copy, before: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the nodes from which the head of a chain, which is the tail of an older one, still receives."""
-    return tuple(name for name in copy.sources if name not in before)

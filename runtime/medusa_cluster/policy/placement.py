@@ -20,13 +20,15 @@ _LOOKED_AT = 16
 class Placement:
     """The free slots of one tick, and the fetches that share the nodes' links, with those decided in this tick.
 
-    ``deadlines_s``: of the fetches that go on, by node and URL.
+    ``deadlines_s``: of the fetches that go on, by node and URL. Without ``contention_aware`` nodes are taken in the
+    order of their names, whatever they fetch, as schedulers do that know nothing of links.
     """
 
     nodes: Mapping[str, Node]
     index: Index
     now_s: float
     deadlines_s: Mapping[tuple[str, str], float]
+    contention_aware: bool = True
     _taken: dict[str, int] = field(default_factory=dict)
     _added: defaultdict[str, list[Fetching]] = field(default_factory=lambda: defaultdict(list))
     _ordered: list[str] | None = None
@@ -42,6 +44,8 @@ class Placement:
 
     def bytes_per_s(self, name: str) -> float:
         """Return what one fetch more gets on a node; 0 where it would make another one late."""
+        if not self.contention_aware:
+            return self.nodes[name].link_bytes_per_s
         return newcomer_bytes_per_s(self.nodes[name].link_bytes_per_s, self._fetching(self.nodes[name]), self.now_s)
 
     def holders(self, deployment: Deployment, planned: str | None = None) -> list[Server]:
@@ -51,11 +55,11 @@ class Placement:
         """
         found = []
         for name, copy in self.index.holders.get(deployment.url, {}).items():
-            if copy.layers is not None or not is_current(copy, deployment) or self.free_slots(name) <= 0:
+            if copy.layers is not None or not is_current(copy, deployment) or not self._can_run(name, deployment):
                 continue
             missing = max(copy.total_bytes - copy.fetched_bytes, 0)
             found.append((missing, -self.free_slots(name), name))
-        if planned is not None and self.free_slots(planned) > 0:
+        if planned is not None and self._can_run(planned, deployment):
             found.append((deployment.size_bytes, 0, planned))
         servers = []
         for missing, _, name in sorted(found):
@@ -68,7 +72,7 @@ class Placement:
         """Yield nodes with a free slot and room for the weights, the fastest links first."""
         for name in self._candidates():
             node = self.nodes[name]
-            if self.free_slots(name) <= 0 or deployment.url in _urls(node):
+            if not self._can_run(name, deployment) or deployment.url in _urls(node):
                 continue
             rate = self.bytes_per_s(name)
             space = room(node) if node.memory_bytes else math.inf
@@ -98,12 +102,19 @@ class Placement:
         for name in self._candidates():
             node = self.nodes[name]
             space = room(node) if node.memory_bytes else math.inf
-            if self.free_slots(name) > 0 and space >= deployment.size_bytes and deployment.url not in _urls(node):
+            if space >= deployment.size_bytes and self._can_run(name, deployment) and deployment.url not in _urls(node):
                 return name
         return None
 
+    def _can_run(self, name: str, deployment: Deployment) -> bool:
+        if self.free_slots(name) <= 0:
+            return False
+        return not deployment.device_kind or deployment.device_kind == self.nodes[name].device_kind
+
     def _candidates(self) -> Iterator[str]:
         """Yield nodes in falling order of bandwidth. Those whose slots are all taken are left out from then on."""
+        if self._ordered is None and not self.contention_aware:
+            self._ordered = sorted(self.index.free, reverse=True)
         if self._ordered is None:
             nodes, fetching = self.nodes, {name for name, _ in self.index.arriving}
             rates = {

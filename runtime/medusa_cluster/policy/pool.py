@@ -60,7 +60,11 @@ def restore(index: Index, nodes: Mapping[str, Node], deployments: Iterable[Deplo
     changes += _outdated(index, nodes, by_url)
     fetches = spread(index, nodes, missing)
     if not fetches and not changes:
-        fetches = _rebalance(index, nodes, by_url)
+        for url, name in _rebalance(index, nodes, by_url).items():
+            if name in index.holders[url]:
+                changes.append(Pin(name, url))
+            else:
+                fetches[url] = name
     return Restoration(fetches, tuple(changes))
 
 

@@ -71,7 +71,7 @@ class Node:
     memory_bytes: int = 0  # for copies in host memory
     memory_used_bytes: int = 0
     devices: int = 0  # accelerators; a node without one runs one instance on its processor
-    device_bytes: int = 0  # memory of each; 0: not limited
+    device_kind: str = ""  # as in Deployment.device_kind
     serves_out: bool = False
     serves_in: bool = False
     copies: tuple[Copy, ...] = ()
@@ -112,6 +112,7 @@ class Deployment:
     tokens_per_s: float = 0.0  # what one instance was seen to do at most; 0: not known yet
     concurrency: int = 8  # requests that one instance runs at the same time
     weight: float = 1.0  # of its share when the cluster is full
+    device_kind: str = ""  # instances start on nodes of this kind; "": on any
     disaggregated: bool = False  # prefill and decode on instances of their own
 
 

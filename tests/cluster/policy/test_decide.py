@@ -337,3 +337,17 @@ def test_a_cluster_without_nodes_or_models_decides_nothing(count: int) -> None:
     assert of(Fetch, decisions) == of(StartInstance, decisions) == []
     cluster.loads["unknown"] = Load(waiting=3)
     cluster.tick()
+
+
+def test_instances_start_on_the_devices_that_their_model_needs() -> None:
+    made = [*nodes(2, device_kind="a10"), Node("v", link_bytes_per_s=1.0, memory_bytes=1000 * MB, device_kind="v100")]
+    cluster = ClusterModel(made, [model(device_kind="v100")], Options(pool=False))
+    cluster.load("m", waiting=1)
+    assert [start.node for start in of(StartInstance, cluster.tick())] == ["v"]
+
+
+def test_without_care_for_links_nodes_are_taken_by_name() -> None:
+    made = [replace(node, devices=2, link_bytes_per_s=rate) for node, rate in zip(nodes(2), (1.0, 50e6), strict=True)]
+    cluster = ClusterModel(made, [model()], Options(pool=False, contention_aware=False))
+    cluster.load("m", waiting=32)
+    assert [start.node for start in of(StartInstance, cluster.tick())] == ["n0", "n0", "n1", "n1"]

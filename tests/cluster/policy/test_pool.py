@@ -155,3 +155,9 @@ def test_the_pool_settles_and_survives_the_death_of_a_node(sizes: list[int], mem
             assert not any(item.free_bytes < 0 for item in nodes.values())
             if turn == 59:
                 assert found == Restoration({}, ()) or len(held) < len(deployed)
+
+
+def test_a_new_node_that_has_a_cache_of_it_only_pins_it() -> None:
+    full = node("a", whole("x", 300), whole("y", 300))
+    cached = node("b", replace(whole("y", 300, pinned=False), fetched_bytes=10))
+    assert restored([full, cached], model("x", 300), model("y", 300)) == Restoration({}, (Pin("b", "y"),))
