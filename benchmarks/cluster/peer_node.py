@@ -1,8 +1,7 @@
-"""A node without Ray: its regions for peers, and a control socket that knows where to read models.
+"""A node without Ray: its regions for peers, and a control socket that has it fetch models.
 
 ``python -m benchmarks.cluster.peer_node AGENT_SOCKET CONTROL_SOCKET HOST:PORT TOKEN_FILE [CA CERT KEY]`` prints its
-port. It stands in for the node server where only the way of the weights is looked at. Its control socket answers
-``sources``, ``pace`` and ``plan``, with which it is told what to answer to ``sources``.
+port. It stands in for the node server where only the way of the weights is looked at.
 """
 
 from __future__ import annotations
@@ -10,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from aiohttp import web
@@ -18,37 +19,93 @@ from medusa_cluster.transport.agent_regions import AgentRegions
 from medusa_cluster.transport.auth import require_token
 from medusa_cluster.transport.pacing import Pacer
 from medusa_cluster.transport.regions import RegionRoutes
+from medusa_runtime.errors import MedusaError
+from medusa_runtime.node.client import NodeClient
+from medusa_runtime.region.checksummed import ChecksummedRegion
+from medusa_runtime.region.layout import State
 from medusa_runtime.storage.peer_access import PeerAccess
+
+_LOOK_S = 0.02
+_DROPPED_WITHIN_S = 10.0
+
+
+class PeerNode:
+    """Answers the control socket: ``sources``, ``plan`` (what to answer to it), ``fetch``, ``drop``, ``pace``."""
+
+    def __init__(self, agent: str) -> None:
+        self._agent = agent
+        self._pacer = Pacer()
+        self.regions = RegionRoutes(AgentRegions(agent), self._pacer)
+        self._sources: list[str] = []
+        self._held: dict[str, tuple[NodeClient, ChecksummedRegion]] = {}
+
+    async def answer(
+        self, op: str, url: str = "", sources: Sequence[str] = (), bytes_per_s: float | None = None
+    ) -> Any:
+        if op == "sources":
+            return self._sources
+        if op == "plan":
+            self._sources = list(sources)
+        elif op == "pace":
+            self._pacer.set(bytes_per_s)
+        elif op == "fetch":
+            return await asyncio.to_thread(self._fetch, url)
+        elif op == "drop":
+            await asyncio.to_thread(self._drop, url)
+        return self.regions.sent_bytes
+
+    def _fetch(self, url: str) -> dict[str, Any]:
+        """Fetch a model, and return when and how fast, as soon as it is complete."""
+        client = NodeClient(self._agent)
+        region = ChecksummedRegion(client.region(url))
+        self._held[url] = client, region
+        while region.state == State.INDEXED:
+            time.sleep(_LOOK_S)
+        started_ns, ended_ns = region.times_ns
+        return {
+            "state": region.state.name,
+            "ended_s": ended_ns / 1e9,
+            "bytes_per_s": region.total_bytes / ((ended_ns - started_ns) / 1e9),
+            "total_bytes": region.total_bytes,
+        }
+
+    def _drop(self, url: str) -> None:
+        """Give a model up, as soon as no peer reads it."""
+        client, region = self._held.pop(url)
+        region.close()
+        client.close()
+        deadline = time.monotonic() + _DROPPED_WITHIN_S
+        while time.monotonic() < deadline:
+            with suppress(MedusaError):
+                client = NodeClient(self._agent)
+                try:
+                    client.drop(url)
+                    return
+                finally:
+                    client.close()
+            time.sleep(_LOOK_S)
 
 
 async def serve(agent: str, control: str, listen: str, access: PeerAccess) -> None:
     """Serve until the process is ended."""
-    pacer, plan = Pacer(), {"sources": list[str]()}
-    regions = RegionRoutes(AgentRegions(agent), pacer)
+    node = PeerNode(agent)
     application = web.Application(middlewares=[require_token(access.token)])
-    application.add_routes(regions.routes())
+    application.add_routes(node.regions.routes())
     runner = web.AppRunner(application, access_log=None)
     await runner.setup()
     host, _, port = listen.rpartition(":")
-    site = web.TCPSite(runner, host, int(port), ssl_context=access.server_context())
-    await site.start()
-
-    def answer(request: dict[str, Any]) -> Any:
-        if request["op"] == "sources":
-            return plan["sources"]
-        if request["op"] == "plan":
-            plan["sources"] = request["sources"]
-        if request["op"] == "pace":
-            pacer.set(request["bytes_per_s"])
-        return regions.sent_bytes
+    await web.TCPSite(runner, host, int(port), ssl_context=access.server_context()).start()
 
     async def control_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while line := await reader.readline():
-            writer.write(json.dumps({"ok": answer(json.loads(line))}).encode() + b"\n")
+            try:
+                answer = {"ok": await node.answer(**json.loads(line))}
+            except MedusaError as error:
+                answer = {"error": {"code": error.code, "message": str(error)}}
+            writer.write(json.dumps(answer).encode() + b"\n")
         writer.close()
 
     await asyncio.start_unix_server(control_connection, control)
-    assert runner.addresses
     print(runner.addresses[0][1], flush=True)
     await asyncio.Event().wait()
 

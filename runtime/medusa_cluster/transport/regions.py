@@ -1,6 +1,6 @@
 """The regions of a node, as its peers read them over HTTP. A peer's side is ``medusa_runtime/storage/peer.py``.
 
-    GET /regions/<model URL, percent-encoded>/index               the weight index and the checkpoint's files
+    GET /regions/<model URL, percent-encoded>/index?most=n        the weight index and small files, if not more
     GET /regions/<model URL>/shards/<name>?start=a&stop=b         the bytes [a, b) of a shard, in frames
     GET /regions/<model URL>/progress                             how much is there, at once
 
@@ -135,6 +135,8 @@ class RegionRoutes:
     async def _index(self, request: web.Request, region: ChecksummedRegion) -> web.StreamResponse:
         headers = {CHECKSUM_HEADER: f"{region.index_checksum:016x}", CHUNK_BYTES_HEADER: str(region.chunk_bytes)}
         body = pack_index(region.index.to_json(), region.files())
+        if "most" in request.query and len(body) > _number(request.query["most"]):
+            return web.Response(status=204)
         return web.Response(body=body, headers=headers, content_type="application/octet-stream")
 
     async def _progress(self, request: web.Request, region: ChecksummedRegion) -> web.StreamResponse:
@@ -257,7 +259,7 @@ def _range(request: web.Request, region: ChecksummedRegion) -> tuple[int, int]:
 
 def _number(text: str | None) -> int:
     if text is None or not text.isascii() or not text.isdecimal() or len(text) > 18:
-        raise _Refused(400, "expected start and stop as whole numbers")
+        raise _Refused(400, "expected whole numbers")
     return int(text)
 
 

@@ -27,6 +27,7 @@ from .connections import Connections
 from .engines.pool import EnginePool
 from .event_loop import EventLoop
 from .policy import Policy
+from .regions.fetching import preload
 from .regions.keeper import RegionKeeper
 from .regions.model_key import absolute, model_key
 from .services import Services
@@ -54,6 +55,7 @@ class Agent:
         if settings.gpu_context and (missing := obstacle(os.environ)):
             raise ConfigError(f"--gpu-context yes cannot be had: {missing}; or leave it out")
         cluster = _cluster(settings)
+        preload(in_cluster=cluster is not None)
         settings = replace(settings, memory_budget_bytes=settings.budget_bytes())
         pins = [model_key(absolute(url)) for url in settings.pin]
         policy = Policy(settings.allow, settings.quota, [listening.prefixes for listening in settings.socket])

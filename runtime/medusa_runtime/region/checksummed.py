@@ -64,6 +64,11 @@ class ChecksummedRegion:
         return int(self._words[Word.TOTAL_BYTES])
 
     @property
+    def times_ns(self) -> tuple[int, int]:
+        """When the fetch began and ended, as ``time.monotonic_ns``; 0 while it has not."""
+        return self._words[Word.STARTED_NS], self._words[Word.ENDED_NS]
+
+    @property
     def is_filled(self) -> bool:
         """Whether it is complete, or a prefetcher is at work on it. Costs a system call."""
         state = self.state

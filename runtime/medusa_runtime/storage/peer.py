@@ -93,9 +93,14 @@ class PeerStore:
         self._lock = threading.Lock()
         self._closed = False
 
-    def offer(self) -> Offer:
-        """Return the index and the files. ObjectNotFoundError when the peer has no region that is laid out."""
-        with self._request("/index") as (connection, response):
+    def offer(self, most_bytes: int | None = None) -> Offer | None:
+        """Return the index and the files; None when they are larger than ``most_bytes``.
+
+        ObjectNotFoundError when the peer has no region that is laid out.
+        """
+        with self._request("/index" if most_bytes is None else f"/index?most={most_bytes}") as (connection, response):
+            if response.status == 204:
+                return None
             length = response.length
             if length is None or length > _LONGEST_INDEX_BYTES:
                 raise StorageError(f"{self.name}: expected an index with its length, found {length} bytes")
@@ -240,7 +245,7 @@ class PeerStore:
                 self._idle.append(connection)
 
     def _check(self, connection: Connection, response: Response) -> None:
-        if response.status != 200:
+        if response.status not in (200, 204):
             raise self._refusal(response.status, connection.body(_ERROR_BODY_BYTES))
 
     def _refusal(self, status: int, body: bytes) -> StorageError:

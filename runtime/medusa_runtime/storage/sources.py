@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +38,7 @@ _GRACE_S = 2.0
 _AGAIN_S = 0.05
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0  # before a peer that failed is tried again
 _MOST_FAILURES = 3  # in a row, after which a peer is not counted on
-_STAGGER_S = 0.1  # between asking one peer for the index, and the next as well
+_LITTLE_BYTES = 1 << 20  # of index and files, from a peer that is not the first
 _CURRENT_WITHIN_S = 1.0  # for the object store to confirm versions
 _ASK_EVERY_S = 2.0  # for other peers, when those known have failed
 _PATIENCE_S = 30.0  # while neither peers nor the object store send anything
@@ -130,20 +130,23 @@ class SourcesStore:
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _ask_all(self, left: list[_Source], pool: ThreadPoolExecutor) -> Generator[Offer]:
-        """Ask the first of these peers, a little later the second one as well, and so on; yield what they have."""
-        asked: dict[Future[Offer], _Source] = {}
-        while left or asked:
-            if left:
-                source = left.pop(0)
-                asked[pool.submit(source.store.offer)] = source
-            for future in wait(asked, _STAGGER_S if left else None, "FIRST_COMPLETED").done:
-                source = asked.pop(future)
-                try:
-                    offer = future.result()
-                except StorageError as error:
-                    self._failed(source, error)
-                else:
+    def _ask_all(self, fit: list[_Source], pool: ThreadPoolExecutor) -> Iterator[Offer]:
+        """Ask all of these peers at once, and yield what they have.
+
+        In a chain the first one may only be about to get it. The others are asked for little: each of them may be asked
+        by all nodes behind it.
+        """
+        asked = {
+            pool.submit(source.store.offer, _LITTLE_BYTES if place else None): source
+            for place, source in enumerate(fit)
+        }
+        for future in as_completed(asked):
+            try:
+                offer = future.result()
+            except StorageError as error:
+                self._failed(asked[future], error)
+            else:
+                if offer is not None:
                     yield offer
 
     def is_current(self, versions: Mapping[str, str | None]) -> bool:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 
-from peer_nodes import Model, Node
+import pytest
+from peer_nodes import Model, Node, percent, until
+
+PACE = 6_000_000  # bytes a second: two seconds for the model
 
 
 def test_a_chain_brings_every_node_the_bytes_and_the_origin_sends_them_once(
@@ -20,3 +25,92 @@ def test_a_chain_brings_every_node_the_bytes_and_the_origin_sends_them_once(
     assert regions[2].file("tokenizer.json") == b"{}" * 1000
     assert model.copies() < 1.05
     assert third.held()["sources"]["received_bytes"] == {second.url: len(model.data), first.url: 0, "store": 0}
+
+
+@pytest.mark.parametrize("at", [10, 50, 90])
+def test_a_relay_that_is_killed_costs_only_its_hop(nodes: Callable[..., list[Node]], model: Model, at: int) -> None:
+    first, second, third = nodes(3)
+    model.check(first.fetch(model.url))
+    first.ask("pace", bytes_per_s=PACE)
+    second.read_from(first)
+    third.read_from(second, first)
+    second.fetch(model.url)
+    region = third.fetch(model.url)
+    until(lambda: percent(region) >= at)
+    second.signal(signal.SIGKILL)
+    model.check(region)
+    assert model.copies() < 1.05
+    received = third.held()["sources"]["received_bytes"]
+    assert received[second.url] > 0
+    assert received[first.url] > 0
+    assert received["store"] == 0
+
+
+@pytest.mark.parametrize("who", ["relay", "its server", "its prefetcher"])
+def test_a_relay_that_is_stopped_costs_only_its_hop(nodes: Callable[..., list[Node]], model: Model, who: str) -> None:
+    first, second, third = nodes(3)
+    model.check(first.fetch(model.url))
+    first.ask("pace", bytes_per_s=PACE)
+    second.read_from(first)
+    third.read_from(second, first)
+    second.fetch(model.url)
+    region = third.fetch(model.url)
+    until(lambda: percent(region) >= 30)
+    stopped = {"relay": second.processes(), "its server": [second.server.pid], "its prefetcher": [second.prefetcher()]}
+    for pid in stopped[who]:
+        os.kill(pid, signal.SIGSTOP)
+    model.check(region)
+    assert model.copies() < 1.05
+
+
+def test_one_that_joins_late_gets_what_is_there_at_once(nodes: Callable[..., list[Node]], model: Model) -> None:
+    first, second, third = nodes(3)
+    model.check(first.fetch(model.url))
+    first.ask("pace", bytes_per_s=PACE)
+    second.read_from(first)
+    relay = second.fetch(model.url)
+    until(lambda: percent(relay) >= 50)
+    third.read_from(second, first)
+    region = third.fetch(model.url)
+    model.check(region)
+    model.check(relay)
+    assert third.held()["sources"]["received_bytes"][first.url] == 0
+    assert first.ask("sources") == []
+
+
+def test_one_that_leaves_costs_the_others_nothing(nodes: Callable[..., list[Node]], model: Model) -> None:
+    first, second, third = nodes(3)
+    model.check(first.fetch(model.url))
+    first.ask("pace", bytes_per_s=PACE)
+    for node, sources in ((second, [first]), (third, [second, first])):
+        node.read_from(*sources)
+    relay, last = second.fetch(model.url), third.fetch(model.url)
+    until(lambda: percent(last) >= 20)
+    third.signal(signal.SIGKILL)
+    model.check(relay)
+    assert second.held()["sources"] == {"received_bytes": {first.url: len(model.data), "store": 0}, "excluded": {}}
+
+
+def test_a_peer_serves_while_the_origin_is_down(nodes: Callable[..., list[Node]], model: Model) -> None:
+    first, second = nodes(2)
+    model.check(first.fetch(model.url))
+    model.origin.__exit__(None, None, None)
+    second.read_from(first)
+    model.check(second.fetch(model.url))
+
+
+def test_an_agent_without_its_node_server_fetches_from_the_origin(
+    nodes: Callable[..., list[Node]], model: Model
+) -> None:
+    (node,) = nodes(1)
+    node.server.kill()
+    node.server.wait()
+    model.check(node.fetch(model.url))
+    assert "does not say which nodes have it" in node.output()
+
+
+def test_a_node_server_that_hangs_costs_half_a_second(nodes: Callable[..., list[Node]], model: Model) -> None:
+    (node,) = nodes(1)
+    os.kill(node.server.pid, signal.SIGSTOP)
+    model.check(node.fetch(model.url))
+    assert "does not say which nodes have it" in node.output()

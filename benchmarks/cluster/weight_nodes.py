@@ -1,0 +1,82 @@
+"""Nodes of a laboratory that only fetch and pass on weights: an agent each, and the server of its regions."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from medusa_cluster.lab.laboratory import SWITCH, Laboratory
+from medusa_runtime.errors import LabError, from_code
+
+_PORT = 8114
+_READY_WITHIN_S = 60.0
+_ANSWER_WITHIN_S = 300.0
+
+
+class WeightNode:
+    """One node. ``url``: its server's, for the others."""
+
+    def __init__(self, lab: Laboratory, name: str, token_file: str, flags: Sequence[str] = ()) -> None:
+        folder = lab.node_folder(name)
+        self.name = name
+        self.url = f"http://{lab.address(name)}:{_PORT}"
+        self._lab = lab
+        self._control, agent = str(folder / "control.sock"), str(folder / "node.sock")
+        self._log = folder / "log"
+        cluster = ["--cluster", self._control, "--cluster-token", token_file]
+        self._start(["-m", "medusa_adapters", "node", "--socket", agent, *cluster, *flags])
+        listen = f"{lab.address(name)}:{_PORT}"
+        self._start(["-m", "benchmarks.cluster.peer_node", agent, self._control, listen, token_file])
+
+    def _start(self, command: Sequence[str]) -> None:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("MEDUSA_")}
+        with open(self._log, "ab") as log:
+            self._lab.popen(
+                self.name, [sys.executable, *command], stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment
+            )
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + _READY_WITHIN_S
+        while True:
+            try:
+                if "node agent on" in self._log.read_text():
+                    self.ask("sources")
+                    return
+            except OSError:
+                pass
+            if time.monotonic() > deadline:
+                raise LabError(f"{self.name} did not start: {self._log.read_text()[-500:]}")
+            time.sleep(0.1)
+
+    def ask(self, op: str, **arguments: Any) -> Any:
+        """Ask the node's control socket, and return its answer. Raises the error that it answers."""
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(_ANSWER_WITHIN_S)
+            connection.connect(self._control)
+            connection.sendall(json.dumps({"op": op, **arguments}).encode() + b"\n")
+            with connection.makefile() as answers:
+                answer = json.loads(answers.readline())
+        if "error" in answer:
+            raise from_code(answer["error"]["code"], f"{self.name}: {answer['error']['message']}")
+        return answer["ok"]
+
+
+@contextmanager
+def weight_nodes(lab: Laboratory, flags: Sequence[str] = ()) -> Iterator[list[WeightNode]]:
+    """Start the processes of all nodes, which end with the laboratory. ``flags``: further flags of `medusa node`."""
+    token_file = lab.node_folder(SWITCH) / "weights-token"
+    token_file.touch(0o600)
+    token_file.write_text(secrets.token_hex(32))
+    with ExitStack():
+        nodes = [WeightNode(lab, name, str(token_file), flags) for name in lab.nodes]
+        for node in nodes:
+            node.wait_ready()
+        yield nodes
