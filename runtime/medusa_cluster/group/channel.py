@@ -1,0 +1,289 @@
+"""A connection between two workers for one class of messages, over TCP.
+
+Activations, keys and values, and weights never share a connection, so that none waits behind another. A reader thread
+of the owner always drains a channel: two workers that wait to send to each other would wait for ever otherwise.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from medusa_runtime.errors import EngineError, MedusaError, from_code
+
+from .link import Link
+from .message import HEADER_BYTES, LARGEST_BYTES, LARGEST_GREETING_BYTES, Kind, Message, packed, parse_header
+
+logger = logging.getLogger(__name__)
+
+_USER_TIMEOUT_MS = 2000  # unacknowledged bytes for so long mean that the other node is gone
+_GREETING_S = 5.0
+_PIECE_BYTES = 64 << 10
+_PRIORITY, _TOS = 6, 0xB8  # the highest without privileges; expedited forwarding (RFC 3246)
+_SO_MAX_PACING_RATE = 47
+_UNLIMITED = (1 << 32) - 1
+
+
+class Channel(Protocol):
+    """Messages in order to one peer and from it."""
+
+    heard: float  # when something last came (time.monotonic)
+
+    def send(self, message: Message) -> None:
+        """Queue a message; does not wait for the network. EngineError when the channel is broken."""
+
+    def receive(self) -> Message | None:
+        """Wait for the next message; None when the peer has closed, or the channel is broken."""
+
+    def pace(self, bytes_per_s: float | None) -> None:
+        """Send at most so fast from now on."""
+
+    def close(self) -> None:
+        """Send nothing more. May be called twice, and by any thread."""
+
+
+class TcpChannel:
+    """See ``Channel``. What the socket does not take at once is sent by a thread, which starts when it is needed.
+
+    ``urgent``: its packets go before others on this node (SO_PRIORITY) and, marked, on the way (IP_TOS). ``link``: the
+    emulated wire that the messages take.
+    """
+
+    def __init__(self, connection: socket.socket, *, urgent: bool, link: Link | None = None) -> None:
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
+        if urgent:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, _PRIORITY)
+            if connection.family == socket.AF_INET:
+                connection.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, _TOS)
+            elif connection.family == socket.AF_INET6:
+                connection.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, _TOS)
+        self._socket = connection
+        self._link = link
+        self._waiting: deque[memoryview] = deque()
+        self._changed = threading.Condition()
+        self._writer: threading.Thread | None = None
+        self._broken = self._closed = False
+        self.heard = time.monotonic()
+        self.sent_bytes = 0
+
+    def send(self, message: Message) -> None:
+        pieces = [memoryview(message.header()), memoryview(message.body).cast("B")]
+        with self._changed:
+            if self._broken or self._closed:
+                raise EngineError("the connection to another worker of the group is broken")
+            self.sent_bytes += sum(map(len, pieces))
+            if not self._waiting and self._link is None:
+                pieces = self._send_now(pieces)
+            self._waiting.extend(piece for piece in pieces if len(piece))
+            if self._waiting:
+                if self._writer is None:
+                    self._writer = threading.Thread(target=self._write, name="group-write", daemon=True)
+                    self._writer.start()
+                self._changed.notify()
+
+    def _send_now(self, pieces: list[memoryview]) -> list[memoryview]:
+        """Send what the socket takes without waiting; what is left."""
+        try:
+            sent = self._socket.sendmsg(pieces, (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return pieces
+        except OSError as error:
+            self._broken = True
+            raise EngineError(f"the connection to another worker of the group broke: {error}") from None
+        while pieces and sent >= len(pieces[0]):
+            sent -= len(pieces.pop(0))
+        if sent:
+            pieces[0] = pieces[0][sent:]
+        return pieces
+
+    def _write(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._closed:
+                    self._changed.wait()
+                if not self._waiting:
+                    return
+                piece = self._waiting[0]
+            part = piece[:_PIECE_BYTES]
+            try:
+                if self._link is not None:
+                    if len(piece) == HEADER_BYTES and self._link.delay_s:
+                        time.sleep(self._link.delay_s)
+                    self._link.take(len(part))
+                self._socket.sendall(part)
+            except OSError:
+                with self._changed:
+                    self._broken = True
+                    self._waiting.clear()
+                return
+            with self._changed:
+                if self._waiting:
+                    self._waiting[0] = piece[len(part) :]
+                    if not len(self._waiting[0]):
+                        self._waiting.popleft()
+
+    def receive(self) -> Message | None:
+        return self._receive(LARGEST_BYTES)
+
+    def greet(self, message: Message) -> None:
+        """Send the first message, and wait until it has left."""
+        self._socket.sendall(message.header() + bytes(message.body))
+
+    def greeted(self) -> Message | None:
+        """Receive the first message, of a peer that has not shown yet that it may talk here."""
+        self._socket.settimeout(_GREETING_S)
+        message = self._receive(LARGEST_GREETING_BYTES)
+        self._socket.settimeout(None)
+        return message
+
+    def _receive(self, most_bytes: int) -> Message | None:
+        head = self._take(HEADER_BYTES)
+        if head is None:
+            return None
+        message, size_bytes = parse_header(head, most_bytes)
+        if not size_bytes:
+            return message
+        body = self._take(size_bytes)
+        return None if body is None else message._replace(body=body)
+
+    def _take(self, count: int) -> bytearray | None:
+        taken = bytearray(count)
+        view = memoryview(taken)
+        while view:
+            try:
+                received = self._socket.recv_into(view)
+            except OSError:
+                return None
+            if not received:
+                return None
+            self.heard = time.monotonic()
+            view = view[received:]
+        return taken
+
+    def pace(self, bytes_per_s: float | None) -> None:
+        rate = _UNLIMITED if bytes_per_s is None else max(int(bytes_per_s), 1)
+        self._socket.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, min(rate, _UNLIMITED))
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until everything has been given to the network, or for ``timeout_s``."""
+        deadline = time.monotonic() + timeout_s
+        while self._waiting and not self._broken and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._waiting.clear()
+            self._changed.notify_all()
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self._socket.close()
+
+
+class Greeting(NamedTuple):
+    """The first message of a connection, with the channel behind it."""
+
+    rank: int
+    purpose: str  # steps, hidden, blocks
+    values: dict[str, Any]
+    channel: TcpChannel
+
+
+class Listener:
+    """Takes the connections of a group's workers: those that know its token. Others are closed."""
+
+    def __init__(
+        self, host: str, port: int, *, group: int, token: str, accept: Callable[[Greeting], None], link: Link | None
+    ) -> None:
+        self._group = group
+        self._token = token
+        self._accept = accept
+        self._link = link
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._socket = socket.create_server((host, port), family=family)
+        except OSError as error:
+            raise EngineError(f"a group's worker cannot listen on {host}:{port}: {error.strerror}") from None
+        self.port: int = self._socket.getsockname()[1]
+        threading.Thread(target=self._serve, name="group-accept", daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._greet, args=(connection,), name="group-greet", daemon=True).start()
+
+    def _greet(self, connection: socket.socket) -> None:
+        try:
+            channel = TcpChannel(connection, urgent=True, link=self._link)
+            message = channel.greeted()
+            if message is None or message.kind is not Kind.GREETING:
+                channel.close()
+                return
+            values = message.values()
+            given = str(values.pop("token", ""))
+            if not hmac.compare_digest(given.encode(), self._token.encode()) or message.group != self._group:
+                logger.warning("a connection that does not belong to this group was refused")
+                channel.close()
+                return
+            self._accept(Greeting(message.stage, str(values.get("purpose")), values, channel))
+        except (MedusaError, OSError, UnicodeError) as error:
+            logger.warning("a connection to this worker of a group was refused: %s", error)
+            connection.close()
+
+    def close(self) -> None:
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self._socket.close()
+
+
+def connect(
+    address: str,
+    *,
+    group: int,
+    token: str,
+    rank: int,
+    purpose: str,
+    deadline: float,
+    stopped: Callable[[], bool] = lambda: False,
+    link: Link | None = None,
+    **values: Any,
+) -> TcpChannel:
+    """Connect to a worker's listener, which may not be there yet. EngineError after ``deadline`` (time.monotonic)."""
+    host, _, port = address.rpartition(":")
+    while True:
+        try:
+            connection = socket.create_connection((host.strip("[]"), int(port)), timeout=1.0)
+            break
+        except OSError as error:
+            if time.monotonic() > deadline or stopped():
+                raise EngineError(
+                    f"a worker of the group could not be reached at {address} in time: {error.strerror or error}"
+                ) from None
+            time.sleep(0.05)
+    channel = TcpChannel(connection, urgent=purpose != "blocks", link=link)
+    channel.greet(packed(Kind.GREETING, group, {"token": token, "purpose": purpose, **values}, stage=rank))
+    return channel
+
+
+def error_of(message: Message) -> MedusaError:
+    """The error that a peer has sent."""
+    values = message.values()
+    return from_code(str(values.get("code")), str(values.get("message")))
+
+
+__all__ = ["Channel", "Greeting", "Listener", "TcpChannel", "connect", "error_of"]

@@ -1,0 +1,28 @@
+"""A network link of a given speed, emulated: where many nodes share one machine, their channels share its tokens."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+
+class Link:
+    """A token bucket: ``take`` returns when so many bytes may be on the wire. ``delay_s`` is added to each message."""
+
+    def __init__(self, bytes_per_s: float, *, burst_bytes: int = 64 << 10, delay_s: float = 0.0) -> None:
+        self.bytes_per_s = bytes_per_s
+        self.delay_s = delay_s
+        self._burst_s = burst_bytes / bytes_per_s
+        self._free_at = 0.0  # when the wire has sent what it was given
+        self._lock = threading.Lock()
+
+    def take(self, size_bytes: int) -> None:
+        with self._lock:
+            now = time.monotonic()
+            self._free_at = max(self._free_at, now - self._burst_s) + size_bytes / self.bytes_per_s
+            wait_s = self._free_at - now
+        if wait_s > 0:
+            time.sleep(wait_s)
+
+
+__all__ = ["Link"]

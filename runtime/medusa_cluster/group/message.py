@@ -1,0 +1,149 @@
+"""Messages between the workers of a group: a header of fixed size and raw bytes, no pickle.
+
+greeting   JSON   the first message of a connection: token, group, rank, purpose
+form       JSON   leader → worker: where the next worker is, and what the group has agreed on
+ready      JSON   worker → leader: its layers are loaded, or all of them
+step       JSON   leader → every worker: the spans of one step
+hidden     bytes  worker → next worker: hidden states [rows, columns] behind its layers
+tokens     JSON   last worker → leader: what was sampled in a step
+beat       JSON   both ways: the sender lives; with clocks
+fetch      JSON   leader → worker: send these blocks of keys and values
+block      bytes  worker → leader: one block of all its layers; ``rows`` is the block's number
+release    JSON   leader → worker: the group is dissolved
+error      JSON   both ways: why the sender gives up
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import struct
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from medusa_runtime.errors import EngineError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_HEADER = struct.Struct("<4sBBHQQBxxxIIQ")
+HEADER_BYTES = _HEADER.size
+_MAGIC, _VERSION = b"MGRP", 1
+LARGEST_BYTES = 256 << 20
+LARGEST_GREETING_BYTES = 4 << 10
+
+DTYPES = ("", "float32", "bfloat16", "float16")
+
+
+class Kind(IntEnum):
+    GREETING = 1
+    FORM = 2
+    READY = 3
+    STEP = 4
+    HIDDEN = 5
+    TOKENS = 6
+    BEAT = 7
+    FETCH = 8
+    BLOCK = 9
+    RELEASE = 10
+    ERROR = 11
+
+
+class Message(NamedTuple):
+    """One message. ``stage`` is the sender's rank; ``dtype``, ``rows`` and ``columns`` describe the body's tensor."""
+
+    kind: Kind
+    group: int
+    step: int = 0
+    stage: int = 0
+    dtype: int = 0
+    rows: int = 0
+    columns: int = 0
+    body: Any = b""  # whatever has the buffer protocol
+
+    def header(self) -> bytes:
+        kind, group, step, stage, dtype, rows, columns, body = self
+        return _HEADER.pack(_MAGIC, _VERSION, kind, stage, group, step, dtype, rows, columns, memoryview(body).nbytes)
+
+    def values(self) -> dict[str, Any]:
+        """The JSON object in the body. EngineError when it is none."""
+        try:
+            found = json.loads(bytes(self.body))
+        except (ValueError, RecursionError) as error:
+            raise EngineError(f"expected JSON in a group's {self.kind.name.lower()}, found: {error}") from None
+        if not isinstance(found, dict):
+            raise EngineError(f"expected a JSON object in a group's {self.kind.name.lower()}, found something else")
+        return found
+
+    def tensor(self) -> Tensor:
+        """The tensor [rows, columns] in the body. EngineError when its size is another."""
+        import torch
+
+        dtype = getattr(torch, DTYPES[self.dtype]) if 0 < self.dtype < len(DTYPES) else None
+        if dtype is None or self.rows * self.columns * dtype.itemsize != len(self.body) or not self.body:
+            raise EngineError(
+                f"expected hidden states of {self.rows} x {self.columns} in a group's message, found {len(self.body)} "
+                "bytes"
+            )
+        return torch.frombuffer(self.body, dtype=dtype).view(self.rows, self.columns)
+
+
+class Head(NamedTuple):
+    """What the header of a message that is still to come says."""
+
+    message: Message
+    body_bytes: int
+
+
+def parse_header(data: bytes | bytearray, most_bytes: int = LARGEST_BYTES) -> Head:
+    """Read a header. EngineError when it is none, or announces more than ``most_bytes``."""
+    magic, version, kind, stage, group, step, dtype, rows, columns, body_bytes = _HEADER.unpack(data)
+    if magic != _MAGIC:
+        raise EngineError("expected a message of a group of workers, found something else")
+    if version != _VERSION:
+        raise EngineError(
+            f"expected version {_VERSION} of a group's messages, found {version}; all workers need one release"
+        )
+    if kind not in list(Kind):
+        raise EngineError(f"expected a known kind of message from a worker, found {kind}")
+    if body_bytes > most_bytes:
+        raise EngineError(f"expected at most {most_bytes} bytes in a group's message, found {body_bytes}")
+    return Head(Message(Kind(kind), group, step, stage, dtype, rows, columns), body_bytes)
+
+
+def packed(kind: Kind, group: int, values: dict[str, Any], *, step: int = 0, stage: int = 0) -> Message:
+    """A message whose body is JSON."""
+    return Message(kind, group, step, stage, body=json.dumps(values, separators=(",", ":")).encode())
+
+
+def hidden_states(group: int, step: int, stage: int, hidden: Tensor) -> Message:
+    """A message with the hidden states [rows, columns]."""
+    rows, columns = hidden.shape
+    dtype = DTYPES.index(str(hidden.dtype).removeprefix("torch."))
+    return Message(Kind.HIDDEN, group, step, stage, dtype, rows, columns, buffer_of(hidden))
+
+
+def buffer_of(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor in the host's memory, without a copy where it is contiguous. They keep it alive."""
+    tensor = tensor.contiguous()
+
+    class Bytes(ctypes.c_ubyte * (tensor.numel() * tensor.element_size())):  # type: ignore[misc]
+        pass
+
+    array = Bytes.from_address(tensor.data_ptr())
+    array.tensor = tensor
+    return memoryview(array).cast("B")
+
+
+__all__ = [
+    "DTYPES",
+    "HEADER_BYTES",
+    "LARGEST_GREETING_BYTES",
+    "Head",
+    "Kind",
+    "Message",
+    "buffer_of",
+    "hidden_states",
+    "packed",
+    "parse_header",
+]
