@@ -209,6 +209,8 @@ class Listener:
         self._token = token
         self._accept = accept
         self._link = link
+        self._closed = False
+        self._lock = threading.Lock()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._socket = socket.create_server((host, port), family=family)
@@ -238,12 +240,19 @@ class Listener:
                 logger.warning("a connection that does not belong to this group was refused")
                 channel.close()
                 return
-            self._accept(Greeting(message.stage, str(values.get("purpose")), values, channel))
+            with self._lock:
+                if self._closed:
+                    channel.close()
+                else:
+                    self._accept(Greeting(message.stage, str(values.get("purpose")), values, channel))
         except (MedusaError, OSError, UnicodeError) as error:
             logger.warning("a connection to this worker of a group was refused: %s", error)
             connection.close()
 
     def close(self) -> None:
+        """Take no more connections; those that were given away stay."""
+        with self._lock:
+            self._closed = True
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:

@@ -38,7 +38,6 @@ DTYPES = ("", "float32", "bfloat16", "float16")
 class Kind(IntEnum):
     GREETING = 1
     FORM = 2
-    READY = 3
     STEP = 4
     HIDDEN = 5
     TOKENS = 6
@@ -47,6 +46,7 @@ class Kind(IntEnum):
     BLOCK = 9
     RELEASE = 10
     ERROR = 11
+    STAGES = 12
 
 
 class Message(NamedTuple):
@@ -126,12 +126,8 @@ def hidden_states(group: int, step: int, stage: int, hidden: Tensor) -> Message:
 def buffer_of(tensor: Tensor) -> memoryview:
     """The bytes of a tensor in the host's memory, without a copy where it is contiguous. They keep it alive."""
     tensor = tensor.contiguous()
-
-    class Bytes(ctypes.c_ubyte * (tensor.numel() * tensor.element_size())):  # type: ignore[misc]
-        pass
-
-    array = Bytes.from_address(tensor.data_ptr())
-    array.tensor = tensor
+    array = (ctypes.c_ubyte * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
+    array.tensor = tensor  # type: ignore[attr-defined]
     return memoryview(array).cast("B")
 
 

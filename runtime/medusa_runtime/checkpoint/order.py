@@ -47,16 +47,21 @@ def execution_order(tensors: Mapping[str, _Placed]) -> list[str]:
     return [name for _, name in ranks]
 
 
+def layer_numbers(order: Sequence[str]) -> dict[str, int]:
+    """The number of the layer that each tensor belongs to, for those that belong to one."""
+    ranks = {name: _rank(name) for name in order}
+    return {name: rank[3] for name, rank in ranks.items() if rank is not None and rank[0] == _LAYER_RANK}
+
+
 def layers_first(order: Sequence[str], start: int, stop: int) -> tuple[list[str], list[str]]:
     """An execution order in two parts: what a worker for the layers [start, stop) needs, and everything else.
 
     That includes what comes before the first layer where ``start`` is 0, and what comes behind the last layer where
     ``stop`` is beyond it; for a model whose head has no tensor of its own, its embedding then, too.
     """
-    kinds = {name: _rank(name) for name in order}
-    numbers = {name: rank[3] for name, rank in kinds.items() if rank is not None and rank[0] == _LAYER_RANK}
+    numbers = layer_numbers(order)
     last = stop > max(numbers.values(), default=0)
-    tied = last and not any(rank is not None and rank[0] == _HEAD_RANK for rank in kinds.values())
+    tied = last and not any((rank := _rank(name)) is not None and rank[0] == _HEAD_RANK for name in order)
     front = next((place for place, name in enumerate(order) if name in numbers), len(order))
 
     def mine(place: int, name: str) -> bool:

@@ -115,7 +115,7 @@ class TorchEngine:
             max_batched_tokens=settings.max_batched_tokens,
         )
         self._inbox = Inbox()
-        self._requests = Requests(settings, self._tokenizer, self.info, self._scheduler.remove)
+        self._requests = Requests(settings, self._tokenizer, self.info, self._released)
         self._prompt_tokens = self._generated_tokens = self._steps = self._failed_steps = 0
         self._load_error: MedusaError | None = None
         self._watcher = threading.Thread(target=self._watch, name="engine-watch", daemon=True)
@@ -227,6 +227,10 @@ class TorchEngine:
         if spans:
             self._step(spans)
         return bool(spans)
+
+    def _released(self, sequence: Sequence) -> None:
+        """Free what a sequence holds that goes."""
+        self._scheduler.remove(sequence)
 
     def _begin(self, sequence: Sequence) -> None:
         self._prompt_tokens += sequence.prompt_length

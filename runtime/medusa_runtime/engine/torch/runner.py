@@ -53,24 +53,33 @@ def run_step(
 
     Afterwards the spans' keys and values are in the cache and count as computed.
     """
-    token_ids: list[int] = []
-    positions: list[int] = []
-    last_rows: list[int] = []
-    finished: list[Sequence] = []
-    for sequence, start, stop in spans:
-        token_ids += sequence.tokens[start:stop]
-        positions += range(start, stop)
-        if stop == len(sequence.tokens):
-            last_rows.append(len(token_ids) - 1)
-            finished.append(sequence)
-    attention = attend(cache, spans)
     device = cache.pool.device
-    places = torch.tensor(positions).to(device)
-    hidden = model.run_layers(model.embed(torch.tensor(token_ids).to(device), places), places, attention)
+    attention = attend(cache, spans)
+    places = positions_of(spans).to(device)
+    hidden = model.run_layers(model.embed(tokens_of(spans).to(device), places), places, attention)
     for span in spans:
         span.sequence.computed = span.stop
-    if not finished:
-        return None, finished
-    if len(finished) < len(token_ids):
-        hidden = hidden[torch.tensor(last_rows).to(device)]
-    return model.logits(hidden), finished
+    ends = [place for place, (sequence, _, stop) in enumerate(spans) if stop == len(sequence.tokens)]
+    finished = [spans[place].sequence for place in ends]
+    return (model.logits(rows_of(hidden, spans, ends)) if ends else None), finished
+
+
+def tokens_of(spans: list[Span]) -> Tensor:
+    """The token ids of all spans, [tokens]."""
+    return torch.tensor([token for sequence, start, stop in spans for token in sequence.tokens[start:stop]])
+
+
+def positions_of(spans: list[Span]) -> Tensor:
+    """The positions of all spans' tokens, [tokens]."""
+    return torch.tensor([place for _, start, stop in spans for place in range(start, stop)])
+
+
+def rows_of(hidden: Tensor, spans: list[Span], ends: list[int]) -> Tensor:
+    """The hidden states of the last tokens of the spans ``ends``, of ``hidden`` [tokens, hidden]."""
+    rows: list[int] = []
+    row = -1
+    for place, (_, start, stop) in enumerate(spans):
+        row += stop - start
+        if place in ends:
+            rows.append(row)
+    return hidden if len(rows) == len(hidden) else hidden[torch.tensor(rows).to(hidden.device)]

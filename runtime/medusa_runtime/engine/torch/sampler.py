@@ -13,7 +13,7 @@ from .penalties import adjust
 _CANDIDATES = 1024  # how many of the most likely tokens are looked at before a whole vocabulary is sorted
 
 
-_GREEDY = 1e-5  # temperatures below are greedy: nothing but the most likely token would be left
+GREEDY = 1e-5  # temperatures below are greedy: nothing but the most likely token would be left
 
 
 class Sampled(NamedTuple):
@@ -38,7 +38,7 @@ def sample(logits: Tensor, sequences: list[Sequence]) -> list[Sampled]:
         for row, sequence in zip(logits, sequences, strict=True):
             adjust(row, sequence)
     tokens = logits.argmax(-1)
-    random = [row for row, sequence in enumerate(sequences) if sequence.params.temperature >= _GREEDY]
+    random = [row for row, sequence in enumerate(sequences) if sequence.params.temperature >= GREEDY]
     if random:
         rows = torch.tensor(random)
         drawn = _draw(logits[rows].float(), [sequences[row] for row in random])

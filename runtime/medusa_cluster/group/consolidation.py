@@ -1,0 +1,96 @@
+"""From many workers to one: what has been gathered of each sequence, and what is still to come (ParaServe §6).
+
+Full blocks are gathered in rounds while steps go on. When a round has little left to do, no more steps begin, those
+under way come in, and the last round brings the blocks that were still written to. Then the leader goes on alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from medusa_runtime.engine.serving.sequence import Sequence
+from medusa_runtime.engine.torch.kv_cache import BLOCK_TOKENS, blocks_for
+
+from .gathering import Gathering
+
+_MOST_ROUNDS = 8
+
+
+class _Held(NamedTuple):
+    """The first ``length`` blocks of a table are here. A sequence that lost its blocks has another table."""
+
+    table: list[int]
+    length: int
+
+
+class Consolidation:
+    """One consolidation. ``become`` is what the other workers become: end or instance."""
+
+    def __init__(self, gathering: Gathering, become: str) -> None:
+        self.become = become
+        self.began_ns = time.monotonic_ns()
+        self.draining = False
+        self._drained_ns = 0
+        self._gathering = gathering
+        self._held: dict[Sequence, _Held] = {}
+        self._round: dict[Sequence, _Held] = {}
+        self._rounds = 0
+        self._last = False
+
+    def begin(self, running: Iterable[Sequence], settled: Callable[[Sequence], int]) -> None:
+        """Begin with the blocks that are full; ``settled`` tells how many tokens every worker has computed."""
+        self._fetch({one: settled(one) // BLOCK_TOKENS for one in running})
+
+    def ended(self, running: Iterable[Sequence], settled: Callable[[Sequence], int]) -> bool:
+        """A round has ended: begin the next one. Whether that was the last."""
+        for sequence, held in self._round.items():
+            if sequence.blocks is held.table:
+                self._held[sequence] = held
+        self._round = {}
+        if self._last:
+            return True
+        counts = {one: settled(one) // BLOCK_TOKENS for one in running}
+        new = sum(count - self._count(one) for one, count in counts.items())
+        if new <= len(counts) or self._rounds >= _MOST_ROUNDS:
+            self.draining = True
+            self._drained_ns = time.monotonic_ns()
+        else:
+            self._fetch(counts)
+        return False
+
+    def gather_last(self, running: Iterable[Sequence]) -> None:
+        """Nothing is under way any more: gather everything that is not here yet."""
+        if not self._last and not self._round:
+            self._last = True
+            self._fetch({one: blocks_for(one.computed) for one in running})
+
+    def held_tokens(self, sequence: Sequence) -> int:
+        """How many of a sequence's tokens have all their keys and values here."""
+        return self._count(sequence) * BLOCK_TOKENS
+
+    def detail(self) -> dict[str, Any]:
+        """For the timeline."""
+        pause_s = (time.monotonic_ns() - self._drained_ns) / 1e9
+        return {"bytes": self._gathering.bytes, "rounds": self._rounds, "pause_s": round(pause_s, 6)}
+
+    def close(self) -> None:
+        self._gathering.close()
+
+    def _count(self, sequence: Sequence) -> int:
+        held = self._held.get(sequence)
+        return held.length if held is not None and held.table is sequence.blocks else 0
+
+    def _fetch(self, counts: dict[Sequence, int]) -> None:
+        self._rounds += 1
+        blocks: list[int] = []
+        for sequence, count in counts.items():
+            have = self._count(sequence)
+            if count > have:
+                blocks += sequence.blocks[have:count]
+                self._round[sequence] = _Held(sequence.blocks, count)
+        self._gathering.fetch(blocks)
+
+
+__all__ = ["Consolidation"]

@@ -1,0 +1,32 @@
+"""The engine of ``--engine group``: the torch engine of a worker that shares its model with others."""
+
+from __future__ import annotations
+
+from medusa_runtime.config import Settings
+from medusa_runtime.device.choice import choose
+from medusa_runtime.engine.base import Engine
+from medusa_runtime.errors import ConfigError, ModelError
+from medusa_runtime.models.backend import backend
+from medusa_runtime.region.reader import Region
+from medusa_runtime.timeline import Timeline
+
+from .leader import Leader
+from .part import Part
+from .plan import GroupPlan
+
+
+def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Engine:
+    """The leader's engine or another worker's, as ``--group`` says. Waits for the checkpoint's index.
+
+    Raises ConfigError for a group that cannot be, and ModelError for a model that cannot be split.
+    """
+    plan = GroupPlan.read(settings.group)
+    if choose(settings.device, {}) == "cuda":
+        raise ConfigError("the workers of a group compute on CPUs; expected --device cpu")
+    region.wait_index()
+    if backend(region.file, settings).kind == "encoder":
+        raise ModelError("an encoder cannot be split over several workers; expected one worker for it")
+    return (Part if plan.rank else Leader)(region, settings, timeline, plan)
+
+
+__all__ = ["open_engine"]

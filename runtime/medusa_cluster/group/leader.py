@@ -1,0 +1,360 @@
+"""The leader of a group: it has the requests, the scheduler and the first layers, and comes to hold all of them.
+
+    schedule ─step▶ every worker      at most as many steps under way as there are workers
+             ─hidden▶ 1 ─hidden▶ 2 … ─tokens▶ leader ─delta▶ sink
+
+Text, random numbers and block tables never leave the leader, so it can go on alone from any moment: with the keys and
+values of the others when the group is dissolved in good order, and by computing them again when a worker is lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any, NamedTuple
+
+from medusa_runtime.config import Settings
+from medusa_runtime.engine.serving.sequence import Sequence, Span
+from medusa_runtime.engine.torch.kv_cache import BLOCK_TOKENS
+from medusa_runtime.engine.torch.migration import ExportedRequest, export, resume
+from medusa_runtime.engine.torch.paged_attention import PagedAttention
+from medusa_runtime.engine.torch.runner import positions_of, tokens_of
+from medusa_runtime.errors import EngineError, MedusaError, RequestError
+from medusa_runtime.region.reader import Region
+from medusa_runtime.timeline import Timeline
+
+from .channel import error_of
+from .consolidation import Consolidation
+from .forming import Formation, Worker, form
+from .gathering import Gathering, Source
+from .member import Beats, Member
+from .message import Kind, Message, hidden_states, packed
+from .plan import GroupPlan
+from .steps import StepWriter, sampled_of, take_back
+
+logger = logging.getLogger(__name__)
+
+_FLUSH_S = 1.0
+
+
+class Flight(NamedTuple):
+    """A step whose tokens have not come yet. ``ends``: the sequences that get one."""
+
+    spans: list[Span]
+    ends: list[Sequence]
+    began_ns: int
+
+
+class Leader(Member):
+    """See the module. Everything but the readers' threads is the thread of ``run``."""
+
+    def __init__(self, region: Region, settings: Settings, timeline: Timeline, plan: GroupPlan) -> None:
+        self._formation: Formation | None = None  # None: this engine is alone
+        self._flights: dict[int, Flight] = {}
+        self._busy: set[Sequence] = set()
+        self._next_step = 1
+        self._writer = StepWriter()
+        self._move: Consolidation | None = None
+        self._beats: Beats | None = None
+        self._served = threading.Event()  # by now every layer is loaded somewhere
+        super().__init__(region, settings, timeline, plan)
+
+    def wait_ready(self) -> None:
+        """Wait until every layer is loaded, in one of the workers."""
+        super().wait_ready()
+        self._served.wait()
+        self._check_loaded()
+
+    def run(self, stop: threading.Event) -> None:
+        self._form(stop)
+        try:
+            super().run(stop)
+        finally:
+            if self._formation is not None:
+                self._release("end")
+
+    def stats(self) -> dict[str, Any]:
+        workers = 1 if self._formation is None else self.plan.size
+        return super().stats() | {"workers": workers, "steps_under_way": len(self._flights)}
+
+    def consolidate(self, then: str = "down") -> None:
+        """Gather all requests in this worker and go on alone; from any thread. Needs all layers, and waits for none."""
+        self._inbox.post(lambda: self._consolidate(then))
+
+    def close(self) -> None:
+        self._served.set()
+        super().close()
+
+    @property
+    def _needs_rest(self) -> bool:
+        return self._formation is None
+
+    # The group comes and goes.
+
+    def _form(self, stop: threading.Event) -> None:
+        """Wait for the others and take them in; without them go on alone."""
+        try:
+            with self._timeline.stage("form", size=self.plan.size):
+                formation = form(self.plan, self.layers, self.identity, self.link, stop.is_set)
+        except MedusaError as error:
+            if not stop.is_set():
+                self._alone(f"no group was formed: {error}")
+            return
+        least = min([self._cache.blocks.blocks, *(worker.blocks for worker in formation.workers)])
+        if least * BLOCK_TOKENS < self.info.max_model_len:
+            formation.close()
+            room = f"{least * BLOCK_TOKENS} tokens of keys and values"
+            self._alone(f"a worker has room for {room}, and one sequence may need {self.info.max_model_len}")
+            return
+        self._cache.blocks.limit(least)
+        self._formation = formation
+        number = self.plan.number
+        for worker in formation.workers:
+            threading.Thread(target=self._listen, args=(worker,), name="group-worker", daemon=True).start()
+
+        def send(message: Message) -> None:
+            for worker in formation.workers:
+                try:
+                    worker.channel.send(message)
+                except MedusaError:
+                    pass  # its reader notices it, too
+
+        self._beats = Beats(number, 0, send, dict)
+
+    def _listen(self, worker: Worker) -> None:
+        """In a thread of its own: read what a worker sends."""
+        error: MedusaError = EngineError("its connection broke")
+        try:
+            while (message := worker.channel.receive()) is not None:
+                if message.kind is Kind.TOKENS:
+                    self._inbox.post(lambda message=message: self._land(message))  # type: ignore[misc]
+                elif message.kind is Kind.BEAT:
+                    self._heard(worker, message.values())
+                elif message.kind is Kind.STAGES:
+                    self._add_stages(worker, message.values())
+                elif message.kind is Kind.ERROR:
+                    raise error_of(message)
+        except MedusaError as found:
+            error = found
+        except (KeyError, TypeError, ValueError) as found:
+            error = EngineError(f"it sent something that could not be read: {found!r}")
+        self._inbox.post(lambda: self._lose(worker, error))
+
+    def _heard(self, worker: Worker, values: dict[str, Any]) -> None:
+        now = time.monotonic_ns()
+        echo = values.get("echo")
+        if echo is not None:
+            asked, got = map(int, echo)
+            sent = int(values["sent"])
+            trip = (now - asked) - (sent - got)
+            if trip < worker.trip_ns:
+                worker.trip_ns = trip
+                worker.offset_ns = ((asked - got) + (now - sent)) // 2
+        worker.full = bool(values.get("full"))
+        if bool(values.get("loaded")) and not worker.loaded:
+            worker.loaded = True
+            self._inbox.post(self._look_served)
+
+    def _add_stages(self, worker: Worker, values: dict[str, Any]) -> None:
+        """Put a worker's timeline into ours, by our clock."""
+        timeline = self._timeline.named(f"worker {worker.rank}")
+        for name, process, start_ns, end_ns, detail in values["stages"]:
+            shift = worker.offset_ns
+            timeline.record(str(name), int(start_ns) + shift, int(end_ns) + shift, of=str(process), detail=detail)
+
+    def _look_served(self) -> None:
+        formation = self._formation
+        if formation is None:
+            if self.full.is_set() or self._rest_error is not None:
+                self._served.set()
+        elif self.loaded and all(worker.loaded for worker in formation.workers):
+            self._served.set()
+
+    def _lose(self, worker: Worker, error: MedusaError) -> None:
+        if self._formation is not None and worker in self._formation.workers:
+            self._fall_back(f"worker {worker.rank} is lost: {error}")
+
+    def _fall_back(self, reason: str) -> None:
+        """Go on alone with all requests, from prompt and tokens so far: what a lost worker had is computed again."""
+        formation, move = self._formation, self._move
+        assert formation is not None
+        for flight in self._flights.values():
+            for sequence in flight.ends:
+                take_back(sequence)
+        self._flights.clear()
+        self._busy.clear()
+        for sequence in self._scheduler.running:
+            self._scheduler.restart(sequence, 0 if move is None else move.held_tokens(sequence))
+        self._release("instance" if self.plan.then == "up" else "end")
+        self._alone(reason)
+
+    def _alone(self, reason: str) -> None:
+        logger.warning("%s; going on alone with all layers", reason)
+        self._timeline.mark("alone", reason=reason)
+        self.load_rest_now()
+        self._look_served()
+
+    def _release(self, become: str) -> None:
+        """Dissolve the group."""
+        formation, self._formation = self._formation, None
+        assert formation is not None
+        if self._beats is not None:
+            self._beats.close()
+        if self._move is not None:
+            self._move.close()
+            self._move = None
+        for worker in formation.workers:
+            try:
+                worker.channel.send(packed(Kind.RELEASE, self.plan.number, {"as": become}))
+            except MedusaError:
+                pass
+        threading.Thread(target=_part_with, args=(formation,), name="group-release", daemon=True).start()
+
+    # Steps.
+
+    def _turn(self) -> bool:
+        if self._formation is None:
+            return super()._turn()
+        for worker in self._formation.workers:
+            if time.monotonic() - worker.channel.heard > self.plan.silent_s:
+                self._fall_back(f"worker {worker.rank} has been silent for {self.plan.silent_s:g} s")
+                return True
+        if self._move is not None and self._move.draining:
+            if not self._flights:
+                self._move.gather_last(self._scheduler.running)
+            return False
+        if len(self._flights) >= self.plan.size:
+            return False
+        share = -(-len(self._scheduler.running) // self.plan.size)
+        spans = self._scheduler.schedule(self._busy, max(share, 1))
+        if spans:
+            self._launch(spans)
+        return bool(spans)
+
+    def _launch(self, spans: list[Span]) -> None:
+        """Begin a step: describe it to all workers, run the first layers, and hand their results on."""
+        formation, step, number = self._formation, self._next_step, self.plan.number
+        assert formation is not None
+        self._next_step += 1
+        ends = [sequence for sequence, _, stop in spans if stop == len(sequence.tokens)]
+        self._flights[step] = Flight(spans, ends, time.monotonic_ns())
+        self._busy.update(span.sequence for span in spans)
+        message = packed(Kind.STEP, number, self._writer.describe(spans), step=step)
+        try:
+            for worker in formation.workers:
+                worker.channel.send(message)
+            attention = PagedAttention(self._cache, spans)
+            places = positions_of(spans)
+            hidden = self._model.embed(tokens_of(spans), places)
+            hidden = self._model.run_layers(hidden, places, attention, self.layers.start, self.layers.stop)
+            for span in spans:
+                span.sequence.computed = span.stop
+            formation.hidden.send(hidden_states(number, step, 0, hidden))
+        except MedusaError as error:
+            self._check_loaded()
+            self._fall_back(f"step {step} could not be sent: {error}")
+        except Exception as error:
+            logger.exception("a step of the group failed")
+            self._fall_back(f"step {step} failed: {type(error).__name__}: {error}")
+
+    def _land(self, message: Message) -> None:
+        """The tokens of a step have come."""
+        flight = self._flights.pop(message.step, None)
+        if flight is None:
+            return
+        try:
+            sampled = sampled_of(message.values(), len(flight.ends))
+        except MedusaError as error:
+            self._flights[message.step] = flight
+            self._fall_back(str(error))
+            return
+        self._busy.difference_update(span.sequence for span in flight.spans)
+        present = [
+            (sequence, token)
+            for sequence, token in zip(flight.ends, sampled, strict=True)
+            if self._requests.get(sequence.id) is sequence
+        ]
+        self._give(
+            flight.spans, [sequence for sequence, _ in present], [token for _, token in present], flight.began_ns
+        )
+
+    def _released(self, sequence: Sequence) -> None:
+        self._writer.forget(sequence)
+        super()._released(sequence)
+
+    # The end of the group in good order (ParaServe §6).
+
+    def on_full(self) -> None:
+        self._look_served()
+        if self._formation is not None:
+            try:
+                then = GroupPlan.read(self._settings.group).then if self._settings.group else self.plan.then
+            except MedusaError:
+                then = self.plan.then
+            if then != "stay":
+                self._consolidate(then)
+
+    def _consolidate(self, then: str) -> None:
+        if self._formation is None or self._move is not None or not self.full.is_set():
+            return
+        sources = [Source(worker.layers, worker.gathered) for worker in self._formation.workers if worker.gathered]
+
+        def done(error: MedusaError | None) -> None:
+            self._inbox.post(lambda: self._gathered(error))
+
+        gathering = Gathering(self._cache, sources, self.plan.number, done)
+        self._move = Consolidation(gathering, "instance" if then == "up" else "end")
+        self._move.begin(self._scheduler.running, self._settled)
+
+    def _settled(self, sequence: Sequence) -> int:
+        """How many tokens of a sequence have keys and values in every worker."""
+        for flight in self._flights.values():
+            for span in flight.spans:
+                if span.sequence is sequence:
+                    return min(span.start, sequence.computed)
+        return sequence.computed
+
+    def _gathered(self, error: MedusaError | None) -> None:
+        move = self._move
+        if move is None or self._formation is None:
+            return
+        if error is not None:
+            self._fall_back(str(error))
+        elif move.ended(self._scheduler.running, self._settled):
+            self._timeline.record("gather", move.began_ns, time.monotonic_ns(), **move.detail())
+            self._release(move.become)
+            self._timeline.mark("consolidated", then=move.become)
+
+    # Requests that come from other engines, or go to them: without keys and values, which are in many places.
+
+    def _export(self, request_id: str) -> ExportedRequest:
+        if self._formation is None:
+            return super()._export(request_id)
+        sequence = self._requests.get(request_id)
+        if sequence is None:
+            raise RequestError(f"export: expected the id of a running request, found {request_id!r}")
+        if any(sequence in flight.ends for flight in self._flights.values()):
+            take_back(sequence)
+        sequence.computed = 0
+        exported = export(sequence, self._cache)
+        self._requests.drop(sequence)
+        return exported
+
+    def _import(self, sequence: Sequence, exported: ExportedRequest) -> None:
+        if self._formation is None:
+            super()._import(sequence, exported)
+            return
+        resume(sequence, exported, self._cache, None)
+        self._scheduler.add(sequence)
+
+
+def _part_with(formation: Formation) -> None:
+    """Let what was sent last leave, then close everything."""
+    for worker in formation.workers:
+        worker.channel.flush(_FLUSH_S)
+    time.sleep(0.2)  # for the workers' last stages of the timeline
+    formation.close()
+
+
+__all__ = ["Flight", "Leader"]

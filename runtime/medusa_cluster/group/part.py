@@ -1,0 +1,261 @@
+"""A worker that is not the leader: it runs its layers for the steps that it is sent, until the group is dissolved."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from medusa_runtime.config import Settings
+from medusa_runtime.engine.base import GenerateRequest
+from medusa_runtime.engine.serving.requests import Sink
+from medusa_runtime.engine.torch.paged_attention import PagedAttention
+from medusa_runtime.engine.torch.runner import positions_of, rows_of
+from medusa_runtime.engine.torch.sampler import sample
+from medusa_runtime.errors import EngineError, MedusaError, OverloadedError
+from medusa_runtime.region.reader import Region
+from medusa_runtime.timeline import Timeline
+
+from .channel import Greeting, Listener, TcpChannel, connect, error_of
+from .gathering import send_blocks
+from .member import Beats, Member
+from .message import Kind, Message, hidden_states, packed
+from .plan import GroupPlan
+from .steps import StepReader, ending, sampled_values
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.2
+
+
+class LostError(EngineError):
+    """The group is gone without having been dissolved."""
+
+
+class Part(Member):
+    """See the module. ``run`` serves the group, and requests of its own when it has become an instance."""
+
+    def __init__(self, region: Region, settings: Settings, timeline: Timeline, plan: GroupPlan) -> None:
+        self.released: str | None = None  # "end" or "instance"
+        self._instance = threading.Event()
+        super().__init__(region, settings, timeline, plan)
+
+    def add(self, request: GenerateRequest, sink: Sink) -> None:
+        if not self._instance.is_set():
+            raise OverloadedError("this worker holds a part of its model; expected the request at its group's leader")
+        super().add(request, sink)
+
+    def wait_ready(self) -> None:
+        """Wait until this worker is an instance with all layers."""
+        super().wait_ready()
+        self._instance.wait()
+        self.full.wait()
+        self._check_loaded()
+
+    @property
+    def _needs_rest(self) -> bool:
+        return self._instance.is_set()
+
+    def run(self, stop: threading.Event) -> None:
+        try:
+            self.released = self._serve_group(stop)
+        except LostError as error:
+            if not self.plan.full:
+                raise
+            logger.error("%s; this worker becomes an instance", error)  # noqa: TRY400
+            self.released = "instance"
+        if self.released == "instance" and not stop.is_set():
+            self.load_rest_now()
+            self._instance.set()
+            super().run(stop)
+        elif not self.plan.exit:
+            stop.wait()
+
+    def _serve_group(self, stop: threading.Event) -> str:
+        """Serve until the group is dissolved; what this worker becomes. Joins again when the leader was replaced."""
+        deadline = time.monotonic() + self.plan.form_s
+        while True:
+            session = _Session(self, stop.is_set)
+            try:
+                with torch.inference_mode():
+                    return session.run(deadline)
+            except LostError as error:
+                if not session.joined and time.monotonic() > deadline:
+                    raise
+                logger.warning("%s; joining again", error)
+            finally:
+                session.close()
+            if stop.is_set():
+                return "end"
+            if session.joined:
+                deadline = time.monotonic() + self.plan.form_s
+            stop.wait(_LOOK_S)
+
+
+class _Session:
+    """One membership, from the greeting to the end of the connection to the leader."""
+
+    def __init__(self, part: Part, stopped: Callable[[], bool]) -> None:
+        self._part = part
+        self._plan = part.plan
+        self._stopped = stopped
+        self._number = part.plan.number
+        self._steps: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._hidden: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._reader = StepReader(part.info.eos_token_ids)
+        self._channels: list[TcpChannel] = []
+        self._next: TcpChannel | None = None
+        self._leader: TcpChannel | None = None
+        self._beats: Beats | None = None
+        self._echo: tuple[int, int] | None = None  # the leader's newest clock, and ours when it came
+        self._released = False  # the leader has dissolved the group; steps that are under way have no results
+        self._told = 0  # how many stages of the timeline the leader has
+        self.joined = False
+        self._listener = Listener(
+            self._plan.bind, 0, group=self._number, token=self._plan.token, accept=self._accept, link=part.link
+        )
+
+    def run(self, deadline: float) -> str:
+        leader = self._leader = self._join(deadline)
+        self._channels.append(leader)
+        threading.Thread(target=self._read_leader, args=(leader,), name="group-steps", daemon=True).start()
+        self._beats = Beats(self._number, self._plan.rank, leader.send, self._state)
+        while True:
+            message = self._take(self._steps, leader)
+            if message is None:
+                return "end"  # this process is to stop
+            if message.kind is Kind.FORM:
+                self._form(message)
+            elif message.kind is Kind.STEP:
+                self._step(message, leader)
+            elif message.kind is Kind.RELEASE:
+                self._tell_timeline(leader)
+                leader.flush(1.0)
+                return "instance" if message.values().get("as") == "instance" else "end"
+            elif message.kind is Kind.ERROR:
+                raise error_of(message)
+
+    def _join(self, deadline: float) -> TcpChannel:
+        plan = self._plan
+        place = f"{plan.bind}:{self._listener.port}"
+        try:
+            return connect(
+                plan.leader, group=self._number, token=plan.token, rank=plan.rank, purpose="steps", deadline=deadline,
+                stopped=self._stopped, link=self._part.link, place=place, **self._part.identity(),
+            )  # fmt: skip
+        except EngineError as error:
+            raise LostError(str(error)) from None
+
+    def _form(self, message: Message) -> None:
+        values, plan = message.values(), self._plan
+        self.joined = True
+        if values.get("next") is not None:
+            self._next = connect(
+                str(values["next"]), group=self._number, token=plan.token, rank=plan.rank, purpose="hidden",
+                deadline=time.monotonic() + plan.silent_s, stopped=self._stopped, link=self._part.link,
+            )  # fmt: skip
+            self._channels.append(self._next)
+
+    def _step(self, message: Message, leader: TcpChannel) -> None:
+        """Run this worker's layers over the step's spans, and pass on what comes of it."""
+        part, values = self._part, message.values()
+        spans = self._reader.read(values)
+        given = None if self._released else self._take(self._hidden, leader)
+        if given is None:
+            return
+        if given.step != message.step:
+            raise EngineError(f"expected the hidden states of step {message.step}, found those of {given.step}")
+        began = time.monotonic_ns()
+        attention = PagedAttention(part._cache, spans)
+        layers = part.layers
+        hidden = part._model.run_layers(given.tensor(), positions_of(spans), attention, layers.start, layers.stop)
+        if not self._told:
+            part._timeline.record("first_forward", began, time.monotonic_ns())
+        if not layers.last:
+            if self._next is None:
+                raise EngineError("a step came before the group was formed")
+            self._next.send(hidden_states(self._number, message.step, self._plan.rank, hidden))
+        else:
+            ends = ending(values, spans)
+            sampled = []
+            if ends:
+                logits = part._model.logits(rows_of(hidden, spans, ends))
+                sampled = sample(logits, [spans[place].sequence for place in ends])
+            tokens = sampled_values(sampled)
+            leader.send(packed(Kind.TOKENS, self._number, tokens, step=message.step, stage=self._plan.rank))
+        if not self._told:
+            self._tell_timeline(leader)
+
+    def _take(self, messages: queue.SimpleQueue[Message | None], leader: TcpChannel) -> Message | None:
+        """The next message; None when this process is to stop. LostError when the leader has gone silent."""
+        while not self._stopped():
+            try:
+                message = messages.get(timeout=_LOOK_S)
+            except queue.Empty:
+                self._part._check_loaded()
+                if time.monotonic() - leader.heard > self._plan.silent_s:
+                    raise LostError(f"the leader of the group has been silent for {self._plan.silent_s:g} s") from None
+                continue
+            if message is None and not self._released:
+                raise LostError("the connection to the group broke")
+            return message
+        return None
+
+    def _read_leader(self, leader: TcpChannel) -> None:
+        try:
+            while (message := leader.receive()) is not None:
+                if message.kind is Kind.BEAT:
+                    self._echo = int(message.values().get("sent", 0)), time.monotonic_ns()
+                    continue
+                self._steps.put(message)
+                if message.kind is Kind.RELEASE:
+                    self._released = True
+                    self._hidden.put(None)
+        except (MedusaError, TypeError, ValueError) as error:
+            logger.warning("the leader sent something that is no message: %s", error)
+        self._steps.put(None)
+        self._hidden.put(None)
+
+    def _accept(self, greeting: Greeting) -> None:
+        self._channels.append(greeting.channel)
+        if greeting.purpose == "hidden":
+            threading.Thread(
+                target=self._read_hidden, args=(greeting.channel,), name="group-hidden", daemon=True
+            ).start()
+        elif greeting.purpose == "blocks":
+            part = self._part
+            arguments = (part._cache, part.layers, greeting.channel, self._number, self._plan.rank)
+            threading.Thread(target=send_blocks, args=arguments, name="group-blocks", daemon=True).start()
+        else:
+            greeting.channel.close()
+
+    def _read_hidden(self, channel: TcpChannel) -> None:
+        try:
+            while (message := channel.receive()) is not None:
+                self._hidden.put(message)
+        except MedusaError as error:
+            logger.warning("the worker before this one sent something that is no message: %s", error)
+        # Its death reaches this worker through the leader, which sees to the requests.
+
+    def _state(self) -> dict[str, Any]:
+        return {"loaded": self._part.loaded, "full": self._part.full.is_set(), "echo": self._echo}
+
+    def _tell_timeline(self, leader: TcpChannel) -> None:
+        """Send the stages of this process that the leader has not heard of."""
+        stages = self._part._timeline.stages()
+        new, self._told = stages[self._told :], len(stages)
+        leader.send(packed(Kind.STAGES, self._number, {"stages": new}, stage=self._plan.rank))
+
+    def close(self) -> None:
+        if self._beats is not None:
+            self._beats.close()
+        self._listener.close()
+        for channel in self._channels:
+            channel.close()
+
+
+__all__ = ["LostError", "Part"]

@@ -1,0 +1,112 @@
+"""What a worker is told of its group: a JSON file that only the user of the worker can read, for it has the token."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from medusa_runtime.errors import ConfigError
+
+THEN = ("down", "up", "stay")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """One worker's view of its group.
+
+    group, token: the same for all workers; the token is what they know each other by.
+    rank, size: 0 is the leader, which has the scheduler, holds the first layers, and may come to hold all.
+    leader: ``HOST:PORT`` where the leader listens.
+    bind: the address of the interface on which this worker listens and is reached by the others.
+    full: whether this worker has memory for all layers, and fetches the others in the background.
+    then: what happens when the leader has all layers: it goes on alone and the others end (``down``), or become
+        instances (``up``), or nothing (``stay``). The file is read again at that moment.
+    form_s: how long the leader waits for the others before it goes on alone, and a worker for its leader.
+    silent_s: after so many seconds without a sign of life a worker counts as dead.
+    exit: whether a worker's process ends when it is released; otherwise it waits for SIGTERM.
+    link_bytes_per_s: an emulated network, for measurements on one machine.
+    """
+
+    group: str
+    token: str
+    rank: int
+    size: int
+    leader: str
+    bind: str = "127.0.0.1"
+    full: bool = True
+    then: str = "down"
+    form_s: float = 20.0
+    silent_s: float = 3.0
+    exit: bool = False
+    link_bytes_per_s: float | None = None
+
+    @classmethod
+    def read(cls, path: str | None) -> GroupPlan:
+        """Read and check the file. ConfigError, which says what is wrong with it."""
+        if path is None:
+            raise ConfigError("--engine group needs --group (MEDUSA_GROUP), the file that describes the group")
+        try:
+            found = json.loads(Path(path).read_bytes())
+        except OSError as error:
+            raise ConfigError(f"--group: {path}: {error.strerror}") from None
+        except ValueError as error:
+            raise ConfigError(f"--group: {path}: expected JSON, found: {error}") from None
+        return cls.parse(found, path)
+
+    @classmethod
+    def parse(cls, found: Any, where: str = "a group") -> GroupPlan:
+        """Check an object from JSON. ConfigError, which names the field."""
+        if not isinstance(found, dict):
+            raise ConfigError(f"{where}: expected an object with the fields of a group")
+        kinds = {one.name: str(one.type) for one in fields(cls)}
+        unknown = sorted(set(found) - set(kinds))
+        missing = [name for name in ("group", "token", "rank", "size", "leader") if name not in found]
+        if unknown or missing:
+            raise ConfigError(f"{where}: expected the fields of a group; missing: {missing}, unknown: {unknown}")
+        for name, value in found.items():
+            accepted = _ACCEPTED[kinds[name]]
+            if type(value) not in accepted:
+                raise ConfigError(f"{where}: {name}: expected {kinds[name]}, found {value!r}")
+        plan = cls(**found)
+        _check(plan, where)
+        return plan
+
+    @property
+    def number(self) -> int:
+        """The group's id as it stands in each message."""
+        return int.from_bytes(blake2b(self.group.encode(), digest_size=8).digest(), "little")
+
+    @property
+    def leader_place(self) -> tuple[str, int]:
+        host, _, port = self.leader.rpartition(":")
+        return host.strip("[]"), int(port)
+
+
+_ACCEPTED: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "bool": (bool,),
+    "float": (float, int),
+    "float | None": (float, int, type(None)),
+}
+
+
+def _check(plan: GroupPlan, where: str) -> None:
+    checks = (
+        (plan.size >= 2, "size", "at least two workers", plan.size),
+        (0 <= plan.rank < plan.size, "rank", f"0 to {plan.size - 1}", plan.rank),
+        (plan.rank > 0 or plan.full, "full", "true for the leader, which goes on alone when others fail", plan.full),
+        (plan.then in THEN, "then", "one of " + ", ".join(THEN), plan.then),
+        (bool(plan.token), "token", "a secret", "an empty one"),
+        (plan.form_s > 0 and plan.silent_s > 0, "form_s, silent_s", "seconds above 0", (plan.form_s, plan.silent_s)),
+        (plan.leader.rpartition(":")[2].isdecimal(), "leader", "HOST:PORT", plan.leader),
+    )
+    for right, name, expected, value in checks:
+        if not right:
+            raise ConfigError(f"{where}: {name}: expected {expected}, found {value!r}")
+
+
+__all__ = ["THEN", "GroupPlan"]

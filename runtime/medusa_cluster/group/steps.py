@@ -1,0 +1,156 @@
+"""One step of a group, as its leader describes it to the workers: they allocate nothing and decide nothing.
+
+The leader says which tokens of which sequences run, and in which blocks of the cache their keys and values lie. The
+last worker samples, with the random number that the leader has drawn, so that seeds and their state stay with it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from medusa_runtime.engine import frames
+from medusa_runtime.engine.base import GenerateRequest
+from medusa_runtime.engine.serving.sequence import Dice, Sequence, Span
+from medusa_runtime.engine.serving.transcript import Transcript
+from medusa_runtime.engine.torch.sampler import GREEDY, Sampled
+from medusa_runtime.errors import EngineError
+
+
+@dataclass(slots=True)
+class _Known:
+    """What the workers know of a sequence: its number, and how many blocks of which table."""
+
+    number: int
+    blocks: list[int]
+    count: int = 0
+
+
+class StepWriter:
+    """The leader's side: describes steps, each time only with what the workers do not know yet."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._known: dict[Sequence, _Known] = {}
+        self._gone: list[int] = []
+
+    def describe(self, spans: list[Span]) -> dict[str, Any]:
+        """The body of a step message. Draws the random number of each sequence that gets a token in this step."""
+        described = [self._span(span) for span in spans]
+        gone, self._gone = self._gone, []
+        return {"spans": described, "gone": gone}
+
+    def _span(self, span: Span) -> dict[str, Any]:
+        sequence, start, stop = span
+        said: dict[str, Any] = {"start": start, "stop": stop, "tokens": sequence.tokens[start:stop]}
+        known = self._known.get(sequence)
+        if known is None:
+            known = self._known[sequence] = _Known(next(self._numbers), sequence.blocks)
+            said["request"] = frames.request_to_frame(GenerateRequest(sequence.id, (), sequence.params))
+            said["prompt"] = sequence.prompt_length
+        elif known.blocks is not sequence.blocks:
+            known.blocks, known.count = sequence.blocks, 0
+        said |= {"number": known.number, "keep": known.count, "blocks": sequence.blocks[known.count :]}
+        known.count = len(sequence.blocks)
+        if stop == len(sequence.tokens):
+            said["ends"] = True
+            if sequence.params.temperature >= GREEDY:
+                said["roll"] = sequence.dice.roll()
+        return said
+
+    def forget(self, sequence: Sequence) -> None:
+        """Let the workers forget a sequence that has ended, with the next step."""
+        known = self._known.pop(sequence, None)
+        if known is not None:
+            self._gone.append(known.number)
+
+
+class _Dealt:
+    """A random number that was drawn elsewhere, in the place of a sequence's own dice."""
+
+    def __init__(self, value: float) -> None:
+        self._value = value
+
+    def roll(self) -> float:
+        return self._value
+
+
+class StepReader:
+    """A worker's side: its copies of the sequences, as far as attention and sampling need them."""
+
+    def __init__(self, eos_token_ids: Collection[int]) -> None:
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._sequences: dict[int, Sequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def read(self, values: dict[str, Any]) -> list[Span]:
+        """The spans of a step. EngineError when it cannot be understood."""
+        try:
+            for number in values["gone"]:
+                self._sequences.pop(number, None)
+            return [self._span(said) for said in values["spans"]]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise EngineError(f"a step of the group could not be read: {error!r}") from None
+
+    def _span(self, said: dict[str, Any]) -> Span:
+        sequence = self._sequences.get(said["number"])
+        if sequence is None:
+            sequence = self._sequences[said["number"]] = self._begin(said)
+        start, stop = int(said["start"]), int(said["stop"])
+        del sequence.tokens[start:]
+        if len(sequence.tokens) != start:
+            raise ValueError(f"{len(sequence.tokens)} tokens are known, and {start} are expected")
+        sequence.tokens += map(int, said["tokens"])
+        sequence.blocks = [*sequence.blocks[: said["keep"]], *map(int, said["blocks"])]
+        if "roll" in said:
+            sequence.dice = _Dealt(float(said["roll"]))  # type: ignore[assignment]
+        return Span(sequence, start, stop)
+
+    def _begin(self, said: dict[str, Any]) -> Sequence:
+        sequence = Sequence(
+            frames.request_from_frame(said["request"]),
+            [],
+            lambda _: None,
+            limit=0,
+            eos_token_ids=self._eos_token_ids,
+            transcript=Transcript(None, (), include_stop=False),
+        )
+        sequence.prompt_length = int(said["prompt"])
+        return sequence
+
+
+def ending(values: dict[str, Any], spans: list[Span]) -> list[int]:
+    """Which of the spans get a token in this step."""
+    return [place for place in range(len(spans)) if values["spans"][place].get("ends")]
+
+
+def sampled_values(sampled: list[Sampled]) -> dict[str, Any]:
+    """The body of a tokens message."""
+    return {"tokens": [[one.token, one.logprob, list(one.top)] for one in sampled]}
+
+
+def sampled_of(values: dict[str, Any], count: int) -> list[Sampled]:
+    """What ``sampled_values`` wrote, for ``count`` sequences. EngineError when it is something else."""
+    try:
+        found = [
+            Sampled(int(token), None if logprob is None else float(logprob), tuple((int(i), float(v)) for i, v in top))
+            for token, logprob, top in values["tokens"]
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineError(f"the tokens of a group's step could not be read: {error!r}") from None
+    if len(found) != count:
+        raise EngineError(f"expected {count} tokens of a group's step, found {len(found)}")
+    return found
+
+
+def take_back(sequence: Sequence) -> None:
+    """Undo the draw of a step whose token will never come."""
+    if sequence.params.temperature >= GREEDY:
+        sequence.dice = Dice(sequence.dice.seed, sequence.dice.draws - 1)
+
+
+__all__ = ["StepReader", "StepWriter", "ending", "sampled_of", "sampled_values", "take_back"]

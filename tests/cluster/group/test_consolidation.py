@@ -1,0 +1,107 @@
+"""From a group to one instance, or to many: the same tokens whenever it happens, whatever goes wrong meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from group_fixtures import Group, until
+from medusa_runtime.errors import OverloadedError
+
+PROMPT = "Tokens flow from storage to memory, and from memory to layers. "
+SHORT = "springt"
+SEEDED = {"temperature": 1.0, "seed": 9, "frequency_penalty": 0.5}
+COUNT = 24
+
+
+def full(made: Group) -> None:
+    until(lambda: made.formed and all(worker.engine.full.is_set() for worker in made.workers))
+
+
+def consolidated(made: Group) -> None:
+    until(lambda: made.leader.engine.stats()["workers"] == 1)
+
+
+def expected_of(serve: Any, **params: Any) -> tuple[Any, Any]:
+    alone = serve()
+    return alone.ask(PROMPT, max_tokens=COUNT, **params).wait(), alone.ask(SHORT, max_tokens=COUNT, **params).wait()
+
+
+@pytest.mark.parametrize("params", [{}, SEEDED])
+def test_the_switch_at_any_step_changes_no_token(
+    params: dict[str, Any], group: Callable[..., Group], serve: Any
+) -> None:
+    first, second = expected_of(serve, **params)
+    made = group("0:2", "2:4")
+    made.start()
+    full(made)
+    region = made.workers[1].engine._region
+    for after in range(COUNT):
+        answers = [made.leader.ask(PROMPT, max_tokens=COUNT, **params)]
+        if after % 2:
+            answers.append(made.leader.ask(SHORT, max_tokens=COUNT, **params))
+        for _ in range(after):
+            answers[0].next()
+        made.leader.engine.consolidate("up" if after % 2 else "down")
+        for answer, expected in zip(answers, (first, second), strict=False):
+            assert answer.tokens == expected.tokens, after
+            assert answer.text == expected.text
+            assert answer.last == expected.last._replace(request_id=answer.id)
+        consolidated(made)
+        names = [stage.name for stage in made.leader.timeline.stages()]
+        assert "consolidated" in names
+        assert "alone" not in names
+        for worker in made.workers:
+            worker.close()
+        made = group("0:2", "2:4")
+        made.add(0, region=region)
+        made.add(1, region=region)
+        full(made)
+
+
+def test_gathered_keys_and_values_are_used(group: Callable[..., Group], serve: Any) -> None:
+    made = group("0:1", "1:3", "3:4").start()
+    full(made)
+    answer = made.leader.ask([7] * 200, max_tokens=40)
+    for _ in range(10):
+        answer.next()
+    made.leader.engine.consolidate("down")
+    assert answer.tokens == serve().ask([7] * 200, max_tokens=40).tokens
+    assert made.leader.engine.stats()["steps_total"] == 40
+    gathered = next(stage for stage in made.leader.timeline.stages() if stage.name == "gather")
+    block_bytes = made.leader.engine._cache.shape.block_bytes  # type: ignore[attr-defined]
+    assert gathered.detail["bytes"] >= 13 * block_bytes * 3 // 4
+    assert gathered.detail["rounds"] >= 2
+
+
+def test_workers_become_instances(group: Callable[..., Group], serve: Any) -> None:
+    expected, _ = expected_of(serve)
+    made = group("0:1", "1:3", "3:4", then="up").start()
+    consolidated(made)
+    for worker in made.workers:
+        worker.engine.wait_ready()
+        assert worker.ask(PROMPT, max_tokens=COUNT).tokens == expected.tokens
+    assert [getattr(worker.engine, "released", "instance") for worker in made.workers] == ["instance"] * 3
+
+
+def test_workers_end(group: Callable[..., Group]) -> None:
+    made = group("0:2", "2:4", then="down").start()
+    until(lambda: made.workers[1].engine.released == "end")  # type: ignore[attr-defined]
+    with pytest.raises(OverloadedError, match="holds a part of its model"):
+        made.workers[1].ask("A")
+    assert made.leader.ask("A").last.finish_reason == "length"
+
+
+def test_many_requests_come_along(group: Callable[..., Group], serve: Any) -> None:
+    alone = serve()
+    made = group("0:1", "1:2", "2:4").start()
+    full(made)
+    prompts = [[number] * (5 + 9 * number) for number in range(3, 15)]  # more than run at a time
+    expected = [alone.ask(prompt, max_tokens=30).tokens for prompt in prompts]
+    answers = [made.leader.ask(prompt, max_tokens=30) for prompt in prompts]
+    answers[0].next()
+    made.leader.engine.consolidate("down")
+    assert [answer.tokens for answer in answers] == expected
+    until(lambda: made.leader.engine.stats()["kv_tokens_used"] == 0)
+    assert made.leader.engine.stats()["workers"] == 1

@@ -1,0 +1,117 @@
+"""A group writes what one engine writes: greedy and seeded, alone and in company, whole and in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from group_fixtures import Group, until
+
+PROMPTS = (
+    "Tokens flow from storage",
+    "A",
+    "to memory, and from memory to layers. " * 4,
+    "日本語 😀🚀",
+    "layer runs when its bytes are there. " * 7,
+    "springt über den faulen Hund, " * 2,
+)
+PARAMS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 1.0, "seed": 9},
+    {"temperature": 1.0, "top_p": 0.9, "seed": 9, "repetition_penalty": 1.2, "frequency_penalty": 0.5},
+    {"stop": ("e",), "logprobs": 3, "logit_bias": {5: 1.0}, "min_tokens": 3},
+)
+SPLITS = (("0:2", "2:4"), ("0:1", "1:2", "2:4"), ("0:1", "1:2", "2:3", "3:4"))
+
+
+def ask(served: Any, **params: Any) -> list[Any]:
+    answers = [served.ask(prompt, **{"max_tokens": 20, **params}) for prompt in PROMPTS]
+    return [answer.wait() for answer in answers]
+
+
+def seen(answers: list[Any]) -> list[Any]:
+    """Everything a client sees, but for the values of log-probabilities: another batch rounds differently."""
+    return [
+        [
+            answer.text,
+            answer.tokens,
+            answer.last._replace(request_id="", logprobs=()),
+            [[one.token_id, *(top[0] for top in one.top)] for delta in answer.deltas for one in delta.logprobs],
+        ]
+        for answer in answers
+    ]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_tokens_are_those_of_one_engine(split: tuple[str, ...], group: Callable[..., Group], serve: Any) -> None:
+    made = group(*split).start()
+    alone = serve()
+    for params in PARAMS:
+        assert seen(ask(made.leader, **params)) == seen(ask(alone, **params)), params
+    assert made.formed
+    until(lambda: made.leader.engine.stats()["kv_tokens_used"] == 0)
+    stages = {(stage.process, stage.name) for stage in made.leader.timeline.stages()}
+    assert all((f"worker {rank}", "first_forward") in stages for rank in range(1, len(split)))
+
+
+def test_chunked_prefill_and_preemption_change_no_token(group: Callable[..., Group], serve: Any) -> None:
+    params = {"max_tokens": 120, "temperature": 0.7, "top_k": 2, "seed": 5}
+    expected = seen(ask(serve(), **params))
+    small = group("0:1", "1:3", "3:4", kv_cache_mb=1, max_batched_tokens=24, max_model_len=500).start()
+    for worker in small.workers:
+        worker.engine._cache.blocks.limit(36)  # type: ignore[attr-defined]
+    assert seen(ask(small.leader, **params)) == expected
+    stats = small.leader.engine.stats()
+    assert stats["preemptions_total"] > 0
+    assert stats["kv_tokens_used"] == 0
+    assert small.formed
+
+
+def test_several_steps_are_under_way(group: Callable[..., Group]) -> None:
+    made = group("0:1", "1:2", "2:4").start()
+    most = 0
+    answers = [made.leader.ask(prompt, max_tokens=60) for prompt in PROMPTS]
+    while not all(answer.deltas and answer.deltas[-1].finish_reason for answer in answers):
+        most = max(most, made.leader.engine.stats()["steps_under_way"])
+        for answer in answers:
+            while not answer.incoming.empty():
+                answer.next()
+    assert most == 3
+
+
+def test_cancel_reaches_every_worker(group: Callable[..., Group]) -> None:
+    made = group("0:2", "2:4").start()
+    staying, leaving = made.leader.ask("A", max_tokens=60), made.leader.ask("to memory", max_tokens=400)
+    leaving.next()
+    made.leader.engine.cancel(leaving.id)
+    assert leaving.last.finish_reason == "cancelled"
+    assert staying.last.finish_reason == "length"
+    assert made.leader.ask("A").last.finish_reason == "length"
+    until(lambda: made.leader.engine.stats()["kv_tokens_used"] == 0)
+
+
+def test_a_worker_takes_no_requests_of_its_own(group: Callable[..., Group]) -> None:
+    from medusa_runtime.errors import OverloadedError
+
+    made = group("0:2", "2:4").start()
+    with pytest.raises(OverloadedError, match="expected the request at its group's leader"):
+        made.workers[1].ask("A")
+
+
+def test_a_request_leaves_and_comes_back(group: Callable[..., Group], serve: Any) -> None:
+    """Without keys and values, which are in two places; they are computed again."""
+    made, alone = group("0:2", "2:4").start(), serve()
+    params: dict[str, Any] = {"max_tokens": 40, "temperature": 1.0, "seed": 3}
+    expected = alone.ask(PROMPTS[0], **params).tokens
+    moving = made.leader.ask(PROMPTS[0], **params)
+    for _ in range(5):
+        moving.next()
+    for target in (alone.engine, made.leader.engine):
+        source = made.leader.engine if target is alone.engine else alone.engine
+        exported = source.export_request(moving.id)
+        while not moving.incoming.empty():
+            moving.next()
+        target.import_request(exported, moving.incoming.put)
+        moving.next()
+    assert moving.tokens == expected
