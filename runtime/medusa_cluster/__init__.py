@@ -1,6 +1,7 @@
 """Many machines: weights travel between nodes, and models scale with their load. On Ray, which this does not import.
 
-Importing this package makes ``--engine cluster`` known: a function whose engine is a model that the cluster serves.
+Importing this package makes two engines known: ``--engine cluster``, a function's engine that is a model which the
+cluster serves, and ``--engine group``, a worker that shares its model with others.
 """
 
 from __future__ import annotations
@@ -14,5 +15,14 @@ registry.register(
         preimport="medusa_cluster.remote.engine:preimport",
         distributions=("medusa_runtime",),
         fetch="medusa_cluster.remote.files:fetch",
+    )
+)
+registry.register(
+    registry.EngineKind(
+        "group",
+        open="medusa_cluster.group.engine:open_engine",
+        preimport="medusa_cluster.group.preimport:preimport",
+        distributions=("medusa_runtime",),
+        artifacts=("kv-plan",),
     )
 )

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 
-import medusa_cluster  # noqa: F401  makes --engine cluster known
+import medusa_cluster  # noqa: F401  makes --engine cluster and --engine group known
 import medusa_vllm  # noqa: F401  makes --engine vllm known
 from medusa_runtime.errors import ConfigError, MedusaError
 from medusa_runtime.resource_limits import as_limit_error

@@ -1,0 +1,141 @@
+"""One worker of a group as a process of its own: ``python -m medusa_cluster.group.worker``.
+
+It fetches the model into a region, its own layers first, and serves the engine protocol on a Unix socket: at rank 0 for
+the whole group, at others when they have become instances. ``medusa serve --engine group`` does the same with all that
+an instance has besides. Everything else is set as for ``medusa serve``, by ``MEDUSA_*`` variables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from medusa_runtime.config import Settings, from_env
+from medusa_runtime.errors import EngineError, MedusaError, from_code
+from medusa_runtime.process import ReportPipe, die_with_parent, fork, share_cores
+from medusa_runtime.region.reader import Region
+from medusa_runtime.timeline import Timeline, process_start_ns
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one worker until SIGTERM, or until its group releases it. 2 with the reason on stderr when it cannot."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    if options.die_with_parent:
+        die_with_parent(os.getppid())
+    try:
+        settings = from_env(
+            os.environ,
+            engine="group",
+            model=options.model,
+            layers=options.layers,
+            group=options.group,
+            device="cpu",
+        )
+        return run(settings, options.socket, options.timeline)
+    except MedusaError as error:
+        print(f"{error.code}: {error}", file=sys.stderr)
+        return 2
+
+
+def run(settings: Settings, path: str, timeline_path: str | None = None) -> int:
+    """Fork the prefetcher and the engine, and wait for the engine's end. Raises what ended either of them."""
+    share_cores()
+    timeline = Timeline.create("worker")
+    timeline.record("exec", process_start_ns(), time.monotonic_ns())
+    reports = ReportPipe()
+    region = Region.create()
+    listener = _listen(path)
+
+    def prefetcher(timeline: Timeline) -> int:
+        from medusa_runtime.fetch.prefetcher import BESIDE_IMPORTS, prefetch
+        from medusa_runtime.state.restore import Restoration
+
+        assert settings.model is not None
+        restoring = Restoration(settings, timeline)
+        prefetch(region, settings.model, settings=settings, timeline=timeline, nice=BESIDE_IMPORTS, restoring=restoring)
+        return 0
+
+    def engine(timeline: Timeline) -> int:
+        with timeline.stage("import"):
+            from medusa_runtime.zygote import load_engine_class, run_engine
+
+            make = load_engine_class(settings, region)
+        return run_engine(lambda: make(region, settings, timeline), listener, timeline=timeline, reports=reports)
+
+    fetching = fork("prefetcher", prefetcher, timeline=timeline, reports=reports)
+    serving = fork("engine", engine, timeline=timeline, reports=reports)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: os.kill(serving, signal.SIGTERM))
+    try:
+        return _supervise(fetching, serving, reports)
+    finally:
+        Path(path).unlink(missing_ok=True)
+        if timeline_path is not None:
+            Path(timeline_path).write_bytes(os.pread(timeline.fd, os.fstat(timeline.fd).st_size, 0))
+
+
+def _supervise(fetching: int, serving: int, reports: ReportPipe) -> int:
+    """Wait for the engine's end, which is this process's."""
+    poll = select.poll()
+    poll.register(reports.read_fd, select.POLLIN)
+    left = {fetching, serving}
+    try:
+        while True:
+            poll.poll(_LOOK_S * 1e3)
+            ended: dict[int, int] = {}
+            for pid in tuple(left):
+                found, status = os.waitpid(pid, os.WNOHANG)
+                if found:
+                    ended[pid] = os.waitstatus_to_exitcode(status)
+                    left.discard(pid)
+            for report in reports.read():
+                raise from_code(report.code, report.message)
+            if serving in ended:
+                if ended[serving] < 0:
+                    raise EngineError(f"the engine process was killed by {signal.Signals(-ended[serving]).name}")
+                return ended[serving]
+            if ended.get(fetching):
+                raise EngineError(f"the prefetcher ended early (status {ended[fetching]})")
+    finally:
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _listen(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(path)
+    except OSError as error:
+        raise EngineError(f"--socket: {path}: {error.strerror or error}") from None
+    os.chmod(path, 0o600)
+    listener.listen(128)
+    return listener
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m medusa_cluster.group.worker", description=__doc__)
+    parser.add_argument("--model", required=True, help="the checkpoint, as for medusa serve")
+    parser.add_argument("--group", required=True, help="the file that describes the group (see GroupPlan)")
+    parser.add_argument("--layers", required=True, metavar="START:STOP", help="the layers that this worker holds first")
+    parser.add_argument("--socket", required=True, metavar="PATH", help="the Unix socket to serve the engine on")
+    parser.add_argument("--timeline", metavar="PATH", help="write the timeline to this file at the end")
+    parser.add_argument("--die-with-parent", action="store_true", help="end when the process ends that started this")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
