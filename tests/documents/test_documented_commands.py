@@ -155,7 +155,7 @@ def test_what_it_names_exists(command: str, capsys: pytest.CaptureFixture[str]) 
         script = [sys.executable, *start, "--help"]
         known = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     else:
-        two = words[1] in ("bench", "deploy") and len(words) > 2 and re.fullmatch("[a-z]+", words[2])
+        two = words[1] in ("bench", "cluster", "deploy") and len(words) > 2 and re.fullmatch("[a-z]+", words[2])
         with pytest.raises(SystemExit) as ended:
             main([*words[1 : 3 if two else 2], "--help"])
         assert ended.value.code == 0, command

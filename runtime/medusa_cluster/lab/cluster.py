@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http
 import http.client
 import json
 import os
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from medusa_runtime.errors import LabError, from_code
+from medusa_runtime.errors import LabError, UnauthorizedError, from_code
 
 from .laboratory import SWITCH, Laboratory
 
@@ -37,9 +38,9 @@ class LabCluster:
         self.gateways: list[subprocess.Popen[bytes]] = []
         self.token_file = lab.node_folder(SWITCH) / "token"
         self._flags = tuple(flags)
-        self._token = secrets.token_hex(32)
+        self.token = secrets.token_hex(32)
         self.token_file.touch(0o600)
-        self.token_file.write_text(self._token)
+        self.token_file.write_text(self.token)
 
     def start(self) -> None:
         """Start all nodes; returns when each of them can reach the controller."""
@@ -52,7 +53,7 @@ class LabCluster:
 
     def start_node(self, node: str) -> None:
         """Start the node's server, also again after it has ended."""
-        role = ["--head"] if node == self.head else ["--address", self.lab.address(self.head)]
+        role = ["--head", "--external-autoscaler"] if node == self.head else ["--address", self.lab.address(self.head)]
         command = ["start", *role, "--name", node, "--host", self.lab.address(node)]
         command += ["--dir", str(self.lab.node_folder(node)), "--token-file", str(self.token_file)]
         if self.lab.link:
@@ -93,9 +94,12 @@ class LabCluster:
         try:
             with self.lab.network(SWITCH):
                 connection.connect()
-            headers = {"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"}
+            headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
             connection.request("POST", f"/cluster/{operation}", json.dumps(arguments), headers)
-            answer = json.loads(connection.getresponse().read())
+            response = connection.getresponse()
+            if response.status == http.HTTPStatus.UNAUTHORIZED:
+                raise UnauthorizedError(f"{address} refused the token")
+            answer = json.loads(response.read())
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise LabError(f"{operation} through {address} failed: {error}") from error
         finally:

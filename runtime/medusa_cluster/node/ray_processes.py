@@ -43,6 +43,7 @@ def ray_command(settings: NodeServerSettings, head_ray_address: str | None) -> l
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
     if head_ray_address is None:
         command += ["--head", f"--port={port}", "--include-dashboard=false"]
+        command += ["--no-monitor"] if settings.external_autoscaler else []
     else:
         command += [f"--address={head_ray_address}"]
     return [

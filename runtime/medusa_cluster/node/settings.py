@@ -51,6 +51,7 @@ class NodeServerSettings:
     prewarm: str | None = "torch=1"
     leaf: str = ""
     devices: int = 0
+    external_autoscaler: bool = False
     tls: TlsFiles | None = None
     log_level: str = "info"
 

@@ -40,6 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--memory-budget", metavar="SIZE", help="memory for all models, e.g. 16GB; as for medusa node")
     parser.add_argument("--prewarm", metavar="LIST", help="idle engine processes to keep (default: torch=1)")
+    parser.add_argument(
+        "--external-autoscaler",
+        action="store_true",
+        help="with --head: Ray's autoscaler runs elsewhere, as KubeRay's does, and is not started",
+    )
     for name, text in (("cert", "this node's certificate"), ("key", "its key"), ("ca", "who signed all nodes' own")):
         parser.add_argument(f"--tls-{name}", type=Path, metavar="FILE", help=f"{text}; PEM")
 
@@ -79,6 +84,7 @@ def _settings(arguments: argparse.Namespace) -> NodeServerSettings:
         link_bytes_per_s=_link(arguments, host),
         leaf=arguments.leaf,
         devices=_devices(),
+        external_autoscaler=arguments.external_autoscaler,
         memory_budget=arguments.memory_budget,
         prewarm=arguments.prewarm or "torch=1",
         tls=tls,
