@@ -28,6 +28,7 @@ MedusaError
 │   ├── UnauthorizedError       Cluster.Unauthorized     the cluster's token is missing or wrong
 │   ├── NoControllerError       Cluster.NoController     the controller is away; it comes back by itself
 │   ├── UnknownNameError        Cluster.UnknownName      no deployment or node has this name
+│   ├── NoInstanceError         Cluster.NoInstance       this node has no such instance, or not any more
 │   └── InstanceError           Cluster.Instance         an instance could not start, or ended by itself
 ├── DeployError                 Deploy.Failed            a platform, or its client, refused
 └── HandlerError                Handler.Failed           user code failed
@@ -166,6 +167,10 @@ class NoControllerError(ClusterError):
 
 class UnknownNameError(ClusterError):
     code = "Cluster.UnknownName"
+
+
+class NoInstanceError(ClusterError):
+    code = "Cluster.NoInstance"
 
 
 class InstanceError(ClusterError):

@@ -14,16 +14,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from medusa_runtime.errors import ClusterError, ConfigError, MedusaError, UnknownNameError
+from medusa_runtime.errors import ClusterError, ConfigError, MedusaError, NoControllerError, UnknownNameError
 from medusa_runtime.node.regions.model_key import absolute, model_key
 
 from ..deployment import Deployment
 from ..policy.decide import Memory, decide
 from .execution import Execution
 from .nodes import Gateway, KnownInstance, KnownNode, Nodes
-from .plan_file import read_plan, write_plan
+from .plan_file import Plan, read_plan, write_plan
 from .routes import Routes
 from .status import status
+from .versions import Versions
 from .view import Loads, policy_state
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class Cluster:
         plan = read_plan(plan_path)
         self.deployments: dict[str, Deployment] = dict(plan.deployments)
         self.draining: set[str] = set(plan.draining)
+        self.versions = Versions(plan.versions)
         self.nodes: dict[str, KnownNode] = {}
         self.instances: dict[str, KnownInstance] = {}
         self.gateways: dict[str, Gateway] = {}
@@ -126,6 +128,7 @@ class Cluster:
                     self.wake()
                 node.status, node.seen_at = found, time.monotonic()
                 self._take_instances(node)
+                self._take_models(node)
             await asyncio.sleep(_STATUS_S)
 
     def _take_instances(self, node: KnownNode) -> None:
@@ -150,6 +153,21 @@ class Cluster:
                 ended = "ended" if known.state == "draining" else "is gone"
                 self._forget_instance(known, "instance-ended", f"{known.id} {ended}")
         self.publish()
+
+    def _take_models(self, node: KnownNode) -> None:
+        """Note new versions of models, and peers that a node does not trust any more."""
+        deployed = {item.url for item in self.deployments.values()}
+        if self.versions.see(node.models(), deployed):
+            self._save()
+        names = {other.url: other.name for other in self.nodes.values()}
+        for model in node.models():
+            for source, reason in model.get("excluded", {}).items():
+                if (model["url"], source) not in node.excluded:
+                    node.excluded.add((model["url"], source))
+                    peer = names.get(source, source)
+                    self.tell(
+                        "peer-excluded", f"{node.name} reads {model['url']} from {peer} no more: {reason}", node=peer
+                    )
 
     def _forget_instance(self, known: KnownInstance, kind: str, text: str) -> None:
         self.instances.pop(known.id, None)
@@ -176,7 +194,7 @@ class Cluster:
         now = time.monotonic()
         loads = self.loads.summed(self.gateways.values(), now)
         fetches = self.execution.fetches(self.nodes, now)
-        state = policy_state(self.nodes, self.deployments, self.instances.values(), fetches, self.leaving(), loads)
+        state = policy_state(self, fetches, loads)
         decisions, self._memory = decide(state, now, self._memory)
         for decision in decisions:
             self.execution.begin(decision)
@@ -245,6 +263,9 @@ class Cluster:
         }
         if not isinstance(arguments, dict):
             raise ConfigError("expected a JSON object of arguments")
+        if operation in ("report", "routes") and not self._knows_enough():
+            # Routes without the instances that run would have gateways forget them.
+            raise NoControllerError("the controller has just started, and does not know yet what runs")
         try:
             if operation == "status":
                 return status(self)
@@ -311,6 +332,8 @@ class Cluster:
     def node_state(self, node: KnownNode) -> str:
         if node.lost_at is not None:
             return "lost"
+        if not node.status:
+            return "joining"
         if node.name in self.draining:
             return "drained" if self.is_drained(node.name) else "draining"
         return "draining" if node.name in self.leaving() else "alive"
@@ -327,8 +350,9 @@ class Cluster:
         return self.routes.current
 
     def _sources(self, arguments: Mapping[str, Any]) -> list[str]:
-        """The nodes that hold a model whole, as the peer store's URLs; the asking node is left out."""
-        url, asking = model_key(absolute(str(arguments["url"]))), arguments.get("node")
+        """The node servers from which a node should read a model: by the plan, then all others that hold it whole."""
+        url, asking = model_key(absolute(str(arguments["url"]))), str(arguments.get("node"))
+        planned = [self.nodes[name] for name in self.execution.planned_sources(asking, url) if name in self.nodes]
         holders = [
             node
             for node in self.nodes.values()
@@ -336,7 +360,7 @@ class Cluster:
             and node.name != asking
             and any(model["url"] == url and model["state"] == "done" for model in node.models())
         ]
-        return [self.execution.region_url(node, url) for node in holders]
+        return list(dict.fromkeys(node.url for node in (*planned, *holders) if node.lost_at is None))
 
     def _known_name(self, arguments: Mapping[str, Any]) -> str:
         name = str(arguments["name"])
@@ -347,7 +371,7 @@ class Cluster:
 
     def _save(self) -> None:
         try:
-            write_plan(self._plan_path, self.deployments.values(), self.draining)
+            write_plan(self._plan_path, Plan(self.deployments, frozenset(self.draining), self.versions.to_json()))
         except OSError as error:
             raise ClusterError(f"{self._plan_path} could not be written: {error.strerror}") from error
         self.wake()

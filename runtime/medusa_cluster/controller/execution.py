@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
 
 from medusa_runtime.errors import MedusaError
 
@@ -62,7 +61,9 @@ class Execution:
                 self._task(("drop", node, url), self._call(node, {"op": "drop", "url": url}))
             case Pin(node, url, pinned):
                 request = (
-                    {"op": "fetch", "url": url, "sources": [], "pin": True} if pinned else {"op": "unpin", "url": url}
+                    {"op": "fetch", "url": url, "sources": [], "pin": True, "version": ""}
+                    if pinned
+                    else {"op": "unpin", "url": url}
                 )
                 self._task(("pin", node, url), self._call(node, request))
             case Pace(node, bytes_per_s):
@@ -168,8 +169,13 @@ class Execution:
             return
         self._fetches[key] = KnownFetch(decision.node, decision.url, decision.sources, decision.pin, now)
         nodes = self._cluster.nodes
-        sources = [self.region_url(nodes[name], decision.url) for name in decision.sources if name in nodes]
-        request = {"op": "fetch", "url": decision.url, "sources": sources, "pin": decision.pin}
+        request = {
+            "op": "fetch",
+            "url": decision.url,
+            "sources": [nodes[name].url for name in decision.sources if name in nodes],
+            "pin": decision.pin,
+            "version": self._cluster.versions.current(decision.url, nodes.values()),
+        }
         origin = " from " + ", ".join(decision.sources) if decision.sources else ""
         self._cluster.tell("fetch", f"{decision.node} fetches {decision.url}{origin}", node=decision.node)
         self._task(("fetch", *key), self._call(decision.node, request))
@@ -189,10 +195,10 @@ class Execution:
                 del self._fetches[key]
         return list(self._fetches.values())
 
-    @staticmethod
-    def region_url(node: KnownNode, url: str) -> str:
-        """Where a node offers its copy of a model to other nodes."""
-        return f"{node.url}/regions/{quote(url, safe='')}"
+    def planned_sources(self, node: str, url: str) -> tuple[str, ...]:
+        """The names of the nodes from which this node was told to read a model."""
+        fetch = self._fetches.get((node, url))
+        return () if fetch is None else fetch.sources
 
     async def _call(self, node: str, request: dict[str, Any]) -> None:
         try:

@@ -29,6 +29,7 @@ class KnownNode:
     seen_at: float = 0.0  # monotonic, of the status
     lost_at: float | None = None
     drained_told: bool = False
+    excluded: set[tuple[str, str]] = field(default_factory=set)  # (model, peer): wrong bytes, as was told
 
     @property
     def url(self) -> str:

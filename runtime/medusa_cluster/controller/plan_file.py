@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 class Plan:
     deployments: dict[str, Deployment] = field(default_factory=dict)
     draining: frozenset[str] = frozenset()  # names of nodes
+    versions: Mapping[str, list[str]] = field(default_factory=dict)  # of each model, in the order in which they came
 
 
 def read_plan(path: Path) -> Plan:
@@ -27,7 +28,8 @@ def read_plan(path: Path) -> Plan:
     try:
         found = json.loads(path.read_text())
         deployments = [Deployment.from_json(item) for item in found["deployments"]]
-        return Plan({item.name: item for item in deployments}, frozenset(map(str, found["draining"])))
+        draining = frozenset(map(str, found["draining"]))
+        return Plan({item.name: item for item in deployments}, draining, dict(found["versions"]))
     except FileNotFoundError:
         return Plan()
     except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
@@ -37,11 +39,17 @@ def read_plan(path: Path) -> Plan:
         return Plan()
 
 
-def write_plan(path: Path, deployments: Iterable[Deployment], draining: Iterable[str]) -> None:
+def write_plan(path: Path, plan: Plan) -> None:
     """Replace the file as a whole, so that a kill at any moment leaves the old one or the new one."""
-    text = json.dumps({"deployments": [item.to_json() for item in deployments], "draining": sorted(draining)})
+    text = json.dumps(
+        {
+            "deployments": [item.to_json() for item in plan.deployments.values()],
+            "draining": sorted(plan.draining),
+            "versions": dict(plan.versions),
+        }
+    )
     new = path.with_suffix(".new")
-    with open(new, "w") as file:
+    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
-from ..deployment import Deployment
 from ..policy import state as policy
 from .nodes import Gateway, KnownFetch, KnownInstance, KnownNode
+
+if TYPE_CHECKING:
+    from ..deployment import Deployment
+    from .cluster import Cluster
 
 _GATEWAY_GONE_S = 2.0  # without a report: its loads count no longer
 
@@ -47,29 +51,23 @@ class Loads:
 
 
 def policy_state(
-    nodes: Mapping[str, KnownNode],
-    deployments: Mapping[str, Deployment],
-    instances: Iterable[KnownInstance],
-    fetches: Iterable[KnownFetch],
-    draining: frozenset[str] | set[str],
-    loads: Mapping[str, policy.Load],
+    cluster: Cluster, fetches: Iterable[KnownFetch], loads: Mapping[str, policy.Load]
 ) -> policy.ClusterState:
     """What the policy decides from. Instances and fetches that no node has confirmed yet are in it, too."""
-    instances, fetches = list(instances), list(fetches)
-    offset = time.monotonic() - time.time()
+    instances: dict[str, list[KnownInstance]] = {}
+    for item in cluster.instances.values():
+        instances.setdefault(item.node, []).append(item)
+    decided: dict[str, list[KnownFetch]] = {}
+    for fetch in fetches:
+        decided.setdefault(fetch.node, []).append(fetch)
+    leaving, offset = cluster.leaving(), time.monotonic() - time.time()
     return policy.ClusterState(
         nodes={
-            name: _policy_node(
-                node,
-                [item for item in instances if item.node == name],
-                [item for item in fetches if item.node == name],
-                name in draining,
-                offset,
-            )
-            for name, node in nodes.items()
+            name: _policy_node(node, instances.get(name, []), decided.get(name, []), name in leaving, offset)
+            for name, node in cluster.nodes.items()
             if node.status
         },
-        deployments={name: _policy_deployment(item, nodes.values()) for name, item in deployments.items()},
+        deployments={name: _policy_deployment(item, cluster) for name, item in cluster.deployments.items()},
         loads=dict(loads),
     )
 
@@ -128,15 +126,15 @@ def _copies(node: KnownNode, fetches: list[KnownFetch]) -> tuple[policy.Copy, ..
     return tuple(found.values())
 
 
-def _policy_deployment(item: Deployment, nodes: Iterable[KnownNode]) -> policy.Deployment:
-    seen = [model for node in nodes if node.lost_at is None for model in node.models() if model["url"] == item.url]
-    complete = [model for model in seen if model["state"] == "ready"]
+def _policy_deployment(item: Deployment, cluster: Cluster) -> policy.Deployment:
+    alive = [node for node in cluster.nodes.values() if node.lost_at is None]
+    sizes = [int(model["total_bytes"]) for node in alive for model in node.models() if model["url"] == item.url]
     return policy.Deployment(
         name=item.name,
         url=item.url,
         engine=item.engine,
-        size_bytes=max((int(model["total_bytes"]) for model in seen), default=0),
-        version=str(complete[-1].get("version", "")) if complete else "",
+        size_bytes=max(sizes, default=0),
+        version=cluster.versions.current(item.url, alive),
         min=item.min,
         max=item.max,
         ttft_slo_s=item.ttft_slo_s or math.inf,

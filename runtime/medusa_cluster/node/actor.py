@@ -48,8 +48,8 @@ class NodeActor:
         return await self._pass_on({"op": "status"})
 
     @_group("control")
-    async def fetch(self, url: str, sources: list[str], pin: bool) -> dict[str, Any]:
-        return await self._pass_on({"op": "fetch", "url": url, "sources": sources, "pin": pin})
+    async def fetch(self, url: str, sources: list[str], pin: bool, version: str = "") -> dict[str, Any]:
+        return await self._pass_on({"op": "fetch", "url": url, "sources": sources, "pin": pin, "version": version})
 
     @_group("control")
     async def pace(self, bytes_per_s: float | None) -> dict[str, Any]:

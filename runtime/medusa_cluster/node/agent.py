@@ -56,6 +56,10 @@ class Agent:
     def _start(self) -> Child:
         settings = self._settings
         command = [sys.executable, "-m", "medusa_adapters", "node", "--socket", str(settings.agent_socket)]
+        command += ["--cluster", str(settings.control_socket), "--cluster-token", str(settings.token_file)]
+        if settings.tls is not None:
+            command += ["--cluster-ca", str(settings.tls.authority)]
+            command += ["--cluster-cert", str(settings.tls.certificate), "--cluster-key", str(settings.tls.key)]
         if settings.memory_budget:
             command += ["--memory-budget", settings.memory_budget]
         if settings.prewarm:
@@ -76,17 +80,22 @@ class Agent:
         self.last_status = found
         return found
 
-    def fetch(self, url: str, *, pin: bool) -> None:
-        """Begin to fetch a model. How far it is, or why it failed, is in the status."""
+    def fetch(self, url: str, *, pin: bool, version: str) -> None:
+        """Begin to fetch a model, again if the agent has another version of it. How far it is stands in the status."""
         running = self._fetches.get(url)
         if running is not None and not running.done():
             return
         self.failures.pop(url, None)
-        self._fetches[url] = asyncio.create_task(self._fetch(url, pin))
+        held = [region for region in self.last_status.get("regions", ()) if region["url"] == url]
+        fresh = bool(version) and any(region["version"] not in ("", version) for region in held)
+        self._fetches[url] = asyncio.create_task(self._fetch(url, pin, fresh))
 
-    async def _fetch(self, url: str, pin: bool) -> None:
+    async def _fetch(self, url: str, pin: bool, fresh: bool) -> None:
+        def begin(client: NodeClient) -> None:
+            client.region(url, pin=pin, fresh=fresh, background=True).close()
+
         try:
-            await self._ask(self._threads, lambda client: client.region(url, pin=pin, background=True).close())
+            await self._ask(self._threads, begin)
         except MedusaError as error:
             self.failures[url] = f"{error} [{error.code}]"
             logger.warning("fetching %s failed: %s", url, error)

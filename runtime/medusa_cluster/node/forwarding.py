@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import ClientSession, ClientTimeout, DummyCookieJar, TCPConnector, web
 from aiohttp.client_exceptions import ClientError
-from medusa_runtime.errors import InstanceError, UnknownNameError
+from medusa_runtime.errors import InstanceError, NoInstanceError
 from multidict import CIMultiDict
 from yarl import URL
 
@@ -50,7 +50,7 @@ class Forwarder:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         instance = self._instances.get(request.match_info["id"])
         if instance is None or instance.port is None:
-            error = UnknownNameError(f"this node has no instance {request.match_info['id']} that listens")
+            error = NoInstanceError(f"this node has no instance {request.match_info['id']} that listens")
             return web.json_response(error_answer(error), status=404)
         instance.running += 1
         try:

@@ -11,26 +11,39 @@ from typing import TYPE_CHECKING, Any
 from medusa_runtime.errors import ConfigError, NoControllerError
 
 from ..deployment import Deployment
+from .rates import Rates
 
 if TYPE_CHECKING:
     from ..transport.pacing import Pacer
+    from ..transport.regions import RegionRoutes
     from .agent import Agent
     from .controller_line import ControllerLine
     from .instances import Instances
     from .settings import NodeServerSettings
+
+_SENT = "sent"  # the counter of what peers were sent
+_SOURCES_WITHIN_S = 0.4  # a fetch waits for the answer, for half a second at most
 
 
 class Operations:
     """Answers the control socket. Every operation may be repeated."""
 
     def __init__(
-        self, settings: NodeServerSettings, agent: Agent, instances: Instances, line: ControllerLine, pacer: Pacer
+        self,
+        settings: NodeServerSettings,
+        agent: Agent,
+        instances: Instances,
+        line: ControllerLine,
+        peers: RegionRoutes,
+        pacer: Pacer,
     ) -> None:
         self._settings = settings
         self._agent = agent
         self._instances = instances
         self._line = line
+        self._peers = peers
         self._pacer = pacer
+        self._rates = Rates()
         self._sources: dict[str, list[str]] = {}  # URL → of the plan that came with the last fetch
         self.draining = False
         self._known: dict[str, Callable[[dict[str, Any]], Awaitable[Any]]] = {
@@ -57,7 +70,9 @@ class Operations:
 
     async def _status(self, _: dict[str, Any]) -> dict[str, Any]:
         agent = await self._agent.status()
-        settings = self._settings
+        settings, now = self._settings, time.monotonic()
+        models = [self._model(region, now) for region in agent.get("regions", ())]
+        self._rates.keep({model["url"] for model in models} | {_SENT})
         return {
             "name": settings.name,
             "address": settings.address,
@@ -67,6 +82,8 @@ class Operations:
             "pid": os.getpid(),
             "state": "draining" if self.draining else "alive",
             "link_bytes_per_s": settings.link_bytes_per_s,
+            "egress_bytes_per_s": self._rates.read(_SENT, self._peers.sent_bytes, now),
+            "ingress_bytes_per_s": sum(model["bytes_per_s"] for model in models),
             "memory_bytes": agent.get("budget_bytes", 0),
             "memory_used_bytes": agent.get("used_bytes", 0),
             "devices": settings.devices,
@@ -76,22 +93,28 @@ class Operations:
                 "starts": self._agent.starts,
                 "engines": agent.get("engines", {}),
             },
-            "models": [self._model(region) for region in agent.get("regions", ())],
+            "models": models,
             "failed_fetches": dict(self._agent.failures),
             "instances": self._instances.status(),
         }
 
-    def _model(self, region: dict[str, Any]) -> dict[str, Any]:
+    def _model(self, region: dict[str, Any], now: float) -> dict[str, Any]:
+        url, arriving = region["url"], region["state"] == "fetching"
         found = {name: region[name] for name in ("url", "state", "fetched_bytes", "total_bytes", "pinned", "idle_s")}
+        if region["state"] == "done":
+            self._sources.pop(url, None)  # a later fetch of it has a plan of its own
+        sources = region.get("sources") or {}
         return found | {
-            "version": region.get("version", ""),
-            "bytes_per_s": (region.get("mb_per_s") or 0.0) * 1e6 if region["state"] == "fetching" else 0.0,
-            "sources": self._sources.get(region["url"], []),
+            "version": region["version"],
+            "bytes_per_s": self._rates.read(url, region["fetched_bytes"], now) if arriving else 0.0,
+            "sources": self._sources.get(url, []),
+            "received_bytes": sources.get("received_bytes") or {},
+            "excluded": sources.get("excluded") or {},
         }
 
     async def _fetch(self, request: dict[str, Any]) -> dict[str, Any]:
         self._sources[request["url"]] = [str(source) for source in request.get("sources", ())]
-        self._agent.fetch(request["url"], pin=bool(request.get("pin", False)))
+        self._agent.fetch(request["url"], pin=bool(request.get("pin", False)), version=str(request.get("version", "")))
         return {}
 
     async def _drop(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -110,7 +133,7 @@ class Operations:
             return self._sources[url]
         try:
             arguments = {"node": self._settings.name, "url": url}
-            found = await asyncio.wait_for(self._line.call("sources", arguments), timeout=1.0)
+            found = await asyncio.wait_for(self._line.call("sources", arguments), timeout=_SOURCES_WITHIN_S)
         except (NoControllerError, TimeoutError):
             return []
         return [str(source) for source in found]

@@ -25,6 +25,7 @@ _LIGHTER = {
     "RAY_task_events_report_interval_ms": "0",
     "RAY_enable_timeline": "0",
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+    "RAY_agent_register_timeout_ms": "60000",  # its agents need 15 s to start where others have the cores
     "RAY_worker_niceness": "0",  # the control of a busy node must not wait behind its engines
 }
 
@@ -43,13 +44,14 @@ def ray_command(settings: NodeServerSettings, head_ray_address: str | None) -> l
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
     if head_ray_address is None:
         command += ["--head", f"--port={port}", "--include-dashboard=false"]
-        command += ["--no-monitor"] if settings.external_autoscaler else []
+        config = settings.autoscaling_config
+        command += ["--no-monitor"] if config is None else [f"--autoscaling-config={config}"]
     else:
         command += [f"--address={head_ray_address}"]
     return [
         *command,
         f"--node-ip-address={settings.host}",
-        f"--temp-dir={settings.folder / 'ray'}",
+        f"--temp-dir={settings.ray_folder}",
         f"--labels={NODE_LABEL}={settings.name}",
         f"--resources={json.dumps({NODE_RESOURCE: 1})}",
         "--num-cpus=0",
@@ -93,4 +95,4 @@ def ray_environment(settings: NodeServerSettings, environ: Mapping[str, str]) ->
 def forget_address(settings: NodeServerSettings) -> None:
     """Let the head start again: Ray refuses while it knows its own address and any raylet of this machine names it."""
     with suppress(FileNotFoundError):
-        os.unlink(settings.folder / "ray" / "ray_current_cluster")
+        os.unlink(settings.ray_folder / "ray_current_cluster")

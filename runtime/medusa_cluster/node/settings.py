@@ -16,11 +16,10 @@ DATA_PORT = 8114
 RAY_PORT = 6379
 RAY_PORTS = 40  # from the first on; see ray_processes
 
-# Ray makes sockets of Unix in `<folder>/ray/session_<date>_<time>_<microseconds>_<pid>/sockets/plasma_store.<n>`,
+# Ray makes sockets of Unix in `<folder>/ray/t/session_<date>_<time>_<microseconds>_<pid>/sockets/plasma_store.<n>`,
 # whose path may have 107 bytes.
-_LONGEST_FOLDER = 36
+_LONGEST_FOLDER = 34
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
-_RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg]?)bit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +48,9 @@ class NodeServerSettings:
     link_bytes_per_s: float = 1.25e9
     memory_budget: str | None = None
     prewarm: str | None = "torch=1"
+    autoscaling_config: Path | None = None  # of Ray's autoscaler, if the head is to run it
     leaf: str = ""
     devices: int = 0
-    external_autoscaler: bool = False
     tls: TlsFiles | None = None
     log_level: str = "info"
 
@@ -89,6 +88,11 @@ class NodeServerSettings:
     @property
     def agent_socket(self) -> Path:
         return self.folder / "node.sock"
+
+    @property
+    def ray_folder(self) -> Path:
+        """For Ray's files, which are open to everybody: so it lies in a folder that is not."""
+        return self.folder / "ray" / "t"
 
     @property
     def log_folder(self) -> Path:
@@ -130,11 +134,3 @@ def make_token(path: Path) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with open(descriptor, "w") as file:
         file.write(secrets.token_hex(32))
-
-
-def link_rate(text: str) -> float:
-    """``400mbit`` as bytes a second. Raises ValueError with the accepted form."""
-    match = _RATE.fullmatch(text.strip().lower())
-    if match is None or not float(match[1]):
-        raise ValueError("a rate above 0 such as 400mbit or 10gbit")
-    return float(match[1]) * float(1000 ** " kmg".index(match[2] or " ")) / 8

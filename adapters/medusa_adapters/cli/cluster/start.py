@@ -32,19 +32,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ray-port", type=int, metavar="N", help="the first of 40 ports for Ray (default: 6379, and up to 6418)"
     )
     parser.add_argument("--token-file", type=Path, metavar="FILE", help="the cluster's token; default: token in --dir")
+    scaler = parser.add_mutually_exclusive_group()
+    scaler.add_argument(
+        "--autoscaling-config", type=Path, metavar="FILE", help="head: run Ray's autoscaler with this configuration"
+    )
+    scaler.add_argument("--external-autoscaler", action="store_true", help="head: it runs elsewhere, as with KubeRay")
     link = parser.add_mutually_exclusive_group()
-    link.add_argument("--link", metavar="RATE", help="what the network carries, such as 400mbit; default: the device's")
+    link.add_argument("--link", metavar="RATE", help="the network's, such as 400mbit or 50MB; default: found")
     link.add_argument("--link-bytes-per-s", type=float, metavar="N", help="the same as bytes of payload")
     parser.add_argument(
         "--leaf", default="", metavar="NAME", help="the switch this node hangs on, if there are several"
     )
     parser.add_argument("--memory-budget", metavar="SIZE", help="memory for all models, e.g. 16GB; as for medusa node")
     parser.add_argument("--prewarm", metavar="LIST", help="idle engine processes to keep (default: torch=1)")
-    parser.add_argument(
-        "--external-autoscaler",
-        action="store_true",
-        help="with --head: Ray's autoscaler runs elsewhere, as KubeRay's does, and is not started",
-    )
     for name, text in (("cert", "this node's certificate"), ("key", "its key"), ("ca", "who signed all nodes' own")):
         parser.add_argument(f"--tls-{name}", type=Path, metavar="FILE", help=f"{text}; PEM")
 
@@ -82,9 +82,9 @@ def _settings(arguments: argparse.Namespace) -> NodeServerSettings:
         data_port=_port("--data-port", arguments.data_port, node.DATA_PORT, 1),
         ray_port=_port("--ray-port", arguments.ray_port, node.RAY_PORT, node.RAY_PORTS),
         link_bytes_per_s=_link(arguments, host),
+        autoscaling_config=_autoscaling_config(arguments),
         leaf=arguments.leaf,
         devices=_devices(),
-        external_autoscaler=arguments.external_autoscaler,
         memory_budget=arguments.memory_budget,
         prewarm=arguments.prewarm or "torch=1",
         tls=tls,
@@ -139,18 +139,24 @@ def _reached_from(head: str | None) -> str:
         raise ConfigError(f"this machine's address was not found ({error}); give it as --host") from None
 
 
+def _autoscaling_config(arguments: argparse.Namespace) -> Path | None:
+    path: Path | None = arguments.autoscaling_config
+    if path is not None and not arguments.head:
+        raise ConfigError("--autoscaling-config: expected it with --head alone")
+    if path is not None and not path.is_file():
+        raise ConfigError(f"--autoscaling-config: expected a file, found none at {path}")
+    return None if path is None else path.absolute()
+
+
 def _link(arguments: argparse.Namespace, host: str) -> float:
-    from medusa_cluster.node.settings import link_rate
+    from medusa_cluster.lab.link import Link
 
     if arguments.link_bytes_per_s is not None:
         if not arguments.link_bytes_per_s > 0:
             raise ConfigError(f"--link-bytes-per-s: expected a number above 0, found {arguments.link_bytes_per_s}")
         return float(arguments.link_bytes_per_s)
     if arguments.link is not None:
-        try:
-            return link_rate(arguments.link)
-        except ValueError as error:
-            raise ConfigError(f"--link={arguments.link!r} cannot be used: expected {error}") from None
+        return Link.parse(arguments.link).bytes_per_s
     return _device_rate(host) or 1.25e9
 
 

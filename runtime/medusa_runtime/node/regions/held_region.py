@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from ...liveness import Heartbeats
 from ...region.demand import demand_memory, promote
 from ...region.layout import HEADER_BYTES, reopen
 from ...region.reader import Region
-from ...storage.base import redacted
+from ...storage.base import redacted, scheme_of
 from ...storage.local import file_version
 from ..child import Child
 from ..impersonation import Folder
@@ -49,6 +50,7 @@ class HeldRegion:
         self.fetch_for: Caller | None = None  # who is charged for the fetch
         self.handed = 0
         self.sources: dict[str, Any] = {}  # where its bytes came from, in a cluster
+        self._version = ""
 
     @property
     def in_use(self) -> bool:
@@ -57,6 +59,14 @@ class HeldRegion:
     @property
     def complete(self) -> bool:
         return self.region.progress().state == "done"
+
+    @property
+    def version(self) -> str:
+        """The same text for the same objects of a store; "" for local files, and before the index is there."""
+        if not self._version and self.sealed and self.folder is None and scheme_of(self.key):
+            shards = [(shard.name, shard.size_bytes, shard.version) for shard in self.region.wait_index(1.0).shards]
+            self._version = hashlib.blake2b(repr(sorted(shards)).encode(), digest_size=8).hexdigest()
+        return self._version
 
     @property
     def payer(self) -> Caller | None:
@@ -107,12 +117,12 @@ class HeldRegion:
             "state": progress.state,
             "fetched_bytes": progress.fetched_bytes,
             "total_bytes": progress.total_bytes,
-            "mb_per_s": progress.mb_per_s,
             "memory_bytes": self.size_bytes,
             "in_use_by": len(self.leases),
             "charged_to": payer.account if payer else None,
             "handed_out": self.handed,
             "pinned": self.pinned,
+            "version": self.version,
             **({"sources": {name: self.sources.get(name) for name in _SOURCES}} if self.sources else {}),
             "idle_s": 0 if self.leases else round(time.monotonic() - self.used_at, 1),
         }

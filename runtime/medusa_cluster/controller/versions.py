@@ -1,0 +1,47 @@
+"""Which version of each model is the current one: the one that appeared last."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from .nodes import KnownNode
+
+_KEPT = 8
+
+
+class Versions:
+    """The versions of each model, in the order in which they were seen first.
+
+    An agent notices that a store's objects were replaced, and fetches them again. So what is seen for the first time is
+    newer than what was there, and a node that comes back with what it had is known to have an old one.
+    """
+
+    def __init__(self, seen: Mapping[str, Iterable[str]]) -> None:
+        self._seen = {url: list(versions) for url, versions in seen.items()}
+
+    def see(self, models: Iterable[Mapping[str, Any]], deployed: Collection[str]) -> bool:
+        """Take the versions that a node shows. Returns whether one of them is new; others' models are forgotten."""
+        new = False
+        for model in models:
+            url, version = str(model["url"]), str(model.get("version", ""))
+            if url in deployed and version and version not in self._seen.get(url, ()):
+                self._seen[url] = [*self._seen.get(url, ()), version][-_KEPT:]
+                new = True
+        for url in self._seen.keys() - set(deployed):
+            del self._seen[url]
+        return new
+
+    def current(self, url: str, nodes: Iterable[KnownNode]) -> str:
+        """The newest version of which a living node has a part; "" when there is none."""
+        there = {
+            str(model.get("version", ""))
+            for node in nodes
+            if node.lost_at is None
+            for model in node.models()
+            if model["url"] == url
+        }
+        return next((version for version in reversed(self._seen.get(url, ())) if version in there), "")
+
+    def to_json(self) -> dict[str, list[str]]:
+        return {url: list(versions) for url, versions in self._seen.items()}

@@ -1,0 +1,228 @@
+"""A head and a node as users start them: Ray, agents, node servers, the controller, and instances."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster_nodes import MODEL, ClusterNode, complete, environment, until
+from medusa_cluster.json_lines import call
+from medusa_runtime.errors import ConfigError, NoControllerError, UnknownNameError
+
+from benchmarks.origin import Origin, Variant
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+NAME = "tiny"
+
+
+@pytest.fixture(scope="module")
+def origin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Origin]:
+    """A store with the model at ``/model``, which counts what it sends."""
+    folder: Path = tmp_path_factory.mktemp("origin")
+    shutil.copytree(MODEL, folder / "served" / "model")
+    with Origin(folder / "served", folder / "scratch", Variant("plain"), builtin=True, counting=True) as origin:
+        yield origin
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[tuple[ClusterNode, ClusterNode]]:
+    head = ClusterNode("head", 0)
+    other = None
+    try:
+        head.wait_ready()
+        other = ClusterNode("n1", 1, head)
+        other.wait_ready()
+        until(lambda: head.status_of("n1").get("state") == "alive", head.output)
+        yield head, other
+    finally:
+        for node in (other, head):
+            if node is not None:
+                node.close()
+
+
+@pytest.fixture
+def deployed(nodes: tuple[ClusterNode, ClusterNode], origin: Origin) -> Iterator[tuple[ClusterNode, ClusterNode]]:
+    head, _ = nodes
+    head.call("deploy", name=NAME, url=origin.url + "/model", min=1, max=2)
+    until(lambda: head.ready_instance(NAME), head.output)
+    yield nodes
+    head.call("remove", name=NAME)
+    until(lambda: not any(head.status_of(node.name).get("instances") for node in nodes), head.output)
+
+
+def _serving(node: ClusterNode) -> str:
+    """The text that an instance answers."""
+    instance = until(lambda: node.ready_instance(NAME), node.output)
+    found: str = complete(instance["url"], node.headers())["choices"][0]["text"]
+    return found
+
+
+def test_a_model_is_deployed_asked_scaled_and_removed_by_commands(
+    nodes: tuple[ClusterNode, ClusterNode], origin: Origin
+) -> None:
+    head, other = nodes
+    done = head.medusa("deploy", NAME, "--model", origin.url + "/model", "--max", "2")
+    assert done.returncode == 0, done.stderr
+    assert head.call("routes")["models"][NAME]["instances"] == []
+
+    # A gateway reports a request; it starts no later than that.
+    began = head.call("report", gateway="g", url=None, loads={NAME: {"waiting": 1}})
+    assert [item["state"] for item in began["models"][NAME]["instances"]] == ["starting"]
+    changed = other.call("routes", version=began["version"], wait_s=30)
+    assert changed["version"] != began["version"]
+    text = _serving(other)
+
+    assert other.medusa("scale", NAME, "--min", "2").returncode == 0
+    instances = until(
+        lambda: [item for item in head.call("routes")["models"][NAME]["instances"] if item["state"] == "ready"][1:],
+        head.output,
+    )
+    assert complete(instances[0]["url"], head.headers())["choices"][0]["text"] == text
+    shown = other.medusa("status").stdout
+    assert f"{NAME}: 2 of 2 to 2 instances" in shown
+    assert "copies on head, n1" in shown or "copies on n1, head" in shown
+
+    assert head.medusa("remove", NAME).returncode == 0
+    until(lambda: not any(head.status_of(node.name)["instances"] for node in nodes), head.output)
+    assert json.loads(head.medusa("status", "--json").stdout)["models"] == []
+
+
+def test_weights_come_from_the_other_node(deployed: tuple[ClusterNode, ClusterNode], origin: Origin) -> None:
+    head, _ = deployed
+    _serving(head)
+    until(lambda: head.call("status")["models"][0]["copies"], head.output)
+    sent = origin.sent_bytes()
+    head.call("scale", name=NAME, min=2)
+    until(lambda: len(head.call("status")["models"][0]["copies"]) == 2, head.output)
+    assert origin.sent_bytes() - sent < 100_000  # what shows that the version is still the same
+
+
+def test_a_node_is_drained_without_a_request_lost(deployed: tuple[ClusterNode, ClusterNode]) -> None:
+    head, other = deployed
+    text = _serving(head)
+    on = until(lambda: head.ready_instance(NAME), head.output)["node"]
+    done = other.medusa("drain", on)
+    assert (done.returncode, done.stdout) == (0, f"{on}: drained\n"), done.stderr
+    assert head.status_of(on)["instances"] == []
+    assert until(lambda: head.ready_instance(NAME), head.output)["node"] != on
+    assert _serving(head) == text
+    assert head.medusa("drain", on, "--undo").stdout == f"{on}: alive\n"
+
+
+def test_requests_go_on_while_the_controller_is_dead_and_its_state_comes_back(
+    deployed: tuple[ClusterNode, ClusterNode],
+) -> None:
+    head, _ = deployed
+    instance = until(lambda: head.ready_instance(NAME), head.output)
+    text = _serving(head)
+    head.kill("ray::Controller")
+    assert complete(instance["url"], head.headers())["choices"][0]["text"] == text
+    back = until(lambda: _routes(head), head.output)
+    assert [item["id"] for item in back["models"][NAME]["instances"]] == [instance["id"]]
+    assert back["models"][NAME]["deployment"]["min"] == 1
+
+
+def _routes(node: ClusterNode) -> dict[str, object] | None:
+    try:
+        found: dict[str, object] = node.call("routes")
+        return found
+    except NoControllerError:
+        return None
+
+
+@pytest.mark.parametrize("victim", ["ray::NodeActor", "torch-zygote", "supervisor"])
+def test_what_dies_on_a_node_comes_back(deployed: tuple[ClusterNode, ClusterNode], victim: str) -> None:
+    head, other = deployed
+    text = _serving(head)
+    instance = until(lambda: head.ready_instance(NAME), head.output)
+    node = head if instance["node"] == "head" else other
+    if victim == "supervisor":  # of the instance
+        pid = _instance_pid(node, instance["id"])
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: (head.ready_instance(NAME) or instance)["id"] != instance["id"], head.output)
+        assert "instance-died" in [event["kind"] for event in head.call("status")["events"]]
+    else:
+        killed = node.kill(victim)
+        until(lambda: [pid for pid, name in node.processes().items() if name.startswith(victim) and pid != killed])
+    assert _serving(head) == text
+
+
+def _instance_pid(node: ClusterNode, instance_id: str) -> int:
+    status = asyncio.run(call(node.folder / "control.sock", {"op": "status"}))
+    found: int = next(item["pid"] for item in status["instances"] if item["id"] == instance_id)
+    return found
+
+
+def test_an_agent_that_is_killed_is_started_again(deployed: tuple[ClusterNode, ClusterNode]) -> None:
+    head, _ = deployed
+    text = _serving(head)
+    agent = next(pid for pid in head.processes() if "node\0--socket" in _command_line(pid))
+    os.kill(agent, signal.SIGKILL)
+    until(lambda: any("node\0--socket" in _command_line(pid) for pid in head.processes() if pid != agent), head.output)
+    assert _serving(head) == text
+
+
+def _command_line(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/cmdline") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def test_errors_of_calls_say_what_was_expected(nodes: tuple[ClusterNode, ClusterNode]) -> None:
+    head, other = nodes
+    with pytest.raises(UnknownNameError, match="no model is deployed as 'nothing'"):
+        other.call("remove", name="nothing")
+    with pytest.raises(ConfigError, match="min up to max"):
+        head.call("deploy", name="m", url="/m", min=3, max=2)
+    with pytest.raises(ConfigError, match="expected one of deploy"):
+        head.call("nothing")
+    assert "no node is called 'nothing'" in head.medusa("drain", "nothing").stderr
+
+
+def test_a_killed_node_leaves_nothing_and_joins_again(deployed: tuple[ClusterNode, ClusterNode]) -> None:
+    head, other = deployed
+    assert other.end(signal.SIGKILL) == -signal.SIGKILL
+    until(lambda: head.status_of("n1")["state"] == "lost", head.output)
+    until(lambda: (head.ready_instance(NAME) or {}).get("node") == "head", head.output)
+    assert _serving(head)
+    other.start()
+    other.wait_ready()
+    until(lambda: head.status_of("n1")["state"] == "alive", other.output)
+
+
+def test_a_node_with_a_wrong_token_does_not_join(nodes: tuple[ClusterNode, ClusterNode]) -> None:
+    stranger = ClusterNode("stranger", 7, nodes[0], token="x" * 32)
+    try:
+        assert stranger.process.wait(30) == 1
+        assert "refused the token" in stranger.output()
+        assert stranger.output().count("\n") == 1
+    finally:
+        stranger.close()
+
+
+def test_a_second_node_server_in_the_same_folder_is_refused(nodes: tuple[ClusterNode, ClusterNode]) -> None:
+    head, _ = nodes
+    done = subprocess.run(head.command(), env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert f"a node server runs in {head.folder} already (process {head.process.pid})" in done.stderr
+
+
+def test_ctrl_c_lets_a_running_request_finish_and_leaves_nothing(deployed: tuple[ClusterNode, ClusterNode]) -> None:
+    head, other = deployed
+    head.call("drain", node="head")
+    until(lambda: (head.ready_instance(NAME) or {}).get("node") == "n1", head.output)
+    assert other.end(signal.SIGINT) == 0
+    until(lambda: head.status_of("n1")["state"] == "lost", head.output)
+    head.call("drain", node="head", undo=True)
+    other.start()
+    other.wait_ready()
