@@ -103,7 +103,7 @@ class PeerStore:
                 return None
             length = response.length
             if length is None or length > _LONGEST_INDEX_BYTES:
-                raise StorageError(f"{self.name}: expected an index with its length, found {length} bytes")
+                raise StorageError(f"{self.name}: expected an index, found {length} bytes")
             body = bytearray(length)
             self._fill(connection, memoryview(body))
         try:
@@ -247,6 +247,8 @@ class PeerStore:
     def _check(self, connection: Connection, response: Response) -> None:
         if response.status not in (200, 204):
             raise self._refusal(response.status, connection.body(_ERROR_BODY_BYTES))
+        if response.length is None:
+            raise StorageError(f"{self.name}: expected an answer with its length, found none")
 
     def _refusal(self, status: int, body: bytes) -> StorageError:
         if status == 404:

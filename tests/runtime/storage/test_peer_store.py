@@ -1,0 +1,182 @@
+"""A peer that sends anything: the bytes with their checksums or one StorageError, and no leak."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from pathlib import Path
+
+import pytest
+from fuzzing import fuzz
+from hypothesis import strategies as st
+from medusa_runtime.errors import (
+    ConfigError,
+    ForbiddenError,
+    ObjectChangedError,
+    ObjectNotFoundError,
+    StorageError,
+    UnreachableError,
+    WrongBytesError,
+)
+from medusa_runtime.storage.framing import (
+    Frame,
+    FramingError,
+    checksum_function,
+    checksum_of_index,
+    framed_bytes,
+    pack_index,
+    parse_index,
+)
+from medusa_runtime.storage.peer import Chunk, PeerStore
+from medusa_runtime.storage.peer_access import PeerAccess, read_token
+from scripted_server import ScriptedServer
+
+SIZES = (300, 300, 100)
+CHUNKS = [os.urandom(size) for size in SIZES]
+DATA = b"".join(CHUNKS)
+ACCESS = PeerAccess("0123456789abcdef")
+
+
+def frames(*runs: int) -> bytes:
+    """The body for all chunks, in runs of so many."""
+    checksum, left, body = checksum_function(), list(CHUNKS), b""
+    for run in runs:
+        part, left = left[:run], left[run:]
+        heads = [Frame(len(chunk), run - 1 - place, checksum(chunk)).pack() for place, chunk in enumerate(part)]
+        body += b"".join([*heads, *part])
+    return body
+
+
+def answer(body: bytes, status: str = "200 OK", length: int | None = None) -> bytes:
+    announced = len(body) if length is None else length
+    return f"HTTP/1.1 {status}\r\nContent-Length: {announced}\r\n\r\n".encode() + body
+
+
+def read(server: ScriptedServer) -> tuple[bytes, list[Chunk]]:
+    store = PeerStore(server.url, "s3://bucket/model", ACCESS, None)
+    buffer, arrived = bytearray(len(DATA)), list[Chunk]()
+    try:
+        store.read_chunks("model.safetensors", 64, memoryview(buffer), '"v"', arrived.append)
+    finally:
+        store.close()
+    return bytes(buffer), arrived
+
+
+@pytest.mark.parametrize("runs", [(3,), (1, 1, 1), (2, 1)])
+def test_chunks_come_in_runs_of_any_length(runs: tuple[int, ...]) -> None:
+    with ScriptedServer(lambda _: answer(frames(*runs))) as server:
+        data, arrived = read(server)
+    assert data == DATA
+    assert [(chunk.size, chunk.filled) for chunk in arrived] == [(300, 300), (300, 600), (100, 700)]
+    assert [chunk.checksum for chunk in arrived] == list(map(checksum_function(), CHUNKS))
+    head = server.requests[0].decode()
+    assert head.startswith("GET /regions/s3%3A%2F%2Fbucket%2Fmodel/shards/model.safetensors?start=64&stop=764 HTTP/1.1")
+    assert "Authorization: Bearer 0123456789abcdef" in head
+    assert 'If-Match: "%22v%22"' in head
+
+
+@pytest.mark.parametrize("cut", [0, 10, 40, 48, 100, 348, 747])
+def test_what_is_cut_off_is_an_error_and_what_came_before_stays(cut: int) -> None:
+    body = answer(frames(3)[:cut], length=framed_bytes(3, len(DATA)))
+    with ScriptedServer(lambda _: body) as server, pytest.raises(StorageError) as raised:
+        read(server)
+    assert not isinstance(raised.value, WrongBytesError)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        ("404 no", ObjectNotFoundError),
+        ("412 no", ObjectChangedError),
+        ("401 no", ForbiddenError),
+        ("403 no", ForbiddenError),
+        ("500 no", StorageError),
+        ("301 no", StorageError),
+        ("204 no", StorageError),
+    ],
+)
+def test_refusals_have_their_own_errors(status: str, kind: type[StorageError]) -> None:
+    with ScriptedServer(lambda _: answer(b"", status)) as server, pytest.raises(kind):
+        read(server)
+
+
+def test_nobody_there_is_unreachable() -> None:
+    with pytest.raises(UnreachableError):
+        PeerStore("http://127.0.0.1:1", "s3://bucket/model", ACCESS, None).offer()
+
+
+def test_a_flipped_bit_is_found() -> None:
+    body = bytearray(frames(3))
+    body[-1] ^= 1
+    with ScriptedServer(lambda _: answer(bytes(body))) as server, pytest.raises(WrongBytesError, match="checksum"):
+        read(server)
+
+
+def test_any_answer_is_the_right_bytes_or_an_error() -> None:
+    now = [b""]
+
+    def check(body: bytes) -> None:
+        now[0] = body
+        try:
+            data, _ = read(server)
+        except StorageError:
+            return
+        assert data == DATA
+
+    right = [answer(frames(3)), answer(frames(1, 2)), answer(frames(1, 1, 1), length=10)]
+    inputs = st.binary(max_size=200).map(lambda tail: right[0][:60] + tail)
+    with ScriptedServer(lambda _: now[0]) as server:
+        fuzz(inputs, check, right)
+
+
+def test_any_index_is_parsed_or_refused() -> None:
+    right = pack_index(b'{"format": 1}', {"config.json": b"{}", "tokenizer.json": b"x" * 50})
+
+    def check(data: bytes) -> None:
+        try:
+            text, files = parse_index(data)
+        except FramingError:
+            return
+        assert len(text) + sum(map(len, files.values())) < len(data)
+
+    fuzz(st.binary(max_size=100), check, [right])
+    assert parse_index(right) == (b'{"format": 1}', {"config.json": b"{}", "tokenizer.json": b"x" * 50})
+
+
+def test_the_checksum_of_an_index_is_of_all_names_and_bodies() -> None:
+    one = checksum_of_index(b"index", {"a": b"1", "b": b"2"})
+    assert one == checksum_of_index(b"index", {"b": b"2", "a": b"1", ".medusa/kv-plan": b"of this machine"})
+    assert len({one, *(checksum_of_index(b"index", {"a": a, "b": b}) for a, b in [(b"", b"12"), (b"12", b"")])}) == 3
+
+
+def test_a_token_that_others_may_read_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("0123456789abcdef\n")
+    file.chmod(0o600)
+    assert read_token(str(file)) == "0123456789abcdef"
+    for mode in (0o640, 0o604, 0o660):
+        file.chmod(mode)
+        with pytest.raises(ConfigError, match="only user"):
+            read_token(str(file))
+    file.chmod(0o600)
+    for text in ("", "short", "0123456789 abcdef", "é" * 20, "x" * 5000):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match="token of at least"):
+            read_token(str(file))
+    with pytest.raises(ConfigError, match="no file"):
+        read_token(str(tmp_path / "none"))
+
+
+def test_certificates_come_together(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("0123456789abcdef\n")
+    file.chmod(0o600)
+    assert PeerAccess.of(str(file)).server_context() is None
+    with pytest.raises(ConfigError, match="all of the cluster's CA"):
+        PeerAccess.of(str(file), ca_file=str(file))
+    with pytest.raises(ConfigError, match="PEM"):
+        PeerAccess.of(str(file), str(file), str(file), str(file))
+    with pytest.raises(ConfigError, match="expected http://"):
+        PeerStore("https://127.0.0.1:1", "s3://bucket/model", ACCESS, None)
+    with pytest.raises(ConfigError, match="expected https://"):
+        PeerStore("http://127.0.0.1:1", "s3://bucket/model", ACCESS, ssl.create_default_context())
