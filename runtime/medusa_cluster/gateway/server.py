@@ -165,7 +165,7 @@ class Server:
 
     async def _page(self, _: web.Request) -> web.StreamResponse:
         text = page.html(await self._gateway.status(), refresh=True)
-        return web.Response(text=text, content_type="text/html", charset="utf-8", headers=page.HEADERS)
+        return web.Response(text=text, content_type="text/html", charset="utf-8", headers=page.headers())
 
     # What surrounds all of them
 

@@ -6,9 +6,10 @@ import argparse
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
-from medusa_runtime.errors import NoControllerError
+from medusa_runtime.errors import ConfigError, NoControllerError
 
 from ..progress import size
 from .connection import add_connection, ask
@@ -19,11 +20,14 @@ _CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the page about the cluster to this file")
     parser.add_argument("--watch", action="store_true", help="again every second, until Ctrl-C")
     add_connection(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.html is not None:
+        return _write_page(arguments)
     while True:
         try:
             found = ask(arguments, "status", {})
@@ -38,6 +42,20 @@ def run(arguments: argparse.Namespace) -> int:
         if not arguments.watch:
             return 0
         time.sleep(1)
+
+
+def _write_page(arguments: argparse.Namespace) -> int:
+    """The page that a gateway has under ``/``, as it is now."""
+    from medusa_cluster.gateway.page import page
+
+    if arguments.json or arguments.watch:
+        raise ConfigError("expected --html without --json and --watch")
+    text = page.html(ask(arguments, "status", {}), refresh=False)
+    try:
+        arguments.html.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--html: {arguments.html} cannot be written: {error.strerror}") from None
+    return 0
 
 
 def table(status: dict[str, Any]) -> str:
