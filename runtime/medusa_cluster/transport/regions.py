@@ -12,6 +12,7 @@ each of which reads from the node before it (BlitzScale §5.1). The bytes go fro
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import time
 from collections import Counter
@@ -36,6 +37,7 @@ from .pacing import Pacer, mark_weights
 
 _LONGEST_RANGE_BYTES = 64 << 20
 _MOST_RUN = 64  # chunks that are sent with one call
+_ENCRYPTED_BYTES = 128 << 10
 _MOST_REQUESTS = 64  # of one peer at a time
 _LEAST_BYTES_PER_S = 64 << 10  # below which a peer that reads is given up
 _PATIENCE_S = 10.0  # with a peer that takes nothing
@@ -207,13 +209,14 @@ class RegionRoutes:
         transport, connection = request.transport, _socket(request)
         if transport is None or connection is None or transport.is_closing():
             raise ConnectionResetError("the peer has gone")
-        loop = asyncio.get_running_loop()
         limit = self._pacer.bytes_per_s or float("inf")
+        sending: Awaitable[object]
+        if transport.get_extra_info("sslcontext") is None:
+            sending = asyncio.get_running_loop().sendfile(transport, region.file, offset, size, fallback=False)
+        else:
+            sending = _send_encrypted(response, region.file.fileno(), offset, size)
         with self._pacer.sending(connection):
-            # With TLS, the event loop reads and sends pieces instead.
-            patience_s = _PATIENCE_S + size / min(_LEAST_BYTES_PER_S, limit)
-            sending = loop.sendfile(transport, region.file, offset, size)
-            await asyncio.wait_for(sending, patience_s)
+            await asyncio.wait_for(sending, _PATIENCE_S + size / min(_LEAST_BYTES_PER_S, limit))
         self.sent_bytes += size
 
 
@@ -255,6 +258,17 @@ def _range(request: web.Request, region: ChecksummedRegion) -> tuple[int, int]:
     if region.state == State.FAILED:
         raise _Refused(404, "the fetch of this model has failed")
     return covered.start, len(covered)
+
+
+async def _send_encrypted(response: web.StreamResponse, fd: int, offset: int, size: int) -> None:
+    """Send a part of a file through TLS: the kernel cannot, and `loop.sendfile` would move the file's position."""
+    stop = offset + size
+    while offset < stop:
+        piece = os.pread(fd, min(_ENCRYPTED_BYTES, stop - offset), offset)
+        if not piece:
+            raise ConnectionResetError("the region has ended early")
+        await response.write(piece)
+        offset += len(piece)
 
 
 def _number(text: str | None) -> int:
