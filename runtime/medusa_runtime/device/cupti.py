@@ -1,7 +1,8 @@
 """Records the kernel images that the driver loads, through CUPTI; offline only.
 
-CUPTI reports every module, whoever loads it: torch, cuBLAS, triton, code that is compiled at run time. Start the
-recorder before anything runs on the device, because modules that were loaded earlier are not reported.
+CUPTI reports every module, whoever loads it: torch, cuBLAS, triton, code that is compiled at run time. For cubins that
+are loaded on their own (triton's, cuBLAS' generated ones) it also reports the handle, which tells kernels of one name
+apart. Start the recorder before anything runs on the device, because modules that were loaded earlier are not reported.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("module_recorder.c")
 _RESOURCE, _MODULE_LOADED = 3, 6  # CUPTI_CB_DOMAIN_RESOURCE, CUPTI_CBID_RESOURCE_MODULE_LOADED
+_DRIVER_API = 1  # CUPTI_CB_DOMAIN_DRIVER_API
+_LOADS = (19, 20, 678)  # CUPTI_DRIVER_TRACE_CBID_: cuModuleLoadData, cuModuleLoadDataEx, cuLibraryLoadData
 _NAMES = ("libcupti.so.13", "libcupti.so.12", "libcupti.so")
 
 
@@ -43,6 +46,7 @@ class _Resource(ctypes.Structure):
 class ModuleRecorder:
     """Collects each loaded image once in ``images``, while it is open.
 
+    ``handles``: CUmodule or CUlibrary → the sha256 of the image that was loaded as it, in hexadecimal.
     A process can have one subscriber, so no profiler can run beside it. ``error`` says why nothing is recorded where
     there is no CUPTI, or it refuses; kernels are then found by triggering.
     """
@@ -50,6 +54,7 @@ class ModuleRecorder:
     def __init__(self, library: str | None = None) -> None:
         self._subscriber = ctypes.c_void_p()
         self._images: dict[bytes, bytes] = {}
+        self._handles: dict[int, str] = {}
         self._taken = 0
         self._native = _compiled()
         kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.POINTER(_Resource))
@@ -60,17 +65,31 @@ class ModuleRecorder:
             self._cupti = _load(library)
             self._call("cuptiSubscribe", ctypes.byref(self._subscriber), self._callback, None)
             self._call("cuptiEnableCallback", ctypes.c_uint32(1), self._subscriber, _RESOURCE, _MODULE_LOADED)
+            for call in _LOADS if self._native is not None else ():
+                self._call("cuptiEnableCallback", ctypes.c_uint32(1), self._subscriber, _DRIVER_API, call)
         except DeviceError as error:
             self.error = error
             logger.warning("%s", error)
 
     @property
     def images(self) -> list[bytes]:
-        size = ctypes.c_size_t()
-        while self._native is not None and (at := self._native.medusa_module(self._taken, ctypes.byref(size))):
-            self._add(ctypes.string_at(at, size.value))
-            self._taken += 1
+        self._take()
         return list(self._images.values())
+
+    @property
+    def handles(self) -> dict[int, str]:
+        self._take()
+        return dict(self._handles)
+
+    def _take(self) -> None:
+        size, handle = ctypes.c_size_t(), ctypes.c_void_p()
+        while self._native is not None and (
+            at := self._native.medusa_module(self._taken, ctypes.byref(size), ctypes.byref(handle))
+        ):
+            digest = self._add(ctypes.string_at(at, size.value))
+            if handle.value:
+                self._handles[handle.value] = digest.hex()  # a handle may have been used before: the last one counts
+            self._taken += 1
 
     def close(self) -> None:
         """May be called twice."""
@@ -92,8 +111,10 @@ class ModuleRecorder:
         if module and module.contents.image and module.contents.size:
             self._add(ctypes.string_at(module.contents.image, module.contents.size))
 
-    def _add(self, image: bytes) -> None:
-        self._images.setdefault(hashlib.sha256(image).digest(), image)
+    def _add(self, image: bytes) -> bytes:
+        digest = hashlib.sha256(image).digest()
+        self._images.setdefault(digest, image)
+        return digest
 
     def _call(self, function: str, *arguments: Any) -> None:
         result = getattr(self._cupti, function)(*arguments)
@@ -116,7 +137,7 @@ def _compiled() -> ctypes.CDLL | None:
             logger.info("kernel images are recorded by Python: %s", error)
             return None
     native.medusa_module.restype = ctypes.c_void_p
-    native.medusa_module.argtypes = (ctypes.c_size_t, ctypes.c_void_p)
+    native.medusa_module.argtypes = (ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p)
     return native
 
 

@@ -8,6 +8,8 @@ contexts. Importing this module imports triton, which takes half a second.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -20,7 +22,21 @@ _MOST_SPLITS = 16
 _PROGRAMS_A_PROCESSOR = 2
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+def _named(name: str, *constants: str) -> Callable[[Any], str]:
+    """Put these constants into the name of a compiled kernel: captured graphs find kernels by their names.
+
+    One model has variants for several numbers of splits, and of windows where layers differ in them.
+    """
+
+    def named(specialization: Any) -> str:
+        # Names, not positions: triton leaves constants that are None out.
+        values = (f"{key.lower()}{specialization.constants.get(key, 0)}" for key in constants)
+        return "_".join((name, *values))
+
+    return named
+
+
+@triton.jit(repr=_named("_attend", "SPLITS", "WINDOW"))  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
     q, keys, values, tables, contexts, out, sums, maxima,
     scale,
@@ -85,7 +101,7 @@ def _attend(  # type: ignore[no-untyped-def]
     tl.store(maxima + place, maximum, mask=in_group)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(repr=_named("_combine", "SPLITS"))  # type: ignore[untyped-decorator]
 def _combine(  # type: ignore[no-untyped-def]
     parts, sums, maxima, out,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, SPLITS: tl.constexpr,

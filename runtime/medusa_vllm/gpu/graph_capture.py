@@ -38,14 +38,16 @@ def main(arguments: list[str]) -> int:
 
     with ModuleRecorder() as recorder:  # before anything is loaded
         from medusa_runtime.engine.gpu.graph_state import summary
+        from medusa_runtime.state.graphs import ImageStore
         from medusa_runtime.state.graphs.blueprint import Blueprints
 
         recording, state, engine = _record(settings, shifted=second is None)
+        images = ImageStore(recorder.images, recorder.handles)
         try:
             if second is None:
-                state.dump(recorder.images).save(out)
+                state.dump(images).save(out)
             else:
-                made = _materialize(recording, state, recorder.images, Blueprints.load(second.read_bytes()))
+                made = _materialize(recording, state, images, Blueprints.load(second.read_bytes()))
                 made.save(out)
                 print(summary(made))
         finally:
@@ -74,7 +76,7 @@ def _record(settings: Settings, *, shifted: bool) -> tuple[Any, Any, Any]:
     return recording, recording.state, engine
 
 
-def _materialize(recording: Any, state: Any, images: list[bytes], second: Any) -> Any:
+def _materialize(recording: Any, state: Any, images: Any, second: Any) -> Any:
     import torch
 
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]

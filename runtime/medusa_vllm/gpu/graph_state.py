@@ -101,18 +101,18 @@ class VllmGraphState:
         own = {"torch": torch.__version__, "vllm": __version__, "model": model, "dtype": str(config.dtype)}
         return fingerprint(self._driver, own)
 
-    def dump(self, images: Sequence[bytes]) -> Blueprints:
+    def dump(self, images: ImageStore) -> Blueprints:
         """Read all captured graphs as they are. ``images``: those of all modules loaded so far."""
         handles = {key_of(one): int(graph.raw_cuda_graph()) for one, graph in self._full()}
         handles |= {key: int(entry.cudagraph.raw_cuda_graph()) for key, (_, _, entry) in self._pieces().items()}
         named = self.named()
         ranges = [*named, *other_ranges(named, self._segments(), self._manager.pool)]
-        return dump_graphs(self._driver, handles, ranges, images=ImageStore(images))
+        return dump_graphs(self._driver, handles, ranges, images=images)
 
     def materialize(
         self,
         recording: Recording,
-        images: Sequence[bytes],
+        images: ImageStore,
         second: Blueprints | None,
         *,
         stream: Any,
@@ -153,7 +153,7 @@ class VllmGraphState:
             read,
             outputs,
             stream.cuda_stream,
-            ImageStore(images),
+            images,
             fingerprint=self.fingerprint() | {KV_BYTES: str(self._kv_bytes())},
         )
         return _without_stale_state(materialize_graphs(self._driver, dump, capture, second=second))

@@ -22,6 +22,7 @@ from medusa_runtime.engine.gpu.placed_memory import BASE, OTHER_BASE, PlacedMemo
 from medusa_runtime.engine.torch.kv_cache import KvCache, KvShape
 from medusa_runtime.errors import DeviceError
 from medusa_runtime.state.graphs.blueprint import Blueprints
+from medusa_runtime.state.graphs.materialization.images import ImageStore
 from torch import Tensor
 from toy import MAGIC
 
@@ -139,10 +140,10 @@ def main(phase: str, options: dict[str, Any]) -> dict[str, Any]:
     while graphs.pending:
         graphs.capture_next()
     if phase == "dump":
-        state.dump(capturer, cuda.kernels.images).save(Path(options["out"]))
+        state.dump(capturer, ImageStore(cuda.kernels.images)).save(Path(options["out"]))
         return {}
     second = Blueprints.load(Path(options["second"]).read_bytes()) if "second" in options else None
-    made = state.materialize(capturer, cuda.kernels.images, second)
+    made = state.materialize(capturer, ImageStore(cuda.kernels.images), second)
     made.save(Path(options["out"]))
     return {"answers": answers(cuda, graphs), "refused": made.refused}
 

@@ -65,20 +65,25 @@ def compile_it(shape: dict[str, Any]) -> dict[str, Any]:
     kinds |= {"out": "*fp32", "sums": "*fp32", "maxima": "*fp32"}
     target = GPUTarget("cuda", 90, 32)
     total = shared = 0
+    names = set()
     for kernel, known in (
         (paged_triton._attend, kinds),
         (paged_triton._combine, {"parts": "*fp32", "sums": "*fp32", "maxima": "*fp32", "out": "*bf16"}),
         (paged_triton._write, {"k": "*bf16", "v": "*bf16", "keys": "*bf16", "values": "*bf16", "slots": "*i64"}),
     ):
-        names = kernel.arg_names
-        signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in names}
-        used = {(names.index(name),): value for name, value in constants.items() if name in names}
-        options = {"num_warps": 8 if rows > 64 else 4, "num_stages": 2}
-        compiled = triton.compile(ASTSource(kernel, signature, used), target=target, options=options)
-        total += len(compiled.asm["cubin"])
-        shared = max(shared, compiled.metadata.shared)
-        assert ".target sm_90" in compiled.asm["ptx"]
-    return {"target": "sm_90", "cubin_bytes": total, "shared_bytes": shared}
+        inputs = kernel.arg_names
+        signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in inputs}
+        for splits in (1, 4) if "SPLITS" in inputs else (4,):
+            values = constants | {"SPLITS": splits}
+            used = {(inputs.index(name),): value for name, value in values.items() if name in inputs}
+            options = {"num_warps": 8 if rows > 64 else 4, "num_stages": 2}
+            compiled = triton.compile(ASTSource(kernel, signature, used), target=target, options=options)
+            total += len(compiled.asm["cubin"])
+            shared = max(shared, compiled.metadata.shared)
+            assert ".target sm_90" in compiled.asm["ptx"]
+            assert f".entry {compiled.metadata.name}(" in compiled.asm["ptx"]
+            names.add(compiled.metadata.name)
+    return {"target": "sm_90", "cubin_bytes": total, "shared_bytes": shared, "names": sorted(names)}
 
 
 if __name__ == "__main__":

@@ -48,3 +48,7 @@ def test_it_compiles_for_hopper(name: str, tmp_path: Path) -> None:
     assert found["target"] == "sm_90"
     assert int(str(found["cubin_bytes"])) > 1000
     assert int(str(found["shared_bytes"])) <= 227 << 10, "more than a processor has"
+    window = SHAPES[name].get("window", 0)
+    attends = [f"_attend_splits{splits}_window{window}" for splits in (1, 4)]
+    expected = [*attends, "_combine_splits1", "_combine_splits4", "_write"]
+    assert found["names"] == expected, "variants must not share a name"

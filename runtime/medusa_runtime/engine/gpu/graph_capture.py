@@ -85,6 +85,7 @@ def main(arguments: list[str]) -> int:
         from ...fetch.prefetcher import prefetch
         from ...region.reader import Region
         from ...state.graphs.blueprint import Blueprints
+        from ...state.graphs.materialization.images import ImageStore
         from ...timeline import Timeline
         from ..torch.engine import TorchEngine
         from .capture import CudaCapturer
@@ -124,10 +125,11 @@ def main(arguments: list[str]) -> int:
         inputs = sum(gpu.placed.ranges[name].size for name in ("graph inputs", "graph outputs"))
         taken = free - memory.free() + inputs
         state = GraphState(runner.model, graphs, gpu.placed)
+        images = ImageStore(recorder.images, recorder.handles)
         if second is None:
-            state.dump(capturer, recorder.images).save(out)
+            state.dump(capturer, images).save(out)
         else:
-            made = state.materialize(capturer, recorder.images, Blueprints.load(second.read_bytes()))
+            made = state.materialize(capturer, images, Blueprints.load(second.read_bytes()))
             made.save(out)
             print(summary(made))
             taken += sum(map(len, made.images.values()))  # a restored kernel's image is loaded a second time

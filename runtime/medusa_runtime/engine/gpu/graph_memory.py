@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from ...errors import EngineError
 from ...state.graphs.blueprint import MemoryRange, RangeKind
 
 Segments = Iterable[Mapping[str, Any]]
@@ -17,10 +18,18 @@ def other_ranges(named: Iterable[MemoryRange], segments: Segments, pool: tuple[i
     That is the graphs' pool, live blocks (such as cuBLAS' workspaces), and cached blocks that are not in use:
     parameters that are passed by value contain old bytes, and so addresses of what was there before.
 
+    Expandable segments are no fixed places: one grows, and shrinks, while its graphs live. Raises EngineError for them.
+
     ``segments``: from torch.cuda.memory_snapshot. The ranges are named after their sizes, with a number where sizes are
     equal. Another process may count other ranges before them; comparing two captures (``relocate.py``) shows which is
     which.
     """
+    segments = list(segments)
+    if any(segment.get("is_expandable") for segment in segments):
+        raise EngineError(
+            "expected torch's allocator without expandable segments, found some, which captured graphs cannot be "
+            "materialized with; take expandable_segments out of PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF"
+        )
     known = sorted((memory_range.address, memory_range.address + memory_range.size) for memory_range in named)
     counts: Counter[tuple[RangeKind, int]] = Counter()
     found = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -91,15 +91,15 @@ class GraphState:
         self._placement, self.restored = placement, restored  # the graphs' memory must live as long as they do
         return {sizes[key]: graph for key, graph in restored.graphs.items()}
 
-    def dump(self, capturer: CudaCapturer, images: Sequence[bytes] = ()) -> Blueprints:
+    def dump(self, capturer: CudaCapturer, images: ImageStore) -> Blueprints:
         """All captured graphs (``keep_graph``) as they are. ``images``: of all modules loaded so far."""
         handles = {key_of(size): graph.captured.raw_cuda_graph() for size, graph in self._captured().items()}
-        return dump_graphs(self._driver, handles, self.ranges(capturer.pool), images=ImageStore(images))
+        return dump_graphs(self._driver, handles, self.ranges(capturer.pool), images=images)
 
     def materialize(
         self,
         capturer: CudaCapturer,
-        images: Sequence[bytes],
+        images: ImageStore,
         second: Blueprints | None,
     ) -> Blueprints:
         """Make blueprints of the captured graphs.
@@ -118,7 +118,7 @@ class GraphState:
             inputs,
             outputs,
             stream,
-            ImageStore(images),
+            images,
             fingerprint=self.fingerprint() | self._blocks(second is not None and self._resized(second)),
             reads_host=False,
         )

@@ -58,6 +58,7 @@ SIGNATURES = {
     "cuModuleEnumerateFunctions": "pup",
     "cuKernelGetName": "pp",
     "cuKernelGetFunction": "pp",
+    "cuKernelGetLibrary": "pp",
     "cuKernelGetParamInfo": "pzpp",
     "cuKernelGetAttribute": "pipi",
     "cuKernelSetAttribute": "iipi",
@@ -135,6 +136,11 @@ class CudaDriver(Driver):
         made = c_uint64()
         self.call(function, byref(made), *arguments)
         return made.value
+
+    def optional(self, function: str, *arguments: Any) -> int:
+        """Like ``handle``, or 0 where the driver refuses."""
+        made = c_uint64()
+        return 0 if self.result(function, byref(made), *arguments) else made.value
 
     def text(self, function: str, handle: int) -> str:
         """Call a function that returns a name, which the driver owns."""

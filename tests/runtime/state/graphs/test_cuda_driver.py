@@ -104,7 +104,10 @@ print(fails("cuGraphGetNodes", graph, None, byref(c_uint64())))
 
 
 def test_packed_parameters_are_read(python: Any) -> None:
-    """A launch with ``extra`` passes its parameters in one buffer. Much shared memory must be allowed first."""
+    """A launch with ``extra`` passes its parameters in one buffer.
+
+    Much shared memory must be allowed first, on the kernel's function in the context.
+    """
     said = python(
         CONTEXT
         + """
@@ -116,15 +119,18 @@ extra = (c_uint64 * 5)(1, ctypes.addressof(values), 2, ctypes.addressof(size), 0
 params = KERNEL_NODE.pack(0, 2, 1, 1, 32, 1, 1, 65536, 0, ctypes.addressof(extra), kernel, 0)
 print(fails("cuGraphAddKernelNode_v2", byref(c_uint64()), graph, None, 0, params))
 driver.call("cuKernelSetAttribute", 8, 65536, kernel, 0)
+print(fails("cuGraphAddKernelNode_v2", byref(c_uint64()), graph, None, 0, params))
+driver.call("cuFuncSetAttribute", driver.handle("cuKernelGetFunction", kernel), 8, 65536)
 driver.call("cuGraphAddKernelNode_v2", byref(c_uint64()), graph, None, 0, params)
 dump = dump_graphs(driver, {"g": graph}, [])
 print(dump.graphs[0].blob == struct.pack("<Qi", x, 16), dump.graphs[0].nodes[0], dump.kernels[0].attributes)
 """
     ).splitlines()
     assert said[0].endswith("CUDA_ERROR_INVALID_VALUE (1)")
-    assert said[1].startswith("True Node(kind=")
-    assert "grid=(2, 1, 1), block=(32, 1, 1), shared_bytes=65536, start=0, size=12" in said[1]
-    assert "(8, 65536)" in said[1]
+    assert said[1].endswith("CUDA_ERROR_INVALID_VALUE (1)"), "the function in the context does not inherit it"
+    assert said[2].startswith("True Node(kind=")
+    assert "grid=(2, 1, 1), block=(32, 1, 1), shared_bytes=65536, start=0, size=12" in said[2]
+    assert "(8, 65536)" in said[2]
 
 
 WIDE = """

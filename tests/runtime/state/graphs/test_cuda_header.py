@@ -171,11 +171,14 @@ CONSTANTS = {
     "CU_MEMHOSTREGISTER_READ_ONLY": cuda_link._READ_ONLY,
     "CUPTI_CB_DOMAIN_RESOURCE": cupti._RESOURCE,
     "CUPTI_CBID_RESOURCE_MODULE_LOADED": cupti._MODULE_LOADED,
+    "CUPTI_CB_DOMAIN_DRIVER_API": cupti._DRIVER_API,
+    "CUPTI_API_EXIT": 1,  # module_recorder.c
 }
 LISTS = {
     "CU_LAUNCH_ATTRIBUTE_": (
         dump.NODE_ATTRIBUTES,
-        "ACCESS_POLICY_WINDOW COOPERATIVE CLUSTER_DIMENSION CLUSTER_SCHEDULING_POLICY_PREFERENCE PRIORITY "
+        "ACCESS_POLICY_WINDOW COOPERATIVE CLUSTER_DIMENSION CLUSTER_SCHEDULING_POLICY_PREFERENCE "
+        "PROGRAMMATIC_STREAM_SERIALIZATION PRIORITY "
         "MEM_SYNC_DOMAIN_MAP MEM_SYNC_DOMAIN PREFERRED_CLUSTER_DIMENSION DEVICE_UPDATABLE_KERNEL_NODE "
         "PREFERRED_SHARED_MEMORY_CARVEOUT",
     ),
@@ -184,6 +187,7 @@ LISTS = {
         "SHARED_SIZE_BYTES CONST_SIZE_BYTES LOCAL_SIZE_BYTES NUM_REGS PTX_VERSION BINARY_VERSION "
         "MAX_DYNAMIC_SHARED_SIZE_BYTES PREFERRED_SHARED_MEMORY_CARVEOUT NON_PORTABLE_CLUSTER_SIZE_ALLOWED",
     ),
+    "CUPTI_DRIVER_TRACE_CBID_": (cupti._LOADS, "cuModuleLoadData cuModuleLoadDataEx cuLibraryLoadData"),
     "CUDA_ERROR_": (
         STICKY,
         "ILLEGAL_ADDRESS HARDWARE_STACK_ERROR ILLEGAL_INSTRUCTION MISALIGNED_ADDRESS INVALID_ADDRESS_SPACE INVALID_PC "
@@ -236,6 +240,15 @@ def test_the_recorder_in_c_reads_what_cupti_hands_over(tmp_path: Path) -> None:
         ("Module", "size"): ("CUpti_ModuleResourceData", "cubinSize"),
         ("Module", "image"): ("CUpti_ModuleResourceData", "pCubin"),
         ("Resource", "described"): ("CUpti_ResourceData", "resourceDescriptor"),
+        ("Call", "site"): ("CUpti_CallbackData", "callbackSite"),
+        ("Call", "parameters"): ("CUpti_CallbackData", "functionParams"),
+        ("Call", "result"): ("CUpti_CallbackData", "functionReturnValue"),
+        ("Load", "handle"): ("cuModuleLoadData_params", "module"),
+        ("Load", "code"): ("cuModuleLoadData_params", "image"),
+        ("Load", "handle "): ("cuModuleLoadDataEx_params", "module"),
+        ("Load", "code "): ("cuModuleLoadDataEx_params", "image"),
+        (" Load", "handle"): ("cuLibraryLoadData_params", "library"),
+        (" Load", "code"): ("cuLibraryLoadData_params", "code"),
     }
     checks = [
         f'_Static_assert(offsetof({ours[0]}, {ours[1]}) == offsetof({theirs[0]}, {theirs[1]}), "{ours}");'

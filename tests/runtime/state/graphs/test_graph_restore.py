@@ -23,7 +23,10 @@ def test_everything_of_a_graph_is_in_the_blueprint(materialized: dict[str, Any])
     assert {edge.data for edge in graph.edges} == {bytes(8), bytes([1, 0, 1, 0, 0, 0, 0, 0])}
     sets = {entry for node in graph.nodes for entry in blueprints.attribute_sets[node.attributes]}
     cluster, priority = struct.pack("<III", 2, 1, 1), struct.pack("<i", -2)
-    assert sets == {(4, cluster.ljust(64, b"\0")), (8, priority.ljust(64, b"\0"))}
+    programmatic = struct.pack("<i", 1)
+    assert sets == {
+        (number, value.ljust(64, b"\0")) for number, value in ((4, cluster), (6, programmatic), (8, priority))
+    }
     assert len({edge.source for edge in graph.edges}) < len(graph.edges), "two streams: a node with two successors"
     assert sum(kernel.name == "scale" for kernel in blueprints.kernels) == 2
     assert all(kernel.image in blueprints.images for kernel in blueprints.kernels)
@@ -48,6 +51,50 @@ def test_restored_at_the_captured_addresses(toy: Any, materialized: dict[str, An
     assert built(restored["log"]) == built(materialized["log"])
     assert len(built(restored["log"])) == len(KEYS)
     assert ", 0 programmatic" not in restored["log"]
+
+
+@pytest.mark.parametrize("driver", ["FAKE_CUDA_OWN_EDGE_DATA", "FAKE_CUDA_LAUNCH_ONLY"])
+def test_other_drivers(toy: Any, materialized: dict[str, Any], driver: str) -> None:
+    """One that gives each edge of a call its own data, and one that knows attribute 6 of launches only."""
+    restored = toy("restore", {"bundle": materialized["path"]}, base=OTHER_BASE, **{driver: "1"})
+    assert restored["answers"] == materialized["answers"]
+    programmatic = [line.split(", ")[2] for line in restored["log"].splitlines() if line.startswith("graph: ")]
+    assert programmatic == [
+        line.split(", ")[2] for line in materialized["log"].splitlines() if line.startswith("graph: ")
+    ]
+
+
+@pytest.fixture(scope="module")
+def more(toy: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A bundle of a step with variants of one kernel, constants that the host has written, and a large cluster."""
+    folder = tmp_path_factory.mktemp("more")
+    options = {"more": True, "wide_cluster": True, "batches": [1, 2]}
+    dump = {**options, "dump": str(folder / "second"), "order": 1}
+    toy("dump", dump, base=0x500000000000, FAKE_CUDA_HANDLES="0x540000000000")
+    made = toy("materialize", {**options, "out": str(folder / "bundle"), "second": str(folder / "second")})
+    return {**made, "path": str(folder / "bundle")}
+
+
+def test_variants_of_a_kernel_keep_their_own_images(toy: Any, more: dict[str, Any]) -> None:
+    """Triton compiles one name for several constants, and then name, parameters and registers are all alike."""
+    blueprints = Blueprints.load(Path(more["path"]).read_bytes())
+    variants = [kernel for kernel in blueprints.kernels if kernel.name == "attend"]
+    assert len({kernel.image for kernel in variants}) == len(variants) == 2
+    assert len({(kernel.parameters, kernel.attributes) for kernel in variants}) == 1
+    restored = toy("restore", {"bundle": more["path"], "keys": KEYS[:2]}, base=OTHER_BASE)
+    assert restored["restored"] == KEYS[:2]
+    assert restored["answers"] == more["answers"]
+
+
+def test_constants_that_the_host_has_written_come_back(toy: Any, more: dict[str, Any]) -> None:
+    """cudaMemcpyToSymbol writes to one copy of an image, and a restored kernel is in another."""
+    assert [(name.rpartition(":")[2], size) for name, _, size in more["contents"]] == [
+        ("gains", 16),
+        ("workspace", 3584),
+    ]
+    options = {"bundle": more["path"], "keys": KEYS[:2], "change": "contents"}
+    restored = toy("restore", options, base=OTHER_BASE)
+    assert {reason.partition(":")[0] for reason in restored["reasons"].values()} == {"output"}
 
 
 @needs_pie

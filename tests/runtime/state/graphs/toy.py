@@ -153,9 +153,11 @@ class Toy:
 
     def launch(
         self, name: str, values: Iterable[bytes], *, other: bool = False, shared: int = 0, stream: int = 0,
-        attributes: dict[int, bytes] | None = None, tiled: bool = False,
+        attributes: dict[int, bytes] | None = None, tiled: bool = False, function: int = 0, blocks: int = 2,
     ) -> None:  # fmt: skip
-        if tiled:
+        if function:
+            pass
+        elif tiled:
             function = self.driver.handle("cuLibraryGetKernel", self.tiled, name.encode())
         elif other:
             function = self.driver.handle("cuModuleGetFunction", self.module, name.encode())
@@ -169,7 +171,7 @@ class Toy:
         held = ctypes.create_string_buffer(listed, max(len(listed), 1))
         config = struct.pack(
             "<7I4xQQI4x",
-            2,
+            blocks,
             1,
             1,
             32,
@@ -182,6 +184,30 @@ class Toy:
         )
         self.driver.call("cuLaunchKernelEx", config, function, pointers, None)
         self.trace.launch(self.key)
+
+    def more_modules(self, *, filled: bool) -> None:
+        """Load two modules with a kernel of one name and the same parameters; ``filled``: as a library's start does."""
+        cubins = Path(os.environ["TOY_CUBINS"])
+        images = [(cubins / f"toy_{name}.cubin").read_bytes() for name in "ef"]
+        self.more = [self.driver.handle("cuModuleLoadData", image) for image in images]
+        if filled:  # cudaMemcpyToSymbol
+            gains = ctypes.c_uint64()
+            self.driver.call("cuModuleGetGlobal_v2", ctypes.byref(gains), None, self.more[0], b"gains")
+            self.driver.write(gains.value, struct.pack("<4f", 2.0, 0.5, 4.0, 0.25))
+
+    def launch_more(self, x: int) -> None:
+        for number, name in ((0, "attend"), (1, "attend"), (0, "gain"), (0, "attend")):
+            function = self.driver.handle("cuModuleGetFunction", self.more[number], name.encode())
+            self.launch(name, [struct.pack("<Q", x), struct.pack("<i", WIDTH)], function=function)
+
+    def launch_wide_cluster(self, x: int) -> None:
+        """A cluster of more blocks than are portable, which is allowed on the function of this context alone."""
+        kernel = self.driver.handle("cuLibraryGetKernel", self.library, b"cluster_scale")
+        function = self.driver.handle("cuKernelGetFunction", kernel)
+        self.driver.call("cuFuncSetAttribute", function, 14, 1)
+        cluster = {4: struct.pack("<III", 16, 1, 1)}
+        values = [struct.pack("<Q", x), struct.pack("<i", WIDTH)]
+        self.launch("cluster_scale", values, attributes=cluster, blocks=16)
 
     def tensor_map(self, address: int) -> bytes:
         """A map of this address, as the driver encodes it: by value, as launches take it."""
@@ -232,6 +258,10 @@ class Toy:
             self.launch("wide", [p(again), i(WIDTH)], shared=64 << 10, attributes={8: struct.pack("<i", -2)})
             self.driver.call("cuEventRecord", self.event, self.side)
             self.driver.call("cuStreamWaitEvent", self.stream, self.event, 0)
+            if self.options.get("more"):
+                self.launch_more(again)
+            if self.options.get("wide_cluster"):
+                self.launch_wide_cluster(again)
             self.launch("add_checked", [p(again), p(extra), p(self.at["workspace"] + 512), i(WIDTH)])
             self.driver.call("cuMemcpyDtoDAsync_v2", x, extra, ROW, self.stream)
             self.trace.launch(self.key)
@@ -306,6 +336,8 @@ def offline(options: dict[str, Any]) -> dict[str, Any]:
     if options.get("maps"):
         toy.images.append((Path(os.environ["TOY_CUBINS"]) / "toy_d.cubin").read_bytes())
         toy.tiled = driver.handle("cuLibraryLoadData", toy.images[2], None, None, 0, None, None, 0)
+    if options.get("more"):
+        toy.more_modules(filled=True)
     recorder.close()
     toy.write_weights()
     driver.write(at["workspace"] + 512, MAGIC)
@@ -315,7 +347,7 @@ def offline(options: dict[str, Any]) -> dict[str, Any]:
         for name, (kind, size) in SIZES.items()
         if name not in options.get("unnamed", [])
     ]
-    images = ImageStore(recorder.images)
+    images = ImageStore(recorder.images, {} if options.get("ambiguous") else recorder.handles)
     if options.get("ambiguous"):
         images.add(twin(toy.images[1]))
     dump = dump_graphs(driver, graphs, ranges, images=images)

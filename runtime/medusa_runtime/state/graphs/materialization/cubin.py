@@ -29,13 +29,15 @@ class CubinKernel(NamedTuple):
 class Cubin(NamedTuple):
     """The kernels of an image and the variables that it keeps in device memory.
 
-    ``arch``: 90 for sm_90. ``variables``: name → size. ``mutable_bytes``: how much of the variables is zero at load. If
-    kernels write there, two loaded copies of the image differ.
+    ``arch``: 90 for sm_90. ``variables``: name → size, with those in constant memory. ``initial``: name → its bytes at
+    load, of the variables that have any. ``mutable_bytes``: how much of the variables is zero at load. If kernels write
+    there, two loaded copies of the image differ.
     """
 
     arch: int
     kernels: dict[str, CubinKernel]
     variables: dict[str, int]
+    initial: dict[str, bytes]
     mutable_bytes: int
 
 
@@ -87,18 +89,21 @@ def _parse(data: bytes) -> Cubin:
     registers = _registers(data, by_name.get(".nv.info"))
     kernels: dict[str, CubinKernel] = {}
     variables: dict[str, int] = {}
-    for number, (name, info, other, home, _, size) in enumerate(_symbols(data, sections)):
+    initial: dict[str, bytes] = {}
+    for number, (name, info, other, home, value, size) in enumerate(_symbols(data, sections)):
         if not home or home >= len(sections):
             continue
-        if info & 0xF == _OBJECT and sections[home].name.startswith(".nv.global"):
+        if info & 0xF == _OBJECT and sections[home].name.startswith((".nv.global", ".nv.constant3")):
             variables[name] = size
+            if sections[home].kind != _NOBITS:
+                initial[name] = data[sections[home].start + value :][:size]
         if info & 0xF == _FUNC and info >> 4 == 1 and other & _KERNEL:
             parameters, cluster = _info(data, by_name.get(f".nv.info.{name}"))
             code = sections[home]
             digest = hashlib.sha256(data[code.start : code.start + code.size]).hexdigest()
             kernels[name] = CubinKernel(name, parameters, registers.get(number, 0), cluster, digest)
     zeroed = by_name.get(".nv.global")
-    return Cubin(arch, kernels, variables, zeroed.size if zeroed else 0)
+    return Cubin(arch, kernels, variables, initial, zeroed.size if zeroed else 0)
 
 
 def _symbols(data: bytes, sections: list[_Section]) -> list[tuple[str, int, int, int, int, int]]:

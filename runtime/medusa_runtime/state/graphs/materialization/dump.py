@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import math
+import struct
 from collections.abc import Iterable, Mapping
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint64, c_void_p
 
@@ -15,6 +17,7 @@ from ..blueprint import (
     MemoryRange,
     Node,
     NodeKind,
+    Piece,
     RangeKind,
 )
 from ..driver import INVALID_VALUE, CudaDriver, CudaError
@@ -27,19 +30,23 @@ from ..structs import (
     MEMORY_TYPE_DEVICE,
     MEMORY_TYPE_UNIFIED,
     MEMSET_NODE,
+    PROGRAMMATIC,
     KernelNodeParams,
 )
 from .images import ImageStore
 
-# CUlaunchAttributeID: access policy window, cooperative, cluster dimension and scheduling, priority, memory domains,
-# preferred cluster, device-updatable, carveout. Values that are zero or the driver's default are left out.
-NODE_ATTRIBUTES = (1, 2, 4, 5, 8, 9, 10, 11, 13, 14)
+# CUlaunchAttributeID: access policy window, cooperative, cluster dimension and scheduling, programmatic serialization,
+# priority, memory domains, preferred cluster, device-updatable, carveout. Values that are zero or the driver's default
+# are left out.
+NODE_ATTRIBUTES = (1, 2, 4, 5, PROGRAMMATIC, 8, 9, 10, 11, 13, 14)
 # CUfunction_attribute. What the compiler set (static shared, constant and local memory, registers, versions)
 # distinguishes kernels of one name. Dynamic shared memory, carveout and non-portable clusters are set by the launch.
 REGISTERS = 4
 IDENTITY = (1, 2, 3, REGISTERS, 5, 6)
-_DYNAMIC_SHARED = 8
-FUNCTION_ATTRIBUTES = (*IDENTITY, _DYNAMIC_SHARED, 9, 14)
+_DYNAMIC_SHARED, _NON_PORTABLE = 8, 14
+FUNCTION_ATTRIBUTES = (*IDENTITY, _DYNAMIC_SHARED, 9, _NON_PORTABLE)
+_CLUSTER = 4  # the launch attribute
+_PORTABLE_BLOCKS = 8  # of a cluster; more have to be allowed
 _DEVICE_UPDATABLE = 13  # kernels change such a node through a handle in its value, which another process does not have
 _NODE_KINDS = {
     3: "host",
@@ -79,11 +86,14 @@ def dump_graphs(
             if error.sticky:
                 raise
             refused[key] = str(GraphMismatch(Reason.DRIVER_CALL, str(error)))
+    named = tuple(ranges)
+    numbers = {name: number for number, name in enumerate(reader.variables, len(named))}
     return Blueprints(
-        ranges=(*ranges, *reader.variables.values()),
+        ranges=(*named, *reader.variables.values()),
         kernels=tuple(reader.kernels),
         attribute_sets=tuple(reader.sets),
         graphs=tuple(read),
+        contents=tuple(Piece(numbers[name], 0, data) for name, data in reader.written.items()),
         refused=refused,
     )
 
@@ -150,6 +160,7 @@ class _Reader:
         self._driver = driver
         self._images = images
         self.variables: dict[str, MemoryRange] = {}
+        self.written: dict[str, bytes] = {}  # variables that the host has written to, such as constants
         self._device = driver.current_device()
         self.kernels: list[KernelRecord] = []
         self.sets: list[AttributeSet] = [()]
@@ -206,8 +217,8 @@ class _Reader:
             source = packed + offset if packed else pointers[number]
             values[offset : offset + length] = ctypes.string_at(source, length)
         blob += values
-        self._allow(record, params.shared_bytes)
         attributes = self._attributes(handle)
+        self._allow(record, params.shared_bytes, dict(attributes).get(_CLUSTER, b""))
         if attributes not in self.sets:
             self.sets.append(attributes)
         grid, block = tuple(params.grid), tuple(params.block)
@@ -216,30 +227,46 @@ class _Reader:
     def _record(self, params: KernelNodeParams, name: str, layout: tuple[tuple[int, int], ...]) -> int:
         handle = params.func or params.kern or 0
         if handle not in self._numbers:
-            attributes = []
-            for attribute in FUNCTION_ATTRIBUTES:
-                value = c_int()
-                if params.func:
-                    failed = self._driver.result("cuFuncGetAttribute", byref(value), attribute, params.func)
-                else:
-                    failed = self._driver.result(
-                        "cuKernelGetAttribute", byref(value), attribute, params.kern, self._device
-                    )
-                if not failed and value.value not in (0, -1):
-                    attributes.append((attribute, value.value))
-            image = self._images.of(name, layout, dict(attributes).get(REGISTERS, 0))
+            attributes = self._function_attributes(params)
+            loaded = self._loaded(params)
+            image = self._images.of(name, layout, dict(attributes).get(REGISTERS, 0), loaded)
             if image:
                 self._add_variables(image, params)
             self._numbers[handle] = len(self.kernels)
             self.kernels.append(KernelRecord(name, image, layout, tuple(attributes)))
         return self._numbers[handle]
 
-    def _allow(self, record: int, shared_bytes: int) -> None:
-        """Raise a kernel's limit of shared memory to what was launched: another handle may have set it."""
+    def _function_attributes(self, params: KernelNodeParams) -> list[tuple[int, int]]:
+        """What was set on a CUkernel, and on its CUfunction in this context: each has values of its own."""
+        func = params.func or self._driver.optional("cuKernelGetFunction", params.kern)
+        found = []
+        for attribute in FUNCTION_ATTRIBUTES:
+            values, value = [0], c_int()
+            if func and not self._driver.result("cuFuncGetAttribute", byref(value), attribute, func):
+                values.append(value.value)
+            if params.kern and not self._driver.result(
+                "cuKernelGetAttribute", byref(value), attribute, params.kern, self._device
+            ):
+                values.append(value.value)
+            if max(values) > 0:
+                found.append((attribute, max(values)))
+        return found
+
+    def _loaded(self, params: KernelNodeParams) -> list[int]:
+        """The handles of the module and the library that a kernel is in, as far as the driver knows them."""
+        func = params.func or self._driver.optional("cuKernelGetFunction", params.kern)
+        module = self._driver.optional("cuFuncGetModule", func) if func else 0
+        library = self._driver.optional("cuKernelGetLibrary", params.kern) if params.kern else 0
+        return [handle for handle in (module, library) if handle]
+
+    def _allow(self, record: int, shared_bytes: int, cluster: bytes) -> None:
+        """Allow a kernel what was launched, whichever handle it had been allowed on."""
         attributes = dict(self.kernels[record].attributes)
         if attributes.get(_DYNAMIC_SHARED, 0) < shared_bytes:
             attributes[_DYNAMIC_SHARED] = shared_bytes
-            self.kernels[record] = self.kernels[record]._replace(attributes=tuple(sorted(attributes.items())))
+        if cluster and math.prod(max(size, 1) for size in struct.unpack_from("<3I", cluster)) > _PORTABLE_BLOCKS:
+            attributes[_NON_PORTABLE] = 1
+        self.kernels[record] = self.kernels[record]._replace(attributes=tuple(sorted(attributes.items())))
 
     def _add_variables(self, image: str, params: KernelNodeParams) -> None:
         """Add the variables of a kernel's image to the ranges, so that pointers into them are known."""
@@ -248,11 +275,19 @@ class _Reader:
             module = self._driver.handle("cuFuncGetModule", func)
         except CudaError:
             return
-        for variable, size in self._images.cubin(image).variables.items():
-            address = c_uint64()
-            if not self._driver.result("cuModuleGetGlobal_v2", byref(address), None, module, variable.encode()):
-                name = f"{image}:{variable}"
-                self.variables[name] = MemoryRange(name, RangeKind.MODULE, address.value, size)
+        cubin = self._images.cubin(image)
+        for variable, size in cubin.variables.items():
+            address, name = c_uint64(), f"{image}:{variable}"
+            if name in self.variables or self._driver.result(
+                "cuModuleGetGlobal_v2", byref(address), None, module, variable.encode()
+            ):
+                continue
+            self.variables[name] = MemoryRange(name, RangeKind.MODULE, address.value, size)
+            # A restored kernel's image is another copy, which cudaMemcpyToSymbol has not reached.
+            if variable in cubin.initial and size:
+                data = self._driver.read(address.value, size)
+                if data != cubin.initial[variable]:
+                    self.written[name] = data
 
     def _attributes(self, handle: int) -> AttributeSet:
         found = []

@@ -63,6 +63,7 @@ def materialize_graphs(
     except GraphMismatch as mismatch:
         blueprints = _without(blueprints, {graph.key: str(mismatch) for graph in blueprints.graphs})
     images = _images(blueprints, capture.images)
+    contents = (*dump.contents, *contents)
     blueprints = replace(blueprints, contents=contents, fingerprint=dict(capture.fingerprint), images=images)
     for reason, count in Counter(blueprints.refused.values()).items():
         logger.warning("%d CUDA graphs are not materialized: %s", count, reason)

@@ -6,10 +6,10 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import addressof, byref, c_uint64
 
-from ..blueprint import Blueprints, GraphBlueprint, Node, NodeKind
+from ..blueprint import Blueprints, Edge, GraphBlueprint, Node, NodeKind
 from ..driver import CudaDriver, CudaError
 from ..mismatch import GraphMismatch, Reason
-from ..structs import EDGE_DATA_BYTES, KERNEL_NODE, InstantiateParams
+from ..structs import KERNEL_NODE, PROGRAMMATIC, InstantiateParams
 from ..tensor_map import MAP_BYTES, replacer
 from .kernels import KernelHandle
 
@@ -55,7 +55,10 @@ def build(
                 )
                 driver.call("cuGraphAddKernelNode_v2", out, made, None, 0, params)
                 for attribute, value in blueprints.attribute_sets[node.attributes]:
-                    driver.call("cuGraphKernelNodeSetAttribute", nodes[number], attribute, value)
+                    if attribute == PROGRAMMATIC:  # the edges say the same; a driver may know it of launches only
+                        driver.result("cuGraphKernelNodeSetAttribute", nodes[number], attribute, value)
+                    else:
+                        driver.call("cuGraphKernelNodeSetAttribute", nodes[number], attribute, value)
             elif node.kind == NodeKind.MEMSET:
                 driver.call("cuGraphAddMemsetNode", out, made, None, 0, base + node.start, context)
             elif node.kind == NodeKind.MEMCPY:
@@ -96,13 +99,18 @@ def _pointers(blueprints: Blueprints, node: Node, base: int) -> ctypes.Array[c_u
 
 
 def _connect(driver: CudaDriver, graph: GraphBlueprint, made: int, nodes: ctypes.Array[c_uint64]) -> None:
-    count = len(graph.edges)
-    if not count:
-        return
-    sources = (c_uint64 * count)(*[nodes[edge.source] for edge in graph.edges])
-    targets = (c_uint64 * count)(*[nodes[edge.target] for edge in graph.edges])
-    data = ctypes.create_string_buffer(b"".join(edge.data for edge in graph.edges), EDGE_DATA_BYTES * count)
-    driver.call("cuGraphAddDependencies_v2", made, sources, targets, data, count)
+    """Add the edges, in one call for each kind of them.
+
+    Drivers from 580.126 to 610.57 give all edges of a call the data of its first (found by Foundry).
+    """
+    kinds: dict[bytes, list[Edge]] = {}
+    for edge in graph.edges:
+        kinds.setdefault(edge.data, []).append(edge)
+    for data, edges in kinds.items():
+        count = len(edges)
+        sources = (c_uint64 * count)(*[nodes[edge.source] for edge in edges])
+        targets = (c_uint64 * count)(*[nodes[edge.target] for edge in edges])
+        driver.call("cuGraphAddDependencies_v2", made, sources, targets, data * count, count)
 
 
 def _instantiate(driver: CudaDriver, blueprints: Blueprints, graph: GraphBlueprint, made: int, stream: int) -> int:

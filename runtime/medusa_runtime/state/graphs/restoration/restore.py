@@ -120,7 +120,7 @@ def restore_graphs(
             restored.reasons[key] = GraphMismatch(Reason.DRIVER_CALL, str(error))
     if restored.graphs:
         try:
-            wrong = _validate(driver, loaded, restored, placement, stream, validate)
+            wrong = _validate(driver, loaded, restored, finder, placement, stream, validate)
         except GraphMismatch as mismatch:
             wrong = mismatch
         if wrong is not None:
@@ -185,6 +185,7 @@ def _validate(
     driver: CudaDriver,
     blueprints: Blueprints,
     restored: RestoredGraphs,
+    finder: KernelFinder,
     placement: Placement,
     stream: int,
     validate: str,
@@ -192,14 +193,17 @@ def _validate(
     """Write permanent contents, then replay: MEDUSA §4's validation, here before the first token."""
 
     def at(piece: Piece) -> int:
-        return placement.address(blueprints.ranges[piece.memory_range], piece.offset)
+        memory_range = blueprints.ranges[piece.memory_range]
+        if memory_range.kind == RangeKind.MODULE:
+            return (finder.variable(memory_range.name) or 0) + piece.offset
+        return placement.address(memory_range, piece.offset)
 
     replayer = Replayer(driver, at, stream)
     keys = list(restored.graphs)
     if validate != "all":
         keys = list(dict.fromkeys((keys[0], keys[-1]))) if validate == "ends" else []
     try:
-        replayer.write(blueprints.contents)
+        replayer.write(piece for piece in blueprints.contents if not _unloaded(blueprints, piece, finder))
         for key in keys * _REPLAYS:
             blueprint, graph = blueprints.graph(key), restored.graphs[key]
             found = replayer.run(partial(graph.launch, stream), blueprint.inputs, blueprint.outputs)
@@ -210,3 +214,9 @@ def _validate(
             raise DeviceError(f"a restored CUDA graph broke the context ({error}); start with --state none") from error
         return GraphMismatch(Reason.DRIVER_CALL, str(error))
     return None
+
+
+def _unloaded(blueprints: Blueprints, piece: Piece, finder: KernelFinder) -> bool:
+    """Whether a piece is in a variable of an image that no graph has needed here."""
+    memory_range = blueprints.ranges[piece.memory_range]
+    return memory_range.kind == RangeKind.MODULE and finder.variable(memory_range.name) is None

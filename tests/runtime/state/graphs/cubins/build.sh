@@ -6,4 +6,6 @@ cd "$(dirname "$0")"
 for name in toy_a toy_b toy_c toy_d; do
   "${NVCC:-nvcc}" -arch=sm_90 -O1 -cubin "$name.cu" -o "$name.cubin"
 done
+"${NVCC:-nvcc}" -arch=sm_90 -O1 -DVARIANT=5 -cubin toy_e.cu -o toy_e.cubin
+"${NVCC:-nvcc}" -arch=sm_90 -O1 -DVARIANT=6 -cubin toy_e.cu -o toy_f.cubin
 "${NVCC:-nvcc}" -gencode arch=compute_90,code=sm_90 -gencode arch=compute_100,code=sm_100 -O1 -Xfatbin -compress-all -fatbin toy_a.cu -o toy_packed.fatbin

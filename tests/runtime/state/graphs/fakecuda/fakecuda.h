@@ -77,11 +77,14 @@ enum { NODE_KERNEL = 0, NODE_MEMCPY = 1, NODE_MEMSET = 2, NODE_HOST = 3, NODE_EM
 enum { MAX_PARAMS = 32, MAX_ATTRIBUTES = 17 };
 
 // The attributes the fake hardware looks at.
-enum { ATTRIBUTE_CLUSTER = 4, ATTRIBUTE_PDL = 6, ATTRIBUTE_PRIORITY = 8, FUNCTION_REGISTERS = 4, FUNCTION_MAX_DYNAMIC_SHARED = 8 };
+enum { ATTRIBUTE_CLUSTER = 4, ATTRIBUTE_PDL = 6, ATTRIBUTE_PRIORITY = 8 };
+enum { FUNCTION_REGISTERS = 4, FUNCTION_MAX_DYNAMIC_SHARED = 8, FUNCTION_CARVEOUT = 9, FUNCTION_NON_PORTABLE_CLUSTER = 14 };
+enum { PORTABLE_CLUSTER = 8, FUNCTION_ATTRIBUTES = 20 };
 
 typedef struct {
   void **params;
   unsigned grid[3], cluster;
+  CUdeviceptr constants; // the image's first variable in constant memory
 } Launch;
 typedef CUresult (*HostKernel)(const Launch *);
 
@@ -90,7 +93,8 @@ typedef struct Function {
   char *name;
   int count;
   size_t offset[MAX_PARAMS], size[MAX_PARAMS];
-  int attributes[20];
+  int attributes[FUNCTION_ATTRIBUTES];      // of the CUfunction in the context
+  int of_kernel[FUNCTION_ATTRIBUTES];       // set on the CUkernel: a function in a context does not inherit them
   HostKernel host;
   void *kernel, *function; // the two kinds of handle to it
 } Function;
@@ -136,6 +140,9 @@ Function *function_of(void *func, void *kern);
 
 // graph.c
 CUresult graph_add(Graph *graph, Node *node, const int *dependencies, const EdgeData *data, int count, void **handle);
-CUresult node_of_kernel(const KernelNodeParams *params, Node **made);
+CUresult node_of_kernel(const KernelNodeParams *params, int launched, Node **made);
+CUresult cluster_allowed(const Node *node, unsigned blocks, int launched);
+unsigned cluster_blocks(const void *attribute);
+CUdeviceptr constants_of(const Function *function);
 CUresult node_run(Node *node);
 int node_index(Graph *graph, void *handle);

@@ -25,11 +25,29 @@ CUresult graph_add(Graph *graph, Node *node, const int *dependencies, const Edge
   return CUDA_SUCCESS;
 }
 
+// What a kernel is allowed. A launch of a CUkernel counts what was set on it; a node is added with its function in the
+// context, which knows only what was set on itself (seen by Foundry on drivers 580 and later).
+static int allowed(const Function *function, int attribute, int launched) {
+  int own = function->attributes[attribute], kernel = function->of_kernel[attribute];
+  return launched && kernel > own ? kernel : own;
+}
+unsigned cluster_blocks(const void *attribute) {
+  unsigned size[3], blocks = 1;
+  memcpy(size, attribute, sizeof size);
+  for (int i = 0; i < 3; i++) blocks *= size[i] ? size[i] : 1;
+  return blocks;
+}
+CUresult cluster_allowed(const Node *node, unsigned blocks, int launched) {
+  if (blocks <= PORTABLE_CLUSTER || allowed(node->target, FUNCTION_NON_PORTABLE_CLUSTER, launched)) return CUDA_SUCCESS;
+  return CUDA_ERROR_INVALID_CLUSTER_SIZE;
+}
+
 // Copies the parameters, as the driver does; they may come as pointers or as one packed buffer.
-CUresult node_of_kernel(const KernelNodeParams *params, Node **made) {
+CUresult node_of_kernel(const KernelNodeParams *params, int launched, Node **made) {
   Function *function = function_of(params->func, params->kern);
   if (!function) return CUDA_ERROR_INVALID_HANDLE;
-  if ((int)params->shared_bytes > 48 << 10 && (int)params->shared_bytes > function->attributes[FUNCTION_MAX_DYNAMIC_SHARED])
+  if ((int)params->shared_bytes > 48 << 10 &&
+      (int)params->shared_bytes > allowed(function, FUNCTION_MAX_DYNAMIC_SHARED, launched))
     return CUDA_ERROR_INVALID_VALUE;
   const uint8_t *packed = NULL;
   for (void **at = params->extra; at && *at; at += 2)
@@ -49,7 +67,8 @@ CUresult node_run(Node *node) {
   if (node->type == NODE_KERNEL) {
     unsigned cluster = *(unsigned *)node->attributes[ATTRIBUTE_CLUSTER];
     if (!node->target->host || !node->target->image) return CUDA_ERROR_NO_BINARY_FOR_GPU;
-    Launch launch = {node->kernel.params, {node->kernel.grid[0], node->kernel.grid[1], node->kernel.grid[2]}, cluster ? cluster : 1};
+    Launch launch = {node->kernel.params, {node->kernel.grid[0], node->kernel.grid[1], node->kernel.grid[2]}, cluster ? cluster : 1,
+                     constants_of(node->target)};
     return node->target->host(&launch);
   }
   if (node->type == NODE_MEMSET) {
@@ -89,7 +108,7 @@ CUresult cuGraphDestroy(void *graph) {
 }
 CUresult cuGraphAddKernelNode_v2(void **handle, void *graph, void *const *deps, size_t count, const KernelNodeParams *params) {
   Node *node;
-  CUresult result = node_of_kernel(params, &node);
+  CUresult result = node_of_kernel(params, 0, &node);
   return result ? result : add(handle, graph, deps, count, node);
 }
 CUresult cuGraphAddMemsetNode(void **handle, void *graph, void *const *deps, size_t count, const MemsetNodeParams *params, void *ctx) {
@@ -127,6 +146,8 @@ CUresult cuGraphGetEdges_v2(void *graph, void **from, void **to, EdgeData *data,
   }
   return *count = home->edge_count, CUDA_SUCCESS;
 }
+// As drivers 580.126 to 610.57 do (found by Foundry): every edge of a call gets the data of the first. A dependency that
+// is there already is an error (cuda.h).
 CUresult cuGraphAddDependencies_v2(void *graph, void *const *from, void *const *to, const EdgeData *data, size_t count) {
   Graph *home = handle_get(GRAPH, graph);
   if (!home) return CUDA_ERROR_INVALID_HANDLE;
@@ -134,7 +155,9 @@ CUresult cuGraphAddDependencies_v2(void *graph, void *const *from, void *const *
   for (size_t i = 0; i < count; i++) {
     int source = node_index(home, from[i]), target = node_index(home, to[i]);
     if (source < 0 || target < 0) return CUDA_ERROR_INVALID_VALUE;
-    home->edges[home->edge_count++] = (Edge){source, target, data ? data[i] : (EdgeData){0}};
+    for (int e = 0; e < home->edge_count; e++)
+      if (home->edges[e].from == source && home->edges[e].to == target) return CUDA_ERROR_INVALID_VALUE;
+    home->edges[home->edge_count++] = (Edge){source, target, data ? data[getenv("FAKE_CUDA_OWN_EDGE_DATA") ? i : 0] : (EdgeData){0}};
   }
   return CUDA_SUCCESS;
 }
@@ -161,14 +184,21 @@ CUresult cuGraphMemcpyNodeGetParams(void *handle, Memcpy3D *params) {
   NODE_(NODE_MEMCPY, handle);
   return *params = node->memcpy, CUDA_SUCCESS;
 }
+// Attributes of launches that nodes do not have. PROGRAMMATIC_STREAM_SERIALIZATION is "valid for launches" (cuda.h), and
+// drivers keep it on captured nodes, too (Foundry).
+static int unknown(int id) {
+  return id <= 0 || id >= MAX_ATTRIBUTES || id == 3 || (id == ATTRIBUTE_PDL && getenv("FAKE_CUDA_LAUNCH_ONLY"));
+}
 CUresult cuGraphKernelNodeGetAttribute(void *handle, int id, void *value) {
   NODE_(NODE_KERNEL, handle);
-  if (id <= 0 || id >= MAX_ATTRIBUTES || id == 3 || id == ATTRIBUTE_PDL) return CUDA_ERROR_INVALID_VALUE;
+  if (unknown(id)) return CUDA_ERROR_INVALID_VALUE;
   return memcpy(value, node->attributes[id], 64), CUDA_SUCCESS;
 }
 CUresult cuGraphKernelNodeSetAttribute(void *handle, int id, const void *value) {
   NODE_(NODE_KERNEL, handle);
-  if (id <= 0 || id >= MAX_ATTRIBUTES || id == 3 || id == ATTRIBUTE_PDL) return CUDA_ERROR_INVALID_VALUE;
+  if (unknown(id)) return CUDA_ERROR_INVALID_VALUE;
+  CUresult refused = id == ATTRIBUTE_CLUSTER ? cluster_allowed(node, cluster_blocks(value), 0) : CUDA_SUCCESS;
+  if (refused) return refused;
   return memcpy(node->attributes[id], value, 64), CUDA_SUCCESS;
 }
 

@@ -95,6 +95,24 @@ static CUresult wide(const Launch *launch) {
   return CUDA_SUCCESS;
 }
 
+static CUresult multiply(const Launch *launch, float factor) {
+  float *x = ARG(float *, 0);
+  int n = ARG(int, 1);
+  NEED(x, n * 4);
+  for (int i = 0; i < n; i++) x[i] *= factor;
+  return CUDA_SUCCESS;
+}
+static CUresult attend_5(const Launch *launch) { return multiply(launch, 1.5f); }
+static CUresult attend_6(const Launch *launch) { return multiply(launch, 1.25f); }
+static CUresult gain(const Launch *launch) {
+  float *x = ARG(float *, 0);
+  const float *gains = (float *)launch->constants;
+  int n = ARG(int, 1);
+  NEED(x, n * 4); NEED(gains, 16);
+  for (int i = 0; i < n; i++) x[i] *= gains[i % 4];
+  return CUDA_SUCCESS;
+}
+
 static CUresult argmax(const Launch *launch) {
   const float *x = ARG(float *, 0);
   int *out = ARG(int *, 1), n = ARG(int, 2), best = 0;
@@ -135,7 +153,7 @@ static const struct {
     {"_Z8rms_normILi4EEvPKfS1_Pfif", 0, rms_norm}, {"gemv", 0, gemv}, {"scale", 0, scale_a}, {"scale", 2, scale_b},
     {"scale", 3, scale_c}, {"embed", 0, embed}, {"add_checked", 0, add_checked}, {"cluster_scale", 0, cluster_scale},
     {"add_bias", 0, add_bias}, {"wide", 0, wide}, {"argmax", 2, argmax},
-    {"tiled_scale", 4, tiled_scale},
+    {"tiled_scale", 4, tiled_scale}, {"attend", 5, attend_5}, {"attend", 6, attend_6}, {"gain", 5, gain},
 };
 
 HostKernel host_kernel(const char *name, int variant) {

@@ -16,21 +16,24 @@ typedef struct Image {
   CUdeviceptr globals[16];
   size_t global_sizes[16];
   int global_count;
+  CUdeviceptr constants;
 } Image;
 
 typedef void (*Callback)(void *, int, uint32_t, void *);
 static Callback subscriber;
-static int enabled;
-// What CUPTI does: tells of every module that is loaded.
+static int enabled, calls_enabled;
+enum { LOAD_MODULE = 19, LOAD_LIBRARY = 678 }; // CUPTI_DRIVER_TRACE_CBID_
+// What CUPTI does: tells of every module that is loaded, and of the end of each driver call that was asked for.
 int cuptiSubscribe(void **subscription, void *callback, void *data) {
   if (subscriber) return 39;
   *subscription = subscriber = (Callback)callback;
   return 0;
 }
 int cuptiGetResultString(int code, const char **text) { return *text = code == 39 ? "CUPTI_ERROR_MULTIPLE_SUBSCRIBERS_NOT_SUPPORTED" : "CUPTI_ERROR", 0; }
-int cuptiUnsubscribe(void *subscription) { return subscriber = NULL, enabled = 0; }
+int cuptiUnsubscribe(void *subscription) { return subscriber = NULL, enabled = calls_enabled = 0; }
 int cuptiEnableCallback(uint32_t enable, void *subscription, int domain, uint32_t id) {
   if (domain == 3 && id == 6) enabled = enable;
+  if (domain == 1 && (id == LOAD_MODULE || id == LOAD_LIBRARY)) calls_enabled = enable;
   return 0;
 }
 static void tell(Image *image) {
@@ -43,6 +46,20 @@ static void tell(Image *image) {
     void *context, *resource, *descriptor;
   } data = {NULL, NULL, &module};
   if (subscriber && enabled) subscriber(NULL, 3, 6, &data);
+}
+
+static CUresult told(uint32_t id, void **handle, const void *code, CUresult result) {
+  struct {
+    void **handle;
+    const void *code;
+  } parameters = {handle, code};
+  struct {
+    int site;
+    const char *name;
+    void *parameters, *result;
+  } call = {1, id == LOAD_LIBRARY ? "cuLibraryLoadData" : "cuModuleLoadData", &parameters, &result};
+  if (subscriber && calls_enabled) subscriber(NULL, 1, id, &call);
+  return result;
 }
 
 static Elf64_Shdr *section(Image *image, const char *name) {
@@ -98,11 +115,12 @@ static int read_symbols(Image *image) {
       function->image = image, function->name = name;
       read_parameters(image, function);
       function->attributes[FUNCTION_REGISTERS] = registers(image, i);
-    } else if (kind == STT_OBJECT && !strncmp(home_name, ".nv.global", 10) && image->global_count < 16) {
+    } else if (kind == STT_OBJECT && (!strncmp(home_name, ".nv.global", 10) || !strcmp(home_name, ".nv.constant3")) && image->global_count < 16) {
       if (sscanf(name, "variant_%d", &image->variant) == 1) continue;
       int at = image->global_count++;
       image->global_names[at] = name, image->global_sizes[at] = table[i].st_size;
       if (device_alloc(&image->globals[at], table[i].st_size)) return CUDA_ERROR_OUT_OF_MEMORY;
+      if (!strcmp(home_name, ".nv.constant3") && !image->constants) image->constants = image->globals[at];
       Elf64_Shdr *home = &all[home_number];
       if (home->sh_type != SHT_NOBITS)
         memcpy((void *)image->globals[at], image->bytes + home->sh_offset + table[i].st_value, table[i].st_size);
@@ -137,6 +155,8 @@ static CUresult load(const void *code, Image **made) {
   return *made = image, CUDA_SUCCESS;
 }
 
+CUdeviceptr constants_of(const Function *function) { return function->image->constants; }
+
 Function *function_of(void *func, void *kern) {
   Function *found = func ? handle_get(FUNCTION, func) : handle_get(KERNEL, kern);
   return found && found->image->live ? found : NULL;
@@ -168,12 +188,12 @@ static CUresult global(Image *image, const char *name, CUdeviceptr *address, siz
 CUresult cuLibraryLoadData(void **library, const void *code, void *a, void *b, unsigned c, void *d, void *e, unsigned f) {
   Image *image;
   CUresult result = load(code, &image);
-  return result ? result : (*library = image->library, CUDA_SUCCESS);
+  return told(LOAD_LIBRARY, library, code, result ? result : (*library = image->library, CUDA_SUCCESS));
 }
 CUresult cuModuleLoadData(void **module, const void *code) {
   Image *image;
   CUresult result = load(code, &image);
-  return result ? result : (*module = image->module, CUDA_SUCCESS);
+  return told(LOAD_MODULE, module, code, result ? result : (*module = image->module, CUDA_SUCCESS));
 }
 CUresult cuLibraryUnload(void *library) {
   LOADED(LIBRARY, library);
@@ -234,18 +254,22 @@ CUresult cuKernelGetParamInfo(void *kernel, size_t index, size_t *offset, size_t
 CUresult cuFuncGetParamInfo(void *func, size_t index, size_t *offset, size_t *size) {
   return parameter(function_of(func, NULL), index, offset, size);
 }
-static CUresult attribute(Function *function, int id, int *get, int set) {
+// A CUkernel and its CUfunction in a context have values of their own: cuKernelGetAttribute returns what was set with
+// cuKernelSetAttribute (cuda.h). What the compiler determined is the same for both, and cannot be set.
+static CUresult attribute(Function *function, int of_kernel, int id, int *get, int set) {
   if (!function) return CUDA_ERROR_INVALID_HANDLE;
-  if (id < 0 || id >= 20) return CUDA_ERROR_INVALID_VALUE;
-  if (get) *get = function->attributes[id];
-  else function->attributes[id] = set;
+  int settable = id == FUNCTION_MAX_DYNAMIC_SHARED || id == FUNCTION_CARVEOUT || (id >= 11 && id <= 15);
+  if (id < 0 || id >= FUNCTION_ATTRIBUTES || (!get && !settable)) return CUDA_ERROR_INVALID_VALUE;
+  int *value = of_kernel && settable ? &function->of_kernel[id] : &function->attributes[id];
+  if (get) *get = *value;
+  else *value = set;
   return CUDA_SUCCESS;
 }
 CUresult cuKernelGetAttribute(int *value, int id, void *kernel, int device) {
-  return attribute(function_of(NULL, kernel), id, value, 0);
+  return attribute(function_of(NULL, kernel), 1, id, value, 0);
 }
 CUresult cuKernelSetAttribute(int id, int value, void *kernel, int device) {
-  return attribute(function_of(NULL, kernel), id, NULL, value);
+  return attribute(function_of(NULL, kernel), 1, id, NULL, value);
 }
-CUresult cuFuncGetAttribute(int *value, int id, void *func) { return attribute(function_of(func, NULL), id, value, 0); }
-CUresult cuFuncSetAttribute(void *func, int id, int value) { return attribute(function_of(func, NULL), id, NULL, value); }
+CUresult cuFuncGetAttribute(int *value, int id, void *func) { return attribute(function_of(func, NULL), 0, id, value, 0); }
+CUresult cuFuncSetAttribute(void *func, int id, int value) { return attribute(function_of(func, NULL), 0, id, NULL, value); }

@@ -131,14 +131,15 @@ CUresult cuLaunchKernelEx(const LaunchConfig *config, void *func, void **params,
                                   {config->block[0], config->block[1], config->block[2]}, config->shared_bytes, params, extra, NULL, NULL};
   if (handle_get(KERNEL, func)) node_params.kern = func, node_params.func = NULL;
   Node *node;
-  CUresult result = node_of_kernel(&node_params, &node);
+  CUresult result = node_of_kernel(&node_params, 1, &node);
   if (result) return result;
   int programmatic = 0;
   for (unsigned i = 0; i < config->count; i++) {
     LaunchAttribute *attribute = &config->attributes[i];
     if (attribute->id == ATTRIBUTE_PDL) programmatic = attribute->value[0];
-    else memcpy(node->attributes[attribute->id], attribute->value, 64);
+    memcpy(node->attributes[attribute->id], attribute->value, 64);
   }
+  if ((result = cluster_allowed(node, cluster_blocks(node->attributes[ATTRIBUTE_CLUSTER]), 1))) return free(node), result;
   return submit(config->stream, node, programmatic);
 }
 CUresult cuMemsetD32Async(CUdeviceptr to, unsigned value, size_t count, void *stream) {
