@@ -16,6 +16,7 @@ PLATFORMS = ("auto", "local", "knative", "openfaas", "sagemaker", "lambda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 HOST_WEIGHTS = ("keep", "release")
+GRAPHS = ("capture", "restore")
 COMPILE = ("auto", "always", "never")
 ENGINE_STARTS = ("now", "request")
 NODE_SOCKET = "/run/medusa/node.sock"
@@ -62,6 +63,7 @@ class Settings:
     cluster_token_file: str | None = None
     engine_start: str = "now"
     host_weights: str = "keep"
+    graphs: str = "capture"
     memory_limit_mb: int | None = None
     heartbeat_s: float = 10.0
     hold_s: float = 600.0
@@ -309,6 +311,7 @@ OPTIONS = (
         OneOf(*HOST_WEIGHTS),
         "keep or free the host's copy when a GPU has its own",
     ),
+    Option("graphs", ("MEDUSA_GRAPHS",), OneOf(*GRAPHS), "CUDA graphs: capture at each start, or restore the bundle's"),
     Option("node_socket", ("MEDUSA_NODE_SOCKET",), _text, "the node agent's socket, or none; default: if there is one"),
     Option("node_user", ("MEDUSA_NODE_USER",), _count, "user id of the node agent, if not root or our own"),
     Option("cluster", ("MEDUSA_CLUSTER",), _text, "--engine cluster: a gateway's URL, or several with commas"),

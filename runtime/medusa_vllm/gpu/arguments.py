@@ -22,11 +22,11 @@ def gpu_arguments(settings: Settings, *, compiled: bool) -> dict[str, Any]:
 
 
 def bundle_arguments(settings: Settings) -> dict[str, str | None]:
-    """The part of ``model_loader_extra_config`` that says whose bundle a worker's region has.
+    """The part of ``model_loader_extra_config`` that says whose bundle a worker's region has, and whether to use it.
 
     The worker writes there that a graph broke the context.
     """
-    return {"medusa_model": settings.model, "medusa_state": settings.state}
+    return {"medusa_model": settings.model, "medusa_state": settings.state, "medusa_graphs": settings.graphs}
 
 
 __all__ = ["WORKER", "bundle_arguments", "gpu_arguments"]

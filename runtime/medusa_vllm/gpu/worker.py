@@ -140,7 +140,12 @@ class GpuWorker(Worker):  # type: ignore[misc]
         except ConfigError:
             return None
         extra = self.load_config.model_loader_extra_config
-        settings = Settings(model=extra.get("medusa_model"), state=extra.get("medusa_state"), engine="vllm")
+        settings = Settings(
+            model=extra.get("medusa_model"),
+            state=extra.get("medusa_state"),
+            engine="vllm",
+            graphs=extra.get("medusa_graphs", "capture"),
+        )
         if self.parallel_config.world_size > 1:  # these graphs contain messages between ranks
             return None
         return graphs_of(attached.region, settings)

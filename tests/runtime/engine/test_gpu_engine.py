@@ -14,7 +14,7 @@ import pytest
 import torch
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.gpu.decode_graphs import BATCH_SIZES, DecodeGraphs, sizes_for
-from medusa_runtime.engine.gpu.device import Gpu
+from medusa_runtime.engine.gpu.device import Gpu, graphs_of
 from medusa_runtime.engine.gpu.footprint import measured_plan
 from medusa_runtime.engine.gpu.runner import GpuRunner
 from medusa_runtime.engine.torch import engine as torch_engine
@@ -374,6 +374,20 @@ def test_a_gpus_plan_is_measured_where_its_graphs_are_captured(start: Callable[.
     assert made.blocks == 2 * -(-runner.model.config.max_positions // 16)
     (stage,) = [stage for stage in served.timeline.stages() if stage.name == "kv_plan"]
     assert stage.detail["source"] == "computed"
+
+
+def test_a_bundles_graphs_are_used_only_when_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody has seen a restored graph run on a GPU yet."""
+
+    class WithGraphs:
+        def has_code(self, name: str) -> bool:
+            return name == ".medusa/cuda-graphs"
+
+    region: Any = WithGraphs()
+    with caplog.at_level("INFO"):
+        assert graphs_of(region, Settings()) is None
+    assert "the state bundle's CUDA graphs are not used: --graphs is capture" in caplog.text
+    assert graphs_of(region, Settings(graphs="restore")) is not None
 
 
 def test_dynamic_rope_is_not_captured() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -15,6 +16,8 @@ from ...errors import StateError
 from ...region.reader import Region
 from ...state.kinds import CUDA_GRAPHS, file_name
 from ...timeline import Timeline
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:  # a start on a CPU does not import these
     from ...load.loader import Loader
@@ -34,8 +37,13 @@ def open_gpu(settings: Settings, timeline: Timeline) -> Gpu | None:
 
 
 def graphs_of(region: Region, settings: Settings) -> BundledGraphs | None:
-    """The graphs of the state bundle, where this start has any."""
-    return BundledGraphs(region, settings) if region.has_code(file_name(CUDA_GRAPHS.name)) else None
+    """The graphs of the state bundle, where this start has any and is to use them (``--graphs restore``)."""
+    if not region.has_code(file_name(CUDA_GRAPHS.name)):
+        return None
+    if settings.graphs != "restore":
+        logger.info("the state bundle's CUDA graphs are not used: --graphs is capture")
+        return None
+    return BundledGraphs(region, settings)
 
 
 class BundledGraphs:
