@@ -116,9 +116,9 @@ def open_store(url: str) -> Store:
 
 
 def scheme_of(url: str) -> str:
-    """Return the URL's scheme in lower case; empty for a path."""
+    """Return the URL's scheme in lower case; empty for a path, which may hold ``://`` behind a slash."""
     scheme, separator, _ = url.partition("://")
-    return scheme.lower() if separator else ""
+    return scheme.lower() if separator and "/" not in scheme else ""
 
 
 def _known_to_fsspec(scheme: str) -> bool:

@@ -58,6 +58,8 @@ _MESSAGES = st.tuples(
 @example("file://[x/y")
 @example("/\ud800")
 @example("local:///etc")
+@example("file:///://")
+@example("file:///a://b")
 def test_a_url_is_one_name_or_an_error(url: str) -> None:
     try:
         key = model_key(url)
