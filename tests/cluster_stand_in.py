@@ -148,6 +148,7 @@ class StandIn:
         self.calls.append((instance, path))
         body = await request.read()
         headers = {"Content-Type": request.headers.get("Content-Type", "")}
+        response: web.StreamResponse | None = None
         try:
             async with self._session.request(request.method, f"{backend}/{path}", data=body, headers=headers) as answer:
                 response = web.StreamResponse(status=answer.status)
@@ -160,8 +161,10 @@ class StandIn:
                 await response.write_eof()
                 return response
         except aiohttp.ClientConnectorError:
-            return web.json_response({"error": {"code": "Cluster.Instance", "message": "it ended"}}, status=502)
+            return web.json_response({"error": {"code": "Cluster.NoInstance", "message": "it ended"}}, status=404)
         except aiohttp.ClientError:
+            if response is None:
+                return web.json_response({"error": {"code": "Cluster.Instance", "message": "it ended"}}, status=502)
             if request.transport is not None:
                 request.transport.abort()
             raise asyncio.CancelledError from None

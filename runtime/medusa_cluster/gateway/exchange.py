@@ -21,7 +21,7 @@ _KEPT_HEADERS = ("Content-Type", "Retry-After", "Server-Timing", "X-Request-Id",
 _BUSY_CODES = ("not_ready", "overloaded")
 _ENGINE_CODES = ("Engine.Failed", "Device.", "Limit.", "Cluster.")
 # Of an instance, or the node server in front of it, that has not begun and will not.
-_ABSENT_CODES = ("Cluster.NoInstance", "Cluster.Instance", "Cluster.Unauthorized")
+_ABSENT_CODES = ("Cluster.NoInstance", "Cluster.Unauthorized")
 
 
 class BusyError(Exception):

@@ -29,6 +29,7 @@ class RouteTable:
         self._changed = changed
         self._wanted = asyncio.Event()
         self._away_since: float | None = time.monotonic()
+        self._logged = False
         self.current = Routes()
         self.known = False  # whether the controller has ever answered
 
@@ -77,14 +78,16 @@ class RouteTable:
     def _note_away(self, error: MedusaError) -> None:
         if self._away_since is None:
             self._away_since = time.monotonic()
-            logger.warning("the controller is away, the last routes stay: %s", error)
+        if not self._logged:
+            self._logged = True
+            logger.warning("the controller is away%s: %s", ", the last routes stay" if self.known else "", error)
 
     def _take(self, routes: Routes) -> None:
         """Use these routes if they are new."""
         if self._away_since is not None:
-            if self.known:
-                logger.info("the controller is back after %.1f s", self.away_s)
-            self._away_since = None
+            if self._logged:
+                logger.info("the controller is there, after %.1f s", self.away_s)
+            self._away_since, self._logged = None, False
         if self.known and routes == self.current:
             return
         self.known = True
