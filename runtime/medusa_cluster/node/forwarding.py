@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from aiohttp import ClientSession, ClientTimeout, DummyCookieJar, TCPConnector, web
-from aiohttp.client_exceptions import ClientError
+from aiohttp.client_exceptions import ClientConnectorError, ClientError
 from medusa_runtime.errors import InstanceError, NoInstanceError
 from multidict import CIMultiDict
 from yarl import URL
@@ -78,6 +78,10 @@ class Forwarder:
                 async for piece in answer.content.iter_any():
                     await response.write(piece)
                 await response.write_eof()
+        except ClientConnectorError:
+            # It has not begun, so that a gateway may try again as often as it likes.
+            gone = NoInstanceError(f"the instance {instance.id} no longer listens")
+            return web.json_response(error_answer(gone), status=404)
         except (ClientError, TimeoutError) as error:
             if request.transport is None or request.transport.is_closing():
                 raise  # our own caller has gone

@@ -6,62 +6,18 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from cluster_stand_in import StandIn
-from gateway_fixtures import NAME, GatewayProcess, Instance, until
+from gateway_fixtures import NAME, GatewayProcess, Instance, Stream, until
 
 Start = Callable[..., Any]
 
 PROMPT = "This function returns"
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": 120}
 SEEDED = {"temperature": 1.0, "seed": 11, "ignore_eos": True, "max_tokens": 120}
-
-
-class Stream:
-    """A streamed answer of a gateway, read event by event."""
-
-    def __init__(self, gateway: GatewayProcess, path: str, body: dict[str, Any]) -> None:
-        self._connection = gateway.connection()
-        self._connection.request(
-            "POST", path, json.dumps({"model": NAME, "stream": True} | body), {"Content-Type": "application/json"}
-        )
-        self._response = self._connection.getresponse()
-        assert self._response.status == 200, self._response.read()
-        self.chunks: list[dict[str, Any]] = []
-        self.error: dict[str, Any] | None = None
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for line in self._response:
-            if line.startswith(b"data: [DONE]"):
-                self._connection.close()
-                return
-            if line.startswith(b"data: "):
-                chunk = json.loads(line[6:])
-                if "error" in chunk:
-                    self.error = chunk["error"]
-                else:
-                    self.chunks.append(chunk)
-                    yield chunk
-        pytest.fail("the stream ended without [DONE]")
-
-    def take(self, count: int) -> None:
-        for _, _ in zip(range(count), self, strict=False):
-            pass
-
-    def rest(self) -> None:
-        for _ in self:
-            pass
-
-    def texts(self) -> dict[int, str]:
-        found: dict[int, str] = {}
-        for chunk in self.chunks:
-            for choice in chunk["choices"]:
-                text = choice.get("text", choice.get("delta", {}).get("content") or "")
-                found[choice["index"]] = found.get(choice["index"], "") + text
-        return found
 
 
 @pytest.fixture

@@ -1,0 +1,158 @@
+"""A gateway in front of a real cluster: a head and a node, Ray, the controller, instances that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_nodes import ClusterNode
+from cluster_nodes import until as until_slowly
+from gateway_fixtures import MODEL, NAME, GatewayProcess, Stream, until
+from medusa_cluster.json_lines import call
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+Nodes = tuple[ClusterNode, ClusterNode]
+
+ASKED = {"prompt": "This function returns", "seed": 7, "temperature": 1.0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    head = ClusterNode("head", 0)
+    other = None
+    try:
+        head.wait_ready()
+        other = ClusterNode("n1", 1, head)
+        other.wait_ready()
+        until_slowly(lambda: head.status_of("n1").get("state") == "alive", head.output)
+        yield head, other
+    finally:
+        for node in (other, head):
+            if node is not None:
+                node.close()
+
+
+@pytest.fixture
+def gateway(nodes: Nodes, tmp_path: Path) -> Iterator[GatewayProcess]:
+    """One that asks the node which is not the head, with a model that has no instance yet."""
+    head, other = nodes
+    head.call("deploy", name=NAME, url=str(MODEL), min=0, max=2, settings={"max_concurrency": "2"})
+    started = GatewayProcess(tmp_path, other.address, head.token_file)
+    try:
+        yield started
+    finally:
+        started.kill()
+        head.call("remove", name=NAME)
+        until_slowly(lambda: not any(head.status_of(node.name).get("instances") for node in nodes), head.output)
+        assert "Traceback" not in started.output()
+
+
+@pytest.fixture(scope="module")
+def expected() -> Callable[[int], str]:
+    """The text that one instance answers, without a cluster."""
+    from gateway_fixtures import Instance
+
+    known: dict[int, str] = {}
+
+    def text(count: int) -> str:
+        if count not in known:
+            instance = Instance()
+            try:
+                instance.wait_ready()
+                known[count] = instance.completion({"model": NAME, "max_tokens": count, **ASKED}).text
+            finally:
+                instance.close()
+        return known[count]
+
+    return text
+
+
+def _pid(nodes: Nodes, instance: dict[str, Any]) -> int:
+    node = next(node for node in nodes if node.name == instance["node"])
+    status = asyncio.run(call(node.folder / "control.sock", {"op": "status"}))
+    found: int = next(item["pid"] for item in status["instances"] if item["id"] == instance["id"])
+    return found
+
+
+def test_requests_bring_instances_up_and_none_is_lost_when_they_go(
+    nodes: Nodes, gateway: GatewayProcess, expected: Callable[[int], str]
+) -> None:
+    head, _ = nodes
+    stream = Stream(gateway, "/v1/completions", ASKED | {"max_tokens": 480})
+    stream.take(3)
+    # A burst beside it: more than one instance takes at a time.
+    with ThreadPoolExecutor(12) as pool:
+        asked = [
+            pool.submit(gateway.post, "/v1/completions", {"model": NAME, "max_tokens": 60, **ASKED}) for _ in range(24)
+        ]
+        instance = until_slowly(lambda: head.ready_instance(NAME), head.output)
+        os.kill(_pid(nodes, instance), signal.SIGKILL)
+        stream.rest()
+        answers = [one.result() for one in asked]
+    assert stream.error is None
+    assert stream.texts()[0] == expected(480)
+    assert [status for status, _ in answers] == [200] * 24, answers
+    assert {answer["choices"][0]["text"] for _, answer in answers} == {expected(60)}
+    until(lambda: gateway.metric("medusa_gateway_retries_total", reason="lost") >= 1)
+    # The page and the status know it all, and without work the last instance goes.
+    assert NAME in gateway.get("/")[1]
+    assert gateway.get("/cluster/status")[1]["gateways"]
+    until_slowly(lambda: not head.call("routes")["models"][NAME]["instances"], head.output)
+    assert gateway.post("/v1/completions", {"model": NAME, "max_tokens": 60, **ASKED})[0] == 200
+
+
+@pytest.mark.parametrize("victim", ["ray::Controller", "ray::NodeActor", "gcs_server"])
+def test_what_serves_no_request_may_die(
+    nodes: Nodes, gateway: GatewayProcess, expected: Callable[[int], str], victim: str
+) -> None:
+    head, _ = nodes
+    assert gateway.post("/v1/completions", {"model": NAME, "max_tokens": 8, **ASKED})[0] == 200
+    stream = Stream(gateway, "/v1/completions", ASKED | {"max_tokens": 480})
+    stream.take(3)
+    head.kill(victim)
+    stream.rest()
+    assert stream.error is None
+    assert stream.texts()[0] == expected(480)
+    status, answer = gateway.post("/v1/completions", {"model": NAME, "max_tokens": 60, **ASKED})
+    assert status == 200, answer
+    assert answer["choices"][0]["text"] == expected(60)
+    until_slowly(lambda: gateway.metric("medusa_gateway_controller_away_seconds") == 0, gateway.output)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_node_that_is_lost_takes_no_request_with_it(
+    nodes: Nodes, gateway: GatewayProcess, expected: Callable[[int], str], number: int
+) -> None:
+    """The node server is gone or stands still, with all that it started."""
+    head, other = nodes
+    head.call("scale", name=NAME, min=2, max=2)
+    until_slowly(
+        lambda: (
+            {item["node"] for item in head.call("routes")["models"][NAME]["instances"] if item["state"] == "ready"}
+            == {"head", "n1"}
+        ),
+        head.output,
+    )
+    streams = [Stream(gateway, "/v1/completions", ASKED | {"max_tokens": 480}) for _ in range(4)]
+    processes = [other.process.pid, *other.processes()]
+    for pid in processes:
+        os.kill(pid, number)
+    for stream in streams:
+        stream.rest()
+        assert stream.error is None
+        assert stream.texts()[0] == expected(480)
+    if number == signal.SIGSTOP:
+        for pid in processes:
+            os.kill(pid, signal.SIGCONT)
+    else:
+        other.end(signal.SIGKILL)
+        other.start()
+        other.wait_ready()
+    until_slowly(lambda: head.status_of("n1")["state"] == "alive", other.output)
