@@ -39,7 +39,7 @@ class Group:
     def __init__(self, stack: ExitStack, folder: Path, checkpoint: Path, layers: list[str], **settings: Any) -> None:
         plan = {
             key: settings.pop(key)
-            for key in ("then", "form_s", "silent_s", "full", "token", "link_bytes_per_s")
+            for key in ("then", "form_s", "silent_s", "full", "token", "link_bytes_per_s", "mode", "schedule")
             if key in settings
         }
         self.stack = stack
@@ -63,7 +63,7 @@ class Group:
         plan = {**self.plan, "rank": rank}
         if rank == 0:
             plan["full"] = True
-        plan |= {key: changes.pop(key) for key in tuple(changes) if key in plan or key == "full"}
+        plan |= {key: changes.pop(key) for key in tuple(changes) if key in plan or key in ("full", "mode")}
         path = self.folder / f"{self.plan['group']}-{rank}.json"
         path.write_text(json.dumps(plan))
         region = changes.pop("region", None)

@@ -11,6 +11,8 @@ from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
 from .leader import Leader
+from .live_source import Source
+from .live_target import Target
 from .part import Part
 from .plan import GroupPlan
 
@@ -26,6 +28,10 @@ def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Engin
     region.wait_index()
     if backend(region.file, settings).kind == "encoder":
         raise ModelError("an encoder cannot be split over several workers; expected one worker for it")
+    if plan.mode == "live":
+        if settings.layers is not None:
+            raise ConfigError("both instances of a live pair come to hold all layers; expected no --layers")
+        return (Target if plan.rank else Source)(region, settings, timeline, plan)
     return (Part if plan.rank else Leader)(region, settings, timeline, plan)
 
 

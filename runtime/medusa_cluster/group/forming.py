@@ -13,8 +13,8 @@ from medusa_runtime.errors import EngineError, MedusaError
 from medusa_runtime.models.layer_range import LayerRange
 
 from .channel import Greeting, Listener, TcpChannel, connect
+from .identity import disagreement
 from .link import Link
-from .member import disagreement
 from .message import Kind, packed
 from .plan import GroupPlan
 

@@ -28,7 +28,8 @@ from .channel import error_of
 from .consolidation import Consolidation
 from .forming import Formation, Worker, form
 from .gathering import Gathering, Source
-from .member import Beats, Member
+from .identity import Beats
+from .member import Member
 from .message import Kind, Message, hidden_states, packed
 from .plan import GroupPlan
 from .steps import StepWriter, sampled_of, take_back

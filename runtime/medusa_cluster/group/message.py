@@ -1,16 +1,21 @@
 """Messages between the workers of a group: a header of fixed size and raw bytes, no pickle.
 
-greeting   JSON   the first message of a connection: token, group, rank, purpose
-form       JSON   leader → worker: where the next worker is, and what the group has agreed on
-ready      JSON   worker → leader: its layers are loaded, or all of them
-step       JSON   leader → every worker: the spans of one step
-hidden     bytes  worker → next worker: hidden states [rows, columns] behind its layers
-tokens     JSON   last worker → leader: what was sampled in a step
-beat       JSON   both ways: the sender lives; with clocks
-fetch      JSON   leader → worker: send these blocks of keys and values
-block      bytes  worker → leader: one block of all its layers; ``rows`` is the block's number
-release    JSON   leader → worker: the group is dissolved
-error      JSON   both ways: why the sender gives up
+Their bodies are JSON, but for tensors:
+
+    greeting   the first message of a connection: token, rank, purpose, and what the sender is
+    form       leader → worker: where the next worker is
+    step       leader → every worker: the spans of one step
+    hidden     worker → next worker: hidden states [rows, columns] behind its layers (tensor)
+    tokens     last worker → leader: what was sampled in a step
+    beat       both ways: the sender lives; with clocks, and whether its layers are loaded
+    fetch      leader → worker: send these blocks of keys and values
+    block      worker → leader: one block of all its layers; ``rows`` is the block's number (tensor)
+    release    leader → worker: the group is dissolved
+    stages     worker → leader: its timeline
+    offer      source → target, in live scaling: prompts to prefill
+    pull       source → target: hand over the first batch
+    handover   target → source: how far a batch is; its keys and values (block) and hidden states follow
+    error      both ways: why the sender gives up
 """
 
 from __future__ import annotations
@@ -47,6 +52,9 @@ class Kind(IntEnum):
     RELEASE = 10
     ERROR = 11
     STAGES = 12
+    OFFER = 13
+    PULL = 14
+    HANDOVER = 15
 
 
 class Message(NamedTuple):

@@ -22,7 +22,8 @@ from medusa_runtime.timeline import Timeline
 
 from .channel import Greeting, Listener, TcpChannel, connect, error_of
 from .gathering import send_blocks
-from .member import Beats, Member
+from .identity import Beats
+from .member import Member
 from .message import Kind, Message, hidden_states, packed
 from .plan import GroupPlan
 from .steps import StepReader, ending, sampled_values

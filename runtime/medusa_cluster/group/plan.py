@@ -11,6 +11,8 @@ from typing import Any
 from medusa_runtime.errors import ConfigError
 
 THEN = ("down", "up", "stay")
+MODES = ("pipeline", "live")
+SCHEDULES = ("zigzag", "best-effort")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,9 @@ class GroupPlan:
     then: what happens when the leader has all layers: it goes on alone and the others end (``down``), or become
         instances (``up``), or nothing (``stay``). The file is read again at that moment.
     form_s: how long the leader waits for the others before it goes on alone, and a worker for its leader.
+    mode: ``pipeline``, workers with a range of layers each; or ``live``, where rank 0 is an instance with all layers,
+        and rank 1 a new one that helps it while it loads them.
+    schedule: how a new instance helps: by ``zigzag``, or as a naive one would (``best-effort``), to compare.
     silent_s: after so many seconds without a sign of life a worker counts as dead.
     exit: whether a worker's process ends when it is released; otherwise it waits for SIGTERM.
     link_bytes_per_s: an emulated network, for measurements on one machine.
@@ -40,6 +45,8 @@ class GroupPlan:
     then: str = "down"
     form_s: float = 20.0
     silent_s: float = 3.0
+    mode: str = "pipeline"
+    schedule: str = "zigzag"
     exit: bool = False
     link_bytes_per_s: float | None = None
 
@@ -100,6 +107,9 @@ def _check(plan: GroupPlan, where: str) -> None:
         (0 <= plan.rank < plan.size, "rank", f"0 to {plan.size - 1}", plan.rank),
         (plan.rank > 0 or plan.full, "full", "true for the leader, which goes on alone when others fail", plan.full),
         (plan.then in THEN, "then", "one of " + ", ".join(THEN), plan.then),
+        (plan.mode in MODES, "mode", "one of " + ", ".join(MODES), plan.mode),
+        (plan.mode != "live" or plan.size == 2, "size", "2, a live pair", plan.size),
+        (plan.schedule in SCHEDULES, "schedule", "one of " + ", ".join(SCHEDULES), plan.schedule),
         (bool(plan.token), "token", "a secret", "an empty one"),
         (plan.form_s > 0 and plan.silent_s > 0, "form_s, silent_s", "seconds above 0", (plan.form_s, plan.silent_s)),
         (plan.leader.rpartition(":")[2].isdecimal(), "leader", "HOST:PORT", plan.leader),

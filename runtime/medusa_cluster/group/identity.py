@@ -1,0 +1,86 @@
+"""What workers must have in common to share a model, and the signs of life that they send each other."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from medusa_runtime import kernels
+from medusa_runtime.checkpoint.index import WeightIndex
+from medusa_runtime.errors import EngineError
+from medusa_runtime.models import ModelConfig
+from medusa_runtime.region.reader import Region
+
+from .message import Kind, Message, packed
+
+BEAT_S = 0.25
+# What must be equal in all workers of a group, and what to say of it.
+_EQUAL = {
+    "model": "one version of the model",
+    "dtype": "one type to compute in (--dtype)",
+    "kernels": "CPUs with the same instructions, whose products are equal to the last bit",
+    "torch": "one version of torch",
+    "total": "one number of layers",
+    "size": "one size of the group",
+}
+
+
+def identity_of(region: Region, config: ModelConfig, dtype: torch.dtype, *, size: int) -> dict[str, Any]:
+    """What a worker shows of itself in its greeting."""
+    return {
+        "model": model_digest(region.wait_index()),
+        "dtype": str(dtype).removeprefix("torch."),
+        "kernels": ", ".join(f"{name}: {value}" for name, value in sorted(kernels.describe().items())),
+        "torch": torch.__version__,
+        "total": config.num_layers,
+        "size": size,
+    }
+
+
+def disagreement(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
+    """What two workers would have to have in common and do not, in words."""
+    for name, wanted in _EQUAL.items():
+        if ours.get(name) != theirs.get(name):
+            return f"all workers of a group need {wanted}; found {ours.get(name)!r} and {theirs.get(name)!r}"
+    return None
+
+
+def model_digest(index: WeightIndex) -> str:
+    """What tells two models apart, whatever their order and wherever their files lie."""
+    digest = blake2b(digest_size=16)
+    for name in sorted(index.tensors):
+        digest.update(repr((name, *index.tensors[name])).encode())
+    for shard in index.shards:
+        digest.update(repr((shard.name, shard.size_bytes, None if shard.path else shard.version)).encode())
+    return digest.hexdigest()
+
+
+class Beats:
+    """Signs of life to peers, from a thread of their own, with what clocks show (the time on each node is its own)."""
+
+    def __init__(
+        self, group: int, rank: int, send: Callable[[Message], None], values: Callable[[], dict[str, Any]]
+    ) -> None:
+        self._group, self._rank = group, rank
+        self._send, self._values = send, values
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, name="group-beat", daemon=True).start()
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            values = {"sent": time.monotonic_ns(), **self._values()}
+            try:
+                self._send(packed(Kind.BEAT, self._group, values, stage=self._rank))
+            except EngineError:
+                pass  # the channel's reader notices it, too
+            self._ended.wait(BEAT_S)
+
+    def close(self) -> None:
+        self._ended.set()
+
+
+__all__ = ["Beats", "disagreement", "identity_of", "model_digest"]

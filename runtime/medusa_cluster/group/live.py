@@ -1,0 +1,144 @@
+"""Live scaling: a new instance helps an overloaded one while its layers arrive (BlitzScale §5.2).
+
+    source ─offer▶ target's queue ─layer by layer, as they arrive▶ … ◀pull─ source ─handover▶ the other layers, sampling
+
+The source keeps its requests, and offers what is to be prefilled. The target runs one layer at a time of the first
+batch whose next layer it has. An idle source takes the head of the queue, with its hidden states and the keys and
+values of the layers that it has passed, and runs the rest. No batch waits for a layer that the source could run.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from medusa_runtime.engine.serving.sequence import Sequence, Span
+from medusa_runtime.engine.torch.kv_cache import BLOCK_TOKENS, KvCache
+from medusa_runtime.errors import EngineError
+from torch import Tensor
+
+from .channel import Channel
+from .message import DTYPES, Kind, Message, buffer_of, hidden_states, packed
+
+BATCH_TOKENS = 256  # prompts are put together up to so many tokens: a pull should not take too much at once
+
+
+class Batch(NamedTuple):
+    """Whole prompts that are prefilled together. ``tables``: the blocks that they had when they were offered."""
+
+    number: int
+    spans: list[Span]
+    tables: list[list[int]]
+    began_ns: int
+
+    @property
+    def alive(self) -> list[Span]:
+        """The spans whose sequences still have these blocks."""
+        return [span for span, table in zip(self.spans, self.tables, strict=True) if span.sequence.blocks is table]
+
+
+class Handover(NamedTuple):
+    """A batch as it comes from the target: how many layers are done, what they left behind for each prompt."""
+
+    number: int
+    done: int
+    hidden: Tensor | None
+    caches: list[Tensor]  # [layers, 2, tokens, kv_heads, head_dim] of each prompt
+
+
+def grouped(spans: list[Span], tokens: int = BATCH_TOKENS) -> list[list[Span]]:
+    """Neighbours put together until they have so many tokens."""
+    groups: list[list[Span]] = []
+    size = tokens
+    for span in spans:
+        if size >= tokens:
+            groups.append([])
+            size = 0
+        groups[-1].append(span)
+        size += span.stop - span.start
+    return groups
+
+
+def offer(group: int, batch: Batch) -> Message:
+    """The prompts of a batch."""
+    prompts = [span.sequence.tokens[: span.stop] for span in batch.spans]
+    return packed(Kind.OFFER, group, {"prompts": prompts}, step=batch.number)
+
+
+def prompts_of(message: Message) -> list[list[int]]:
+    """What ``offer`` wrote. EngineError for something else."""
+    try:
+        found = [[int(token) for token in prompt] for prompt in message.values()["prompts"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineError(f"an offered batch could not be read: {error!r}") from None
+    if not found or not all(found):
+        raise EngineError("expected prompts in an offered batch, found none")
+    return found
+
+
+def send_handover(
+    channel: Channel, group: int, number: int, done: int, hidden: Tensor | None, caches: list[Tensor]
+) -> None:
+    """Send a batch of which ``done`` layers have run; ``hidden`` is None when that is none."""
+    channel.send(packed(Kind.HANDOVER, group, {"done": done, "lengths": [c.shape[2] for c in caches]}, step=number))
+    if hidden is None:
+        return
+    for cache in caches:
+        flat = cache.flatten(3).flatten(0, 2)
+        dtype = DTYPES.index(str(cache.dtype).removeprefix("torch."))
+        channel.send(Message(Kind.BLOCK, group, number, 1, dtype, flat.shape[0], flat.shape[1], buffer_of(flat)))
+    channel.send(hidden_states(group, number, 1, hidden))
+
+
+class HandoverReader:
+    """Puts the messages of a handover together."""
+
+    def __init__(self) -> None:
+        self._head: dict[str, Any] | None = None
+        self._caches: list[Tensor] = []
+
+    def take(self, message: Message, cache: KvCache) -> Handover | None:
+        """Take the next message; the handover when it is complete. EngineError for what does not belong there."""
+        if message.kind is Kind.HANDOVER:
+            self._head, self._caches = message.values(), []
+            if not self._head.get("done"):
+                return Handover(message.step, 0, None, [])
+            return None
+        if self._head is None:
+            raise EngineError("expected the head of a handover, found a part of one")
+        done, lengths = int(self._head["done"]), self._head["lengths"]
+        if message.kind is Kind.BLOCK:
+            shape = (done, 2, int(lengths[len(self._caches)]), cache.shape.kv_heads, cache.shape.head_dim)
+            self._caches.append(message.tensor().view(shape))
+            return None
+        self._head = None
+        if len(self._caches) != len(lengths):
+            raise EngineError("expected the keys and values of every prompt of a batch, found fewer")
+        return Handover(message.step, done, message.tensor(), self._caches)
+
+
+def read_in(cache: KvCache, sequence: Sequence, kv: Tensor) -> None:
+    """Write the keys and values of a sequence's first layers into its blocks."""
+    layers, length = kv.shape[0], kv.shape[2]
+    for number, start in zip(sequence.blocks, range(0, length, BLOCK_TOKENS), strict=False):
+        piece = kv[:, :, start : start + BLOCK_TOKENS]
+        cache.pool[:layers, :, number, : piece.shape[2]] = piece
+
+
+def read_out(cache: KvCache, blocks: list[int], tokens: int, layers: int) -> Tensor:
+    """A copy of the keys and values of one prompt's first layers, [layers, 2, tokens, kv_heads, head_dim]."""
+    return cache.pool[:layers, :, torch.tensor(blocks)].flatten(2, 3)[:, :, :tokens].contiguous()
+
+
+__all__ = [
+    "BATCH_TOKENS",
+    "Batch",
+    "Handover",
+    "HandoverReader",
+    "grouped",
+    "offer",
+    "prompts_of",
+    "read_in",
+    "read_out",
+    "send_handover",
+]

@@ -1,0 +1,98 @@
+"""The queue of a new instance: which batch it runs a layer of next, and which it hands over (BlitzScale Figure 16)."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ..policy.zigzag import PullQueue
+
+
+class LayerQueue(Protocol):
+    """Batches by number, from 0. It knows no time and no tensors, and is asked between two layers."""
+
+    def add(self) -> int:
+        """A batch has come; its number."""
+
+    def next(self, loaded: int) -> int | None:
+        """The batch of which a layer runs next, where ``loaded`` layers are there."""
+
+    def ran(self, batch: int) -> None:
+        """A layer of it has run."""
+
+    def pull(self, loaded: int) -> int | None:
+        """The batch to hand over; None where the source has to wait."""
+
+    def done(self, batch: int) -> int:
+        """How many layers of it have run."""
+
+
+class ZigZag:
+    """First come, first served among batches whose next layer is there; the head goes to the source when it is idle."""
+
+    def __init__(self, layers: int) -> None:
+        self._queue = PullQueue((), layers)
+
+    def add(self) -> int:
+        self._queue.done.append(0)
+        self._queue.waiting.append(len(self._queue.done) - 1)
+        return len(self._queue.done) - 1
+
+    def next(self, loaded: int) -> int | None:
+        return self._queue.next(loaded)
+
+    def ran(self, batch: int) -> None:
+        self._queue.ran(batch)
+
+    def pull(self, loaded: int) -> int | None:
+        # An untouched head is one for which not even the first layer is there, so nobody works on it.
+        return self._queue.pull(None, untouched=True)
+
+    def done(self, batch: int) -> int:
+        return self._queue.done[batch]
+
+
+class BestEffort:
+    """Each batch once, in order, with the layers that are there when it begins, at most half: the paper's baseline."""
+
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
+        self._done: list[int] = []
+        self._goals: list[int] = []
+        self._first = 0
+
+    def add(self) -> int:
+        self._done.append(0)
+        self._goals.append(0)
+        return len(self._done) - 1
+
+    def next(self, loaded: int) -> int | None:
+        for batch in range(self._first, len(self._done)):
+            if not self._goals[batch] and loaded:
+                self._goals[batch] = max(1, min(loaded, self._layers // 2))
+            if self._done[batch] < self._goals[batch]:
+                return batch
+            if not self._goals[batch]:
+                return None
+        return None
+
+    def ran(self, batch: int) -> None:
+        self._done[batch] += 1
+
+    def pull(self, loaded: int) -> int | None:
+        if self._first == len(self._done):
+            return None
+        head = self._first
+        if loaded and not 0 < self._goals[head] == self._done[head]:
+            return None
+        self._first += 1
+        return head
+
+    def done(self, batch: int) -> int:
+        return self._done[batch]
+
+
+def layer_queue(schedule: str, layers: int) -> LayerQueue:
+    return BestEffort(layers) if schedule == "best-effort" else ZigZag(layers)
+
+
+__all__ = ["BestEffort", "LayerQueue", "ZigZag", "layer_queue"]

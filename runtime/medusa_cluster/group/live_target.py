@@ -1,0 +1,212 @@
+"""The new side of a live pair: an instance that works with the layers that it has, while the others arrive."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from typing import Any
+
+import torch
+from medusa_runtime.config import Settings
+from medusa_runtime.engine.base import GenerateRequest, SamplingParams
+from medusa_runtime.engine.serving.requests import Sink
+from medusa_runtime.engine.serving.sequence import Sequence, Span
+from medusa_runtime.engine.serving.transcript import Transcript
+from medusa_runtime.engine.torch.engine import TorchEngine
+from medusa_runtime.engine.torch.kv_cache import blocks_for
+from medusa_runtime.engine.torch.paged_attention import PagedAttention
+from medusa_runtime.engine.torch.runner import positions_of, tokens_of
+from medusa_runtime.errors import EngineError, MedusaError, OverloadedError
+from medusa_runtime.region.reader import Region
+from medusa_runtime.timeline import Timeline
+from torch import Tensor
+
+from .channel import TcpChannel, connect, error_of
+from .identity import Beats, identity_of
+from .link import Link
+from .live import prompts_of, read_out, send_handover
+from .live_queue import layer_queue
+from .message import Kind, Message
+from .plan import GroupPlan
+
+logger = logging.getLogger(__name__)
+
+_ARRIVAL_S = 0.005  # how often an idle target looks for a layer that has arrived
+
+
+class Target(TorchEngine):
+    """Helps its source until it has all layers and the source has taken back the last batch; then it is an instance."""
+
+    def __init__(self, region: Region, settings: Settings, timeline: Timeline, plan: GroupPlan) -> None:
+        self.plan = plan
+        self._instance = threading.Event()
+        super().__init__(region, settings, timeline)
+
+    def add(self, request: GenerateRequest, sink: Sink) -> None:
+        if not self._instance.is_set():
+            raise OverloadedError("this instance still loads its model and helps another; try again later")
+        super().add(request, sink)
+
+    def wait_ready(self) -> None:
+        super().wait_ready()
+        self._instance.wait()
+        self._check_loaded()
+
+    def stats(self) -> dict[str, Any]:
+        return super().stats() | {"layers_loaded": self.loaded_layers()}
+
+    def run(self, stop: threading.Event) -> None:
+        helper = _Helper(self)
+        try:
+            with torch.inference_mode():
+                helper.run(stop)
+        except EngineError as error:
+            logger.warning("%s; this instance goes on alone", error)
+        finally:
+            helper.close()
+        self._instance.set()
+        super().run(stop)
+
+    def loaded_layers(self) -> int:
+        """How many layers could run now, from the first one on."""
+        if not all(self._loader.is_loaded(unit) for unit in self._model.entry):
+            return 0
+        total = self.layers.total
+        return next((number for number in range(total) if not self._loader.is_loaded(f"layers.{number}")), total)
+
+
+class _Work:
+    """A batch under way: its prompts in the target's own blocks, and the hidden states behind its layers so far."""
+
+    def __init__(self, number: int, prompts: list[list[int]]) -> None:
+        self.number = number  # the source's
+        self.spans = [Span(_sequence(prompt), 0, len(prompt)) for prompt in prompts]
+        self.hidden: Tensor | None = None
+        self.places: Tensor | None = None
+        self.attention: PagedAttention | None = None
+
+
+class _Helper:
+    """The target's work for its source."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._plan = target.plan
+        self._queue = layer_queue(target.plan.schedule, target.layers.total)
+        self._works: dict[int, _Work] = {}  # by the queue's numbers
+        self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._pull = False
+        self._channel: TcpChannel | None = None
+        self._beats: Beats | None = None
+
+    def run(self, stop: threading.Event) -> None:
+        """Work until the source lets go. EngineError when it is lost."""
+        target, plan = self._target, self._plan
+        link = Link(plan.link_bytes_per_s) if plan.link_bytes_per_s else None
+        identity = identity_of(target._region, target._model.config, target._dtype, size=plan.size)
+        channel = self._channel = connect(
+            plan.leader, group=plan.number, token=plan.token, rank=plan.rank, purpose="live",
+            deadline=time.monotonic() + plan.form_s, stopped=stop.is_set, link=link, **identity,
+        )  # fmt: skip
+        threading.Thread(target=self._read, args=(channel,), name="live-source", daemon=True).start()
+        self._beats = Beats(plan.number, plan.rank, channel.send, lambda: {"full": target._loader.applied})
+        idle = True
+        while not stop.is_set() and self._handle(channel, idle=idle):
+            target._check_loaded()
+            loaded = target.loaded_layers()
+            batch = self._queue.next(loaded)
+            idle = batch is None or not self._run_layer(batch)
+            if self._pull:
+                self._hand_over(channel, loaded)
+
+    def _handle(self, channel: TcpChannel, *, idle: bool) -> bool:
+        """Take what the source has sent; False when it lets go."""
+        wait_s = _ARRIVAL_S if idle else 0.0
+        while True:
+            try:
+                message = self._messages.get(timeout=wait_s) if wait_s else self._messages.get_nowait()
+            except queue.Empty:
+                if time.monotonic() - channel.heard > self._plan.silent_s:
+                    raise EngineError(f"the source has been silent for {self._plan.silent_s:g} s") from None
+                return True
+            wait_s = 0.0
+            if message is None:
+                raise EngineError("the connection to the source broke")
+            if message.kind is Kind.OFFER:
+                self._works[self._queue.add()] = _Work(message.step, prompts_of(message))
+            elif message.kind is Kind.PULL:
+                self._pull = True
+            elif message.kind is Kind.ERROR:
+                raise error_of(message)
+            elif message.kind is Kind.RELEASE:
+                return False
+
+    def _run_layer(self, batch: int) -> bool:
+        """Run the next layer of a batch; False when there is no room for its keys and values."""
+        target, work = self._target, self._works[batch]
+        if work.attention is None:
+            needed = [blocks_for(span.stop) for span in work.spans]
+            blocks = target._cache.blocks.take(sum(needed))
+            if blocks is None:
+                return False
+            for span, count in zip(work.spans, needed, strict=True):
+                span.sequence.blocks, blocks = blocks[:count], blocks[count:]
+            work.attention, work.places = PagedAttention(target._cache, work.spans), positions_of(work.spans)
+            work.hidden = target._model.embed(tokens_of(work.spans), work.places)
+        assert work.hidden is not None
+        assert work.places is not None
+        done = self._queue.done(batch)
+        work.hidden = target._model.run_layers(work.hidden, work.places, work.attention, done, done + 1)
+        self._queue.ran(batch)
+        return True
+
+    def _hand_over(self, channel: TcpChannel, loaded: int) -> None:
+        batch = self._queue.pull(loaded)
+        if batch is None:
+            return
+        self._pull = False
+        work, done = self._works.pop(batch), self._queue.done(batch)
+        cache = self._target._cache
+        caches = [read_out(cache, span.sequence.blocks, span.stop, done) for span in work.spans if done]
+        send_handover(channel, self._plan.number, work.number, done, work.hidden if done else None, caches)
+        self._free(work)
+
+    def _free(self, work: _Work) -> None:
+        for span in work.spans:
+            self._target._cache.blocks.give(span.sequence.blocks)
+            span.sequence.blocks = []
+
+    def _read(self, channel: TcpChannel) -> None:
+        try:
+            while (message := channel.receive()) is not None:
+                if message.kind is not Kind.BEAT:
+                    self._messages.put(message)
+        except MedusaError as error:
+            logger.warning("the source sent something that is no message: %s", error)
+        self._messages.put(None)
+
+    def close(self) -> None:
+        if self._beats is not None:
+            self._beats.close()
+        if self._channel is not None:
+            self._channel.close()
+        for work in self._works.values():
+            self._free(work)
+        self._works.clear()
+
+
+def _sequence(prompt: list[int]) -> Sequence:
+    """A prompt as attention wants it: it gets no tokens here."""
+    return Sequence(
+        GenerateRequest("", (), SamplingParams()),
+        prompt,
+        lambda _: None,
+        limit=0,
+        eos_token_ids=frozenset(),
+        transcript=Transcript(None, (), include_stop=False),
+    )
+
+
+__all__ = ["Target"]

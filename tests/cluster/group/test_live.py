@@ -1,0 +1,167 @@
+"""An instance that still loads takes layers off another one's prefills: the same tokens, whatever it has loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_fixtures import fill_region
+from group_fixtures import Group, until
+from medusa_cluster.group.live_queue import BestEffort, ZigZag
+from medusa_cluster.policy.zigzag import Scaling, best_effort, schedule
+from medusa_runtime.errors import OverloadedError
+from medusa_runtime.region.reader import Region
+from region_fixtures import Filling
+
+PROMPTS = [[number] * (20 + 7 * number) for number in range(3, 18)]
+SEEDED = {"temperature": 1.0, "seed": 9, "frequency_penalty": 0.5}
+
+
+class SlowRegion:
+    """The tiny checkpoint in a region into which a test lets layer after layer."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        import torch
+        from safetensors.torch import load_file
+
+        tensors = {
+            name: tensor.to(torch.float32) for name, tensor in load_file(checkpoint / "model.safetensors").items()
+        }
+        self.filling = Filling(tensors)
+        files = {path.name: path.read_bytes() for path in checkpoint.glob("*.json")}
+        self.filling.writer.lay_out(self.filling.index, files)
+        self.names = list(tensors)
+
+    @property
+    def region(self) -> Region:
+        return self.filling.region
+
+    def arrive(self, part: str) -> None:
+        self.filling.arrive(*(name for name in self.names if part in name))
+
+    def finish(self) -> None:
+        self.filling.writer.finish()
+
+
+@pytest.fixture
+def slow(checkpoint: Path) -> Iterator[SlowRegion]:
+    made = SlowRegion(checkpoint)
+    yield made
+    made.filling.close()
+
+
+@pytest.fixture
+def pair(slow: SlowRegion, group: Callable[..., Group], checkpoint: Path) -> Iterator[Callable[..., Group]]:
+    """A loaded instance, and one that loads from the slow region."""
+    whole = SlowRegion(checkpoint)
+    whole.arrive("")
+    whole.finish()
+
+    def make(**plan: Any) -> Group:
+        made = group("0:4", "0:4", **plan)
+        made.add(0, layers=None, mode="live", region=whole.region)
+        made.add(1, layers=None, mode="live", region=slow.region)
+        until(lambda: bool(made.leader.engine.stats()["paired"]))
+        return made
+
+    yield make
+    whole.filling.close()
+
+
+@pytest.mark.parametrize("schedule", ["zigzag", "best-effort"])
+@pytest.mark.parametrize("params", [{}, SEEDED])
+def test_tokens_are_those_of_one_engine(
+    params: dict[str, Any], schedule: str, slow: SlowRegion, pair: Callable[..., Group], serve: Any
+) -> None:
+    alone = serve()
+    expected = [alone.ask(prompt, max_tokens=12, **params).tokens for prompt in PROMPTS]
+    made = pair(schedule=schedule)
+    target = made.workers[1].engine
+    for number, part in enumerate(["embed", *(f"layers.{layer}." for layer in range(4))]):
+        slow.arrive(part)
+        until(lambda number=number: target.loaded_layers() == number)  # type: ignore[attr-defined, misc]
+        answers = [made.leader.ask(prompt, max_tokens=12, **params) for prompt in PROMPTS]
+        assert [answer.tokens for answer in answers] == expected
+    helped = made.leader.engine.stats()["layers_helped"]
+    assert helped > 0
+    with pytest.raises(OverloadedError, match="still loads its model"):
+        made.workers[1].ask("A")
+    slow.arrive("norm")
+    slow.arrive("lm_head")
+    slow.finish()
+    target.wait_ready()
+    until(lambda: not made.leader.engine.stats()["paired"])
+    for worker in made.workers:
+        assert [worker.ask(prompt, max_tokens=12, **params).tokens for prompt in PROMPTS] == expected
+        until(lambda worker=worker: worker.engine.stats()["kv_tokens_used"] == 0)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("layers", [0, 2])
+def test_a_target_that_ends_costs_no_token(
+    layers: int, slow: SlowRegion, pair: Callable[..., Group], serve: Any
+) -> None:
+    alone = serve()
+    expected = [alone.ask(prompt, max_tokens=8).tokens for prompt in PROMPTS]
+    made = pair()
+    slow.arrive("embed")
+    for layer in range(layers):
+        slow.arrive(f"layers.{layer}.")
+    answers = [made.leader.ask(prompt, max_tokens=8) for prompt in PROMPTS]
+    answers[0].next()
+    made.workers[1].stop.set()
+    assert [answer.tokens for answer in answers] == expected
+    until(lambda: not made.leader.engine.stats()["paired"])
+    until(lambda: made.leader.engine.stats()["kv_tokens_used"] == 0)
+
+
+def test_cancelled_and_preempted_requests_are_left_out(
+    slow: SlowRegion, pair: Callable[..., Group], serve: Any
+) -> None:
+    alone = serve()
+    expected = [alone.ask(prompt, max_tokens=90).tokens for prompt in PROMPTS]
+    made = pair(kv_cache_mb=1)
+    slow.arrive("embed")
+    slow.arrive("layers.0.")
+    answers = [made.leader.ask(prompt, max_tokens=90) for prompt in PROMPTS]
+    leaving = [made.leader.ask(prompt, max_tokens=90) for prompt in PROMPTS]
+    for answer in leaving:
+        made.leader.engine.cancel(answer.id)
+    assert [answer.tokens for answer in answers] == expected
+    assert {answer.last.finish_reason for answer in leaving} == {"cancelled"}
+    assert made.leader.engine.stats()["preemptions_total"] > 0
+    until(lambda: made.leader.engine.stats()["kv_tokens_used"] == 0)
+
+
+def test_a_lost_source_leaves_an_instance(group: Callable[..., Group], checkpoint: Path) -> None:
+    region = fill_region(checkpoint)
+    made = group("0:4", "0:4", form_s=0.3)
+    lonely = made.add(1, layers=None, mode="live", region=region)
+    lonely.engine.wait_ready()
+    assert lonely.ask("A").last.finish_reason == "length"
+    region.close()
+
+
+@pytest.mark.parametrize(("layers", "load", "batches"), [(7, 6, 8), (4, 2, 4), (8, 3, 6), (4, 3, 5)])
+def test_the_queues_decide_as_the_schedules_do(layers: int, load: int, batches: int) -> None:
+    """A pair on a clock of layers, with the queues that the engines use."""
+    scaling = Scaling.equal(layers, load, batches)
+    for made, expected in (
+        (ZigZag(layers), schedule(scaling, take_untouched=True)),
+        (BestEffort(layers), best_effort(scaling)),
+    ):
+        numbers = [made.add() for _ in range(batches)]
+        finish = dict.fromkeys(numbers, 0)
+        now, source_free, left = 0, 0, set(numbers)
+        while left:
+            loaded = scaling.loaded(now)
+            running = made.next(loaded)
+            if running is not None:
+                made.ran(running)
+            now += 1
+            if source_free <= now and (taken := made.pull(loaded)) is not None:
+                source_free = max(now, source_free) + layers - made.done(taken)
+                finish[taken] = source_free
+                left.discard(taken)
+        assert sum(finish.values()) / batches <= expected.mean * 1.05
