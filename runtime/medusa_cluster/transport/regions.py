@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 from aiohttp import web
 from medusa_runtime.errors import MedusaError, NodeError
@@ -27,6 +28,7 @@ from medusa_runtime.region.layout import State
 from medusa_runtime.storage.framing import (
     CHECKSUM_HEADER,
     CHUNK_BYTES_HEADER,
+    READER_HEADER,
     Frame,
     entity_tag_of,
     framed_bytes,
@@ -61,22 +63,34 @@ class RegionSource(Protocol):
 
 
 class _Arrivals:
-    """Wakes those who wait for chunks. One timer for all of them, and none while nobody waits."""
+    """Wakes those who wait for chunks. One timer looks for all of them, and none runs while nobody waits.
+
+    The prefetcher is another process, which only stores to shared memory. A look takes microseconds.
+    """
 
     def __init__(self) -> None:
-        self._next: asyncio.Future[None] | None = None
+        self._waiting: dict[asyncio.Future[None], tuple[ChecksummedRegion, int, float]] = {}
+        self._timer: asyncio.TimerHandle | None = None
 
-    async def tick(self) -> None:
-        if self._next is None:
-            loop = asyncio.get_running_loop()
-            self._next = loop.create_future()
-            loop.call_later(_TICK_S, self._fire)
-        await asyncio.shield(self._next)
+    async def wait(self, region: ChecksummedRegion, chunk: int) -> None:
+        """Return when a chunk is there, and after a while in any case."""
+        loop = asyncio.get_running_loop()
+        arrived = loop.create_future()
+        self._waiting[arrived] = region, chunk, loop.time() + _LOOK_S
+        if self._timer is None:
+            self._timer = loop.call_later(_TICK_S, self._look)
+        try:
+            await arrived
+        finally:
+            del self._waiting[arrived]
 
-    def _fire(self) -> None:
-        fired, self._next = self._next, None
-        if fired is not None and not fired.done():
-            fired.set_result(None)
+    def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for arrived, (region, chunk, until) in self._waiting.items():
+            if (region.has(chunk) or now >= until) and not arrived.done():
+                arrived.set_result(None)
+        self._timer = loop.call_later(_TICK_S, self._look) if self._waiting else None
 
 
 class _Refused(Exception):
@@ -95,6 +109,7 @@ class RegionRoutes:
         self._pacer = pacer
         self._arrivals = _Arrivals()
         self._requests: Counter[str] = Counter()
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self.sent_bytes = 0
 
     def routes(self) -> list[web.RouteDef]:
@@ -161,11 +176,15 @@ class RegionRoutes:
         connection = _socket(request)
         if connection is not None:
             mark_weights(connection)
+        # A fetch asks for the next range before it has the one before. Sent at a time, both would come half as fast,
+        # and each node of a chain would be two chunks behind the one before it instead of one.
+        turn = self._turns.setdefault(request.headers.get(READER_HEADER, str(id(request))), asyncio.Lock())
         try:
             sent = 0
             while sent < count:
                 ready = await self._wait(request, region, first + sent, min(count - sent, _MOST_RUN))
-                await self._send(request, response, region, first + sent, ready)
+                async with turn:
+                    await self._send(request, response, region, first + sent, ready)
                 sent += ready
         except (MedusaError, OSError):  # the head is sent: only the connection's end can show it
             _abort(request)
@@ -180,16 +199,15 @@ class RegionRoutes:
         """Wait until a chunk is there, and return how many are, one behind the other."""
         if ready := region.present(first, most):
             return ready
-        looked = changed = time.monotonic()
+        changed = time.monotonic()
         fetched_bytes = region.fetched_bytes
         while not (ready := region.present(first, most)):
             if request.transport is None or request.transport.is_closing():
                 raise ConnectionResetError("the peer has gone")
-            await self._arrivals.tick()
-            now = time.monotonic()
-            if now - looked < _LOOK_S:
+            await self._arrivals.wait(region, first)
+            if region.has(first):
                 continue
-            looked = now
+            now = time.monotonic()
             if region.fetched_bytes != fetched_bytes:
                 fetched_bytes, changed = region.fetched_bytes, now
             if now - changed > _QUIET_S or not region.is_filled:
@@ -205,18 +223,25 @@ class RegionRoutes:
             Frame(size, count - 1 - number, region.checksum(first + number)).pack() for number, size in enumerate(sizes)
         ]
         size, offset = sum(sizes), region.offset(first)
-        await response.write(b"".join(frames))
         transport, connection = request.transport, _socket(request)
         if transport is None or connection is None or transport.is_closing():
             raise ConnectionResetError("the peer has gone")
-        limit = self._pacer.bytes_per_s or float("inf")
-        sending: Awaitable[object]
-        if transport.get_extra_info("sslcontext") is None:
-            sending = asyncio.get_running_loop().sendfile(transport, region.file, offset, size, fallback=False)
-        else:
-            sending = _send_encrypted(response, region.file.fileno(), offset, size)
-        with self._pacer.sending(connection):
-            await asyncio.wait_for(sending, _PATIENCE_S + size / min(_LEAST_BYTES_PER_S, limit))
+        loop = asyncio.get_running_loop()
+        patience_s = _PATIENCE_S + size / min(_LEAST_BYTES_PER_S, self._pacer.bytes_per_s or _LEAST_BYTES_PER_S)
+        giving_up = loop.call_later(patience_s, transport.abort)  # a task, as for a timeout, would cost more
+        try:
+            with self._pacer.sending(connection):
+                if transport.get_extra_info("sslcontext") is not None:
+                    await response.write(b"".join(frames))
+                    await _send_encrypted(response, region.file.fileno(), offset, size)
+                else:
+                    # The frames leave together with the first bytes, and wake the reader once.
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)
+                    await response.write(b"".join(frames))
+                    await loop.sendfile(transport, region.file, offset, size, fallback=False)
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 0)
+        finally:
+            giving_up.cancel()
         self.sent_bytes += size
 
 

@@ -136,11 +136,18 @@ class Streams:
     def _watch(self) -> None:
         """Request late ranges a second time. If a forward waits for one, suspend the others (Cicada, Algorithm 1)."""
         while self._alive():
-            for flight in () if self._few() else self._schedule.late():
+            for flight in self._late_ranges():
                 flight.hedged = True
                 self.hedges += 1
                 self._start(partial(self._hedge, flight))
             time.sleep(_LOOK_S)
+
+    def _late_ranges(self) -> list[InFlightRange]:
+        """Ranges to request a second time; in a cluster not those that only flow slowly: its store sends one copy."""
+        if self._few():
+            return []
+        late = self._schedule.late()
+        return late if self._peers is None else [flight for flight in late if flight.awaited or flight.first_s is None]
 
     def _hedge(self, late: InFlightRange) -> None:
         stop = late.span.first + late.span.length

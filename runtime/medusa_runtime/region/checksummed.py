@@ -83,6 +83,10 @@ class ChecksummedRegion:
         """Return a shard by its name, with its number."""
         return self._shards.get(name)
 
+    def has(self, chunk: int) -> bool:
+        """Whether a chunk is there."""
+        return bool(self._table[chunk])
+
     def present(self, chunk: int, most: int) -> int:
         """Return how many chunks are there, one behind the other from ``chunk`` on, of ``most``."""
         table = bytes(self._table[chunk : chunk + most])

@@ -16,6 +16,7 @@ from urllib.parse import quote
 from ..errors import MissingPackageError
 
 CHECKSUM_HEADER, CHUNK_BYTES_HEADER = "Medusa-Checksum", "Medusa-Chunk-Bytes"
+READER_HEADER = "Medusa-Reader"  # names one fetch: its requests are answered one after the other
 # The chunks that a region for peers may have. Each node of a chain is one chunk later than the one before it, so they
 # are smaller than others.
 PEER_CHUNK_BYTES = tuple(256 << 10 << power for power in range(6))

@@ -8,6 +8,7 @@ that holds the cluster's token and lies.
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from .framing import (
     CHUNK_BYTES_HEADER,
     FRAME_BYTES,
     PEER_CHUNK_BYTES,
+    READER_HEADER,
     Frame,
     FramingError,
     checksum_function,
@@ -85,7 +87,11 @@ class PeerStore:
         if self._home.endpoint.tls != (context is not None):
             expected = "https" if context is not None else "http"
             raise ConfigError(f"{self.name}: expected {expected}://, as this node speaks with its cluster")
-        self._headers = {"Authorization": f"Bearer {access.token}", "User-Agent": "medusa-runtime"}
+        self._headers = {
+            "Authorization": f"Bearer {access.token}",
+            "User-Agent": "medusa-runtime",
+            READER_HEADER: os.urandom(8).hex(),
+        }
         self._context = context
         self._checksum = checksum_function()
         self._idle: list[Connection] = []
