@@ -207,6 +207,8 @@ class RegionRoutes:
             await self._arrivals.wait(region, first)
             if region.has(first):
                 continue
+            # In a chain, chunks come in the order in which they are asked for; from others, this one may be far away.
+            region.demand(first)
             now = time.monotonic()
             if region.fetched_bytes != fetched_bytes:
                 fetched_bytes, changed = region.fetched_bytes, now

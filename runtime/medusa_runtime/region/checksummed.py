@@ -9,6 +9,7 @@ from ..checkpoint.index import Shard, WeightIndex
 from ..errors import StorageError
 from ..storage.framing import is_shared, shared_files
 from .chunks import Chunks
+from .demand import demand
 from .layout import HEADER_BYTES, TABLE_OFFSET, State, Word, reopen
 from .lock import is_locked
 from .reader import Region
@@ -92,6 +93,10 @@ class ChecksummedRegion:
         table = bytes(self._table[chunk : chunk + most])
         missing = table.find(0)
         return len(table) if missing < 0 else missing
+
+    def demand(self, chunk: int) -> None:
+        """Have a chunk fetched before others, because a peer waits for it."""
+        demand(self._region.fd if self._region.demand_fd < 0 else self._region.demand_fd, [chunk])
 
     def checksum(self, chunk: int) -> int:
         """Return the checksum of a chunk that is there."""

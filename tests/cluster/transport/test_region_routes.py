@@ -149,6 +149,20 @@ def test_a_range_is_sent_as_its_chunks_arrive(served: Served) -> None:
     assert served.routes.sent_bytes == SIZE
 
 
+def test_a_chunk_that_a_peer_waits_for_is_fetched_first(served: Served) -> None:
+    def read() -> None:
+        with contextlib.suppress(StorageError):
+            served.store().read_chunks(
+                "model.safetensors", START + 4 * CHUNK, memoryview(bytearray(CHUNK)), '"v1"', lambda chunk: None
+            )
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    until(lambda: served.writer.demanded() == [range(4, 5)])
+    served.arrive(5)
+    thread.join()
+
+
 def test_the_offer_has_the_index_and_the_checkpoint_s_own_files(served: Served) -> None:
     offer = served.store().offer()
     assert offer is not None
