@@ -117,10 +117,10 @@ class ClusterNode:
     def processes(self) -> dict[int, str]:
         return descendants(self.process.pid)
 
-    def kill(self, name: str) -> int:
-        """SIGKILL to the process of this name; its pid."""
+    def kill(self, name: str, number: int = signal.SIGKILL) -> int:
+        """Send a signal to the process of this name; its pid."""
         pid = next(pid for pid, found in self.processes().items() if found.startswith(name))
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
         return pid
 
     def end(self, number: int = signal.SIGTERM) -> int:

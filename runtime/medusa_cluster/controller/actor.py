@@ -9,11 +9,16 @@ import asyncio
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
 from pathlib import Path
+from ssl import SSLContext
 from typing import Any
 
+from aiohttp import ClientError, ClientSession, ClientTimeout
 from medusa_runtime.errors import ClusterError
+from medusa_runtime.storage.peer_access import PeerAccess
 
 from ..json_lines import JsonLinesServer
 from ..node.actor import NAMESPACE, NodeActor, actor_name
@@ -23,6 +28,7 @@ from .cluster import Cluster
 logger = logging.getLogger(__name__)
 
 CONTROLLER_NAME = "controller"
+_HEALTH_S = 1.0
 
 
 class Controller:
@@ -45,6 +51,8 @@ class RayNodes:
 
     def __init__(self) -> None:
         self._actors: dict[str, Any] = {}
+        self._session: ClientSession | None = None
+        self._ssl = _client_context(os.environ)
         # ray.nodes() waits while the head's GCS is away.
         self._thread = ThreadPoolExecutor(1, "ray-nodes")
 
@@ -79,6 +87,16 @@ class RayNodes:
             self._actors[node] = await asyncio.get_running_loop().run_in_executor(None, _make_actor, node)
         return self._actors[node]
 
+    async def answers(self, node_url: str) -> bool:
+        """Ask the node server itself, without Ray."""
+        if self._session is None:
+            self._session = ClientSession(timeout=ClientTimeout(total=_HEALTH_S))
+        try:
+            async with self._session.get(f"{node_url}/healthz", ssl=self._ssl) as answer:
+                return answer.status == HTTPStatus.OK
+        except (ClientError, OSError, TimeoutError):
+            return False
+
     async def request_more(self, count: int) -> None:
         """Ask Ray's autoscaler, where there is one, for so many nodes beside those there are."""
         import ray
@@ -92,6 +110,14 @@ class RayNodes:
             await asyncio.get_running_loop().run_in_executor(None, request)
         except Exception as error:
             raise ClusterError(f"Ray's autoscaler could not be asked for nodes: {error}") from error
+
+
+def _client_context(environ: Mapping[str, str]) -> SSLContext | bool:
+    """The certificates that Ray uses are also the node servers'."""
+    if environ.get("RAY_USE_TLS") != "1":
+        return True
+    names = ("RAY_AUTH_TOKEN_PATH", "RAY_TLS_CA_CERT", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY")
+    return PeerAccess.of(*(environ[name] for name in names)).client_context() or True
 
 
 async def _of(reference: Any) -> Any:

@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.2
 _MEMBERS_S = 0.5  # between two looks at who lives
 _STATUS_S = 0.25  # between two looks at one node
-_STATUS_WITHIN_S = 5.0
+_STATUS_WITHIN_S = 3.0
+_SILENT_S = 4.0  # without a status
 _RECOVERS_WITHIN_S = 5.0  # after a start, for the nodes to say what runs on them
 _FORGET_LOST_S = 3600.0
 _KEPT_EVENTS = 500
@@ -59,7 +60,9 @@ class Cluster:
         self.execution = Execution(self, nodes)
         self._memory = Memory()
         self._wake = asyncio.Event()
+        self._members: set[str] = set()
         self._pollers: dict[str, asyncio.Task[None]] = {}
+        self._looks: dict[str, asyncio.Task[None]] = {}
         self._began = time.monotonic()
         self._recovered = False
 
@@ -71,7 +74,7 @@ class Cluster:
         try:
             await asyncio.gather(*tasks)
         finally:
-            for task in (*tasks, *self._pollers.values()):
+            for task in (*tasks, *self._pollers.values(), *self._looks.values()):
                 task.cancel()
             await self.execution.close()
 
@@ -91,45 +94,69 @@ class Cluster:
             await asyncio.sleep(_MEMBERS_S)
 
     def _take_members(self, names: set[str]) -> None:
-        now = time.monotonic()
         for name in names:
-            node = self.nodes.setdefault(name, KnownNode(name))
-            if node.lost_at is not None:
-                node.lost_at = None
-                self.tell("node-back", f"the node {name} is back", node=name)
+            self.nodes.setdefault(name, KnownNode(name))
+        for name, node in list(self.nodes.items()):
             if name not in self._pollers or self._pollers[name].done():
                 self._pollers[name] = asyncio.create_task(self._follow_node(node))
-        for name in self.nodes.keys() - names:
-            node = self.nodes[name]
-            if node.lost_at is None:
-                self._lose(node, now)
-            elif now - node.lost_at > _FORGET_LOST_S:
+            if node.lost_at is not None and time.monotonic() - node.lost_at > _FORGET_LOST_S:
                 del self.nodes[name]
+                self._pollers.pop(name).cancel()
+            elif name not in names and node.lost_at is None and (name not in self._looks or self._looks[name].done()):
+                self._looks[name] = asyncio.create_task(self._look_at_silence(node))
+        self._members = names
 
-    def _lose(self, node: KnownNode, now: float) -> None:
-        node.lost_at = now
-        if node.name in self._pollers:
-            self._pollers.pop(node.name).cancel()
+    async def _follow_node(self, node: KnownNode) -> None:
+        """Ask a node for its status again and again. It is lost when neither its actor nor its server answers."""
+        while True:
+            try:
+                if node.name not in self._members and node.lost_at is not None:
+                    raise ClusterError("Ray does not list it")
+                found = await self._way.call(node.name, {"op": "status"}, _STATUS_WITHIN_S)
+            except MedusaError as error:
+                logger.debug("the node %s did not answer: %s", node.name, error)
+                await self._look_at_silence(node)
+            else:
+                self._take_status(node, found)
+            await asyncio.sleep(_STATUS_S)
+
+    def _take_status(self, node: KnownNode, found: Mapping[str, Any]) -> None:
+        if node.lost_at is not None:
+            node.lost_at = None
+            self.tell("node-back", f"the node {node.name} is back", node=node.name)
+        elif not node.status:
+            self.tell("node-joined", f"the node {node.name} has joined", node=node.name)
+            self.wake()
+        node.silent = False
+        node.status, node.seen_at = found, time.monotonic()
+        self._take_instances(node)
+        self._take_models(node)
+
+    async def _look_at_silence(self, node: KnownNode) -> None:
+        """Find out whether a node that does not answer, or that Ray lists no more, is lost."""
+        gone = node.name not in self._members
+        if node.lost_at is not None or not node.status:
+            return
+        if not gone and time.monotonic() - node.seen_at < _SILENT_S:
+            return
+        answers = await self._way.answers(node.url)
+        if node.lost_at is not None:  # noticed elsewhere meanwhile
+            return
+        if answers:
+            if not node.silent and time.monotonic() - node.seen_at > _SILENT_S:
+                node.silent = True
+                self.tell("node-silent", f"the node {node.name} serves, but cannot be told anything", node=node.name)
+            return
+        self._lose(node)
+
+    def _lose(self, node: KnownNode) -> None:
+        node.lost_at = time.monotonic()
         gone = [item for item in self.instances.values() if item.node == node.name]
         for item in gone:
             del self.instances[item.id]
         self.tell("node-lost", f"the node {node.name} is lost, with {len(gone)} instances", node=node.name)
+        self.publish()
         self.wake()
-
-    async def _follow_node(self, node: KnownNode) -> None:
-        while True:
-            try:
-                found = await self._way.call(node.name, {"op": "status"}, _STATUS_WITHIN_S)
-            except MedusaError as error:
-                logger.debug("the node %s did not answer: %s", node.name, error)
-            else:
-                if not node.status:
-                    self.tell("node-joined", f"the node {node.name} has joined", node=node.name)
-                    self.wake()
-                node.status, node.seen_at = found, time.monotonic()
-                self._take_instances(node)
-                self._take_models(node)
-            await asyncio.sleep(_STATUS_S)
 
     def _take_instances(self, node: KnownNode) -> None:
         """Compare the instances that a node shows with those that we know."""

@@ -16,18 +16,26 @@ class Nodes(Protocol):
     async def call(self, node: str, request: dict[str, Any], timeout_s: float) -> Any:
         """Have a node server answer a request of its control socket. Raises ClusterError when it cannot be reached."""
 
+    async def answers(self, node_url: str) -> bool:
+        """Whether a node server answers requests, so that its instances can be used."""
+
     async def request_more(self, count: int) -> None:
         """Ask for this many more nodes than there are."""
 
 
 @dataclass
 class KnownNode:
-    """A node as it was seen last. ``lost_at``: when it was no longer there, on the monotonic clock."""
+    """A node as it was seen last. Times are on the monotonic clock.
+
+    ``lost_at``: when it was no longer there. ``silent``: it serves requests, but cannot be told anything, because Ray
+    is away on it.
+    """
 
     name: str
     status: Mapping[str, Any] = field(default_factory=dict)
     seen_at: float = 0.0  # monotonic, of the status
     lost_at: float | None = None
+    silent: bool = False
     drained_told: bool = False
     excluded: set[tuple[str, str]] = field(default_factory=set)  # (model, peer): wrong bytes, as was told
 

@@ -28,6 +28,7 @@ from .listener import Listener
 from .operations import Operations
 from .ray_processes import STARTED, forget_address, ray_command, ray_environment
 from .settings import NodeServerSettings, make_token
+from .stopped import StoppedProcesses
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ class NodeServer:
         await self._control.start()
         self._agent.begin()
         self._ray.begin()
-        self._tasks = [asyncio.create_task(self._reap()), asyncio.create_task(self._tell())]
+        self._tasks = [asyncio.create_task(self._watch_processes()), asyncio.create_task(self._tell())]
         self._show(f"node {settings.name} on {settings.url}, folder {settings.folder}")
         if settings.is_head:
             self._tasks.append(asyncio.create_task(self._keep_controller()))
@@ -159,9 +160,11 @@ class NodeServer:
             while self._ray_started.is_set():
                 await asyncio.sleep(_LOOK_S)
 
-    async def _reap(self) -> None:
+    async def _watch_processes(self) -> None:
+        stopped = StoppedProcesses()
         while True:
             reap_orphans(self._own_pids())
+            stopped.look()
             await asyncio.sleep(_LOOK_S)
 
     def _own_pids(self) -> set[int]:

@@ -138,21 +138,47 @@ def _routes(node: ClusterNode) -> dict[str, object] | None:
         return None
 
 
-@pytest.mark.parametrize("victim", ["ray::NodeActor", "torch-zygote", "supervisor"])
-def test_what_dies_on_a_node_comes_back(deployed: tuple[ClusterNode, ClusterNode], victim: str) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("victim", ["ray::NodeActor", "ray::Controller", "torch-zygote"])
+def test_what_dies_or_hangs_on_a_node_comes_back(
+    deployed: tuple[ClusterNode, ClusterNode], victim: str, number: signal.Signals
+) -> None:
+    head, _ = deployed
+    text = _serving(head)
+    killed = head.kill(victim, number)
+    until(lambda: [pid for pid, name in head.processes().items() if name.startswith(victim) and pid != killed])
+    until(lambda: _routes(head), head.output)
+    assert _serving(head) == text
+    head.call("scale", name=NAME, min=2)
+    until(lambda: head.call("status")["models"][0]["instances"] == 2, head.output)
+
+
+def test_an_instance_that_is_killed_is_replaced(deployed: tuple[ClusterNode, ClusterNode]) -> None:
     head, other = deployed
     text = _serving(head)
     instance = until(lambda: head.ready_instance(NAME), head.output)
-    node = head if instance["node"] == "head" else other
-    if victim == "supervisor":  # of the instance
-        pid = _instance_pid(node, instance["id"])
-        os.kill(pid, signal.SIGKILL)
-        until(lambda: (head.ready_instance(NAME) or instance)["id"] != instance["id"], head.output)
-        assert "instance-died" in [event["kind"] for event in head.call("status")["events"]]
-    else:
-        killed = node.kill(victim)
-        until(lambda: [pid for pid, name in node.processes().items() if name.startswith(victim) and pid != killed])
+    os.kill(_instance_pid(head if instance["node"] == "head" else other, instance["id"]), signal.SIGKILL)
+    until(lambda: (head.ready_instance(NAME) or instance)["id"] != instance["id"], head.output)
+    assert "instance-died" in [event["kind"] for event in head.call("status")["events"]]
     assert _serving(head) == text
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_requests_go_on_while_the_head_has_no_ray_and_it_comes_back(
+    deployed: tuple[ClusterNode, ClusterNode], number: signal.Signals
+) -> None:
+    head, _ = deployed
+    instance = until(lambda: head.ready_instance(NAME), head.output)
+    text = _serving(head)
+    gcs = head.kill("gcs_server", number)
+    until(lambda: gcs not in head.processes() or number == signal.SIGSTOP)
+    assert complete(instance["url"], head.headers())["choices"][0]["text"] == text
+    until(lambda: any(name == "gcs_server" and pid != gcs for pid, name in head.processes().items()), head.output)
+    assert complete(instance["url"], head.headers())["choices"][0]["text"] == text
+    back = until(lambda: _routes(head), head.output)
+    assert instance["id"] in [item["id"] for item in back["models"][NAME]["instances"]]
+    head.call("scale", name=NAME, min=2)
+    until(lambda: head.call("status")["models"][0]["instances"] == 2, head.output)
 
 
 def _instance_pid(node: ClusterNode, instance_id: str) -> int:

@@ -1,0 +1,124 @@
+"""The first token of a model without an instance: through the cluster, and from `medusa serve` alone.
+
+Both take the region and a warm engine from the same agent. The difference is what the cluster adds: the gateway, the
+controller, the node actor, the node server, and the request's way through them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from medusa_adapters.bench.openai_client import stream
+from medusa_cluster.json_lines import call
+from medusa_cluster.lab.cluster import LabCluster
+from medusa_cluster.lab.laboratory import SWITCH, Laboratory
+from medusa_cluster.lab.link import Link
+from medusa_runtime.errors import LabError
+
+from benchmarks.cluster.options import Options, row
+
+_NAME = "model"
+_NODE = "n1"
+_GATEWAY_PORT = 8080
+_PROMPT = {"prompt": "This function returns", "max_tokens": 4, "temperature": 0}
+_WITHIN_S = 120.0
+_QUIET_S = 1.0  # after an engine is warm, before a sample
+
+
+def rows(options: Options) -> list[dict[str, Any]]:
+    """Measure in turn with one node, which has nothing else to do. Raises LabError for different answers."""
+    link = Link(options.link_bytes_per_s)
+    with Laboratory(1, link, cpus=options.cpus, origin={_NAME: options.model}) as lab:
+        cluster = LabCluster(lab, ["--prewarm", "torch=1"])
+        try:
+            cluster.start()
+            cluster.start_gateway(_GATEWAY_PORT)
+            alone, through = _samples(lab, cluster, options.runs)
+        finally:
+            cluster.stop()
+    added = [one - other for one, other in zip(through, alone, strict=True)]
+    return [
+        row("zero_to_one", "added_ms", "ms", added),
+        row("zero_to_one", "ttft_ms", "ms", through),
+        row("zero_to_one", "alone_ttft_ms", "ms", alone),
+    ]
+
+
+def _samples(lab: Laboratory, cluster: LabCluster, runs: int) -> tuple[list[float], list[float]]:
+    alone, through = [], []
+    url = f"{lab.origin_url}/{_NAME}"
+    socket = str(lab.node_folder(_NODE) / "node.sock")
+    flags = ["--model", url, "--served-model-name", _NAME, "--node-socket", socket]
+    request = json.dumps(_PROMPT | {"model": _NAME})
+    command = [sys.executable, "-m", "benchmarks.cluster.alone", request, *flags]
+    with lab.popen(_NODE, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as runner:
+        assert runner.stdin
+        try:
+            _line(runner)
+            for number in range(runs + 1):
+                _settle(lab, cluster)
+                runner.stdin.write("\n")
+                runner.stdin.flush()
+                took_ms, text = json.loads(_line(runner))
+                _settle(lab, cluster)
+                cluster_ms, cluster_text = _through_gateway(lab)
+                if text != cluster_text:
+                    raise LabError(f"the cluster answered {cluster_text!r}; expected {text!r}")
+                if number:  # the first ones fetch the model, and read code from disk
+                    alone.append(took_ms)
+                    through.append(cluster_ms)
+        finally:
+            runner.stdin.close()
+    return alone, through
+
+
+def _settle(lab: Laboratory, cluster: LabCluster) -> None:
+    """Deploy anew, without an instance, and wait until an engine is warm."""
+    if cluster.status()["models"]:
+        cluster.call("remove", name=_NAME)
+    _until(lambda: not any(node["instances"] for node in cluster.status()["nodes"]))
+    cluster.deploy(_NAME, max=1)
+    control = lab.node_folder(_NODE) / "control.sock"
+
+    def idle() -> bool:
+        status = asyncio.run(call(control, {"op": "status"}))
+        complete = [model["state"] for model in status["models"]] == ["done"]
+        return complete and bool(status["agent"]["engines"]["torch"]["warm"])
+
+    _until(idle)
+    time.sleep(_QUIET_S)
+
+
+def _through_gateway(lab: Laboratory) -> tuple[float, str]:
+    connection = http.client.HTTPConnection(lab.address(SWITCH), _GATEWAY_PORT, timeout=_WITHIN_S)
+    with lab.network(SWITCH):
+        connection.connect()
+    began_ns = time.monotonic_ns()
+    try:
+        completion = stream(connection, _PROMPT | {"model": _NAME})
+    finally:
+        connection.close()
+    return (completion.first_token_ns - began_ns) / 1e6, completion.text
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout
+    line = process.stdout.readline()
+    if not line:
+        raise LabError("the process that starts `medusa serve` alone has ended; its message is above")
+    return line
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _WITHIN_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise LabError(f"the cluster was not quiet within {_WITHIN_S:g} s")
+        time.sleep(0.2)
