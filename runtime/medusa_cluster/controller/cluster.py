@@ -353,7 +353,6 @@ class Cluster:
             self.nodes[name].drained_told = False
             self.tell("draining", f"the node {name} drains", node=name)
         self._save()
-        self.publish()
         return {"node": name, "state": self.node_state(self.nodes[name])}
 
     def node_state(self, node: KnownNode) -> str:
@@ -401,4 +400,5 @@ class Cluster:
             write_plan(self._plan_path, Plan(self.deployments, frozenset(self.draining), self.versions.to_json()))
         except OSError as error:
             raise ClusterError(f"{self._plan_path} could not be written: {error.strerror}") from error
+        self.publish()
         self.wake()

@@ -62,6 +62,10 @@ class Instances:
     def get(self, instance_id: str) -> RunningInstance | None:
         return self._instances.get(instance_id)
 
+    def add(self, instance: RunningInstance) -> None:
+        """Have requests under its id passed on to it."""
+        self._instances[instance.id] = instance
+
     @property
     def pids(self) -> set[int]:
         return {instance.child.pid for instance in self._instances.values() if instance.child is not None}
@@ -84,7 +88,7 @@ class Instances:
         listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         listening.add_done_callback(lambda future: future.cancelled() or future.exception())  # it may have no reader
         instance = RunningInstance(instance_id, deployment, secrets.token_hex(16), listening)
-        self._instances[instance_id] = instance
+        self.add(instance)
 
         def on_line(line: str) -> None:
             found = _LISTENING.match(line)

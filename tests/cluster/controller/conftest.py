@@ -1,0 +1,141 @@
+"""A controller's core, without Ray, over nodes that stand in for node servers behind real control sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from medusa_cluster.controller.cluster import Cluster
+from medusa_cluster.json_lines import JsonLinesServer, call
+from medusa_runtime.errors import ClusterError, InstanceError
+
+Scenario = Callable[["Net", Cluster], Awaitable[None]]
+
+
+class StandInNode:
+    """Answers like a node server: instances listen at once, fetches are complete at once."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name = name
+        self.path = folder / f"{name}.sock"
+        self.instances: dict[str, dict[str, Any]] = {}
+        self.models: dict[str, dict[str, Any]] = {}
+        self.calls: list[dict[str, Any]] = []
+        self.starts: asyncio.Event | None = None  # a start waits for it
+        self.refuses: str | None = None  # why no instance starts
+        self.state = "alive"
+        self.version = "v1"  # of what it fetches
+        self.server = JsonLinesServer(self.path, self.answer)
+
+    async def answer(self, request: dict[str, Any]) -> Any:
+        if request["op"] != "status":
+            self.calls.append(request)
+        return await getattr(self, request["op"])(request)
+
+    async def status(self, _: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "address": f"{self.name}:8114",
+            "url": f"http://{self.name}:8114",
+            "state": self.state,
+            "link_bytes_per_s": 1e8,
+            "memory_bytes": 10**9,
+            "memory_used_bytes": 0,
+            "models": list(self.models.values()),
+            "instances": list(self.instances.values()),
+        }
+
+    async def fetch(self, request: dict[str, Any]) -> dict[str, Any]:
+        url = request["url"]
+        self.models[url] = {"url": url, "state": "done", "fetched_bytes": 100, "total_bytes": 100, "idle_s": 0}
+        self.models[url] |= {"pinned": request["pin"], "version": self.version}
+        return {}
+
+    async def unpin(self, request: dict[str, Any]) -> dict[str, Any]:
+        self.models[request["url"]]["pinned"] = False
+        return {}
+
+    async def drop(self, request: dict[str, Any]) -> dict[str, Any]:
+        self.models.pop(request["url"], None)
+        return {}
+
+    async def pace(self, _: dict[str, Any]) -> dict[str, Any]:
+        return {}
+
+    async def start(self, request: dict[str, Any]) -> dict[str, Any]:
+        if self.refuses:
+            raise InstanceError(self.refuses)
+        if self.starts is not None:
+            await self.starts.wait()
+        name = request["deployment"]["name"]
+        self.instances[request["id"]] = {"id": request["id"], "model": name, "state": "ready", "since": time.time()}
+        return {"port": 1}
+
+    async def stop(self, request: dict[str, Any]) -> dict[str, Any]:
+        self.instances.pop(request["id"], None)
+        return {}
+
+
+class Net:
+    """The way to stand-in nodes."""
+
+    def __init__(self, folder: Path, names: tuple[str, ...]) -> None:
+        self.nodes = {name: StandInNode(name, folder) for name in names}
+        self.listed = set(names)
+        self.cut: set[str] = set()  # cannot be told anything
+        self.serving: set[str] = set()  # of those, answer requests
+        self.requested = 0
+
+    async def names(self) -> set[str] | None:
+        return set(self.listed)
+
+    async def call(self, node: str, request: dict[str, Any], timeout_s: float) -> Any:
+        if node in self.cut:
+            raise ClusterError(f"{node} cannot be reached")
+        try:
+            return await asyncio.wait_for(call(self.nodes[node].path, request), timeout_s)
+        except OSError as error:
+            raise ClusterError(f"{node}: {error}") from error
+
+    async def answers(self, node_url: str) -> bool:
+        return any(node_url == f"http://{name}:8114" for name in self.serving)
+
+    async def request_more(self, count: int) -> None:
+        self.requested = count
+
+
+async def until(condition: Callable[[], Any], within_s: float = 20) -> Any:
+    deadline = time.monotonic() + within_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "it did not come to pass"
+        await asyncio.sleep(0.02)
+    return found
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., None]:
+    """Run a scenario against a controller; a second one in the same test finds what the first has left on disk."""
+
+    def run(scenario: Scenario, *names: str, net: Net | None = None) -> None:
+        async def body() -> None:
+            found = net or Net(tmp_path, names)
+            for node in found.nodes.values():
+                await node.server.start()
+            cluster = Cluster(found, tmp_path / "controller.json")
+            working = asyncio.create_task(cluster.run())
+            try:
+                await until(lambda: all(node.status for node in cluster.nodes.values()) and len(cluster.nodes))
+                await scenario(found, cluster)
+            finally:
+                working.cancel()
+                await asyncio.gather(working, return_exceptions=True)
+                for node in found.nodes.values():
+                    await node.server.close()
+
+        asyncio.run(body())
+
+    return run

@@ -1,0 +1,288 @@
+"""What the controller's core does with what it is asked and what its nodes say."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from medusa_cluster.controller.cluster import Cluster
+from medusa_runtime.errors import ConfigError, NoControllerError, UnknownNameError
+
+from .conftest import Net, until
+
+Run = Callable[..., None]
+MODEL = "http://store/model"
+
+
+async def ask(cluster: Cluster, operation: str, **arguments: Any) -> Any:
+    return await cluster.answer({"op": operation, "arguments": arguments})
+
+
+async def deploy(cluster: Cluster, **fields: Any) -> Any:
+    return await ask(cluster, "deploy", **{"name": "m", "url": MODEL} | fields)
+
+
+def instances(cluster: Cluster, model: str = "m") -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = cluster.routes.current["models"][model]["instances"]
+    return found
+
+
+def ready(cluster: Cluster) -> list[str]:
+    return [item["id"] for item in instances(cluster) if item["state"] == "ready"]
+
+
+def kinds(cluster: Cluster) -> list[str]:
+    return [event["kind"] for event in cluster.events]
+
+
+def test_a_request_starts_an_instance_within_its_own_report(run: Run) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        await deploy(cluster)
+        net.nodes["a"].starts = asyncio.Event()
+        routes = await ask(cluster, "report", gateway="g", url="http://g", loads={"m": {"waiting": 1}})
+        (starting,) = routes["models"]["m"]["instances"]
+        assert starting["state"] == "starting"
+        waiting = asyncio.create_task(ask(cluster, "routes", version=routes["version"], wait_s=10))
+        net.nodes["a"].starts.set()
+        (found,) = (await waiting)["models"]["m"]["instances"]
+        url = f"http://a:8114/instances/{found['id']}"
+        assert found == {"id": starting["id"], "node": "a", "url": url, "state": "ready"}
+        again = await ask(cluster, "report", gateway="g", url="http://g", loads={"m": {"waiting": 1}})
+        assert len(again["models"]["m"]["instances"]) == 1
+
+    run(scenario, "a")
+
+
+def test_routes_wait_no_longer_than_they_were_told(run: Run) -> None:
+    async def scenario(_: Net, cluster: Cluster) -> None:
+        await deploy(cluster)
+        await until(lambda: cluster.routes.current["models"])
+        version = cluster.routes.version
+        assert (await ask(cluster, "routes", version=version, wait_s=0.05))["version"] == version
+        assert (await ask(cluster, "routes", version="another", wait_s=30))["version"] == version
+
+    run(scenario, "a")
+
+
+def test_a_model_that_is_removed_leaves_its_nodes(run: Run) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        await deploy(cluster, min=2, max=2)
+        await until(lambda: len(ready(cluster)) == 2)
+        await ask(cluster, "remove", name="m")
+        await until(lambda: not any(node.instances for node in net.nodes.values()))
+        assert cluster.routes.current["models"] == {}
+
+    run(scenario, "a", "b")
+
+
+def test_another_model_under_the_same_name_replaces_the_instances(run: Run) -> None:
+    async def scenario(_: Net, cluster: Cluster) -> None:
+        await deploy(cluster, min=1)
+        (before,) = await until(lambda: ready(cluster))
+        await deploy(cluster, min=1, url="http://store/other")
+        (after,) = await until(lambda: [name for name in ready(cluster) if name != before])
+        assert cluster.instances[after].model == "m"
+
+    run(scenario, "a", "b")
+
+
+def test_bad_arguments_are_named(run: Run) -> None:
+    async def scenario(_: Net, cluster: Cluster) -> None:
+        for fields, said in (
+            ({"min": 2, "max": 1}, "min up to max"),
+            ({"max": "many"}, "max: expected a number"),
+            ({"name": "a/b"}, "name: expected"),
+            ({"url": "relative/../.."}, ""),
+            ({"settings": {"nothing": "1"}}, "settings: expected an option of medusa serve"),
+            ({"settings": {"max_concurrency": "0"}}, "settings: max_concurrency"),
+            ({"settings": {"token": "x"}}, "settings: expected"),
+            ({"ttft_slo_s": -1}, "ttft_slo_s"),
+            ({"what": 1}, "a deployment has no what"),
+        ):
+            if said:
+                with pytest.raises(ConfigError, match=said):
+                    await deploy(cluster, **fields)
+        with pytest.raises(UnknownNameError, match="no model is deployed as 'x'; expected one of none"):
+            await ask(cluster, "scale", name="x", min=1)
+        with pytest.raises(UnknownNameError, match="expected one of a"):
+            await ask(cluster, "drain", node="x")
+        for operation, arguments in (("report", {"gateway": "g", "loads": 3}), ("scale", {}), ("what", {})):
+            with pytest.raises(ConfigError):
+                await ask(cluster, operation, **arguments)
+
+    run(scenario, "a")
+
+
+def test_a_start_that_fails_is_tried_again_later_and_told(run: Run) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        net.nodes["a"].refuses = "no such checkpoint"
+        await deploy(cluster, min=1)
+        await until(lambda: "start-failed" in kinds(cluster))
+        assert instances(cluster) == []
+        assert "no such checkpoint" in next(e["text"] for e in cluster.events if e["kind"] == "start-failed")
+        net.nodes["a"].refuses = None
+        await until(lambda: ready(cluster))
+
+    run(scenario, "a")
+
+
+def test_an_instance_that_died_is_replaced(run: Run) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        await deploy(cluster, min=1)
+        (before,) = await until(lambda: ready(cluster))
+        await until(lambda: cluster.instances[before].confirmed)
+        net.nodes["a"].instances[before] |= {"state": "failed", "failure": "signal 9"}
+        await until(lambda: [name for name in ready(cluster) if name != before])
+        assert kinds(cluster).count("instance-died") == 1
+
+    run(scenario, "a")
+
+
+def test_what_a_node_had_is_elsewhere_after_its_death(run: Run) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        await deploy(cluster, min=1)
+        await until(lambda: ready(cluster))
+        node = instances(cluster)[0]["node"]
+        (other,) = {"a", "b"} - {node}
+        net.listed.discard(node)
+        net.cut.add(node)
+        await until(lambda: [item for item in instances(cluster) if item["node"] == other and item["state"] == "ready"])
+        assert await until(lambda: MODEL in net.nodes[other].models)
+        assert next(item for item in (await ask(cluster, "status"))["nodes"] if item["name"] == node)["state"] == "lost"
+        # It comes back, with the instance that it had: one of the two goes.
+        net.listed.add(node)
+        net.cut.discard(node)
+        await until(lambda: "node-back" in kinds(cluster))
+
+    run(scenario, "a", "b")
+
+
+def test_a_node_that_serves_but_cannot_be_told_anything_keeps_its_requests(run: Run) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        await deploy(cluster, min=1, max=2)
+        (before,) = await until(lambda: ready(cluster))
+        node = instances(cluster)[0]["node"]
+        net.listed.discard(node)
+        net.cut.add(node)
+        net.serving.add(node)
+        await until(lambda: "node-silent" in kinds(cluster))
+        assert before in ready(cluster)
+        await until(lambda: len(ready(cluster)) == 2)  # another one that can be told something
+
+    run(scenario, "a", "b")
+
+
+def test_a_drained_node_has_nothing_left(run: Run) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        await deploy(cluster, min=1)
+        await until(lambda: ready(cluster))
+        node = instances(cluster)[0]["node"]
+        (other,) = {"a", "b"} - {node}
+        assert (await ask(cluster, "drain", node=node))["state"] == "draining"
+        assert instances(cluster)[0]["state"] == "draining"
+        await until(lambda: cluster.node_state(cluster.nodes[node]) == "drained")
+        assert {item["node"] for item in instances(cluster)} == {other}
+        assert MODEL in net.nodes[other].models
+
+    run(scenario, "a", "b")
+
+
+def test_a_node_that_ends_by_itself_gets_nothing_new(run: Run) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        await deploy(cluster, min=1)
+        await until(lambda: ready(cluster))
+        node = instances(cluster)[0]["node"]
+        net.nodes[node].state = "draining"
+        await until(lambda: [item for item in instances(cluster) if item["node"] != node])
+
+    run(scenario, "a", "b")
+
+
+def test_a_controller_that_starts_again_finds_everything(run: Run, tmp_path: Path) -> None:
+    net = Net(tmp_path, ("a", "b"))
+    known: list[str] = []
+
+    async def first(_: Net, cluster: Cluster) -> None:
+        await deploy(cluster, min=1, max=2, settings={"max_concurrency": "3"})
+        known.extend(await until(lambda: ready(cluster)))
+        await ask(cluster, "drain", node="b")
+
+    async def second(net: Net, cluster: Cluster) -> None:
+        await until(lambda: ready(cluster))
+        assert ready(cluster) == known
+        assert cluster.deployments["m"].settings == {"max_concurrency": "3"}
+        assert cluster.draining == {"b"}
+        await asyncio.sleep(1)  # some ticks
+        assert ready(cluster) == known
+        assert sum(request["op"] == "start" for node in net.nodes.values() for request in node.calls) == 1
+
+    run(first, net=net)
+    run(second, net=net)
+
+
+def test_routes_are_not_given_before_the_nodes_have_answered(tmp_path: Path) -> None:
+    async def body() -> None:
+        cluster = Cluster(Net(tmp_path, ("a",)), tmp_path / "controller.json")
+        for operation in ("routes", "report"):
+            with pytest.raises(NoControllerError):
+                await ask(cluster, operation, gateway="g", loads={}, version="", wait_s=0)
+        assert (await ask(cluster, "status"))["nodes"] == []
+
+    asyncio.run(body())
+
+
+def test_copies_follow_the_newest_version(run: Run) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        await deploy(cluster, min=2, max=2)
+        await until(lambda: all(MODEL in node.models for node in net.nodes.values()))
+        await until(lambda: cluster.versions.current(MODEL, cluster.nodes.values()) == "v1")
+        net.nodes["b"].models[MODEL]["version"] = net.nodes["b"].version = "v2"  # its agent has fetched anew
+        net.nodes["a"].version = "v2"
+        await until(lambda: cluster.versions.current(MODEL, cluster.nodes.values()) == "v2")
+        await ask(cluster, "drain", node="b")
+        fetch = await until(
+            lambda: [call for call in net.nodes["a"].calls if call["op"] == "fetch" and call["version"] == "v2"]
+        )
+        assert fetch[0]["sources"] == ["http://b:8114"]
+
+    run(scenario, "a", "b")
+
+
+def test_nodes_hear_who_has_a_model(run: Run) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        await deploy(cluster, min=1)
+        await until(lambda: any(node.models for node in cluster.nodes.values() if node.models()))
+        holder = next(name for name, node in net.nodes.items() if node.models)
+        await until(lambda: cluster.nodes[holder].models())
+        (other,) = {"a", "b"} - {holder}
+        assert await ask(cluster, "sources", node=other, url=MODEL) == [f"http://{holder}:8114"]
+        assert await ask(cluster, "sources", node=holder, url=MODEL) == []
+        assert await ask(cluster, "sources", node=other, url="http://store/nothing") == []
+
+    run(scenario, "a", "b")
+
+
+def test_a_peer_that_sends_wrong_bytes_is_named(run: Run) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        await deploy(cluster, min=1)
+        holder = await until(lambda: next((node for node in net.nodes.values() if node.models), None))
+        (other,) = {"a", "b"} - {holder.name}
+        holder.models[MODEL]["excluded"] = {f"http://{other}:8114": "Storage.WrongBytes"}
+        await until(lambda: "peer-excluded" in kinds(cluster))
+        event = next(event for event in cluster.events if event["kind"] == "peer-excluded")
+        assert event["node"] == other
+        await asyncio.sleep(0.6)
+        assert kinds(cluster).count("peer-excluded") == 1
+
+    run(scenario, "a", "b")
+
+
+def test_more_nodes_are_asked_for_when_instances_lack_room(run: Run) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        await deploy(cluster, min=3, max=3)
+        await until(lambda: net.requested == 2)
+
+    run(scenario, "a")

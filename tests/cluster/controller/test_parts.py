@@ -1,0 +1,78 @@
+"""The controller's parts that need no nodes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from medusa_cluster.controller.nodes import Gateway, KnownNode
+from medusa_cluster.controller.plan_file import Plan, read_plan, write_plan
+from medusa_cluster.controller.status import chains
+from medusa_cluster.controller.versions import Versions
+from medusa_cluster.controller.view import Loads
+from medusa_cluster.deployment import Deployment
+
+
+def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    assert read_plan(path) == Plan()
+    plan = Plan({"m": Deployment("m", "s3://b/m", settings={"threads": "2"})}, frozenset({"n"}), {"s3://b/m": ["1"]})
+    write_plan(path, plan)
+    assert read_plan(path) == plan
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"deployments": [{"name": 1}], "draining": [], "versions": {}}']
+)
+def test_a_plan_that_cannot_be_read_is_kept_aside(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    assert read_plan(path) == Plan()
+    assert path.with_suffix(".unreadable").read_text() == text
+
+
+def test_loads_are_summed_and_die_with_their_gateway() -> None:
+    loads = Loads()
+    gateways = [
+        Gateway("a", None, 0, 10.0, {"m": {"waiting": 1, "running": 2, "kv_use": 0.5}}),
+        Gateway("b", None, 0, 10.0, {"m": {"waiting": 2, "kv_use": 0.7, "tokens_per_s": 5}, "n": {}}),
+        Gateway("gone", None, 0, 5.0, {"m": {"waiting": 100}}),
+    ]
+    found = loads.summed(gateways, 10.5)
+    load = found["m"]
+    assert (load.waiting, load.running, load.tokens_per_s, load.kv_use) == (3, 2, 5, 0.7)
+    assert load.last_request_s == 10.5
+    assert found["n"].last_request_s == -math.inf
+    later = loads.summed([], 20.0)["m"]
+    assert (later.waiting, later.last_request_s) == (0, 10.5)
+
+
+def _node(version: str, lost: bool = False) -> KnownNode:
+    model = {"url": "u", "version": version}
+    return KnownNode("n", {"models": [model]}, lost_at=1.0 if lost else None)
+
+
+def test_the_version_that_appeared_last_is_the_current_one() -> None:
+    versions = Versions({})
+    assert versions.current("u", [_node("1")]) == ""
+    assert versions.see(_node("1").models(), {"u"})
+    assert not versions.see(_node("1").models(), {"u"})
+    assert versions.see(_node("2").models(), {"u"})
+    assert versions.current("u", [_node("1"), _node("2")]) == "2"
+    versions.see(_node("1").models(), {"u"})  # it comes back with what it had
+    assert Versions(versions.to_json()).current("u", [_node("1"), _node("2")]) == "2"
+    assert versions.current("u", [_node("1"), _node("2", lost=True)]) == "1"
+    versions.see([], set())
+    assert versions.to_json() == {}
+
+
+def test_hops_are_joined_into_chains() -> None:
+    hops = [("u", "b", "c"), ("u", "a", "b"), ("v", "a", "c"), ("u", "a", "d")]
+    assert chains(hops) == [
+        {"url": "u", "nodes": ["a", "b", "c"]},
+        {"url": "u", "nodes": ["a", "d"]},
+        {"url": "v", "nodes": ["a", "c"]},
+    ]
+    assert chains([("u", "a", "b"), ("u", "b", "a")]) == []

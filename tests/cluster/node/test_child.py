@@ -1,0 +1,148 @@
+"""Children of a node server: followed, started again, and gone with it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from medusa_cluster.node.child import Child, KeptAlive
+from process_tree import alive, descendants
+
+SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
+# It starts a process in a session of its own, which outlives it.
+PARENT = [
+    sys.executable,
+    "-c",
+    textwrap.dedent("""
+        import subprocess, sys, time
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+        print(child.pid, flush=True)
+        time.sleep(60)
+    """),
+]
+
+
+def until_gone(*pids: int) -> None:
+    deadline = time.monotonic() + 20
+    while any(map(alive, pids)):
+        assert time.monotonic() < deadline, [pid for pid in pids if alive(pid)]
+        time.sleep(0.05)
+
+
+async def line_of(child: Child) -> str:
+    while not child.last_lines:
+        await asyncio.sleep(0.02)
+    return child.last_lines[0]
+
+
+def test_its_lines_and_its_status_are_known(tmp_path: Path) -> None:
+    lines: list[str] = []
+
+    async def run() -> int:
+        code = "import sys; print('one'); print('two', file=sys.stderr); sys.exit(3)"
+        child = Child([sys.executable, "-c", code], os.environ, tmp_path / "log", lines.append)
+        assert child.status is None
+        return await child.wait()
+
+    assert asyncio.run(run()) == 3
+    assert sorted(lines) == ["one", "two"]
+    assert sorted((tmp_path / "log").read_text().split()) == ["one", "two"]
+
+
+def test_one_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+    code = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+
+    async def run() -> int:
+        child = Child([sys.executable, "-c", code], os.environ, tmp_path / "log")
+        await line_of(child)
+        return await child.end(0.2)
+
+    assert asyncio.run(run()) == -signal.SIGKILL
+
+
+def test_one_that_is_kept_alive_is_started_again(tmp_path: Path) -> None:
+    ended: list[int | None] = []
+
+    async def run() -> None:
+        async def on_end(child: Child) -> None:
+            ended.append(child.status)
+
+        kept = KeptAlive(lambda: Child(SLEEP, os.environ, tmp_path / "log"), on_end)
+        kept.begin()
+        while kept.child is None:
+            await asyncio.sleep(0.02)
+        first = kept.child
+        await line_of(first)
+        first.kill()
+        while kept.starts < 2:
+            await asyncio.sleep(0.02)
+        await kept.end(1.0)
+        assert kept.child is not first
+        assert not alive(kept.child.pid)
+
+    asyncio.run(run())
+    assert ended == [-signal.SIGKILL]
+
+
+def test_a_child_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
+    code = textwrap.dedent(f"""
+        import asyncio, os
+        from pathlib import Path
+        from medusa_cluster.node.child import Child
+
+        async def run():
+            child = Child({SLEEP!r}, os.environ, Path({str(tmp_path / "log")!r}))
+            while not child.last_lines:
+                await asyncio.sleep(0.02)
+            print(child.pid, flush=True)
+            await child.wait()
+
+        asyncio.run(run())
+    """)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout
+        pid = int(parent.stdout.readline())
+        assert alive(pid)
+        parent.kill()
+        until_gone(pid)
+
+
+def _guarded(*command: str) -> subprocess.Popen[str]:
+    guard = [sys.executable, "-m", "medusa_cluster.node.guard", *command]
+    return subprocess.Popen(guard, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("victim", ["guard", "command"])
+def test_a_guard_ends_all_that_its_command_started(victim: str) -> None:
+    with _guarded(*PARENT) as guard:
+        assert guard.stdout
+        orphan = int(guard.stdout.readline())
+        command = next(pid for pid in descendants(guard.pid) if pid != orphan)
+        os.kill(guard.pid if victim == "guard" else command, signal.SIGTERM)
+        assert guard.wait(20) == 128 + signal.SIGTERM
+        until_gone(orphan, command)
+
+
+def test_a_guard_ends_all_when_its_parent_is_killed() -> None:
+    code = f"""
+import subprocess, sys
+subprocess.Popen([sys.executable, "-m", "medusa_cluster.node.guard", *{PARENT!r}]).wait()
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout
+        orphan = int(parent.stdout.readline())
+        pids = descendants(parent.pid)
+        parent.kill()
+        until_gone(orphan, *pids)
+
+
+def test_a_guard_passes_the_status_on() -> None:
+    with _guarded(sys.executable, "-c", "import sys; sys.exit(7)") as guard:
+        assert guard.wait(20) == 7

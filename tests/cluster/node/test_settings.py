@@ -1,0 +1,125 @@
+"""What `medusa cluster start` accepts, and how it names what it does not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cluster_nodes import MEDUSA, environment
+from medusa_cluster.node.ray_processes import ray_command, ray_environment
+from medusa_cluster.node.settings import NodeServerSettings, check_folder, check_name, make_token
+from medusa_runtime.errors import ConfigError
+from medusa_runtime.storage.peer_access import read_token
+
+
+def test_a_folder_is_ours_alone(tmp_path: Path) -> None:
+    (folder := Path(f"/tmp/ct{os.getpid()}")).mkdir(mode=0o700)
+    try:
+        assert check_folder(folder) == folder
+        folder.chmod(0o777)
+        with pytest.raises(ConfigError, match="nobody else can write"):
+            check_folder(folder)
+    finally:
+        folder.rmdir()
+    with pytest.raises(ConfigError, match="at most 34 bytes"):
+        check_folder(Path("/tmp") / ("x" * 40))
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError):
+        check_folder(Path("/proc/nothing"))
+
+
+@pytest.mark.parametrize("name", ["", "a b", "-a", "a/b", "x" * 64])
+def test_a_name_fits_into_a_label(name: str) -> None:
+    with pytest.raises(ConfigError, match="--name"):
+        check_name(name)
+
+
+def test_a_new_token_can_be_read_by_its_user_alone(tmp_path: Path) -> None:
+    make_token(tmp_path / "token")
+    assert len(read_token(str(tmp_path / "token"))) == 64
+    assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
+
+
+def test_ray_gets_pinned_ports_and_none_of_our_environment(tmp_path: Path) -> None:
+    settings = NodeServerSettings("n1", tmp_path, "10.0.0.2", tmp_path / "token", head_url="http://10.0.0.1:8114")
+    command = ray_command(settings, "10.0.0.1:6379")
+    ports = [word.partition("=")[2] for word in command if "port=" in word]
+    assert ports == ["6380", "6381", "6382", "6383", "6384", "6385", "6389", "6418"]
+    found = ray_environment(settings, {"MEDUSA_TOKEN": "x", "RAY_ADDRESS": "y", "PATH": "/bin"})
+    assert "MEDUSA_TOKEN" not in found
+    assert "RAY_ADDRESS" not in found
+    assert "RAY_gcs_storage" not in found  # the head's alone
+    assert found["RAY_AUTH_MODE"] == "token"
+    assert found["PATH"] == "/bin"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], "one of the arguments --head --address is required"),
+        (["--head", "--data-port", "0"], "--data-port: expected a port from 1 to 65535"),
+        (["--head", "--ray-port", "65500"], "--ray-port: expected a port from 1 to 65496"),
+        (["--address", "host:port"], "--address: expected HOST or HOST:PORT"),
+        (["--head", "--link", "fast"], "--link: expected a rate such as 400mbit"),
+        (["--head", "--tls-cert", "/nothing"], "--tls-cert, --tls-key and --tls-ca together"),
+        (
+            ["--address", "h", "--autoscaling-config", "/etc/hosts"],
+            "--autoscaling-config: expected it with --head alone",
+        ),
+    ],
+)
+def test_a_bad_flag_is_named(flags: list[str], said: str) -> None:
+    folder = f"/tmp/ct{os.getpid()}f"
+    command = [MEDUSA, "cluster", "start", *flags, "--dir", folder, "--host", "127.0.0.1"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
+    try:
+        assert done.returncode == 2, done.stderr
+        assert said in done.stderr
+        assert "Traceback" not in done.stderr
+    finally:
+        if os.path.isdir(folder):
+            os.rmdir(folder)
+
+
+def test_without_the_extra_one_line_says_what_to_install(tmp_path: Path) -> None:
+    code = """
+import importlib.util, sys
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "ray" else found(name, *rest)
+from medusa_adapters.cli.main import main
+sys.exit(main(["cluster", "start", "--head", "--dir", "/tmp/never"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == (
+        'medusa: medusa cluster needs ray: pip install "medusa-runtime[cluster]" [Config.MissingPackage]\n'
+    )
+
+
+def test_importing_the_package_imports_no_ray() -> None:
+    code = """
+import sys
+import medusa_cluster.node.server, medusa_cluster.node.actor, medusa_cluster.controller.actor
+import medusa_cluster.controller.launch, medusa_adapters.cli.cluster.command, medusa_adapters.cli.cluster.start
+assert "ray" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_head_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
+    folder = Path(f"/tmp/ct{os.getpid()}h")
+    folder.mkdir(mode=0o700)
+    try:
+        make_token(folder / "token")
+        command = [MEDUSA, "cluster", "start", "--address", "127.0.0.1:9", "--dir", folder, "--host", "127.0.0.1"]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1
+        assert "the head's node server at http://127.0.0.1:9 cannot be reached" in done.stderr
+        assert not (folder / "control.sock").exists()
+    finally:
+        import shutil
+
+        shutil.rmtree(folder)
