@@ -1,0 +1,385 @@
+"""Carries out decisions in the simulated cluster: fetches, starts, groups that become instances, ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..policy.state import (
+    ChangeRole,
+    Consolidate,
+    Decision,
+    Drop,
+    Fetch,
+    Pin,
+    StartInstance,
+    StopInstance,
+)
+from .network import Flow, Link, call_after
+from .node import SimCopy, SimInstance, SimNode
+from .serving import Served, Server
+
+if TYPE_CHECKING:
+    from .simulator import SimModel, Simulation
+
+
+class Execution:
+    """The instances of a simulation and what happens to them."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._sim = simulation
+        self._env = simulation.env
+        self.instances: dict[str, SimInstance] = {}
+        self.counts: dict[str, int] = {}  # instances by model's name
+        self._groups: dict[str, list[SimInstance]] = {}
+        self._holders: dict[Server, list[SimInstance]] = {}
+
+    def do(self, decision: Decision) -> None:
+        if isinstance(decision, Fetch):
+            self._fetch(decision)
+        elif isinstance(decision, StartInstance):
+            self._start(decision)
+        elif isinstance(decision, StopInstance):
+            instance = self.instances.get(decision.id)
+            if instance is not None:
+                self._stop(instance)
+        elif isinstance(decision, Consolidate):
+            self._consolidate(decision)
+        elif isinstance(decision, Drop):
+            self._drop(self._sim.nodes[decision.node], decision.url)
+        elif isinstance(decision, Pin):
+            copy = self._sim.nodes[decision.node].copies.get(decision.url)
+            if copy is not None:
+                copy.pinned = decision.pinned
+                self._touch(self._sim.nodes[decision.node])
+        elif isinstance(decision, ChangeRole):
+            self._turn(self.instances[decision.id])
+
+    def provision(self, part: float) -> None:
+        """Have instances serve from the beginning, on this part of the devices, divided among the models."""
+        models = self._sim.models
+        places = [node for node in self._sim.nodes.values() for _ in range(node.machine.devices)]
+        for number, node in enumerate(places[: max(round(part * len(places)), 1)]):
+            model = models[number % len(models)]
+            turn = number // len(models)
+            role = "both" if not model.model.disaggregated else "decode" if turn % 2 else "prefill"
+            start = StartInstance(f"p{number}", model.model.name, node.name, role)  # type: ignore[arg-type]
+            self._begin(self._make(start))
+
+    def close(self) -> None:
+        for instance in list(self.instances.values()):
+            self._sim.outcome.device_s += self._env.now - instance.began_s
+        for node in self._sim.nodes.values():
+            for copy in node.copies.values():
+                self._release(copy)
+
+    # Weights.
+
+    def _fetch(self, fetch: Fetch) -> None:
+        sim, node = self._sim, self._sim.nodes[fetch.node]
+        deployment = sim.fleet.models[sim.numbers[fetch.url.removeprefix("m://")]]
+        copy = node.copies.get(fetch.url)
+        if copy is not None and (copy.layers is not None or copy.complete):
+            self._release(copy)
+            copy = None
+        if copy is None:
+            copy = SimCopy(fetch.url, deployment.profile.size_bytes, fetch.layers, fetch.pin, used_at_s=self._env.now)
+            node.copies[fetch.url] = copy
+        if copy.flow is not None:
+            copy.base = copy.fetched
+            sim.network.stop(copy.flow)
+            copy.flow = None
+        copy.pinned, copy.sources = fetch.pin or copy.pinned, fetch.sources
+        part = copy.total
+        if fetch.layers is not None:
+            part = round(copy.total * (fetch.layers[1] - fetch.layers[0]) / deployment.profile.layers)
+        self._flow(node, copy, part - copy.base, lambda: self._arrived(node, copy))
+        self._touch(node)
+
+    def _flow(self, node: SimNode, copy: SimCopy, size: float, arrived: Callable[[], None]) -> None:
+        sim = self._sim
+        upstream: Flow | None = None
+        source = sim.nodes[copy.sources[0]] if copy.sources else None
+        if source is not None:
+            held = source.copies.get(copy.url)
+            upstream = held.flow if held is not None else None
+            links: tuple[Link, ...] = (source.egress, node.ingress)
+            if source.domain and source.domain == node.domain:
+                links = (Link(node.machine.fast_bytes_per_s),)
+        else:
+            links = (sim.store, node.ingress, node.disk)
+            sim.outcome.store_bytes += size
+        copy.flow = sim.network.start(links, max(size, 1.0), arrived, upstream)
+
+    def _arrived(self, node: SimNode, copy: SimCopy) -> None:
+        copy.base, copy.flow = copy.fetched, None
+        copy.complete = copy.layers is None
+        copy.sources = ()
+        copy.used_at_s = self._env.now
+        self._touch(node)
+        for call in copy.then:
+            call()
+        copy.then.clear()
+        self._sim.wake()
+
+    def _drop(self, node: SimNode, url: str) -> None:
+        copy = node.copies.pop(url, None)
+        if copy is not None:
+            self._release(copy)
+            self._touch(node)
+
+    def _release(self, copy: SimCopy) -> None:
+        if copy.flow is not None:
+            self._sim.network.stop(copy.flow)
+            copy.flow = None
+
+    def _touch(self, node: SimNode) -> None:
+        node.dirty = True
+        self._sim.changed.add(node)
+
+    # Starts.
+
+    def _make(self, start: StartInstance) -> SimInstance:
+        sim, now = self._sim, self._env.now
+        node = sim.nodes[start.node]
+        instance = SimInstance(
+            start.id,
+            sim.numbers[start.model],
+            start.model,
+            node,
+            now,
+            now,
+            start.role,
+            start.layers,
+            start.group,
+            start.full,
+            start.partner,
+        )
+        self.instances[start.id] = node.instances[start.id] = instance
+        self.counts[start.model] = self.counts.get(start.model, 0) + 1
+        sim.outcome.instances.append((now, len(self.instances)))
+        self._touch(node)
+        return instance
+
+    def _start(self, start: StartInstance) -> None:
+        sim, strategy = self._sim, self._sim.strategy
+        instance = self._make(start)
+        sim.outcome.cold_starts += 1
+        if start.group is not None:
+            self._groups.setdefault(start.group, []).append(instance)
+        model = sim.fleet.models[instance.model]
+        size = model.profile.size_bytes
+        if start.layers is not None:
+            size = round(size * (start.layers[1] - start.layers[0]) / model.profile.layers)
+        boot = strategy.boot_s(model.profile, size)
+        if strategy.warm:
+            boot = size / model.profile.stages.load_bytes_per_s
+        copy = instance.node.copies.get(f"m://{model.name}")
+        if copy is not None and copy.flow is not None and not strategy.prefetch:
+            self._delay(instance.node, copy, boot)
+        if start.partner is not None:
+            self._relieve(instance, start.partner)
+        call_after(self._env, boot, lambda: self._booted(instance))
+
+    def _delay(self, node: SimNode, copy: SimCopy, seconds: float) -> None:
+        """Fetch only after the boot, as a system without a prefetcher does."""
+        assert copy.flow is not None
+        size = copy.flow.size
+        self._sim.network.stop(copy.flow)
+        copy.flow = None
+        waiting = Link(1e6)  # as a flow of a few bytes, so that the copy counts as one that arrives
+        copy.flow = self._sim.network.start((waiting,), seconds * 1e6, lambda: self._delayed(node, copy, size))
+
+    def _delayed(self, node: SimNode, copy: SimCopy, size: float) -> None:
+        copy.flow = None
+        self._flow(node, copy, size, lambda: self._arrived(node, copy))
+        self._touch(node)
+
+    def _booted(self, instance: SimInstance) -> None:
+        if instance.id not in self.instances:
+            return
+        copy = instance.node.copies.get(f"m://{instance.name}")
+        if copy is not None and copy.flow is not None:
+            copy.then.append(lambda: self._loaded(instance))
+        else:
+            self._loaded(instance)
+
+    def _loaded(self, instance: SimInstance) -> None:
+        model = self._sim.fleet.models[instance.model]
+        call_after(self._env, self._sim.strategy.init_s(model.profile), lambda: self._begin(instance))
+
+    def _begin(self, instance: SimInstance) -> None:
+        """The instance, or the group whose last worker this is, serves."""
+        if instance.id not in self.instances or instance.state == "draining":
+            return
+        self._set(instance, "ready")
+        group = self._groups.get(instance.group or "", [instance])
+        if any(worker.state != "ready" for worker in group):
+            return
+        sim = self._sim
+        model = sim.models[instance.model]
+        size = len(group)
+        server = Server(
+            self._env,
+            instance.group or instance.id,
+            model.model.profile.speed,
+            model.model.concurrency,
+            sim.ended,
+            size=size,
+            hop_s=sim.fleet.hop_s if size > 1 else 0.0,
+        )
+        for worker in group:
+            worker.server = server
+        self._holders[server] = list(group)
+        self._open(model, instance, server)
+
+    def _open(self, model: SimModel, instance: SimInstance, server: Server) -> None:
+        if instance.role == "decode":
+            model.decoders[server.key] = server
+        else:
+            model.ready[server.key] = server
+            if instance.role == "prefill":
+                server.decoder = lambda request: self._decode(model, server, request)
+        self._sim.dispatch(model)
+        self._sim.wake()
+
+    def _decode(self, model: SimModel, prefill: Server, request: Served) -> None:
+        decoders = model.decoders.values()
+        (min(decoders, key=lambda server: server.running) if decoders else prefill).take_over(request)
+
+    def _relieve(self, instance: SimInstance, partner: str) -> None:
+        """While the new instance loads, the partner's prefills are faster: layers run where they are (§5.2)."""
+        other = self.instances.get(partner)
+        if other is None or other.server is None:
+            return
+        server, copy = other.server, instance.node.copies.get(f"m://{instance.name}")
+
+        def gain() -> float:
+            if copy is None or instance.state != "starting" or instance.id not in self.instances:
+                server.prefill_gain = None
+                return 1.0
+            return 1 / (1 - min(copy.fetched / copy.total, 0.5))
+
+        server.prefill_gain = gain
+
+    # Groups.
+
+    def _consolidate(self, decision: Consolidate) -> None:
+        """Let the kept workers fetch the layers that they lack; then each is an instance, and the others end."""
+        workers = [self.instances[id] for id in self.instances if self.instances[id].group == decision.group]
+        kept = [worker for worker in workers if worker.id in decision.keep]
+        missing = {worker.id for worker in kept}
+
+        def done(worker: SimInstance) -> None:
+            missing.discard(worker.id)
+            if not missing:
+                self._split(decision.group, kept, [other for other in workers if other not in kept])
+
+        for worker in kept:
+            self._complete(worker, done)
+
+    def _complete(self, worker: SimInstance, done: Callable[[SimInstance], None]) -> None:
+        copy = worker.node.copies.get(f"m://{worker.name}")
+        if copy is None or copy.complete or copy.flow is not None:
+            done(worker)
+            return
+
+        def arrived() -> None:
+            copy.layers = None
+            self._arrived(worker.node, copy)
+            done(worker)
+
+        self._flow(worker.node, copy, copy.total - copy.base, arrived)
+        self._touch(worker.node)
+
+    def _split(self, group: str, kept: list[SimInstance], others: list[SimInstance]) -> None:
+        kept = [worker for worker in kept if worker.id in self.instances]
+        server = kept[0].server if kept else None
+        if server is None:
+            return
+        model = self._sim.models[kept[0].model]
+        self._groups.pop(group, None)
+        self._holders.pop(server, None)
+        model.ready.pop(server.key, None)
+        server.key = kept[0].id
+        server.become(1, 0.0)
+        for worker in kept:
+            worker.group, worker.layers = None, None
+            worker.since_s = self._env.now
+            if worker is not kept[0]:
+                worker.server = None
+            self._touch(worker.node)
+        self._holders[server] = [kept[0]]
+        self._open(model, kept[0], server)
+        for worker in kept[1:]:
+            self._begin(worker)
+        for other in others:
+            self._end(other)
+
+    # Ends.
+
+    def _stop(self, instance: SimInstance) -> None:
+        self._set(instance, "draining")
+        server = instance.server
+        if server is None:
+            self._end(instance)
+            return
+        model = self._sim.models[instance.model]
+        model.ready.pop(server.key, None)
+        model.decoders.pop(server.key, None)
+        self.freed(server)
+
+    def freed(self, server: Server) -> None:
+        """End the instances of a server that drains once its last request has gone."""
+        if server.running:
+            return
+        for instance in self._holders.get(server, ()):
+            if instance.state == "draining":
+                self._end(instance)
+
+    def _end(self, instance: SimInstance) -> None:
+        sim, now = self._sim, self._env.now
+        if self.instances.pop(instance.id, None) is None:
+            return
+        node, url = instance.node, f"m://{instance.name}"
+        node.instances.pop(instance.id, None)
+        self.counts[instance.name] -= 1
+        if not self.counts[instance.name]:
+            del self.counts[instance.name]
+        if instance.group is not None and instance in self._groups.get(instance.group, ()):
+            self._groups[instance.group].remove(instance)
+        if instance.server is not None and not any(
+            other.server is instance.server for other in self._holders.get(instance.server, ()) if other is not instance
+        ):
+            self._holders.pop(instance.server, None)
+        sim.outcome.device_s += now - instance.began_s
+        sim.outcome.instances.append((now, len(self.instances)))
+        copy = node.copies.get(url)
+        if copy is not None and not any(other.name == instance.name for other in node.instances.values()):
+            copy.used_at_s = now
+            partial = copy.layers is not None or copy.flow is not None
+            if not copy.pinned and (sim.strategy.cache == "none" or partial):
+                self._drop(node, url)
+            elif not copy.pinned and sim.strategy.cache_ttl_s != float("inf"):
+                call_after(self._env, sim.strategy.cache_ttl_s, lambda: self._expire(node, copy, now))
+        self._touch(node)
+        sim.wake()
+
+    def _expire(self, node: SimNode, copy: SimCopy, since_s: float) -> None:
+        used = any(instance.name == copy.url.removeprefix("m://") for instance in node.instances.values())
+        if node.copies.get(copy.url) is copy and copy.used_at_s <= since_s and not used and not copy.pinned:
+            self._drop(node, copy.url)
+
+    def _turn(self, instance: SimInstance) -> None:
+        """A prefill instance becomes a decode instance: it has the weights."""
+        model, server = self._sim.models[instance.model], instance.server
+        instance.role = "decode"
+        self._touch(instance.node)
+        if server is not None:
+            model.ready.pop(server.key, None)
+            server.decoder = None
+            model.decoders[server.key] = server
+
+    def _set(self, instance: SimInstance, state: str) -> None:
+        instance.state, instance.since_s = state, self._env.now
+        self._touch(instance.node)

@@ -1,0 +1,56 @@
+"""What is simulated: machines and models."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from .profiles import Profile
+
+GBIT = 1e9 / 8
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Equal machines. ``link_bytes_per_s`` counts in each direction; ``store_bytes_per_s`` from the store, or a disk."""
+
+    name: str
+    count: int
+    link_bytes_per_s: float
+    devices: int = 1
+    device: str = ""  # kind
+    memory_bytes: int = 0  # for weights
+    store_bytes_per_s: float = math.inf
+    leaf: str = ""
+    fast_domain_size: int = 1  # so many of them share a fast link
+    fast_bytes_per_s: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A deployed model, with its times on the device that it runs on."""
+
+    name: str
+    profile: Profile
+    device: str = ""  # it starts on these only; "": on any
+    ttft_slo_s: float = math.inf
+    tpot_slo_s: float = math.inf
+    min: int = 0
+    max: int = 1_000_000
+    concurrency: int = 8
+    tokens_per_s: float = 0.0  # prompts that one instance bears; 0: only requests count
+    disaggregated: bool = False
+    prompt_tokens: float = 512.0  # typical, for predictions
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    name: str
+    machines: tuple[Machine, ...]
+    models: tuple[Model, ...]
+    hop_s: float = 0.001  # between two workers of a group
+    store_bytes_per_s: float = math.inf  # of all nodes together
+
+    @property
+    def devices(self) -> int:
+        return sum(machine.count * machine.devices for machine in self.machines)

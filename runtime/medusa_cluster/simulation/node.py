@@ -1,0 +1,109 @@
+"""A simulated machine: what it holds and runs, and how the policy sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..policy.state import Copy, Instance, Layers, Node, Role
+from .fleet import Machine
+from .network import Flow, Link
+from .serving import Server
+
+
+@dataclass(slots=True, eq=False)
+class SimCopy:
+    """Weights on a node. ``base``: bytes that were there before the present flow began."""
+
+    url: str
+    total: int
+    layers: Layers | None = None
+    pinned: bool = False
+    base: float = 0.0
+    flow: Flow | None = None
+    complete: bool = False
+    used_at_s: float = 0.0
+    sources: tuple[str, ...] = ()
+    then: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def fetched(self) -> float:
+        return self.base + (self.flow.progress if self.flow is not None else 0.0)
+
+    def seen(self) -> Copy:
+        fetched = self.total if self.complete else min(int(self.fetched), self.total - 1)
+        return Copy(
+            self.url, self.total, fetched, "1", self.layers, "host", self.pinned, self.used_at_s, self.sources
+        )  # fmt: skip
+
+
+@dataclass(slots=True, eq=False)
+class SimInstance:
+    """An instance, or a worker of a group. ``server`` is there once it is ready; a group's workers share one."""
+
+    id: str
+    model: int
+    name: str
+    node: SimNode
+    began_s: float
+    since_s: float
+    role: Role
+    layers: Layers | None
+    group: str | None
+    full: bool
+    partner: str | None
+    state: str = "starting"
+    server: Server | None = None
+
+    def seen(self) -> Instance:
+        running = self.server.running if self.server is not None else 0
+        return Instance(
+            self.id,
+            self.name,
+            self.node.name,
+            self.state,  # type: ignore[arg-type]
+            self.since_s,
+            self.role,
+            self.layers,
+            self.group,
+            self.full,
+            running,
+        )
+
+
+class SimNode:
+    """A machine with its links, copies and instances. ``always``: copies that are on every node (AllCache)."""
+
+    def __init__(self, name: str, machine: Machine, domain: str, always: tuple[Copy, ...] = ()) -> None:
+        self.name, self.machine, self.domain = name, machine, domain
+        self.egress, self.ingress = Link(machine.link_bytes_per_s), Link(machine.link_bytes_per_s)
+        self.disk = Link(machine.store_bytes_per_s)
+        self.copies: dict[str, SimCopy] = {}
+        self.instances: dict[str, SimInstance] = {}
+        self.dirty = True
+        self._always = always
+        self._seen: Node | None = None
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(copy.total for copy in self.copies.values())
+
+    def seen(self) -> Node:
+        """Return it as the policy sees it; the same object as long as nothing has changed."""
+        if self._seen is not None and not self.dirty:
+            return self._seen
+        machine = self.machine
+        self.dirty = any(copy.flow is not None for copy in self.copies.values())
+        self._seen = Node(
+            self.name,
+            leaf=machine.leaf,
+            fast_domain=self.domain,
+            link_bytes_per_s=machine.link_bytes_per_s,
+            memory_bytes=machine.memory_bytes,
+            memory_used_bytes=self.used_bytes,
+            devices=machine.devices,
+            device_kind=machine.device,
+            copies=(*self._always, *(copy.seen() for copy in self.copies.values())),
+            instances=tuple(instance.seen() for instance in self.instances.values()),
+        )
+        return self._seen

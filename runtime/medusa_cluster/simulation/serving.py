@@ -1,0 +1,164 @@
+"""An instance that serves: prefill first come, first served, and continuous batching of the decodes.
+
+Steps of a batch are not events of their own. All its sequences gain tokens at the same rate, so the next completion is
+computed, and computed anew when the batch changes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from .network import call_after
+from .profiles import Speed
+
+_BATCH_TOKENS = 8192  # prompts that are prefilled together
+
+
+class Served:
+    """A request on its way. Times are those of the simulation; -1: not yet."""
+
+    __slots__ = ("at_s", "done_s", "first_s", "model", "output_tokens", "prompt_tokens")
+
+    def __init__(self, at_s: float, model: int, prompt_tokens: int, output_tokens: int) -> None:
+        self.at_s, self.model = at_s, model
+        self.prompt_tokens, self.output_tokens = prompt_tokens, output_tokens
+        self.first_s = self.done_s = -1.0
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_s - self.at_s if self.first_s >= 0 else float("inf")
+
+    @property
+    def tpot_s(self) -> float:
+        if self.done_s < 0:
+            return float("inf")
+        return (self.done_s - self.first_s) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
+
+
+class Server:
+    """One instance, or a group of ``size`` workers that pass activations on and work on ``size`` batches at once.
+
+    ``decoder``: takes a request after its first token, where prefill and decode are separate. ``prefill_gain``: how
+    much faster a prefill is while a new instance relieves this one.
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        key: str,
+        speed: Speed,
+        concurrency: int,
+        ended: Callable[[Server, Served | None], None],
+        *,
+        size: int = 1,
+        hop_s: float = 0.0,
+    ) -> None:
+        self._env, self._ended = env, ended
+        self.key, self.speed, self.concurrency = key, speed, concurrency
+        self.size, self.hop_s = size, hop_s
+        self.decoder: Callable[[Served], None] | None = None
+        self.prefill_gain: Callable[[], float] | None = None
+        self.running = 0
+        self._waiting: deque[Served] = deque()
+        self._batch: list[Served] = []
+        self._active: list[tuple[float, int, Served]] = []  # (tokens at which it ends, order, request)
+        self._order = 0
+        self._tokens, self._at_s = 0.0, 0.0  # tokens that each sequence has gained, and when that was true
+        self._turn = 0
+
+    @property
+    def free(self) -> int:
+        return self.concurrency * self.size - self.running
+
+    def admit(self, request: Served) -> None:
+        self.running += 1
+        self._waiting.append(request)
+        if not self._batch:
+            self._prefill()
+
+    def take_over(self, request: Served) -> None:
+        """Decode a request that another instance has prefilled."""
+        self.running += 1
+        self._settle()
+        self._join(request)
+        if not self._batch:
+            self._decode()
+
+    def become(self, size: int, hop_s: float) -> None:
+        """Go on as an instance of its own, or as a larger group."""
+        self._settle()
+        self.size, self.hop_s = size, hop_s
+        if not self._batch:
+            self._decode()
+
+    def _step_s(self) -> float:
+        return self.speed.decode(len(self._active) / self.size) + self.size * self.hop_s
+
+    def _settle(self) -> None:
+        now = self._env.now
+        if self._active and not self._batch:
+            self._tokens += (now - self._at_s) / self._step_s()
+        self._at_s = now
+
+    def _prefill(self) -> None:
+        self._settle()
+        tokens = 0
+        while self._waiting and (not self._batch or tokens + self._waiting[0].prompt_tokens <= _BATCH_TOKENS):
+            request = self._waiting.popleft()
+            tokens += request.prompt_tokens
+            self._batch.append(request)
+        gain = self.prefill_gain() if self.prefill_gain is not None else 1.0
+        seconds = self.speed.prefill(tokens) / gain + (self.size * self.hop_s if self.size > 1 else 0.0)
+        if self.size > 1 and self._waiting:
+            seconds /= self.size  # the next prompts follow through the stages at once
+        self._turn += 1
+        call_after(self._env, seconds, self._prefilled)
+
+    def _prefilled(self) -> None:
+        batch, self._batch = self._batch, []
+        self._at_s = self._env.now
+        for request in batch:
+            request.first_s = self._env.now
+            if request.output_tokens <= 1:
+                self._finish(request)
+            elif self.decoder is not None:
+                self.running -= 1
+                self.decoder(request)
+                self._ended(self, None)
+            else:
+                self._join(request)
+        if self._batch:
+            return
+        if self._waiting:
+            self._prefill()
+        else:
+            self._decode()
+
+    def _join(self, request: Served) -> None:
+        self._order += 1
+        heapq.heappush(self._active, (self._tokens + request.output_tokens - 1, self._order, request))
+
+    def _decode(self) -> None:
+        self._turn += 1
+        if not self._active:
+            return
+        turn = self._turn
+        left = max(self._active[0][0] - self._tokens, 0.0)
+        call_after(self._env, left * self._step_s(), lambda: self._decoded(turn))
+
+    def _decoded(self, turn: int) -> None:
+        if turn != self._turn or self._batch:
+            return
+        self._settle()
+        while self._active and self._active[0][0] - self._tokens < 1e-6:
+            self._finish(heapq.heappop(self._active)[2])
+        if not self._batch:
+            self._decode()
+
+    def _finish(self, request: Served) -> None:
+        request.done_s = self._env.now
+        self.running -= 1
+        self._ended(self, request)

@@ -1,0 +1,251 @@
+"""A cluster on a simulated clock: it carries out what the policy decides, and shows it the state that results."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from medusa_runtime.errors import ConfigError
+
+from ..policy.decide import Memory, decide
+from ..policy.state import ClusterState, Copy, Deployment, Load, Node
+from .execution import Execution
+from .fleet import Fleet, Model
+from .network import Link, Network, call_after
+from .node import SimNode
+from .result import Outcome
+from .serving import Served, Server
+from .strategy import Strategy
+from .trace import Request
+
+_WINDOW_S = 1.0  # over which arriving tokens are counted
+_PATIENCE_S = 900.0  # after the last request
+
+
+class SimModel:
+    """A model's queue, its instances and its load."""
+
+    def __init__(self, number: int, model: Model) -> None:
+        self.number, self.model = number, model
+        self.queue: deque[Served] = deque()
+        self.ready: dict[str, Server] = {}  # that take requests; with separate roles only those that prefill
+        self.decoders: dict[str, Server] = {}
+        self.window: deque[tuple[float, int]] = deque()
+        self.window_tokens = 0
+        self.last_request_s = -math.inf
+        self.running = 0
+
+
+class Simulation:
+    """One run of one strategy. ``progress`` is called with the simulated time, about once in a simulated minute."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        strategy: Strategy,
+        requests: Iterable[Request],
+        *,
+        tick_s: float = 0.1,
+        progress: Callable[[float], None] | None = None,
+        follow_tokens: bool = False,
+    ) -> None:
+        try:
+            import simpy
+        except ModuleNotFoundError:
+            raise ConfigError('the simulator needs simpy: pip install "medusa-runtime[cluster]"') from None
+        self.env: Any = simpy.Environment()
+        self.fleet, self.strategy = fleet, strategy
+        self.network = Network(self.env)
+        self.store = Link(fleet.store_bytes_per_s)
+        self.outcome = Outcome(strategy.name)
+        self.models = [SimModel(number, model) for number, model in enumerate(fleet.models)]
+        self.numbers = {model.name: number for number, model in enumerate(fleet.models)}
+        self.deployments = {model.name: self._deployment(model) for model in fleet.models}
+        self.nodes = {node.name: node for node in self._make_nodes()}
+        self.changed: set[SimNode] = set(self.nodes.values())
+        self._seen: dict[str, Node] = {}
+        self._loads: dict[str, Load] = {}
+        self._active: set[int] = set()  # models whose load may have changed
+        self._memory = Memory()
+        self._execution = Execution(self)
+        self._requests = iter(requests)
+        self._tick_s, self._tick_at, self._ticked_at = tick_s, math.inf, -math.inf
+        self._next_request_s: float | None = 0.0
+        self._progress, self._progress_at = progress, 0.0
+        self._follow_tokens = follow_tokens
+        self._served: list[Served] = []
+
+    def run(self) -> Outcome:
+        """Run to the last answer, or until nothing can be answered any more."""
+        if self.strategy.provisioned is not None:
+            self._execution.provision(self.strategy.provisioned)
+        self._arrive_next()
+        self.wake()
+        self.env.run()
+        self._execution.close()
+        outcome = self.outcome
+        for request in self._served:
+            outcome.ttft_s.append(request.ttft_s)
+            outcome.tpot_s.append(request.tpot_s)
+        outcome.moved_bytes = self.network.moved_bytes
+        outcome.seconds = self.env.now
+        return outcome
+
+    # Requests.
+
+    def _arrive_next(self) -> None:
+        request = next(self._requests, None)
+        self._next_request_s = None if request is None else request.at_s
+        if request is not None:
+            call_after(self.env, max(request.at_s - self.env.now, 0.0), lambda: self._arrive(request))
+
+    def _arrive(self, request: Request) -> None:
+        now = self.env.now
+        served = Served(now, request.model, request.prompt_tokens, request.output_tokens)
+        self._served.append(served)
+        self.outcome.at_s.append(now)
+        self.outcome.model.append(request.model)
+        model = self.models[request.model]
+        model.last_request_s = now
+        model.window.append((now, request.prompt_tokens))
+        model.window_tokens += request.prompt_tokens
+        model.queue.append(served)
+        self._active.add(request.model)
+        self.dispatch(model)
+        if model.queue:
+            self.outcome.largest_backlog = max(self.outcome.largest_backlog, len(model.queue))
+        self.wake()
+        self._arrive_next()
+
+    def dispatch(self, model: SimModel) -> None:
+        """Give waiting requests to the instance with the most room."""
+        while model.queue and model.ready:
+            server = max(model.ready.values(), key=_room)
+            if server.free <= 0:
+                return
+            model.running += 1
+            server.admit(model.queue.popleft())
+
+    def ended(self, server: Server, request: Served | None) -> None:
+        """A request has ended (or, without one, gone to a decoder); its place is free."""
+        if request is not None:
+            model = self.models[request.model]
+            model.running -= 1
+            self._active.add(request.model)
+            if self._follow_tokens:
+                self.outcome.served.append((request.first_s, request.prompt_tokens))
+            self.dispatch(model)
+        self._execution.freed(server)
+
+    # The controller's ticks.
+
+    def wake(self) -> None:
+        """Have a tick come soon."""
+        at = max(self._ticked_at + self._tick_s, self.env.now)
+        if at < self._tick_at and self.strategy.provisioned is None:
+            self._tick_at = at
+            call_after(self.env, at - self.env.now, lambda: self._tick(at))
+
+    def _tick(self, at: float) -> None:
+        if at != self._tick_at:
+            return
+        now = self.env.now
+        self._tick_at, self._ticked_at = math.inf, now
+        for node in self.changed:
+            self._seen[node.name] = node.seen()
+        self.changed = {node for node in self.changed if node.dirty}
+        self._take_loads()
+        state = ClusterState(self._seen, self.deployments, self._loads)
+        begun = time.thread_time()
+        decisions, self._memory = decide(state, now, self._memory, self.strategy.policy)
+        self.outcome.decide_s += time.thread_time() - begun
+        self.outcome.ticks += 1
+        self.outcome.decisions += len(decisions)
+        for decision in decisions:
+            self._execution.do(decision)
+        if self._progress is not None and now >= self._progress_at:
+            self._progress_at = now + 60.0
+            self._progress(now)
+        self._go_on(bool(decisions))
+
+    def _go_on(self, decided: bool) -> None:
+        """Look again: soon after a change, each second while anything is there that may have to end."""
+        if decided or self._active:
+            self.wake()
+        elif self._execution.instances or any(node.dirty for node in self.changed):
+            patient = self._next_request_s is not None or self.env.now < self._last_s() + _PATIENCE_S
+            if patient:
+                at = self.env.now + max(1.0, self._tick_s)
+                self._tick_at = at
+                call_after(self.env, at - self.env.now, lambda: self._tick(at))
+
+    def _last_s(self) -> float:
+        return self.outcome.at_s[-1] if len(self.outcome.at_s) else 0.0
+
+    def _take_loads(self) -> None:
+        now = self.env.now
+        for number in list(self._active):
+            model = self.models[number]
+            window = model.window
+            while window and window[0][0] <= now - _WINDOW_S:
+                model.window_tokens -= window.popleft()[1]
+            name = model.model.name
+            waiting = len(model.queue)
+            self._loads[name] = Load(
+                waiting,
+                model.running,
+                model.window_tokens / _WINDOW_S,
+                0.0,
+                0.0,
+                now - model.queue[0].at_s if waiting else 0.0,
+                model.last_request_s,
+            )
+            if not window:
+                self._active.discard(number)
+        idle = self.strategy.policy.bounds.keep_alive_s
+        for name in [name for name, load in self._loads.items() if now - load.last_request_s > idle + 1.0]:
+            model = self.models[self.numbers[name]]
+            if not (model.queue or model.running or name in self._execution.counts):
+                del self._loads[name]
+
+    # What there is.
+
+    def _deployment(self, model: Model) -> Deployment:
+        profile = model.profile
+        return Deployment(
+            model.name,
+            f"m://{model.name}",
+            size_bytes=profile.size_bytes,
+            version="1",
+            layers=profile.layers,
+            min=model.min,
+            max=min(model.max, self.fleet.devices),
+            ttft_slo_s=model.ttft_slo_s,
+            tpot_slo_s=model.tpot_slo_s,
+            times=replace(self.strategy.times(profile, model.prompt_tokens)),
+            tokens_per_s=model.tokens_per_s,
+            concurrency=model.concurrency,
+            device_kind=model.device,
+            disaggregated=model.disaggregated,
+        )
+
+    def _make_nodes(self) -> Iterator[SimNode]:
+        always: tuple[Copy, ...] = ()
+        if self.strategy.cache == "all":
+            always = tuple(
+                Copy(f"m://{model.name}", model.profile.size_bytes, model.profile.size_bytes, "1", pinned=True)
+                for model in self.fleet.models
+            )
+        for machine in self.fleet.machines:
+            for number in range(machine.count):
+                size = machine.fast_domain_size
+                domain = f"{machine.name} {number // size}" if size > 1 else ""
+                yield SimNode(f"{machine.name}-{number:05}", machine, domain, always)
+
+
+def _room(server: Server) -> int:
+    return server.free

@@ -1,0 +1,72 @@
+"""An instance's batches, without steps."""
+
+from __future__ import annotations
+
+import pytest
+from medusa_cluster.simulation.network import call_after
+from medusa_cluster.simulation.profiles import Speed
+from medusa_cluster.simulation.serving import Served, Server
+
+simpy = pytest.importorskip("simpy")
+SPEED = Speed(0.1, 0.001, 0.01, 0.01)
+
+
+def server(env: object, ended: list[Served], **changes: float) -> Server:
+    return Server(env, "s", SPEED, 8, lambda _, request: request and ended.append(request), **changes)  # type: ignore[arg-type]
+
+
+def test_a_request_alone() -> None:
+    env, ended = simpy.Environment(), []
+    request = Served(0.0, 0, 100, 11)
+    server(env, ended).admit(request)
+    env.run()
+    assert ended == [request]
+    assert (request.ttft_s, request.tpot_s) == (pytest.approx(0.2), pytest.approx(0.02))
+
+
+def test_a_batch_decodes_slower_and_a_prefill_stops_it() -> None:
+    env, ended = simpy.Environment(), []
+    one = server(env, ended)
+    first, second = Served(0.0, 0, 100, 101), Served(1.0, 0, 100, 2)
+    one.admit(first)
+    call_after(env, 1.0, lambda: one.admit(second))
+    env.run()
+    assert second.ttft_s == pytest.approx(0.2)
+    assert second.done_s == pytest.approx(1.2 + 0.03)  # a batch of two
+    assert first.done_s == pytest.approx(0.2 + 100 * 0.02 + 0.2 + 0.01)
+
+
+def test_prompts_that_wait_are_prefilled_together() -> None:
+    env, ended = simpy.Environment(), []
+    one = server(env, ended)
+    requests = [Served(0.0, 0, 100, 1) for _ in range(3)]
+    for request in requests:
+        one.admit(request)
+    env.run()
+    assert [request.ttft_s for request in requests] == pytest.approx([0.2, 0.5, 0.5])
+    assert one.running == 0
+
+
+def test_a_group_passes_activations_on_and_holds_more_at_once() -> None:
+    env, ended = simpy.Environment(), []
+    group = server(env, ended, size=4, hop_s=0.001)
+    assert group.free == 32
+    request = Served(0.0, 0, 100, 11)
+    group.admit(request)
+    call_after(env, 0.25, lambda: group.become(1, 0.0))
+    env.run()
+    assert request.ttft_s == pytest.approx(0.204)
+    slow = 0.01 + 0.01 / 4 + 0.004
+    assert request.done_s == pytest.approx(0.25 + (10 - (0.25 - 0.204) / slow) * 0.02)
+
+
+def test_decoding_elsewhere_and_a_relieved_prefill() -> None:
+    env, ended = simpy.Environment(), []
+    prefill, decode = server(env, ended), server(env, ended)
+    prefill.decoder, prefill.prefill_gain = decode.take_over, lambda: 2.0
+    request = Served(0.0, 0, 100, 11)
+    prefill.admit(request)
+    env.run()
+    assert request.ttft_s == pytest.approx(0.1)
+    assert request.tpot_s == pytest.approx(0.02)
+    assert (prefill.running, decode.running) == (0, 0)
