@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from .chains import live_pairs
-from .fetches import Fetches, by_url, current_targets
+from .fetches import Fetches, current_targets
 from .index import Index
 from .placement import Placement
 from .pool import restore
@@ -99,12 +99,16 @@ class _Tick:
     def __init__(self, state: ClusterState, now_s: float, memory: Memory, options: Options) -> None:
         self._state, self._now_s, self._memory, self._options = state, now_s, memory, options
         self._index = memory.index
-        self._by_url = by_url(state.deployments.values())
+        self._catalog = memory.index.catalog(state.deployments)
         self._placement = Placement(
             state.nodes, memory.index, now_s, memory.deadlines_s, contention_aware=options.contention_aware
         )
         self._fetches = Fetches(
-            state.nodes, memory.index, self._by_url, from_peers=options.from_peers, forwarding=options.forwarding
+            state.nodes,
+            memory.index,
+            self._catalog.by_url,
+            from_peers=options.from_peers,
+            forwarding=options.forwarding,
         )
         self._monitors: dict[tuple[str, Role], Monitor] = {}
         self._deadlines = {key: at for key, at in memory.deadlines_s.items() if key in memory.index.arriving}
@@ -113,7 +117,7 @@ class _Tick:
         self._settled: tuple[object, Mapping[str, Deployment]] | None = None
 
     def run(self) -> tuple[list[Decision], Memory]:
-        counts = [count for deployment in self._state.deployments.values() for count in self._counts(deployment)]
+        counts = [count for deployment in self._concerned() for count in self._counts(deployment)]
         missing = self._nodes(self._share(counts))
         changes = self._keep_pool()
         for count in counts:
@@ -139,13 +143,17 @@ class _Tick:
 
     # How many.
 
+    def _concerned(self) -> Iterator[Deployment]:
+        """Yield the models that have requests or instances, or should have some, by name."""
+        deployments = self._state.deployments
+        for name in sorted({*self._state.loads, *self._index.instances, *self._catalog.always}):
+            if name in deployments:
+                yield deployments[name]
+
     def _counts(self, deployment: Deployment) -> Iterator[_Count]:
-        load = self._state.loads.get(deployment.name)
-        known = self._index.instances.get(deployment.name)
-        if load is None and not known and not deployment.min:
-            return
-        staying = [instance for instance in (known or {}).values() if instance.state != "draining"]
-        load = load or _QUIET
+        load = self._state.loads.get(deployment.name, _QUIET)
+        known = self._index.instances.get(deployment.name, {})
+        staying = [instance for instance in known.values() if instance.state != "draining"]
         if not deployment.disaggregated:
             yield self._count(deployment, "both", staying, load)
             return
@@ -337,12 +345,12 @@ class _Tick:
             return []
         if self._memory.settled is not None:
             revision, deployments = self._memory.settled
-            if revision is self._index.revision and deployments == self._state.deployments:
+            if revision is self._index.revision and deployments is self._catalog.deployments:
                 self._settled = self._memory.settled
                 return []
-        found = restore(self._index, self._state.nodes, self._by_url.values())
+        found = restore(self._index, self._state.nodes, self._catalog.by_url.values())
         if not found.fetches and not found.changes:
-            self._settled = (self._index.revision, self._state.deployments)
+            self._settled = (self._index.revision, self._catalog.deployments)
         for url, node in found.fetches.items():
             self._fetches.want(node, url, pin=True, reason="the parameter pool lacks it")
         return list(found.changes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from .chains import Chain, plan
@@ -139,14 +139,6 @@ class Fetches:
         models = {instance.model for instance in node.instances}
         keep = {url for url, item in self.by_url.items() if item.name in models} if models else set()
         return evict(node, deployment.size_bytes, self.by_url, keep) or []
-
-
-def by_url(deployments: Iterable[Deployment]) -> dict[str, Deployment]:
-    """Index deployments by their model. Of several that serve one model, the first counts."""
-    found: dict[str, Deployment] = {}
-    for deployment in deployments:
-        found.setdefault(deployment.url, deployment)
-    return found
 
 
 def current_targets(index: Index, deployment: Deployment) -> set[str]:

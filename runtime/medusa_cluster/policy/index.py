@@ -6,7 +6,18 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from .state import Copy, Instance, Node
+from .state import Copy, Deployment, Instance, Node
+
+
+class Catalog:
+    """Deployments by the model's URL, the first of each, and the names of those that always have instances."""
+
+    def __init__(self, deployments: dict[str, Deployment]) -> None:
+        self.deployments = deployments
+        self.by_url: dict[str, Deployment] = {}
+        for deployment in deployments.values():
+            self.by_url.setdefault(deployment.url, deployment)
+        self.always = [name for name, deployment in deployments.items() if deployment.min > 0]
 
 
 class Index:
@@ -27,6 +38,13 @@ class Index:
         self.free: dict[str, int] = {}  # node → free slots, if it has any
         self.revision = object()  # another one after each change of who holds, or uses, which version
         self._seen: dict[str, Node] = {}
+        self._catalog = Catalog({})
+
+    def catalog(self, deployments: Mapping[str, Deployment]) -> Catalog:
+        """Return the deployments' indexes; made anew only when one has changed."""
+        if self._catalog.deployments != deployments:
+            self._catalog = Catalog(dict(deployments))
+        return self._catalog
 
     def update(self, nodes: Mapping[str, Node]) -> None:
         seen = self._seen

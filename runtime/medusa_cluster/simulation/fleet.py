@@ -12,7 +12,7 @@ GBIT = 1e9 / 8
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Equal machines. ``link_bytes_per_s`` counts in each direction; ``store_bytes_per_s`` from the store, or a disk."""
+    """Equal machines. ``link_bytes_per_s``: in each direction. ``store_bytes_per_s``: from the store, or a disk."""
 
     name: str
     count: int
