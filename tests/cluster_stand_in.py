@@ -147,12 +147,13 @@ class StandIn:
             return web.json_response({"error": {"code": "Cluster.NoInstance", "message": "no"}}, status=404)
         self.calls.append((instance, path))
         body = await request.read()
-        headers = {"Content-Type": request.headers.get("Content-Type", "")}
+        kept = ("Content-Type", "X-Request-Id")
+        headers = {name: request.headers[name] for name in kept if name in request.headers}
         response: web.StreamResponse | None = None
         try:
             async with self._session.request(request.method, f"{backend}/{path}", data=body, headers=headers) as answer:
                 response = web.StreamResponse(status=answer.status)
-                for name in ("Content-Type", "Retry-After", "Content-Length"):
+                for name in ("Content-Type", "Retry-After", "Content-Length", "X-Request-Id"):
                     if name in answer.headers:
                         response.headers[name] = answer.headers[name]
                 await response.prepare(request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ OTHERS = frozenset(
     }
 )  # fmt: skip
 FRAMES = "/medusa/generate"  # a frame of the engine's socket, from a function with --engine cluster
+_PASSED_ON = ("X-Request-Id", "Traceparent", "Tracestate", "Baggage")
 ROUTES = SAMPLING | OTHERS | {FRAMES}
 
 
@@ -32,9 +34,10 @@ class Call:
     model: str
     body: bytes
     cost: float
+    headers: Mapping[str, str]
 
 
-def understand(route: str, raw: bytes) -> Call:
+def understand(route: str, raw: bytes, given: Mapping[str, str]) -> Call:
     """Read a body. One that samples without a seed gets one, so that it can be run again. Raises Fault 400."""
     body = _object(raw)
     model = body.get("model")
@@ -48,7 +51,8 @@ def understand(route: str, raw: bytes) -> Call:
         sequences = _sequences(body)
     elif route == FRAMES:
         raw = _seeded_frame(body)
-    return Call(route, model, raw, sequences + min(len(raw) / _PROMPT_BYTES, _MOST_FOR_PROMPT))
+    headers = {name: given[name] for name in _PASSED_ON if name in given}
+    return Call(route, model, raw, sequences + min(len(raw) / _PROMPT_BYTES, _MOST_FOR_PROMPT), headers)
 
 
 def _seeded_frame(body: dict[str, Any]) -> bytes:

@@ -134,7 +134,12 @@ class Relay:
         self, lease: Lease, call: Call, client: Client, progress: _Progress, transcript: Transcript
     ) -> Answer | None:
         sent = exchange(
-            self._session, lease.instance, self._health, path=call.route, body=call.body, headers=self._headers
+            self._session,
+            lease.instance,
+            self._health,
+            path=call.route,
+            body=call.body,
+            headers={**self._headers, **call.headers},
         )
         async with sent as answer:
             if not answer.is_stream:

@@ -45,6 +45,7 @@ class Server:
     def application(self) -> web.Application:
         limit = self._options.max_body_mb * 10**6
         app = web.Application(middlewares=[self._guard], client_max_size=limit)
+        app.on_response_prepare.append(_name_server)
         for route in sorted(ROUTES):
             app.router.add_post(route, self._answer)
         app.router.add_get("/v1/models", self._models)
@@ -73,7 +74,7 @@ class Server:
         with self._counted():
             try:
                 async with self._read(request) as raw:
-                    call = understand(request.path, raw)
+                    call = understand(request.path, raw, request.headers)
                     self._gateway.dispatch.deployed(call.model)
                     model = call.model
                     response = await self._relay(request, call, began)
@@ -240,6 +241,10 @@ class _Client:
                 await asyncio.sleep(_HEARTBEAT_S)
                 if time.monotonic() - self._sent_at >= _HEARTBEAT_S:
                     await self.send(sse.HEARTBEAT)
+
+
+async def _name_server(_: web.Request, response: web.StreamResponse) -> None:
+    response.headers["Server"] = "medusa-runtime"  # and not the versions of what it is made of
 
 
 def _model(name: str) -> dict[str, Any]:

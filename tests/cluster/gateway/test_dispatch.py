@@ -1,0 +1,204 @@
+"""Who waits, who is refused, and which instance gets a request."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+
+import pytest
+from medusa_cluster.gateway.dispatch import Dispatch, Lease
+from medusa_cluster.gateway.faults import Fault
+from medusa_cluster.gateway.metrics import Metrics
+from medusa_cluster.gateway.routes import Deployed, Instance, Routes, node_server, parse
+from medusa_runtime.errors import ClusterError
+
+Work = Callable[[Dispatch], Awaitable[None]]
+
+
+def routes(**models: list[str]) -> Routes:
+    """Models with the names of their ready instances."""
+    return Routes(
+        "1",
+        {
+            name: Deployed(
+                name,
+                {"settings": {"max_concurrency": "4"}},
+                tuple(Instance(found, "n", f"http://n:8114/instances/{found}", "ready") for found in instances),
+            )
+            for name, instances in models.items()
+        },
+    )
+
+
+def run(work: Work, max_waiting: int = 100) -> None:
+    async def main() -> None:
+        await work(Dispatch(max_waiting, Metrics(), lambda: None))
+
+    asyncio.run(main())
+
+
+async def lease(dispatch: Dispatch, model: str = "m", cost: float = 1.0, avoid: tuple[str, ...] = ()) -> Lease:
+    return await dispatch.lease(model, cost, avoid=frozenset(avoid), deadline=asyncio.get_running_loop().time() + 30)
+
+
+def test_the_instance_with_the_least_work_is_chosen() -> None:
+    async def work(dispatch: Dispatch) -> None:
+        dispatch.update(routes(m=["a", "b"]))
+        first = await lease(dispatch, cost=3)
+        others = [await lease(dispatch), await lease(dispatch), await lease(dispatch)]
+        assert [first.instance.id, *(one.instance.id for one in others)] == ["a", "b", "b", "b"]
+        dispatch.release(first)
+        assert (await lease(dispatch)).instance.id == "a"
+
+    run(work)
+
+
+def test_requests_wait_for_room_in_the_order_in_which_they_came() -> None:
+    async def work(dispatch: Dispatch) -> None:
+        dispatch.update(routes(m=["a"]))
+        held = [await lease(dispatch) for _ in range(4)]
+        got: list[int] = []
+
+        async def wait(number: int) -> None:
+            await lease(dispatch)
+            got.append(number)
+
+        tasks = [asyncio.create_task(wait(number)) for number in range(3)]
+        await asyncio.sleep(0)
+        for one in held[:3]:
+            dispatch.release(one)
+            await asyncio.sleep(0.01)
+        assert got == [0, 1, 2]
+        await asyncio.gather(*tasks)
+
+    run(work)
+
+
+def test_one_that_is_larger_than_an_instance_gets_an_idle_one() -> None:
+    async def work(dispatch: Dispatch) -> None:
+        dispatch.update(routes(m=["a"]))
+        assert (await lease(dispatch, cost=100)).instance.id == "a"
+
+    run(work)
+
+
+def test_what_lost_a_request_is_avoided_unless_there_is_nothing_else() -> None:
+    async def work(dispatch: Dispatch) -> None:
+        dispatch.update(routes(m=["a", "b"]))
+        assert (await lease(dispatch, avoid=("a",))).instance.id == "b"
+        dispatch.update(routes(m=["a"]))
+        assert (await lease(dispatch, avoid=("a",))).instance.id == "a"
+
+    run(work)
+
+
+def test_a_paused_and_a_lost_instance_get_nothing_for_a_while() -> None:
+    async def work(dispatch: Dispatch) -> None:
+        dispatch.update(routes(m=["a", "b"]))
+        dispatch.pause("a")
+        assert (await lease(dispatch)).instance.id == "b"
+        began = time.monotonic()
+        dispatch.set_lost("b", True)
+        found = await lease(dispatch)
+        assert found.instance.id == "a"
+        assert time.monotonic() > began
+        dispatch.set_lost("a", True)
+        waiting = asyncio.create_task(lease(dispatch))
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        dispatch.set_lost("b", False)
+        assert (await waiting).instance.id == "b"
+
+    run(work)
+
+
+def test_a_longer_queue_gives_its_newest_request_up() -> None:
+    async def work(dispatch: Dispatch) -> None:
+        dispatch.update(routes(a=[], b=[], c=[]))
+        flood = [asyncio.create_task(lease(dispatch, "a")) for _ in range(6)]
+        await asyncio.sleep(0)
+        others = [asyncio.create_task(lease(dispatch, name)) for name in ("b", "c", "b", "c")]
+        await asyncio.sleep(0.01)
+        assert [one.done() for one in flood] == [False, False, True, True, True, True]
+        assert not any(one.done() for one in others)
+        for name in ("a", "b", "c"):
+            with pytest.raises(Fault) as caught:
+                await lease(dispatch, name)
+            assert caught.value.status == 503
+            assert caught.value.headers()["Retry-After"]
+        for one in flood[2:]:
+            with pytest.raises(Fault):
+                await one
+        for one in (*flood, *others):
+            one.cancel()
+        await asyncio.gather(*flood, *others, return_exceptions=True)
+
+    run(work, max_waiting=6)
+
+
+def test_a_model_that_is_removed_ends_what_waits_for_it() -> None:
+    async def work(dispatch: Dispatch) -> None:
+        dispatch.update(routes(m=[]))
+        waiting = asyncio.create_task(lease(dispatch))
+        await asyncio.sleep(0)
+        dispatch.update(routes())
+        with pytest.raises(Fault) as caught:
+            await waiting
+        assert (caught.value.status, caught.value.code) == (404, "model_not_found")
+
+    run(work)
+
+
+def test_whatever_is_cancelled_leaves_no_trace() -> None:
+    """Requests come, are cancelled and end at random, while instances come and go."""
+
+    async def work(dispatch: Dispatch) -> None:
+        chance = random.Random(4)
+
+        async def request() -> None:
+            found = await lease(dispatch, cost=chance.choice((1, 2, 5)))
+            try:
+                await asyncio.sleep(chance.random() * 0.01)
+            finally:
+                dispatch.release(found)
+
+        running = set()
+        for _ in range(600):
+            task = asyncio.create_task(request())
+            running.add(task)
+            task.add_done_callback(running.discard)
+            if chance.random() < 0.3:
+                chance.choice(tuple(running)).cancel()
+            if chance.random() < 0.1:
+                dispatch.update(routes(m=chance.choice((["a"], ["a", "b"], ["b", "c", "d"]))))
+            if chance.random() < 0.05:
+                dispatch.pause(chance.choice("abcd"))
+            await asyncio.sleep(0.001 * chance.random())
+        dispatch.update(routes(m=["a", "b"]))
+        await asyncio.gather(*running, return_exceptions=True)
+        gauges = dispatch.gauges()
+        assert (gauges["waiting"]["m"], gauges["running"]["m"]) == (0, 0)
+        assert dispatch.busy() == []
+
+    run(work)
+
+
+def test_routes_are_read_and_what_is_none_is_refused() -> None:
+    found = parse(
+        {"version": 3, "models": {"m": {"instances": [{"id": 1, "url": "http://n/instances/1/", "state": "ready"}]}}}
+    )
+    assert found.version == "3"
+    (instance,) = found.models["m"].instances
+    assert (instance.id, instance.url, node_server(instance.url)) == ("1", "http://n/instances/1", "http://n")
+    assert found.models["m"].concurrency == 64
+    assert node_server("http://n:1") is None
+    for bad in (None, [], {}, {"models": []}, {"models": {"m": {}}}, {"models": {"m": {"instances": [{"id": 1}]}}}):
+        with pytest.raises(ClusterError, match="expected routes"):
+            parse(bad)
+
+
+@pytest.mark.parametrize(("value", "expected"), [("8", 8), (None, 64), ("x", 64), ("0", 1), ([], 64)])
+def test_the_places_of_an_instance_are_its_setting(value: object, expected: int) -> None:
+    assert Deployed("m", {"settings": {"max_concurrency": value}}).concurrency == expected
