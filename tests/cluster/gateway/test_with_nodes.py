@@ -82,7 +82,7 @@ def _pid(nodes: Nodes, instance: dict[str, Any]) -> int:
 
 
 def test_requests_bring_instances_up_and_none_is_lost_when_they_go(
-    nodes: Nodes, gateway: GatewayProcess, expected: Callable[[int], str]
+    nodes: Nodes, gateway: GatewayProcess, expected: Callable[[int], str], tmp_path: Path
 ) -> None:
     head, _ = nodes
     stream = Stream(gateway, "/v1/completions", ASKED | {"max_tokens": 480})
@@ -104,6 +104,8 @@ def test_requests_bring_instances_up_and_none_is_lost_when_they_go(
     # The page and the status know it all, and without work the last instance goes.
     assert NAME in gateway.get("/")[1]
     assert gateway.get("/cluster/status")[1]["gateways"]
+    assert head.medusa("status", "--html", str(tmp_path / "cluster.html")).returncode == 0
+    assert NAME in (tmp_path / "cluster.html").read_text()
     until_slowly(lambda: not head.call("routes")["models"][NAME]["instances"], head.output)
     assert gateway.post("/v1/completions", {"model": NAME, "max_tokens": 60, **ASKED})[0] == 200
 
