@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 _LONGEST_INDEX_BYTES = 512 << 20
 _ERROR_BODY_BYTES = 4 << 10
+_ANSWER_S = 3.0  # for a connection, and for an answer to begin
 _SILENCE_S = 1.0  # after which a peer is asked whether it lives
 _PROBE_S = 2.0  # for its answer
 _STANDSTILL_S = 4.0  # how long a peer that lives may get nothing itself
@@ -221,11 +222,14 @@ class PeerStore:
             with self._lock:
                 connection = self._idle.pop() if self._idle else None
             used = connection is not None
-            connection = connection or self._connect(_SILENCE_S)
+            connection = connection or self._connect(_ANSWER_S)
             with self._lock:
                 self._busy[threading.get_ident()] = connection
             try:
-                return connection, connection.request(path, headers)
+                connection.limit_silence(_ANSWER_S)
+                response = connection.request(path, headers)
+                connection.limit_silence(_SILENCE_S)
+                return connection, response
             except WireError as error:
                 connection.close()
                 self._give_back(connection)

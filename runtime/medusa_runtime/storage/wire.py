@@ -251,6 +251,13 @@ class Connection:
         self._pace.add(len(data), time.monotonic() - began)
         return data
 
+    def limit_silence(self, timeout_s: float) -> None:
+        """Limit how long ``receive`` waits for anything; until then it is the connection's ``timeout_s``."""
+        if self.endpoint.tls:
+            self._socket.settimeout(timeout_s)
+        else:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(timeout_s))
+
     def give_up_after(self, unanswered_s: float) -> None:
         """End the connection when the other machine acknowledges nothing for so long (TCP_USER_TIMEOUT)."""
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(unanswered_s * 1000))
@@ -301,9 +308,8 @@ def _connect(
     if not endpoint.tls:
         # The kernel enforces the timeouts from here on; Python's own cost a poll before each call.
         connection.settimeout(None)
-        limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(timeout_s))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout_s))
         return connection
     import ssl  # 10 ms, only for https
 
@@ -321,6 +327,10 @@ def _connect(
         connection.close()
         reason = _reason(error) if isinstance(error, OSError) else "its name cannot be in a certificate"
         raise WireError(f"no TLS connection: {reason}", refused=True) from None
+
+
+def _timeval(seconds: float) -> bytes:
+    return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
 
 
 def _tunnel(connection: socket.socket, endpoint: Endpoint, proxy: Proxy, timeout_s: float) -> None:
