@@ -12,6 +12,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from ..json_lines import error_answer
+from ..transport.pacing import connection_of, mark_serving
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,6 +53,8 @@ class Forwarder:
         if instance is None or instance.port is None:
             error = NoInstanceError(f"this node has no instance {request.match_info['id']} that listens")
             return web.json_response(error_answer(error), status=404)
+        if (connection := connection_of(request.transport)) is not None:
+            mark_serving(connection)
         instance.running += 1
         try:
             return await self._pass_on(request, instance, instance.port)

@@ -6,6 +6,7 @@ discipline for it. Marks are for queues that heed them: SO_PRIORITY on this mach
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 from collections import Counter
@@ -63,6 +64,12 @@ class Pacer:
                 self._paced[connection] = each
 
 
+def connection_of(transport: asyncio.BaseTransport | None) -> socket.socket | None:
+    """Return the connection of a request's transport; None when it has ended."""
+    found = None if transport is None else transport.get_extra_info("socket")
+    return None if found is None else getattr(found, "_sock", found)
+
+
 def mark_serving(connection: socket.socket) -> None:
     """Mark a connection whose bytes a user waits for: requests, activations, keys and values."""
     _mark(connection, _TOS_SERVING)
@@ -83,4 +90,4 @@ def _mark(connection: socket.socket, tos: int) -> None:
             connection.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, tos)
 
 
-__all__ = ["Pacer", "mark_serving", "mark_weights"]
+__all__ = ["Pacer", "connection_of", "mark_serving", "mark_weights"]

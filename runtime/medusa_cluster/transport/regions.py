@@ -35,7 +35,7 @@ from medusa_runtime.storage.framing import (
     pack_index,
 )
 
-from .pacing import Pacer, mark_weights
+from .pacing import Pacer, connection_of, mark_weights
 
 _LONGEST_RANGE_BYTES = 64 << 20
 _MOST_RUN = 64  # chunks that are sent with one call
@@ -173,7 +173,7 @@ class RegionRoutes:
         response.content_type = "application/octet-stream"
         response.content_length = framed_bytes(count, size)
         await response.prepare(request)
-        connection = _socket(request)
+        connection = connection_of(request.transport)
         if connection is not None:
             mark_weights(connection)
         # A fetch asks for the next range before it has the one before. Sent at a time, both would come half as fast,
@@ -225,7 +225,7 @@ class RegionRoutes:
             Frame(size, count - 1 - number, region.checksum(first + number)).pack() for number, size in enumerate(sizes)
         ]
         size, offset = sum(sizes), region.offset(first)
-        transport, connection = request.transport, _socket(request)
+        transport, connection = request.transport, connection_of(request.transport)
         if transport is None or connection is None or transport.is_closing():
             raise ConnectionResetError("the peer has gone")
         loop = asyncio.get_running_loop()
@@ -302,12 +302,6 @@ def _number(text: str | None) -> int:
     if text is None or not text.isascii() or not text.isdecimal() or len(text) > 18:
         raise _Refused(400, "expected whole numbers")
     return int(text)
-
-
-def _socket(request: web.Request) -> socket.socket | None:
-    transport = request.transport
-    found = None if transport is None else transport.get_extra_info("socket")
-    return None if found is None else getattr(found, "_sock", found)
 
 
 def _abort(request: web.Request) -> None:
