@@ -32,7 +32,7 @@ class Consolidation:
         self.become = become
         self.began_ns = time.monotonic_ns()
         self.draining = False
-        self._drained_ns = 0
+        self._drained_ns = self._early_bytes = 0
         self._gathering = gathering
         self._held: dict[Sequence, _Held] = {}
         self._round: dict[Sequence, _Held] = {}
@@ -55,6 +55,7 @@ class Consolidation:
         new = sum(count - self._count(one) for one, count in counts.items())
         if new <= len(counts) or self._rounds >= _MOST_ROUNDS:
             self.draining = True
+            self._early_bytes = self._gathering.bytes
             self._drained_ns = time.monotonic_ns()
         else:
             self._fetch(counts)
@@ -73,7 +74,13 @@ class Consolidation:
     def detail(self) -> dict[str, Any]:
         """For the timeline."""
         pause_s = (time.monotonic_ns() - self._drained_ns) / 1e9
-        return {"bytes": self._gathering.bytes, "rounds": self._rounds, "pause_s": round(pause_s, 6)}
+        last = self._gathering.bytes - self._early_bytes
+        return {
+            "bytes": self._gathering.bytes,
+            "last_bytes": last,
+            "rounds": self._rounds,
+            "pause_s": round(pause_s, 6),
+        }
 
     def close(self) -> None:
         self._gathering.close()

@@ -2,7 +2,8 @@
 
 It fetches the model into a region, its own layers first, and serves the engine protocol on a Unix socket: at rank 0 for
 the whole group, at others when they have become instances. ``medusa serve --engine group`` does the same with all that
-an instance has besides. Everything else is set as for ``medusa serve``, by ``MEDUSA_*`` variables.
+an instance has besides. Without ``--group`` it is an instance by itself, to compare with. Everything else is set as for
+``medusa serve``, by ``MEDUSA_*`` variables.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         settings = from_env(
             os.environ,
-            engine="group",
+            engine="torch" if options.group is None else "group",
             model=options.model,
             layers=options.layers,
             group=options.group,
@@ -129,8 +130,8 @@ def _listen(path: str) -> socket.socket:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m medusa_cluster.group.worker", description=__doc__)
     parser.add_argument("--model", required=True, help="the checkpoint, as for medusa serve")
-    parser.add_argument("--group", required=True, help="the file that describes the group (see GroupPlan)")
-    parser.add_argument("--layers", required=True, metavar="START:STOP", help="the layers that this worker holds first")
+    parser.add_argument("--group", help="the file that describes the group (see GroupPlan)")
+    parser.add_argument("--layers", metavar="START:STOP", help="the layers that this worker of a pipeline holds first")
     parser.add_argument("--socket", required=True, metavar="PATH", help="the Unix socket to serve the engine on")
     parser.add_argument("--timeline", metavar="PATH", help="write the timeline to this file at the end")
     parser.add_argument("--die-with-parent", action="store_true", help="end when the process ends that started this")

@@ -1,0 +1,47 @@
+"""A burst of requests that wakes four nodes: as a group that becomes four instances, or as four that load first."""
+
+from __future__ import annotations
+
+import threading
+from statistics import mean
+from typing import Any
+
+from benchmarks.pipeline.options import Options, row
+from benchmarks.pipeline.workers import Site, Stream, Workers, follow
+
+SIZE, REQUESTS = 4, 32
+_PROMPT, _COUNT = 64, 16
+
+
+def rows(options: Options) -> list[dict[str, Any]]:
+    ratios, ours, theirs = [], [], []
+    with Site(options, SIZE) as site:
+        size = min(SIZE, len(site.bytes.layers))
+        for _ in range(options.runs):
+            with Workers(site, [None] * size, [None] * size) as loading:
+                slow = _burst(loading, [number % size for number in range(REQUESTS)])
+            with Workers.group(site, size, then="up") as group:
+                fast = _burst(group, [0] * REQUESTS)
+            theirs.append(slow)
+            ours.append(fast)
+            ratios.append(slow / fast)
+    return [
+        row("burst-load-then-serve", "ttft_s", "s", theirs),
+        row("burst-scaling-up", "ttft_s", "s", ours),
+        row("burst", "ttft_ratio", "ratio", ratios),
+    ]
+
+
+def _burst(workers: Workers, ranks: list[int]) -> float:
+    """The mean time to the first token of requests that all came at the start."""
+    streams: list[Stream] = []
+    threads = []
+    for number, rank in enumerate(ranks):
+        made = Stream(workers.began)
+        source = workers.begin(rank, prompt=_PROMPT, count=_COUNT, number=number)
+        streams.append(made)
+        threads.append(threading.Thread(target=follow, args=(made, source)))
+        threads[-1].start()
+    for thread in threads:
+        thread.join()
+    return mean(stream.ttft_s for stream in streams)

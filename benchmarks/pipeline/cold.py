@@ -1,0 +1,83 @@
+"""The first token from cold by one worker and by groups, and how well it was predicted (ParaServe §8.2, Eq. 5)."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+from medusa_runtime.state.stage_times import StageTimes, Worker
+from medusa_runtime.timeline import Stage
+
+from benchmarks.pipeline.options import Options, row
+from benchmarks.pipeline.workers import Site, Workers
+
+SIZES = (1, 2, 4)
+_PROMPT, _COUNT = 32, 16
+_NS = 1e9
+
+
+def rows(options: Options) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    with Site(options, max(SIZES)) as site:
+        sizes = [size for size in SIZES if size <= len(site.bytes.layers)]
+        ttft: dict[int, list[float]] = {size: [] for size in sizes}
+        decode: dict[int, list[float]] = {size: [] for size in sizes}
+        starts: list[list[Stage]] = []
+        for _ in range(options.runs):
+            for size in sizes:
+                with Workers.group(site, size) as workers:
+                    stream = workers.stream(prompt=_PROMPT, count=_COUNT, began=workers.began)
+                    ttft[size].append(stream.ttft_s)
+                    decode[size].append(median(stream.gaps()))
+                    workers.end()
+                    if size == 1:
+                        starts.append(workers.stages(0))
+        for size in sizes:
+            found.append(row(f"cold-{size}", "ttft_s", "s", ttft[size]))
+            found.append(row(f"cold-{size}", "tpot_s", "s", decode[size]))
+        if 4 in sizes:
+            ratios = [one / four for one, four in zip(ttft[1], ttft[4], strict=True)]
+            found.append(row("cold", "speedup_4", "ratio", ratios))
+        found += _predictions(site, starts, decode, ttft)
+    return found
+
+
+def _predictions(
+    site: Site, starts: list[list[Stage]], decode: dict[int, list[float]], ttft: dict[int, list[float]]
+) -> list[dict[str, Any]]:
+    """Eq. 5 from the starts of one worker, for all sizes, against what was measured."""
+    times = _times(site, starts, median(decode[1]))
+    hop_s = max((median(decode[size]) - median(decode[1])) / size for size in decode) if len(decode) > 1 else 0.0
+    errors, found = [], []
+    for size, measured in ttft.items():
+        # The slowest worker fetches the largest part, as layers are not cut.
+        share = site.total_bytes / size / site.part_bytes(size) if size > 1 else 1.0
+        workers = [Worker(site.options.link_bytes_per_s * share)] * size
+        predicted = times.predicted_ttft_s(workers, full_memory=size, hop_s=max(hop_s, 0.0) if size > 1 else 0.0)
+        found.append(row(f"prediction-{size}", "ttft_s", "s", [predicted]))
+        errors.append(100 * abs(predicted - median(measured)) / median(measured))
+    return [*found, row("prediction", "error_pct", "%", [max(errors)])]
+
+
+def _times(site: Site, starts: list[list[Stage]], decode_s: float) -> StageTimes:
+    """What one worker's starts took, by stages; its weights are views of the region, so nothing is copied."""
+
+    def length(stages: list[Stage], name: str, process: str = "engine") -> float:
+        return sum((s.end_ns - s.start_ns) / _NS for s in stages if s.name == name and s.process == process)
+
+    def moment(stages: list[Stage], name: str) -> float:
+        return next(s.start_ns for s in stages if s.name == name) / _NS
+
+    waits = [length(one, "wait") for one in starts]
+    forwards = [length(one, "first_forward") for one in starts]
+    return StageTimes(
+        container_s=median([moment(one, "fork") - moment(one, "exec") for one in starts]),
+        device_s=0.0,
+        import_s=median([length(one, "import") for one in starts]),
+        prefill_s=max(median([f - w for f, w in zip(forwards, waits, strict=True)]), 0.0),
+        decode_s=decode_s,
+        weights_bytes=site.total_bytes,
+        load_bytes_per_s=float("inf"),
+        ttft_s=median([moment(one, "first_token") - moment(one, "exec") for one in starts]),
+        starts=len(starts),
+    )

@@ -1,0 +1,32 @@
+"""What the rows of pipelines are measured with, and the form in which a module hands them back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from medusa_adapters.bench.result import Row
+
+
+@dataclass(frozen=True)
+class Options:
+    """``model`` is a checkpoint's folder. ``cpus`` is each node's share of the cores, or None without a limit."""
+
+    model: Path
+    rows: tuple[str, ...]
+    link_bytes_per_s: float = 50e6
+    cpus: float | None = None
+    runs: int = 3
+    prompt_tokens: int = 512
+    tokens: int = 96
+    load_s: float = 60.0
+
+    def wants(self, name: str) -> bool:
+        return name in self.rows
+
+
+def row(name: str, metric: str, unit: str, samples: Sequence[float]) -> dict[str, Any]:
+    """Summarize samples as one row of the result. Raises ValueError without samples."""
+    return asdict(Row.of(name, metric, unit, samples))

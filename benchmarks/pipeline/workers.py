@@ -1,0 +1,207 @@
+"""Workers in the nodes of a laboratory, from exec to their first tokens and beyond."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from medusa_cluster.group.ranges import ModelBytes, layer_settings, split
+from medusa_cluster.lab.laboratory import Laboratory
+from medusa_cluster.lab.link import Link
+from medusa_runtime.checkpoint.reader import open_checkpoint
+from medusa_runtime.engine.base import GenerateRequest, SamplingParams
+from medusa_runtime.engine.client import EngineClient, TokenStream
+from medusa_runtime.errors import EngineError
+from medusa_runtime.timeline import Stage
+
+from benchmarks.pipeline.options import Options
+
+_PORT = 9100
+_START_S = 120.0
+_PROMPT = tuple(100 + 7 * number % 1000 for number in range(4096))
+_EVERY_S = 0.002
+
+
+@dataclass
+class Stream:
+    """The tokens of one request, and when each came, in seconds from ``began``."""
+
+    began: float
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+
+    @property
+    def ttft_s(self) -> float:
+        return self.times[0]
+
+    def gaps(self) -> list[float]:
+        return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
+
+
+class Site:
+    """A laboratory whose origin serves the model; a context manager."""
+
+    def __init__(self, options: Options, nodes: int) -> None:
+        self.options = options
+        self._stack = ExitStack()
+        self.laboratory = Laboratory(
+            nodes,
+            Link(options.link_bytes_per_s),
+            cpus=options.cpus,
+            origin={"model": options.model},
+            origin_link=Link(max(nodes, 4) * 4 * options.link_bytes_per_s),
+        )
+        checkpoint = open_checkpoint(str(options.model))
+        self.bytes = ModelBytes.of(checkpoint.index)
+        self.total_bytes = checkpoint.index.total_bytes
+        checkpoint.store.close()
+
+    def __enter__(self) -> Self:
+        self._stack.enter_context(self.laboratory)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    @property
+    def url(self) -> str:
+        return f"{self.laboratory.origin_url}/model"
+
+    def ranges(self, size: int) -> list[tuple[int, int]]:
+        return split(self.bytes, size)
+
+    def part_bytes(self, size: int) -> int:
+        """The bytes of the largest part."""
+        parts = []
+        for start, stop in self.ranges(size):
+            ends = (self.bytes.entry if start == 0 else 0) + (self.bytes.exit if stop == len(self.bytes.layers) else 0)
+            parts.append(sum(self.bytes.layers[start:stop]) + ends)
+        return max(parts)
+
+
+class Workers:
+    """Some workers of one model, started together; a context manager that ends them. ``began``: when the first was."""
+
+    def __init__(self, site: Site, plans: list[dict[str, Any] | None], layers: list[str | None], **urls: str) -> None:
+        self.site = site
+        self._stack = ExitStack()
+        self.folder = Path(self._stack.enter_context(_temporary()))
+        self.began = time.monotonic()
+        self.processes = [self._start(rank, plan, layers[rank], urls) for rank, plan in enumerate(plans)]
+        self.clients = [self._client(rank) for rank in range(len(plans))]
+
+    @classmethod
+    def group(cls, site: Site, size: int, then: str = "stay", **plan: Any) -> Workers:
+        """A group over ``size`` nodes; of one, an instance by itself. ``url_1`` is another store for rank 1."""
+        urls = {name: plan.pop(name) for name in tuple(plan) if name.startswith("url_")}
+        if size == 1:
+            return cls(site, [None], [None])
+        leader = f"{site.laboratory.address(site.laboratory.nodes[0])}:{_PORT}"
+        common = {"group": secrets.token_hex(4), "token": secrets.token_hex(16), "size": size, "leader": leader}
+        common |= {"then": then, "form_s": _START_S, "silent_s": 30.0, **plan}
+        plans = [
+            {**common, "rank": rank, "bind": site.laboratory.address(site.laboratory.nodes[rank])}
+            for rank in range(size)
+        ]
+        live = plan.get("mode") == "live"
+        layers: list[str | None] = [None] * size if live else [*layer_settings(site.ranges(size))]
+        return cls(site, list(plans), layers, **urls)
+
+    def _start(
+        self, rank: int, plan: dict[str, Any] | None, layers: str | None, urls: dict[str, str]
+    ) -> subprocess.Popen[Any]:
+        command = [sys.executable, "-m", "medusa_cluster.group.worker", "--die-with-parent"]
+        command += ["--model", urls.get(f"url_{rank}", self.site.url), "--socket", str(self.folder / f"{rank}.sock")]
+        command += ["--timeline", str(self.folder / f"{rank}.timeline")]
+        if layers is not None:
+            command += ["--layers", layers]
+        if plan is not None:
+            path = self.folder / f"{rank}.json"
+            path.touch(mode=0o600)
+            path.write_text(json.dumps(plan))
+            command += ["--group", str(path)]
+        log = open(self.folder / f"{rank}.log", "w+b")  # noqa: SIM115 (closed with the stack)
+        self._stack.callback(log.close)
+        environment = {**os.environ, "MEDUSA_THREADS": "1", "MEDUSA_KV_CACHE_MB": "512"}
+        environment["MEDUSA_MAX_BATCHED_TOKENS"] = "512"  # so that a queue is a queue, and not one step
+        if f"url_{rank}" in urls:
+            environment["MEDUSA_CONNECTIONS"] = "1"
+        node = self.site.laboratory.nodes[rank]
+        return self.site.laboratory.popen(node, command, env=environment, stdout=log, stderr=log)
+
+    def _client(self, rank: int) -> EngineClient:
+        path = self.folder / f"{rank}.sock"
+        deadline = time.monotonic() + _START_S
+        while not path.exists():
+            if self.processes[rank].poll() is not None or time.monotonic() > deadline:
+                raise EngineError(f"worker {rank} did not start: {self.log(rank)}")
+            time.sleep(_EVERY_S)
+        client = EngineClient(str(path))
+        client.start()
+        self._stack.callback(client.close)
+        return client
+
+    def log(self, rank: int) -> str:
+        return (self.folder / f"{rank}.log").read_text(errors="replace")[-2000:]
+
+    def begin(self, rank: int = 0, *, prompt: int, count: int, number: int = 0, **params: Any) -> TokenStream:
+        given = SamplingParams(**{"temperature": 0.0, "max_tokens": count, "ignore_eos": True, **params})
+        tokens = (number % 50 + 3, *_PROMPT[: prompt - 1])
+        return self.clients[rank].generate(GenerateRequest(secrets.token_hex(8), tokens, given))
+
+    def stream(self, rank: int = 0, *, prompt: int, count: int, began: float | None = None, **params: Any) -> Stream:
+        """Ask and read to the end; times count from ``began``, or from the request."""
+        made = Stream(time.monotonic() if began is None else began)
+        follow(made, self.begin(rank, prompt=prompt, count=count, **params))
+        return made
+
+    def stats(self, rank: int = 0) -> dict[str, Any]:
+        return self.clients[rank].stats()
+
+    def stages(self, rank: int) -> list[Stage]:
+        """A worker's timeline, once it has ended."""
+        path = self.folder / f"{rank}.timeline"
+        return [Stage(*json.loads(line)) for line in path.read_bytes().splitlines()]
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.terminate()
+        for process in self.processes:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+        self._stack.close()
+
+
+def follow(made: Stream, stream: TokenStream) -> None:
+    """Read a stream to its end."""
+    for delta in stream:
+        made.tokens += delta.token_ids
+        made.times += [time.monotonic() - made.began] * len(delta.token_ids)
+
+
+def _temporary() -> Any:
+    import tempfile
+
+    return tempfile.TemporaryDirectory(prefix="medusa-pipeline-")

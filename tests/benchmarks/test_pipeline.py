@@ -1,0 +1,48 @@
+"""The benchmark of groups: its options, what it makes of samples, and a small run where that is possible."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from medusa_runtime.errors import ConfigError
+
+from benchmarks.pipeline.__main__ import ROWS, main
+from benchmarks.pipeline.consolidation import _differences
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--rows", "speed"), "expected names of cold, prediction, transition"),
+        (("--runs", "0"), "--runs of 1"),
+        (("--model", "/nowhere"), "no config.json"),
+    ],
+)
+def test_bad_calls_are_refused(arguments: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        main(["--model", str(EXAMPLE), *arguments])
+
+
+def test_lost_changed_and_doubled_tokens_are_counted() -> None:
+    assert _differences([1, 2, 3], [1, 2, 3]) == 0
+    assert _differences([1, 9, 3], [1, 2, 3]) == 1
+    assert _differences([1, 2], [1, 2, 3]) == 1
+    assert _differences([1, 2, 2, 3], [1, 2, 3]) == 2
+
+
+@pytest.mark.cluster
+@pytest.mark.root
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="a laboratory needs root")
+def test_a_group_in_a_laboratory_gives_its_rows(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    arguments = ["--model", str(EXAMPLE), "--rows", "transition,consolidation", "--runs", "1", "--tokens", "16"]
+    assert main([*arguments, "--prompt-tokens", "64", "--link", "10MB", "--json", str(file)]) == 0
+    rows = {row["name"]: row["median"] for row in json.loads(file.read_text())["rows"]}
+    assert rows["transition"] == 0
+    assert set(rows) <= set(ROWS)
