@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http import HTTPStatus
 from pathlib import Path
 from ssl import SSLContext
@@ -86,6 +87,17 @@ class RayNodes:
         if node not in self._actors:
             self._actors[node] = await asyncio.get_running_loop().run_in_executor(None, _make_actor, node)
         return self._actors[node]
+
+    async def forget(self, node: str) -> None:
+        """End the node's actor: Ray would wait for a node of this name for ever."""
+        import ray
+
+        def kill() -> None:
+            with suppress(ValueError):  # there is none
+                ray.kill(ray.get_actor(actor_name(node), NAMESPACE))
+
+        self._actors.pop(node, None)
+        await asyncio.get_running_loop().run_in_executor(None, kill)
 
     async def answers(self, node_url: str) -> bool:
         """Ask the node server itself, without Ray."""

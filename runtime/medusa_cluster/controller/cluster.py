@@ -35,7 +35,8 @@ _STATUS_S = 0.25  # between two looks at one node
 _STATUS_WITHIN_S = 3.0
 _SILENT_S = 4.0  # without a status
 _RECOVERS_WITHIN_S = 5.0  # after a start, for the nodes to say what runs on them
-_FORGET_LOST_S = 3600.0
+_GIVE_UP_S = 60.0  # after a node's loss
+_FORGET_LOST_S = 3600.0  # and the status shows it no more
 _KEPT_EVENTS = 500
 _LONGEST_WAIT_S = 30.0
 
@@ -99,7 +100,11 @@ class Cluster:
         for name, node in list(self.nodes.items()):
             if name not in self._pollers or self._pollers[name].done():
                 self._pollers[name] = asyncio.create_task(self._follow_node(node))
-            if node.lost_at is not None and time.monotonic() - node.lost_at > _FORGET_LOST_S:
+            lost_s = 0.0 if node.lost_at is None else time.monotonic() - node.lost_at
+            if lost_s > _GIVE_UP_S and name not in names and not node.given_up:
+                node.given_up = True
+                self._looks[name] = asyncio.create_task(self._way.forget(name))
+            if lost_s > _FORGET_LOST_S:
                 del self.nodes[name]
                 self._pollers.pop(name).cancel()
             elif name not in names and node.lost_at is None and (name not in self._looks or self._looks[name].done()):
@@ -122,7 +127,7 @@ class Cluster:
 
     def _take_status(self, node: KnownNode, found: Mapping[str, Any]) -> None:
         if node.lost_at is not None:
-            node.lost_at = None
+            node.lost_at, node.given_up = None, False
             self.tell("node-back", f"the node {node.name} is back", node=node.name)
         elif not node.status:
             self.tell("node-joined", f"the node {node.name} has joined", node=node.name)

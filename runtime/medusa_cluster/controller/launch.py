@@ -15,10 +15,10 @@ def main(arguments: Sequence[str]) -> int:
     import ray
 
     from ..node.actor import NAMESPACE
-    from ..node.ray_processes import NODE_LABEL
+    from ..node.ray_processes import HEAD_LABEL
     from .actor import CONTROLLER_NAME, Controller
 
-    address, head = arguments
+    (address,) = arguments
     ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR", configure_logging=False)
     controller = (
         ray.remote(Controller)
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
             namespace=NAMESPACE,
             lifetime="detached",
             get_if_exists=True,
-            label_selector={NODE_LABEL: head},
+            label_selector={HEAD_LABEL: "true"},
             max_restarts=-1,
             max_task_retries=-1,
             num_cpus=0,

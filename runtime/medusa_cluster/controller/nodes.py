@@ -19,6 +19,9 @@ class Nodes(Protocol):
     async def answers(self, node_url: str) -> bool:
         """Whether a node server answers requests, so that its instances can be used."""
 
+    async def forget(self, node: str) -> None:
+        """Give up a node that was lost. Should it come back, it is as if it were new."""
+
     async def request_more(self, count: int) -> None:
         """Ask for this many more nodes than there are."""
 
@@ -36,6 +39,7 @@ class KnownNode:
     seen_at: float = 0.0  # monotonic, of the status
     lost_at: float | None = None
     silent: bool = False
+    given_up: bool = False
     drained_told: bool = False
     excluded: set[tuple[str, str]] = field(default_factory=set)  # (model, peer): wrong bytes, as was told
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 from .settings import NodeServerSettings
 
 NODE_LABEL = "medusa-node"
+HEAD_LABEL = "medusa-head"  # a new head may have another name; the controller is to run there all the same
 NODE_RESOURCE = "medusa_node"  # one on each node, so that Ray's autoscaler can be asked for more nodes
 CONTROL_SOCKET_VARIABLE = "MEDUSA_CLUSTER_CONTROL_SOCKET"
 STARTED = "Ray runtime started"
@@ -41,6 +42,7 @@ _HEALTH = {
 def ray_command(settings: NodeServerSettings, head_ray_address: str | None) -> list[str]:
     """The command line; ``head_ray_address`` is None on the head."""
     port = settings.ray_port
+    labels = f"{NODE_LABEL}={settings.name}" + (f",{HEAD_LABEL}=true" if settings.is_head else "")
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
     if head_ray_address is None:
         command += ["--head", f"--port={port}", "--include-dashboard=false"]
@@ -52,7 +54,7 @@ def ray_command(settings: NodeServerSettings, head_ray_address: str | None) -> l
         *command,
         f"--node-ip-address={settings.host}",
         f"--temp-dir={settings.ray_folder}",
-        f"--labels={NODE_LABEL}={settings.name}",
+        f"--labels={labels}",
         f"--resources={json.dumps({NODE_RESOURCE: 1})}",
         "--num-cpus=0",
         "--object-store-memory=80000000",

@@ -133,12 +133,14 @@ class NodeServer:
         logger.error("Ray's processes ended (status %s): %s; starting them again", child.status, said[-1:] or "")
 
     async def _tell(self) -> None:
-        """Show when the cluster can be used from here."""
+        """Show when the controller knows this node, and answers gateways."""
         await self._ray_started.wait()
         while True:
             with suppress(NoControllerError):
-                await self._line.call("status", {})
-                break
+                await self._line.call("routes", {})
+                nodes = (await self._line.call("status", {}))["nodes"]
+                if any(node["name"] == self._settings.name and node["state"] != "joining" for node in nodes):
+                    break
             await asyncio.sleep(_LOOK_S)
         self._show("ready")
 
@@ -149,7 +151,7 @@ class NodeServer:
         while True:
             await self._ray_started.wait()
             child = self._launcher = Child(
-                [*launch, f"{settings.host}:{settings.ray_port}", settings.name],
+                [*launch, f"{settings.host}:{settings.ray_port}"],
                 ray_environment(settings, os.environ),
                 settings.log_folder / "controller-launch.log",
             )

@@ -104,6 +104,9 @@ class Net:
     async def answers(self, node_url: str) -> bool:
         return any(node_url == f"http://{name}:8114" for name in self.serving)
 
+    async def forget(self, node: str) -> None:
+        self.nodes.pop(node)
+
     async def request_more(self, count: int) -> None:
         self.requested = count
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster_nodes import MODEL, ClusterNode, complete, environment, until
@@ -213,6 +214,30 @@ def test_errors_of_calls_say_what_was_expected(nodes: tuple[ClusterNode, Cluster
     with pytest.raises(ConfigError, match="expected one of deploy"):
         head.call("nothing")
     assert "no node is called 'nothing'" in head.medusa("drain", "nothing").stderr
+
+
+def test_nodes_serve_on_while_the_head_is_away_and_it_finds_them_again(
+    deployed: tuple[ClusterNode, ClusterNode],
+) -> None:
+    head, other = deployed
+    head.call("drain", node="head")
+    until(lambda: [item["node"] for item in _instances(head)] == ["n1"], head.output)
+    (instance,) = _instances(head)
+    head.call("drain", node="head", undo=True)
+    text = _serving(head)
+    assert head.end(signal.SIGKILL) == -signal.SIGKILL
+    assert complete(instance["url"], other.headers())["choices"][0]["text"] == text
+    assert "is away" in other.medusa("status").stderr or "cannot be reached" in other.medusa("status").stderr
+    head.start()
+    head.wait_ready()
+    until(lambda: head.status_of("n1").get("state") == "alive", head.output)
+    assert instance["id"] in [item["id"] for item in _instances(head)]
+    assert _serving(other) == text
+
+
+def _instances(node: ClusterNode) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = node.call("routes")["models"][NAME]["instances"]
+    return found
 
 
 def test_a_killed_node_leaves_nothing_and_joins_again(deployed: tuple[ClusterNode, ClusterNode]) -> None:
