@@ -32,11 +32,12 @@ _COMMANDS = (
     ("bench", "medusa_adapters.bench.command", "measure cold starts and fetches of a model"),
     ("node", "medusa_adapters.cli.node", "keep models and warm engine processes for all functions of this node"),
     ("cluster", "medusa_adapters.cli.cluster.command", "run many machines as one: nodes, models, an entrance"),
+    ("simulate", "medusa_adapters.cli.simulate", "simulate a fleet of machines that serves a trace"),
     ("doctor", "medusa_adapters.cli.doctor", "check this machine, and say what to do"),
 )
 
 # These also work without memfd, /proc and prctl.
-_ANYWHERE = ("run", "new", "deploy", "inspect")
+_ANYWHERE = ("run", "new", "deploy", "inspect", "simulate")
 
 # The temporary files of these are removed when the command ends, however it ends.
 _WITH_SCRATCH = ("medusa_adapters.cli.materialize", "medusa_adapters.bench.command")

@@ -36,7 +36,7 @@ def html(
     body = "\n".join(section for section in sections if section)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>medusa-runtime: cold start</title><style>{_STYLE}</style></head>
+<title>medusa-runtime: cold start</title><style>{STYLE}</style></head>
 <body><main>
 {body}
 </main></body></html>
@@ -174,7 +174,7 @@ def _facts(title: str, facts: Mapping[str, object]) -> str:
     return f"<section><h2>{title}</h2><dl>{lines}</dl></section>"
 
 
-_STYLE = """
+STYLE = """
 :root{color-scheme:light dark;--back:#fff;--text:#1b1f24;--soft:#616b76;--line:#e3e7eb;--ours:#0b7a75;--other:#b4bec9;
 --gap:#d9483b;--token:#c2410c}
 @media(prefers-color-scheme:dark){:root{--back:#14171a;--text:#e8ebee;--soft:#98a3ae;--line:#2a3037;--ours:#35b8ae;

@@ -351,8 +351,11 @@ class _Tick:
         found = restore(self._index, self._state.nodes, self._catalog.by_url.values())
         if not found.fetches and not found.changes:
             self._settled = (self._index.revision, self._catalog.deployments)
+        busy = {name for name, _ in self._index.arriving}
         for url, node in found.fetches.items():
-            self._fetches.want(node, url, pin=True, reason="the parameter pool lacks it")
+            if node not in busy:  # one at a time, so that starts find their links free
+                self._fetches.want(node, url, pin=True, reason="the parameter pool lacks it")
+                busy.add(node)
         return list(found.changes)
 
     def _consolidate(self) -> list[Consolidate]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from ..policy.index import Index
+from ..policy.pool import spread
 from ..policy.state import (
     ChangeRole,
     Consolidate,
@@ -65,6 +67,17 @@ class Execution:
             role = "both" if not model.model.disaggregated else "decode" if turn % 2 else "prefill"
             start = StartInstance(f"p{number}", model.model.name, node.name, role)  # type: ignore[arg-type]
             self._begin(self._make(start))
+
+    def fill_pool(self) -> None:
+        """Have the parameter pool complete at the beginning, as that of a cluster is that runs for a while."""
+        sim = self._sim
+        index = Index()
+        index.update({name: node.seen() for name, node in sim.nodes.items()})
+        nodes = {name: node.seen() for name, node in sim.nodes.items()}
+        for url, name in spread(index, nodes, sim.deployments.values()).items():
+            size = sim.fleet.models[sim.numbers[url.removeprefix("m://")]].profile.size_bytes
+            sim.nodes[name].copies[url] = SimCopy(url, size, pinned=True, base=size, complete=True)
+            self._touch(sim.nodes[name])
 
     def close(self) -> None:
         for instance in list(self.instances.values()):

@@ -83,6 +83,8 @@ class Simulation:
         """Run to the last answer, or until nothing can be answered any more."""
         if self.strategy.provisioned is not None:
             self._execution.provision(self.strategy.provisioned)
+        elif self.strategy.policy.pool:
+            self._execution.fill_pool()
         self._arrive_next()
         self.wake()
         self.env.run()

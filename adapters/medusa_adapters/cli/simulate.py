@@ -1,0 +1,90 @@
+"""`medusa simulate`: what a fleet would do with a trace, strategy by strategy, without the fleet."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from medusa_cluster.simulation.experiment import Summary, what_if
+from medusa_cluster.simulation.experiment import run as run_plan
+from medusa_cluster.simulation.fleet_file import read_plan
+from medusa_cluster.simulation.strategy import strategy_named
+from medusa_runtime.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("fleet", type=Path, metavar="FLEET.yaml", help="machines, models and requests")
+    parser.add_argument("--strategies", metavar="LIST", help="instead of those in the file: names, with commas")
+    parser.add_argument("--what-if", action="store_true", help="also try larger and faster fleets")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="write a page with charts to this file")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    plan = read_plan(arguments.fleet)
+    if arguments.strategies:
+        names = tuple(name.strip() for name in arguments.strategies.split(",") if name.strip())
+        if not names:
+            raise ConfigError("--strategies: expected at least one name, found none")
+        plan = replace(plan, strategies=tuple(strategy_named(name).name for name in names))
+    progress = _Progress()
+    runs = []
+    for summary in run_plan(plan, progress.show):
+        progress.clear()
+        runs.append(summary)
+        print(_line(summary), flush=True)
+    changed: list[Summary] = []
+    if arguments.what_if:
+        first = min(
+            (item for item in runs if item.strategy == plan.strategies[0]), key=lambda item: item.ttft_attainment
+        )
+        for summary in what_if(plan, first.strategy, *_asked(plan.workload.rates, first.rate), first.cv, progress.show):
+            progress.clear()
+            changed.append(summary)
+            print(_line(summary), flush=True)
+    if arguments.json:
+        document = {"fleet": plan.fleet.name, "runs": [item.to_json() for item in (*runs, *changed)]}
+        arguments.json.write_text(json.dumps(document, indent=2) + "\n")
+    if arguments.report:
+        from ..report.simulation import simulation_page
+
+        arguments.report.write_text(simulation_page(plan, runs, changed))
+        print(f"report: {arguments.report}", file=sys.stderr)
+    return 0
+
+
+def _asked(rates: Sequence[float], rate: float) -> tuple[float]:
+    """Return the rate as the file gives it; a recorded trace's own rate is 0 there."""
+    return (rate if rate in rates else 0.0,)
+
+
+def _line(run: Summary) -> str:
+    change = f"  ({run.change})" if run.change else ""
+    return (
+        f"{run.strategy:16} {run.rate:8.3g}/s  CV {run.cv:<4g} first token in time {100 * run.ttft_attainment:5.1f} %  "
+        f"p50 {run.ttft_p50_s:6.2f} s  p99 {run.ttft_p99_s:7.2f} s  {run.device_hours:10,.2f} device hours  "
+        f"{run.cold_starts:6} starts{change}"
+    )
+
+
+class _Progress:
+    """One line on the terminal that is written over; nothing where the output is no terminal."""
+
+    def __init__(self) -> None:
+        self._shown = 0
+        self._terminal = sys.stderr.isatty()
+
+    def show(self, title: str, part: float) -> None:
+        if self._terminal:
+            text = f"{title}: {100 * part:3.0f} %"
+            print("\r" + text.ljust(self._shown), end="", file=sys.stderr, flush=True)
+            self._shown = len(text)
+
+    def clear(self) -> None:
+        if self._terminal and self._shown:
+            print("\r" + " " * self._shown + "\r", end="", file=sys.stderr, flush=True)
+            self._shown = 0

@@ -1,0 +1,140 @@
+"""Simulated strategies as one self-contained page: attainment, latency, cost, and what a change would bring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from medusa_cluster.simulation.experiment import Summary
+from medusa_cluster.simulation.fleet_file import Plan
+
+from .html import STYLE
+from .lines import Series, lines
+
+
+def simulation_page(plan: Plan, runs: Sequence[Summary], changed: Sequence[Summary]) -> str:
+    """The page. ``changed``: the first strategy's runs in other fleets."""
+    sections = [
+        _headline(plan, runs),
+        _charts(
+            "Requests that meet their first-token SLO", "percent", runs, lambda run: 100 * run.ttft_attainment, 100
+        ),
+        _charts("Time to the first token, 99th percentile", "seconds", runs, lambda run: run.ttft_p99_s),
+        _charts("Devices in use", "device hours", runs, lambda run: run.device_hours),
+        _where(runs),
+        _changes(runs, changed),
+        _table(plan, runs),
+        _fleet(plan),
+    ]
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>medusa simulate: {escape(plan.fleet.name)}</title><style>{STYLE}</style></head>
+<body><main>
+{"".join(section for section in sections if section)}
+</main></body></html>
+"""
+
+
+def _headline(plan: Plan, runs: Sequence[Summary]) -> str:
+    best = max(runs, key=lambda run: (run.ttft_attainment, -run.device_hours))
+    return (
+        f'<p class="kicker">simulated · {escape(plan.fleet.name)} · {plan.fleet.devices:,} devices · '
+        f"{len(plan.fleet.models):,} models</p><h1>{100 * best.ttft_attainment:.1f}<span> % of the requests get their "
+        f"first token in time</span></h1><p class='versus'>with <strong>{escape(best.strategy)}</strong> at "
+        f"{best.rate:g} requests a second and a CV of {best.cv:g}, for {best.device_hours:,.1f} device hours</p>"
+    )
+
+
+def _charts(title: str, unit: str, runs: Sequence[Summary], value: object, top: float | None = None) -> str:
+    """Draw one chart for each CV: the value over the rate; or over the CV, where there is one rate only."""
+    assert callable(value)
+    rates, cvs = sorted({run.rate for run in runs}), sorted({run.cv for run in runs})
+    drawn = []
+    if len(rates) > 1:
+        for cv in cvs:
+            series: Series = _series([run for run in runs if run.cv == cv], lambda run: run.rate, value)
+            drawn.append(f"<h3>CV {cv:g}</h3>{lines(series, 'requests a second', unit, top=top)}")
+    elif len(cvs) > 1:
+        drawn.append(lines(_series(runs, lambda run: run.cv, value), "CV of the gaps", unit, top=top))
+    else:
+        highest = max((value(run) for run in runs), default=0.0) or 1.0
+        drawn += [
+            f'<div class="row {"ours" if run.strategy == "medusa" else "other"}">'
+            f'<span class="label">{escape(run.strategy)}</span><span class="lane">'
+            f'<i class="bar" style="width:{value(run) / highest * 100:.1f}%"></i></span>'
+            f'<span class="value">{value(run):.3g}</span></div>'
+            for run in runs
+        ]
+    return f"<section><h2>{title}</h2><p>In {unit}.</p>{''.join(drawn)}</section>"
+
+
+def _series(runs: Sequence[Summary], x: object, y: object) -> dict[str, list[tuple[float, float]]]:
+    assert callable(x)
+    assert callable(y)
+    found: dict[str, list[tuple[float, float]]] = {}
+    for run in runs:
+        found.setdefault(run.strategy, []).append((x(run), y(run)))
+    return {name: sorted(points) for name, points in found.items()}
+
+
+def _where(runs: Sequence[Summary]) -> str:
+    rows = "".join(
+        f"<tr><td>{escape(run.strategy)}<small>{run.rate:g}/s, CV {run.cv:g}</small></td>"
+        f"<td>{run.cold_starts:,}</td><td>{run.requests / max(run.cold_starts, 1):.1f}</td>"
+        f"<td>{run.fetched_gb:,.0f} GB<small>{run.store_gb:,.0f} GB from the store</small></td>"
+        f"<td>{run.largest_backlog:,}</td><td>{run.unanswered:,}</td></tr>"
+        for run in runs
+    )
+    return (
+        "<section><h2>Where the time went</h2><p>Requests wait while an instance starts, and while none can "
+        "start. Many cold starts point to the first; a long queue with few of them to the second.</p>"
+        "<table><thead><tr><th>run</th>"
+        "<th>cold starts</th><th>requests for each</th><th>weights moved</th><th>longest queue of a model</th>"
+        f"<th>never answered</th></tr></thead><tbody>{rows}</tbody></table></section>"
+    )
+
+
+def _changes(runs: Sequence[Summary], changed: Sequence[Summary]) -> str:
+    if not changed:
+        return ""
+    first = changed[0]
+    base = next(r for r in runs if (r.strategy, r.rate, r.cv) == (first.strategy, first.rate, first.cv))
+    rows = "".join(
+        f"<tr><td>{escape(run.change) or 'as it is'}</td><td>{100 * run.ttft_attainment:.1f} %</td>"
+        f"<td>{run.ttft_p99_s:.2f} s</td><td>{run.device_hours:,.1f}</td></tr>"
+        for run in (base, *changed)
+    )
+    return (
+        f"<section><h2>What would have to change</h2><p>{escape(first.strategy)} at {first.rate:g} requests a second "
+        f"and a CV of {first.cv:g}, in other fleets.</p><table><thead><tr><th>change</th><th>in time</th><th>p99</th>"
+        f"<th>device hours</th></tr></thead><tbody>{rows}</tbody></table></section>"
+    )
+
+
+def _table(plan: Plan, runs: Sequence[Summary]) -> str:
+    priced = plan.device_hour > 0
+    rows = "".join(
+        f"<tr><td>{escape(run.strategy)}<small>{run.rate:g}/s, CV {run.cv:g}</small></td>"
+        f"<td>{100 * run.ttft_attainment:.1f} %</td><td>{100 * run.tpot_attainment:.1f} %</td>"
+        f"<td>{run.ttft_mean_s:.2f}<small>{run.ttft_p50_s:.2f} · {run.ttft_p95_s:.2f} · {run.ttft_p99_s:.2f}</small>"
+        "</td>"
+        f"<td>{1000 * run.tpot_mean_s:.0f}<small>{1000 * run.tpot_p99_s:.0f}</small></td>"
+        f"<td>{run.device_hours:,.1f}{f'<small>{run.cost:,.2f}</small>' if priced else ''}</td></tr>"
+        for run in runs
+    )
+    return (
+        "<section><h2>All numbers</h2><table><thead><tr><th>run</th><th>first token in time</th>"
+        "<th>other tokens in time</th><th>TTFT, s<small>p50 · p95 · p99</small></th><th>TPOT, ms<small>p99</small></th>"
+        f"<th>device hours{'<small>cost</small>' if priced else ''}</th></tr></thead><tbody>{rows}</tbody></table>"
+        "</section>"
+    )
+
+
+def _fleet(plan: Plan) -> str:
+    lines_ = "".join(
+        f"<dt>{escape(machine.name)}</dt>"
+        f"<dd>{machine.count:,} × {machine.devices} {escape(machine.device) or 'devices'}, "
+        f"{machine.link_bytes_per_s * 8 / 1e9:g} Gbit/s, {machine.memory_bytes / 1e9:,.0f} GB</dd>"
+        for machine in plan.fleet.machines
+    )
+    return f"<section><h2>The fleet</h2><dl>{lines_}</dl></section>"

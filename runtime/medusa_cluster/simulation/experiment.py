@@ -1,0 +1,126 @@
+"""Runs a plan: each strategy with each rate and each coefficient of variation, and what a change would bring."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from .fleet import Fleet
+from .fleet_file import Plan
+from .result import Outcome, percentile
+from .simulator import Simulation
+from .strategy import strategy_named
+
+Progress = Callable[[str, float], None]  # which run, and how much of it is done, from 0 to 1
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One run in numbers. Latencies are of requests that were answered; the others count as missed."""
+
+    strategy: str
+    rate: float
+    cv: float
+    change: str  # what was changed in the fleet; "": nothing
+    requests: int
+    unanswered: int
+    ttft_attainment: float
+    tpot_attainment: float
+    ttft_mean_s: float
+    ttft_p50_s: float
+    ttft_p95_s: float
+    ttft_p99_s: float
+    tpot_mean_s: float
+    tpot_p99_s: float
+    device_hours: float
+    cost: float
+    cold_starts: int
+    fetched_gb: float
+    store_gb: float
+    largest_backlog: int
+    ticks: int
+    decide_ms: float  # of the processor, of one decision, on average
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def run(plan: Plan, progress: Progress | None = None) -> Iterator[Summary]:
+    """Yield the runs of a plan as they end."""
+    for cv in plan.workload.cvs:
+        for rate in plan.workload.rates:
+            for name in plan.strategies:
+                yield simulate(plan, name, rate, cv, progress=progress)
+
+
+def what_if(plan: Plan, strategy: str, rate: float, cv: float, progress: Progress | None = None) -> Iterator[Summary]:
+    """Yield the same run in changed fleets: what would have to change to meet the SLOs."""
+    for text, fleet in changes(plan.fleet):
+        yield simulate(replace(plan, fleet=fleet), strategy, rate, cv, change=text, progress=progress)
+
+
+def changes(fleet: Fleet) -> Iterator[tuple[str, Fleet]]:
+    """Yield fleets that have more of one thing."""
+    machines = tuple(
+        replace(machine, count=max(math.ceil(machine.count * 1.5), machine.count + 1)) for machine in fleet.machines
+    )
+    yield "half as many machines more", replace(fleet, machines=machines)
+    machines = tuple(
+        replace(machine, link_bytes_per_s=2 * machine.link_bytes_per_s, store_bytes_per_s=2 * machine.store_bytes_per_s)
+        for machine in fleet.machines
+    )
+    yield "links and disks of twice the speed", replace(fleet, machines=machines)
+    least = tuple(replace(model, min=max(model.min, 1)) for model in fleet.models)
+    if len(least) <= fleet.devices:
+        yield "one instance of each model always there", replace(fleet, models=least)
+
+
+def simulate(
+    plan: Plan, strategy: str, rate: float, cv: float, *, change: str = "", progress: Progress | None = None
+) -> Summary:
+    workload, fleet = plan.workload, plan.fleet
+    requests = workload.requests(fleet.models, plan.lengths, rate, cv)
+    end = max(requests[-1].at_s, 1.0) if requests else 1.0
+    title = f"{strategy}, {rate:g}/s, CV {cv:g}" + (f", {change}" if change else "")
+    outcome = Simulation(
+        fleet,
+        strategy_named(strategy),
+        requests,
+        tick_s=plan.tick_s,
+        progress=None if progress is None else lambda at: progress(title, min(at / end, 1.0)),
+    ).run()
+    if progress is not None:
+        progress(title, 1.0)
+    return summarize(outcome, fleet, rate or len(requests) / end, cv, change, plan.device_hour)
+
+
+def summarize(outcome: Outcome, fleet: Fleet, rate: float, cv: float, change: str, price: float) -> Summary:
+    ttft = [value for value in outcome.ttft_s if math.isfinite(value)]
+    tpot = [value for value in outcome.tpot_s if math.isfinite(value)]
+    hours = outcome.device_s / 3600
+    return Summary(
+        outcome.strategy,
+        rate,
+        cv,
+        change,
+        outcome.requests,
+        outcome.requests - len(ttft),
+        outcome.attainment(lambda number: fleet.models[number].ttft_slo_s),
+        outcome.attainment(lambda number: math.inf, lambda number: fleet.models[number].tpot_slo_s),
+        outcome.mean_ttft_s(),
+        percentile(ttft, 0.5),
+        percentile(ttft, 0.95),
+        percentile(ttft, 0.99),
+        outcome.mean_tpot_s(),
+        percentile(tpot, 0.99),
+        hours,
+        hours * price,
+        outcome.cold_starts,
+        outcome.moved_bytes / 1e9,
+        outcome.store_bytes / 1e9,
+        outcome.largest_backlog,
+        outcome.ticks,
+        outcome.decide_s * 1000 / outcome.ticks if outcome.ticks else 0.0,
+    )

@@ -1,0 +1,292 @@
+"""Reads a fleet, its models and its requests from YAML. ``data/fleet.schema.json`` describes the same for editors."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from medusa_runtime.errors import ConfigError
+
+from . import trace
+from .fleet import Fleet, Machine, Model
+from .profiles import PROFILES, Profile, Speed, Stages
+from .strategy import STRATEGIES
+from .trace import LENGTHS, Request
+
+_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_AMOUNT = re.compile(r"([0-9.]+)\s*([kmgt]i?)?(b|bit)?(?:/s)?", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Where the requests come from. Each rate is simulated with each coefficient of variation."""
+
+    arrivals: str = "gamma"
+    rates: tuple[float, ...] = (1.0,)
+    cvs: tuple[float, ...] = (1.0,)
+    seconds: float = 3600.0
+    popularity: float = 0.0  # Zipf's exponent; 0: all models alike
+    seed: int = 1
+    folder: Path = Path()  # of the file, for the paths in it
+
+    def requests(self, models: Sequence[Model], lengths: Sequence[str], rate: float, cv: float) -> Sequence[Request]:
+        """Make, or read, the requests of one run."""
+        if self.arrivals == "gamma":
+            rates = trace.popularity(len(models), rate, self.popularity)
+            return trace.gamma(rates, cv, self.seconds, [LENGTHS[name] for name in lengths], self.seed)
+        if self.arrivals in trace.AZURE:
+            found = trace.azure(self.arrivals)
+        else:
+            found = trace.read_csv(self.folder / self.arrivals, [model.name for model in models])
+        if rate > 0:
+            found = trace.scale(found, rate, self.seed)
+        return list(trace.repeat(found, self.seconds)) if self.seconds else found
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A file's content. ``lengths``: of each model's requests."""
+
+    fleet: Fleet
+    lengths: tuple[str, ...]
+    workload: Workload
+    strategies: tuple[str, ...]
+    tick_s: float
+    device_hour: float  # price; 0: not given
+
+
+def read_plan(path: Path) -> Plan:
+    """Read a file. Raises ConfigError that names the place, what was expected there, and what was found."""
+    try:
+        import yaml
+    except ModuleNotFoundError:
+        raise ConfigError('the simulator needs pyyaml: pip install "medusa-runtime[cluster]"') from None
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the fleet {path} could not be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: expected YAML: {' '.join(str(error).split())}") from None
+    return parse(content, path.parent, str(path))
+
+
+def parse(content: Any, folder: Path = Path(), name: str = "fleet") -> Plan:
+    top = _Section(content, name)
+    machines = tuple(_machine(item) for item in top.items("machines"))
+    pairs = [pair for item in top.items("models") for pair in _models(item, machines)]
+    requests = top.section("requests")
+    strategies = tuple(top.words("strategies", ("medusa", "serverlessllm", "vllm"), STRATEGIES))
+    plan = Plan(
+        Fleet(
+            top.word("name", "fleet"),
+            machines,
+            tuple(model for model, _ in pairs),
+            top.number("hop_s", 0.001),
+            top.amount("store", math.inf),
+        ),
+        tuple(lengths for _, lengths in pairs),
+        _workload(requests, folder, len(pairs)),
+        strategies,
+        top.number("tick_s", 0.25, least=0.01),
+        top.number("device_hour", 0.0),
+    )
+    top.end()
+    names = [model.name for model in plan.fleet.models]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"{name}.models: expected different names, found {twice!r} twice")
+    return plan
+
+
+def _machine(item: _Section) -> Machine:
+    machine = Machine(
+        item.word("name", None),
+        item.whole("count", 1),
+        item.amount("link", None),
+        item.whole("devices", 1),
+        item.word("device", ""),
+        int(item.amount("memory", 0.0)),
+        item.amount("disk", math.inf),
+        item.word("leaf", ""),
+        item.whole("fast_group", 1),
+        item.amount("fast_link", math.inf),
+    )
+    item.end()
+    return machine
+
+
+def _models(item: _Section, machines: Sequence[Machine]) -> list[tuple[Model, str]]:
+    name, count = item.word("name", None), item.whole("count", 1)
+    profile = PROFILES[item.choice("profile", None, PROFILES)] if item.has("profile") else _profile(item)
+    device = item.word("device", "")
+    if device and device not in {machine.device for machine in machines}:
+        raise item.wrong("device", f"a device of the machines ({', '.join(m.device for m in machines)})", device)
+    slo = item.section("slo", optional=True)
+    model = Model(
+        name,
+        profile,
+        device,
+        slo.number("ttft", math.inf),
+        slo.number("tpot", math.inf),
+        item.whole("min", 0, least=0),
+        item.whole("max", 1_000_000),
+        item.whole("concurrency", 8),
+        item.number("tokens_per_s", 0.0),
+        item.flag("disaggregated"),
+    )
+    lengths = item.choice("lengths", "sharegpt", LENGTHS)
+    slo.end()
+    item.end()
+    if count == 1:
+        return [(model, lengths)]
+    return [(replace(model, name=f"{name}-{number}"), lengths) for number in range(count)]
+
+
+def _profile(item: _Section) -> Profile:
+    """A model of the user's own, with the times that ``medusa materialize`` recorded or a guess."""
+    times = item.section("times")
+    stages = Stages(
+        times.number("container", 0.0),
+        times.number("device", 0.0),
+        times.number("import", 0.0),
+        times.amount("load", 16e9),
+        times.number("init", 0.0),
+        0.0,
+        times.number("plain_init", times.number("init", 0.0)),
+        0.0,
+        times.number("plain_init", times.number("init", 0.0)),
+        0.0,
+    )
+    speed = Speed(
+        times.number("prefill", None),
+        times.number("prefill_per_token", 0.0),
+        times.number("decode", None),
+        times.number("decode_per_sequence", 0.0),
+    )
+    times.end()
+    return Profile(int(item.amount("size", None)), item.whole("layers", None), stages, speed)
+
+
+def _workload(item: _Section, folder: Path, models: int) -> Workload:
+    arrivals = item.word("arrivals", "gamma")
+    if arrivals == "poisson":
+        arrivals, item.content["cv"] = "gamma", 1
+    recorded = arrivals != "gamma"
+    workload = Workload(
+        arrivals,
+        item.numbers("rate", (0.0,) if recorded else None, least=0.0 if recorded else 1e-9),
+        item.numbers("cv", (1.0,), least=1e-3),
+        item.number("seconds", 0.0 if recorded else 3600.0),
+        item.number("popularity", 0.0),
+        item.whole("seed", 1, least=0),
+        folder,
+    )
+    if recorded and arrivals not in trace.AZURE and not arrivals.endswith(".csv"):
+        raise item.wrong("arrivals", f"gamma, poisson, {', '.join(trace.AZURE)} or a file *.csv", arrivals)
+    if arrivals in trace.AZURE and models != 1:
+        raise item.wrong("arrivals", "another source: the Azure traces name no models, so they serve one", arrivals)
+    item.end()
+    return workload
+
+
+class _Section:
+    """A mapping of the file, with its place in it. Every key has to be asked for; ``end`` complains about others."""
+
+    def __init__(self, content: Any, place: str) -> None:
+        if not isinstance(content, Mapping):
+            raise ConfigError(f"{place}: expected a mapping, found {_shown(content)}")
+        self.content, self._place, self._known = dict(content), place, set[str]()
+
+    def has(self, key: str) -> bool:
+        return key in self.content
+
+    def wrong(self, key: str, expected: str, found: Any) -> ConfigError:
+        return ConfigError(f"{self._place}.{key}: expected {expected}, found {_shown(found)}")
+
+    def end(self) -> None:
+        unknown = self.content.keys() - self._known
+        if unknown:
+            key = sorted(map(str, unknown))[0]
+            raise ConfigError(f"{self._place}: unknown key {key!r}; known are {', '.join(sorted(self._known))}")
+
+    def section(self, key: str, *, optional: bool = False) -> _Section:
+        return _Section(self._get(key, {} if optional else None, "a mapping"), f"{self._place}.{key}")
+
+    def items(self, key: str) -> list[_Section]:
+        found = self._get(key, None, "a list")
+        if not isinstance(found, list) or not found:
+            raise self.wrong(key, "a list with at least one entry", found)
+        return [_Section(item, f"{self._place}.{key}[{number}]") for number, item in enumerate(found)]
+
+    def word(self, key: str, default: str | None) -> str:
+        found = self._get(key, default, "a name")
+        if not isinstance(found, str) or (not found and default is None):
+            raise self.wrong(key, "a name", found)
+        return found
+
+    def choice(self, key: str, default: str | None, known: Mapping[str, object]) -> str:
+        found = self._get(key, default, f"one of {', '.join(known)}")
+        if found not in known:
+            raise self.wrong(key, f"one of {', '.join(known)}", found)
+        return str(found)
+
+    def words(self, key: str, default: Sequence[str], known: Mapping[str, object]) -> list[str]:
+        found = self._get(key, list(default), "a list of names")
+        found = [found] if isinstance(found, str) else found
+        if not isinstance(found, list) or not found or any(item not in known for item in found):
+            raise self.wrong(key, f"a list of {', '.join(known)}", found)
+        return [str(item) for item in found]
+
+    def flag(self, key: str) -> bool:
+        found = self._get(key, False, "true or false")
+        if not isinstance(found, bool):
+            raise self.wrong(key, "true or false", found)
+        return found
+
+    def number(self, key: str, default: float | None, *, least: float = 0.0) -> float:
+        found = self._get(key, default, "a number")
+        if isinstance(found, bool) or not isinstance(found, (int, float)) or not found >= least:
+            raise self.wrong(key, f"a number of at least {least:g}", found)
+        return float(found)
+
+    def numbers(self, key: str, default: tuple[float, ...] | None, *, least: float) -> tuple[float, ...]:
+        found = self._get(key, list(default) if default is not None else None, "a number or a list of numbers")
+        found = found if isinstance(found, list) else [found]
+        bad = [n for n in found if isinstance(n, bool) or not isinstance(n, (int, float)) or not n >= least]
+        if bad or not found:
+            raise self.wrong(key, f"a number of at least {least:g}, or a list of them", bad[0] if bad else found)
+        return tuple(float(item) for item in found)
+
+    def whole(self, key: str, default: int | None, *, least: int = 1) -> int:
+        found = self._get(key, default, "a whole number")
+        if isinstance(found, bool) or not isinstance(found, int) or found < least:
+            raise self.wrong(key, f"a whole number of at least {least}", found)
+        return found
+
+    def amount(self, key: str, default: float | None) -> float:
+        """Read bytes, or bytes a second: 12.5GB, 16Gbit, 400MB/s."""
+        found = self._get(key, default, "a size such as 12.5GB or 16Gbit")
+        if isinstance(found, (int, float)) and not isinstance(found, bool) and found >= 0:
+            return float(found)
+        match = _AMOUNT.fullmatch(found.strip()) if isinstance(found, str) else None
+        try:
+            assert match is not None
+            value = float(match[1]) * _UNITS[(match[2] or "").lower()]
+        except (AssertionError, ValueError):
+            raise self.wrong(key, "a size such as 12.5GB or 16Gbit", found) from None
+        return value / 8 if (match[3] or "").lower() == "bit" else value
+
+    def _get(self, key: str, default: Any, expected: str) -> Any:
+        self._known.add(key)
+        found = self.content.get(key, default)
+        if found is None:
+            raise ConfigError(f"{self._place}: expected {key}, {expected}, found none")
+        return found
+
+
+def _shown(found: Any) -> str:
+    return "nothing" if found is None else repr(found)

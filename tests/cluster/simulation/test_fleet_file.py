@@ -1,0 +1,134 @@
+"""Fleets as YAML: what is read, what is refused, and that the schema says the same."""
+
+from __future__ import annotations
+
+import copy
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+from medusa_cluster.simulation.fleet_file import parse, read_plan
+from medusa_cluster.simulation.profiles import PROFILES
+from medusa_cluster.simulation.strategy import STRATEGIES
+from medusa_cluster.simulation.trace import LENGTHS
+from medusa_runtime.errors import ConfigError
+
+EXAMPLE = Path(__file__).parents[3] / "examples/fleet/two-testbeds.yaml"
+PLAN: dict[str, Any] = {
+    "machines": [{"name": "n", "count": 2, "link": "16Gbit", "memory": "188GB", "device": "a10"}],
+    "models": [{"name": "m", "count": 2, "profile": "llama2-7b@a10", "slo": {"ttft": 7.5}}],
+    "requests": {"rate": 1, "cv": [1, 8]},
+}
+OWN = {
+    "name": "own",
+    "size": "1.6GB",
+    "layers": 16,
+    "times": {"container": 0.1, "load": "8GB/s", "prefill": 0.02, "prefill_per_token": 0.0001, "decode": 0.03},
+}
+
+
+def schema() -> Any:
+    return json.loads(resources.files("medusa_cluster.simulation").joinpath("data/fleet.schema.json").read_text())
+
+
+def changed(path: str, value: object) -> dict[str, Any]:
+    plan = copy.deepcopy(PLAN)
+    found: Any = plan
+    *steps, last = path.split(".")
+    for step in steps:
+        found = found[int(step)] if step.isdecimal() else found[step]
+    if value is None:
+        del found[last]
+    else:
+        found[last] = value
+    return plan
+
+
+def test_a_plan_is_read() -> None:
+    plan = parse(PLAN)
+    assert plan.fleet.machines[0].link_bytes_per_s == 2e9
+    assert plan.fleet.machines[0].memory_bytes == 188 * 10**9
+    assert [model.name for model in plan.fleet.models] == ["m-0", "m-1"]
+    assert plan.fleet.models[0].ttft_slo_s == 7.5
+    assert (plan.workload.rates, plan.workload.cvs) == ((1.0,), (1.0, 8.0))
+    assert len(plan.workload.requests(plan.fleet.models, plan.lengths, 1.0, 1.0)) > 3000
+
+
+def test_a_model_of_ones_own() -> None:
+    plan = parse(changed("models", [OWN]))
+    profile = plan.fleet.models[0].profile
+    assert (profile.size_bytes, profile.layers, profile.stages.load_bytes_per_s) == (1_600_000_000, 16, 8e9)
+    assert profile.speed.prefill(100) == pytest.approx(0.03)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("machines", [], r"fleet\.machines: expected a list with at least one entry, found \[\]"),
+        ("machines", None, r"fleet: expected machines, a list, found none"),
+        (
+            "machines.0.link",
+            "fast",
+            r"fleet\.machines\[0\]\.link: expected a size such as 12\.5GB or 16Gbit, found 'fast'",
+        ),
+        ("machines.0.link", None, r"fleet\.machines\[0\]: expected link"),
+        ("machines.0.count", 0, r"machines\[0\]\.count: expected a whole number of at least 1, found 0"),
+        ("machines.0.gpus", 4, r"machines\[0\]: unknown key 'gpus'; known are count"),
+        ("models.0.profile", "gpt", r"models\[0\]\.profile: expected one of opt-2\.7b@a10"),
+        ("models.0.slo", 5, r"models\[0\]\.slo: expected a mapping, found 5"),
+        ("models.0.slo.ttft", "soon", r"models\[0\]\.slo\.ttft: expected a number of at least 0, found 'soon'"),
+        ("models.0.min", True, r"models\[0\]\.min: expected a whole number of at least 0, found True"),
+        ("requests.rate", 0, r"requests\.rate: expected a number of at least 1e-09"),
+        ("requests.rate", None, r"requests: expected rate"),
+        ("requests.arrivals", "uniform", r"requests\.arrivals: expected gamma, poisson"),
+        ("strategies", ["magic"], r"fleet\.strategies: expected a list of medusa"),
+        ("device", "x", r"fleet: unknown key 'device'"),
+    ],
+)
+def test_a_mistake_is_named_with_its_place_and_the_schema_sees_it_too(path: str, value: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(changed(path, value))
+    jsonschema = pytest.importorskip("jsonschema")
+    if path not in ("requests.arrivals", "requests.rate"):  # a file's name, and rates of a recorded trace
+        assert not jsonschema.Draft202012Validator(schema()).is_valid(changed(path, value))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("models.0.device", "h100", r"models\[0\]\.device: expected a device of the machines \(a10\), found 'h100'"),
+        ("requests.arrivals", "azure-code", r"requests\.arrivals: expected another source"),
+        ("models", [{"name": "m", "profile": "llama2-7b@a10"}] * 2, "expected different names, found 'm' twice"),
+    ],
+)
+def test_mistakes_that_no_schema_sees(path: str, value: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(changed(path, value))
+
+
+def test_the_schema_accepts_what_is_read_and_knows_all_names() -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    yaml = pytest.importorskip("yaml")
+    validator = jsonschema.Draft202012Validator(schema())
+    validator.check_schema(schema())
+    validator.validate(PLAN)
+    validator.validate(changed("models", [OWN]))
+    validator.validate(yaml.safe_load(EXAMPLE.read_text()))
+    model = schema()["properties"]["models"]["items"]["properties"]
+    assert model["profile"]["enum"] == list(PROFILES)
+    assert model["lengths"]["enum"] == list(LENGTHS)
+    assert schema()["properties"]["strategies"]["items"]["enum"] == list(STRATEGIES)
+
+
+def test_a_file_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="could not be read"):
+        read_plan(tmp_path / "none.yaml")
+    path = tmp_path / "fleet.yaml"
+    path.write_text("machines: [")
+    with pytest.raises(ConfigError, match="expected YAML"):
+        read_plan(path)
+    path.write_text("- 1")
+    with pytest.raises(ConfigError, match="expected a mapping"):
+        read_plan(path)

@@ -1,0 +1,124 @@
+"""Whole runs: the papers' cold starts, the order of systems, chains, groups and ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from medusa_cluster.simulation.fleet import GBIT, Fleet, Machine, Model
+from medusa_cluster.simulation.profiles import GB, PROFILES
+from medusa_cluster.simulation.result import Outcome, percentile
+from medusa_cluster.simulation.simulator import Simulation
+from medusa_cluster.simulation.strategy import Strategy, strategy_named
+from medusa_cluster.simulation.trace import LENGTHS, Request, gamma
+from medusa_runtime.errors import ConfigError
+from medusa_runtime.state.stage_times import Worker
+
+pytest.importorskip("simpy")
+
+# ParaServe's Figure 8, TTFT of cold starts in seconds: vLLM, ServerlessLLM, the same with the model in host memory,
+# one worker, four workers.
+PUBLISHED = {
+    "opt-2.7b@a10": (10.1, 10.0, 7.1, 4.7, 4.7),
+    "llama2-7b@a10": (16.6, 14.1, 8.1, 8.4, 5.6),
+    "llama3-8b@a10": (19.3, 17.1, 9.1, 10.3, 6.3),
+    "llama2-7b@v100": (23.2, 19.1, 12.1, 9.9, 7.7),
+    "opt-13b@v100": (40.3, 26.1, 14.8, 17.0, 8.5),
+    "llama2-13b@v100": (38.6, 26.2, 15.1, 17.4, 8.7),
+}
+
+
+def fleet(model: str, nodes: int = 4, **changes: object) -> Fleet:
+    made = Model("m", PROFILES[model])
+    return Fleet("test", (Machine("n", nodes, 16 * GBIT, memory_bytes=200 * GB),), (replace(made, **changes),))  # type: ignore[arg-type]
+
+
+def cold(model: str, strategy: Strategy, ttft_slo_s: float = 1e9) -> float:
+    outcome = Simulation(fleet(model, ttft_slo_s=ttft_slo_s), strategy, [Request(0.0, 0, 512, 8)]).run()
+    return outcome.ttft_s[0]
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_cold_starts_are_those_of_the_paper_within_15_percent(model: str) -> None:
+    s_llm, group = strategy_named("serverlessllm"), strategy_named("paraserve")
+    times = group.times(PROFILES[model], 512)
+    fastest = times.predicted_ttft_s([Worker(2 * GB, times.load_bytes_per_s)] * 4, full_memory=4, hop_s=0.0005)
+    found = (
+        cold(model, strategy_named("vllm")),
+        cold(model, s_llm),
+        cold(model, replace(s_llm, cache="all")),
+        cold(model, strategy_named("single")),
+        cold(model, group, fastest + 0.01),
+    )
+    assert found == pytest.approx(PUBLISHED[model], rel=0.15)
+    assert found[4] == pytest.approx(fastest, abs=0.05)  # the prediction holds, too
+
+
+def test_systems_stand_in_the_papers_order_on_a_bursty_trace() -> None:
+    models = tuple(
+        Model(f"m{number}", PROFILES["llama2-7b@a10"], ttft_slo_s=7.5, tpot_slo_s=0.2) for number in range(24)
+    )
+    made = Fleet("test", (Machine("n", 8, 16 * GBIT, memory_bytes=100 * GB),), models)
+    requests = gamma([0.5 / 24] * 24, 8, 600, [LENGTHS["sharegpt"]])
+    met, means = [], []
+    for name in ("vllm", "serverlessllm", "paraserve", "paraserve-cache"):
+        outcome = Simulation(made, strategy_named(name), requests, tick_s=0.25).run()
+        assert outcome.requests == len(requests)
+        assert max(outcome.ttft_s) < 1e9  # all were answered
+        met.append(outcome.attainment(lambda _: 7.5))
+        means.append(outcome.mean_ttft_s())
+    assert means == sorted(means, reverse=True)
+    assert met[3] >= met[2] > 1.74 * max(met[:2])  # the paper's best
+
+
+def scaled(name: str) -> Outcome:
+    """A burst on a 24B model of which one instance serves, on 8 devices with 100 Gbit/s, disks of 10."""
+    machine = Machine("g", 8, 100 * GBIT, store_bytes_per_s=10 * GBIT, memory_bytes=500 * GB)
+    made = Fleet("test", (machine,), (Model("m", PROFILES["mistral-24b@a800"], min=1, tokens_per_s=6000),))
+    requests = [Request(50.0 + number / 20, 0, 2000, 20) for number in range(120)]
+    return Simulation(made, strategy_named(name), requests, tick_s=0.05).run()
+
+
+def test_network_multicast_and_live_scaling_each_help() -> None:
+    steps = ("s-llm", "s-llm+network", "s-llm+multicast", "blitzscale")
+    means = [scaled(name).mean_ttft_s() for name in steps]
+    assert means == sorted(means, reverse=True)
+    assert means[3] < 0.25 * means[0]  # BlitzScale §6.1: 47 to 75 % shorter, and more where all comes from disks
+
+
+def test_all_is_over_at_the_end_and_what_it_cost_is_counted() -> None:
+    outcome = scaled("s-llm+multicast")
+    assert outcome.requests == 120
+    assert outcome.instances[-1][1] == 1  # the minimum
+    assert outcome.store_bytes == 0  # the pool has it
+    assert 0 < outcome.device_s < 8 * outcome.seconds
+    assert outcome.moved_bytes > 48 * GB
+
+
+def test_provisioned_devices_serve_from_the_start_and_are_paid_for_all_the_time() -> None:
+    full, half = scaled("full"), scaled("half")
+    assert full.cold_starts == half.cold_starts == 0
+    assert full.device_s == pytest.approx(8 * full.seconds)
+    assert half.device_s == pytest.approx(4 * half.seconds)
+    assert full.mean_ttft_s() < half.mean_ttft_s()
+
+
+def test_a_group_becomes_one_instance_and_gives_its_devices_back() -> None:
+    made = fleet("llama2-13b@v100", ttft_slo_s=9.2)
+    outcome = Simulation(made, strategy_named("paraserve"), [Request(0.0, 0, 512, 512)]).run()
+    counts = [count for _, count in outcome.instances]
+    assert counts[:5] == [1, 2, 3, 4, 3]
+    assert counts[-1] == 0
+    alone = replace(PROFILES["llama2-13b@v100"].speed, decode_s=0.0).decode(1) + 0.8 * 0.058
+    assert outcome.tpot_s[0] < alone * 1.1  # as one instance for most of the answer
+
+
+def test_the_same_run_twice_is_the_same_run() -> None:
+    assert scaled("blitzscale").ttft_s == scaled("blitzscale").ttft_s
+
+
+def test_percentiles_and_unknown_strategies() -> None:
+    assert [percentile([3, 1, 2, 4], part) for part in (0.5, 0.99, 0.0)] == [2, 4, 1]
+    assert percentile([], 0.5) == 0
+    with pytest.raises(ConfigError, match="expected a strategy of medusa"):
+        strategy_named("magic")
