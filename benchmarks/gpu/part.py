@@ -28,6 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", default="", help="a checkpoint's folder")
     parser.add_argument("--bundle", type=Path, help="the graphs' blueprints: written by materialize, read by others")
     parser.add_argument("--strategy", default="", help="of the part phase")
+    parser.add_argument("--bytes", type=int, default=4 << 30, help="of the part transfer")
     parser.add_argument("--dry-run", action="store_true", help="host memory in place of a GPU")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -61,7 +62,7 @@ def environment(machine: Machine, options: Any) -> dict[str, Any]:
 def transfer(machine: Machine, options: Any) -> dict[str, Any]:
     from benchmarks.gpu.transfer import transfer
 
-    return transfer(machine, total_bytes=(192 << 20) if options.dry_run else (4 << 30))
+    return transfer(machine, total_bytes=(192 << 20) if options.dry_run else options.bytes)
 
 
 def loading(machine: Machine, options: Any) -> dict[str, Any]:

@@ -1,12 +1,15 @@
 """The whole check of a GPU, in four runs of a few minutes: ``python -m benchmarks.gpu.run --run 1 --out DIR``.
 
+The probe (``benchmarks.gpu.probe``, at most two minutes) comes first, unless it is in ``DIR`` already. Then:
+
     1  what the machine has; transfer limits; the loader's rate; the GPU tests
     2  Llama-3-8B's shape: materialize, capture, restore in a new process, same bits?, decode speed
     3  the same for Qwen2.5-0.5B's, OPT-1.3B's and (if minutes allow) Falcon-7B's
     4  the loading phase by three strategies, three times each
 
 Every part is a process of its own with a timeout, and its result is written at once: what fails or hangs costs its own
-minutes and nothing else. ``--dry-run`` runs all of it here, on tiny shapes, with host memory in place of a GPU.
+minutes and nothing else. Each run leaves one tar in ``DIR``, of at most 64 MB. ``--dry-run`` runs all of it here, on
+tiny shapes, with host memory in place of a GPU.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.gpu.probe import SECONDS, pack
 from benchmarks.gpu.summary import lines
 
 ROOT = Path(__file__).parents[2]
@@ -186,6 +190,22 @@ def gpu_tests(check: Check, out: Path) -> None:
     print(f"          gpu tests: {end}", flush=True)
 
 
+def probe(check: Check, out: Path, *, dry_run: bool) -> None:
+    """Run the probe, unless its results are there. Whatever it finds, the runs go on."""
+    report = out / "probe/probe.json"
+    if not report.exists():
+        command = [sys.executable, "-m", "benchmarks.gpu.probe", "--out", str(out), *(["--dry-run"] if dry_run else [])]
+        try:
+            subprocess.run(command, cwd=ROOT, env=_environ(), timeout=SECONDS + 30, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            check.keep("probe", {"failed": str(error)[:300]})
+            return
+    try:
+        check.keep("probe", {"rows": json.loads(report.read_text())["rows"]})
+    except (OSError, ValueError, KeyError) as error:
+        check.keep("probe", {"failed": f"it left no results: {error}"})
+
+
 def _environ() -> dict[str, str]:
     """The packages by their source roots: nothing of ours is installed on a machine that is lent."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join([*_ROOTS, str(ROOT), os.environ.get("PYTHONPATH", "")])}
@@ -199,6 +219,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--work", type=Path, default=Path("/tmp/medusa-gpu"), help="checkpoints and bundles, to be kept"
     )
     parser.add_argument("--minutes", type=float, help=f"of each run; what is left over is left out (default {MINUTES})")
+    parser.add_argument("--without-probe", action="store_true")
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -206,19 +227,35 @@ def main(arguments: list[str] | None = None) -> int:
     for package, lost in _WITHOUT.items():
         if importlib.util.find_spec(package) is None:
             print(f"          there is no {package} here: {lost}", flush=True)
+    sys.path += _ROOTS
+    check = Check(options.out, options.work, dry_run=options.dry_run, budget_s=SECONDS + 30)
+    if not options.without_probe:
+        probe(check, options.out, dry_run=options.dry_run)
     for number in options.run or (1, 2, 3, 4):
         budget_s = (options.minutes or MINUTES[number]) * 60
         check = Check(options.out, options.work, dry_run=options.dry_run, budget_s=budget_s)
-        for part in parts(number, check, dry_run=options.dry_run):
-            check.run(part)
-        if number == 1 and not options.dry_run:
-            gpu_tests(check, options.out)
-    sys.path += _ROOTS
-    from benchmarks.gpu.figures import report
-
-    (options.out / "report.html").write_text(report(check.results))
+        try:
+            for part in parts(number, check, dry_run=options.dry_run):
+                check.run(part)
+            if number == 1 and not options.dry_run:
+                gpu_tests(check, options.out)
+        except Exception as error:  # noqa: BLE001 - a full disk, say: the next run may still bring something back
+            check.keep(f"run {number}", {"failed": f"{type(error).__name__}: {error}"})
+        bring_back(check, options.out, number)
     print("\n".join(lines(check.results)))
     return int(any("failed" in found for found in check.results.values()))
+
+
+def bring_back(check: Check, out: Path, number: int) -> None:
+    """Write the report of everything so far, and the run's tar."""
+    from benchmarks.gpu.figures import report
+
+    try:
+        (out / "report.html").write_text(report(check.results))
+        (out / "summary.txt").write_text("\n".join(lines(check.results)) + "\n")
+        print(f"          {pack(out, f'run-{number}.tar.gz')}", flush=True)
+    except Exception as error:  # noqa: BLE001 - what was measured is in results.json
+        print(f"          no report of run {number}: {type(error).__name__}: {error}", flush=True)
 
 
 if __name__ == "__main__":

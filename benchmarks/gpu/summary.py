@@ -33,6 +33,7 @@ def lines(results: Results) -> list[str]:
     found = [f"{key}: FAILED {value['failed']}" for key, value in results.items() if "failed" in value]
     if any("device" in value and not value["device"] for value in results.values()):
         found.insert(0, _DRY)
+    found += _probe(results)
     found += _overlap(results)
     found += _link(results)
     for shape in shapes(results):
@@ -49,6 +50,14 @@ def lines(results: Results) -> list[str]:
             if not any(line.partition(f"{shape}: ")[2] and marker in line for line in found):
                 found.append(f"----  {shape}: {name}: not measured")
     return found
+
+
+def _probe(results: Results) -> list[str]:
+    """The probe's rows, as it judged them."""
+    rows = results.get("probe", {}).get("rows")
+    if not rows:
+        return ["----  probe: not measured"]
+    return [f"{judged:4}  probe: {name}: {details}"[:300] for name, judged, details in rows]
 
 
 def shapes(results: Results) -> list[str]:

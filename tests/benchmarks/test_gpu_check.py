@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tarfile
 import time
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ def check(tmp_path: Path) -> Check:
 def test_a_dry_run_goes_through_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_REPEATS", 1)
     monkeypatch.setattr(run, "_STRATEGIES", ("capture", "medusa"))
-    arguments = ["--dry-run", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+    arguments = ["--dry-run", "--without-probe", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
     assert run.main([*arguments, "--run", "2", "--run", "4"]) == 0
     results = json.loads((tmp_path / "out/results.json").read_text())
     assert list(results) == [
@@ -43,6 +44,9 @@ def test_a_dry_run_goes_through_all_parts(tmp_path: Path, monkeypatch: pytest.Mo
     medusas = {stage["name"] for stage in results["tiny-llama phase medusa 0"]["stages"]}
     assert "restore_graphs" in medusas
     assert not medusas & {"profile", "capture"}
+    with tarfile.open(tmp_path / "out/run-4.tar.gz") as tar:
+        assert {"results.json", "report.html", "summary.txt"} <= set(tar.getnames())
+    assert "----  probe: not measured" in (tmp_path / "out/summary.txt").read_text()
     page = (tmp_path / "out/report.html").read_text()
     assert "WITHOUT A GPU" in page
     assert page.count("<svg") == 7  # two timelines, figures 2, 7, 7b, 3 and 9

@@ -26,7 +26,25 @@ def build(
     addresses: Sequence[int],
     stream: int,
 ) -> int:
-    """Build the executable graph (CUgraphExec).
+    """Build the executable graph (CUgraphExec), as ``construct`` makes it."""
+    made = construct(driver, blueprints, graph, kernels=kernels, addresses=addresses)
+    try:
+        return _instantiate(driver, blueprints, graph, made, stream)
+    except CudaError as error:
+        raise GraphMismatch(Reason.DRIVER_CALL, f"{error}: the whole") from error
+    finally:
+        driver.result("cuGraphDestroy", made)
+
+
+def construct(
+    driver: CudaDriver,
+    blueprints: Blueprints,
+    graph: GraphBlueprint,
+    *,
+    kernels: Sequence[KernelHandle],
+    addresses: Sequence[int],
+) -> int:
+    """Make the graph's nodes and edges (a CUgraph, which the caller destroys).
 
     ``kernels``: a handle for each of ``blueprints.kernels`` that the graph uses; ``addresses``: one for each
     relocation. Raises GraphMismatch (DRIVER_CALL) when the driver refuses.
@@ -67,17 +85,16 @@ def build(
                 driver.call("cuGraphAddEmptyNode", out, made, None, 0)
         node = None
         _connect(driver, graph, made, nodes)
-        return _instantiate(driver, blueprints, graph, made, stream)
     except CudaError as error:
-        raise GraphMismatch(Reason.DRIVER_CALL, f"{error}: {_about(blueprints, node)}") from error
-    finally:
         driver.result("cuGraphDestroy", made)
+        raise GraphMismatch(Reason.DRIVER_CALL, f"{error}: {_about(blueprints, node)}") from error
+    return made
 
 
 def _about(blueprints: Blueprints, node: Node | None) -> str:
     """Describe for a message what the driver was asked to make."""
     if node is None:
-        return "the edges and the whole"
+        return "the edges"
     if node.kind != NodeKind.KERNEL:
         return f"a {NodeKind(node.kind).name.lower()} node"
     numbers = [number for number, _ in blueprints.attribute_sets[node.attributes]]

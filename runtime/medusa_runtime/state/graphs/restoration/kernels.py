@@ -54,7 +54,7 @@ class KernelFinder:
                     raise GraphMismatch(Reason.KERNEL_MISSING, f"{record.name} is not in its image: {error}") from error
             else:
                 handle = self._by_trigger(record, graph)
-            self._set_attributes(handle, record)
+            allow(self._driver, handle, record)
             self._found[number] = handle
         return self._found[number]
 
@@ -156,18 +156,19 @@ class KernelFinder:
             values.append(value.value)
         return *describe(self._driver, func=handle.func, kern=0), tuple(values)
 
-    def _set_attributes(self, handle: KernelHandle, record: KernelRecord) -> None:
-        """Allow what nodes will ask for, such as more than 48 KiB of dynamic shared memory.
 
-        A kernel's function in a context does not inherit what is set on the kernel, so it is set on both.
-        """
-        wanted = [(attribute, value) for attribute, value in record.attributes if attribute not in IDENTITY]
-        func = handle.func or (self._driver.optional("cuKernelGetFunction", handle.kern) if wanted else 0)
-        for attribute, value in wanted:
-            if handle.kern:
-                self._driver.call("cuKernelSetAttribute", attribute, value, handle.kern, self._driver.current_device())
-            if func:
-                self._driver.call("cuFuncSetAttribute", func, attribute, value)
+def allow(driver: CudaDriver, handle: KernelHandle, record: KernelRecord) -> None:
+    """Allow what nodes will ask for, such as more than 48 KiB of dynamic shared memory.
+
+    A kernel's function in a context does not inherit what is set on the kernel, so it is set on both.
+    """
+    wanted = [(attribute, value) for attribute, value in record.attributes if attribute not in IDENTITY]
+    func = handle.func or (driver.optional("cuKernelGetFunction", handle.kern) if wanted else 0)
+    for attribute, value in wanted:
+        if handle.kern:
+            driver.call("cuKernelSetAttribute", attribute, value, handle.kern, driver.current_device())
+        if func:
+            driver.call("cuFuncSetAttribute", func, attribute, value)
 
 
 def _identity(record: KernelRecord) -> tuple[str, tuple[tuple[int, int], ...], tuple[int, ...]]:

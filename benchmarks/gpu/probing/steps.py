@@ -1,0 +1,290 @@
+"""The steps of the probe that touch the device, each run as a process: ``python -m benchmarks.gpu.probing.steps``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from ctypes import byref
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from medusa_runtime.engine.gpu.placed_memory import BASE, OTHER_BASE
+from medusa_runtime.state.graphs import (
+    Blueprints,
+    Capture,
+    CudaDriver,
+    GraphMismatch,
+    ImageStore,
+    Piece,
+    RangeKind,
+    dump_graphs,
+    fingerprint,
+    materialize_graphs,
+    place,
+    restore_graphs,
+)
+from medusa_runtime.state.graphs.blueprint import GraphBlueprint
+from medusa_runtime.state.graphs.driver import CudaError
+from medusa_runtime.state.graphs.materialization.dump import kernel_of, node_kind, nodes_of
+from medusa_runtime.state.graphs.restoration.build import construct
+from medusa_runtime.state.graphs.restoration.kernels import KernelFinder, KernelHandle, allow
+from medusa_runtime.state.graphs.structs import InstantiateParams
+
+from benchmarks.gpu.probing import evidence
+from benchmarks.gpu.probing.ground import CHECKED_BYTES, INPUTS, OUTPUTS, Captured, Facts, Ground, open_ground
+
+# Away from the bases of both captures.
+_ELSEWHERE = 0x4800_0000_0000
+_PATIENCE_S = 60.0
+_UPLOAD = 2
+
+
+class Step:
+    """Collects one step's facts in a file, written after each case: a fault costs what comes after it."""
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+        self.facts: Facts = {}
+        self._began = time.monotonic()
+
+    def note(self, key: str, fact: Any) -> None:
+        self.facts[key] = fact
+        self.facts["seconds"] = round(time.monotonic() - self._began, 2)
+        self._out.write_text(json.dumps(self.facts, indent=1))
+
+    def attempt(self, key: str, work: Callable[[], Any]) -> Any:
+        """Note what ``work`` returns, or how it failed. Ends the step where the context is broken."""
+        try:
+            found = work()
+        except CudaError as error:
+            self.note(key, {"failed": str(error)})
+            if error.sticky:
+                raise
+            return None
+        except GraphMismatch as mismatch:
+            self.note(key, {"failed": str(mismatch)})
+            return None
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is evidence
+            end = traceback.format_exc().strip().splitlines()[-4:]
+            self.note(key, {"failed": f"{type(error).__name__}: {error}", "where": end})
+            return None
+        self.note(key, found)
+        return found
+
+
+def capture(ground: Ground, step: Step, folder: Path, *, first: bool) -> None:
+    """Capture every case and dump it; in the first process also build it again, twice, and compare the replays."""
+    ground.prepare()
+    captured: dict[str, Captured] = {}
+    for key in ground.cases:
+        try:
+            captured[key] = ground.capture(key)
+        except Exception as error:  # noqa: BLE001 - one kernel that cannot be captured is a fact
+            step.note(f"capture {key}", {"failed": f"{type(error).__name__}: {error}"})
+    images = ground.images()
+    step.note("images", {digest: len(data) for digest, data in images.data.items()})
+    step.note("handles", len(images.handles))
+    handles = {key: graph.handle for key, graph in captured.items()}
+    dump = dump_graphs(ground.driver, handles, ground.ranges(), images=images)
+    step.note("refused", dump.refused)
+    dump.save(folder / ("first.dump" if first else "second.dump.part"))
+    if not first:
+        (folder / "second.dump.part").rename(folder / "second.dump")
+    for graph in dump.graphs:
+
+        def facts(graph: GraphBlueprint = graph) -> Facts:
+            return {
+                "nodes": evidence.nodes(ground.driver, handles[graph.key], images),
+                "edges": evidence.edges(ground.driver, handles[graph.key]),
+                "parameters": evidence.parameters(graph, dump),
+            }
+
+        step.attempt(f"graph {graph.key}", facts)
+    if first:
+        _in_this_process(ground, step, dump, captured, images)
+        _materialize(ground, step, dump, captured, images, folder)
+
+
+def _in_this_process(
+    ground: Ground, step: Step, dump: Blueprints, captured: dict[str, Captured], images: ImageStore
+) -> None:
+    """Build each graph from its dump, with the captured handles and with the saved images, and compare replays."""
+    used = {kernel.image: images.data[kernel.image] for kernel in dump.kernels if kernel.image}
+    with_images = replace(dump, images=used)
+    for graph in dump.graphs:
+        replay = Replay(ground, graph.key, dump)
+        wanted = step.attempt(f"replay {graph.key}", partial(replay.hash_of, captured[graph.key].launch))
+        if wanted is None:
+            continue
+
+        def by_handle(graph: GraphBlueprint = graph, replay: Replay = replay, wanted: Any = wanted) -> Facts:
+            return replay.of_made(
+                dump,
+                graph,
+                _handles(ground.driver, captured[graph.key].handle, dump, graph),
+                wanted,
+                images,
+                captured[graph.key].handle,
+            )
+
+        def by_image(graph: GraphBlueprint = graph, replay: Replay = replay, wanted: Any = wanted) -> Facts:
+            finder = KernelFinder(ground.driver, with_images)  # stays open: the graph may run until the end
+            numbers = {node.kernel for node in graph.nodes if node.kernel >= 0}
+            kernels = [KernelHandle(0, 0)] * len(dump.kernels)
+            for number in numbers:
+                kernels[number] = finder.handle(number, graph.key)
+            for piece in dump.contents:
+                at = finder.variable(dump.ranges[piece.memory_range].name)
+                if at is not None:
+                    ground.driver.write(at + piece.offset, piece.data)
+            return replay.of_made(dump, graph, kernels, wanted, images, captured[graph.key].handle)
+
+        step.attempt(f"same process by handle: {graph.key}", by_handle)
+        step.attempt(f"same process by image: {graph.key}", by_image)
+
+
+def _handles(driver: CudaDriver, captured: int, dump: Blueprints, graph: GraphBlueprint) -> list[KernelHandle]:
+    kernels = [KernelHandle(0, 0)] * len(dump.kernels)
+    for node, handle in zip(graph.nodes, nodes_of(driver, captured), strict=True):
+        if node_kind(driver, handle) == 0:
+            params, _, _ = kernel_of(driver, handle)
+            kernels[node.kernel] = KernelHandle(params.func or 0, 0 if params.func else params.kern or 0)
+            allow(driver, kernels[node.kernel], dump.kernels[node.kernel])
+    return kernels
+
+
+class Replay:
+    """Launches a graph, from given inputs, and reads what it has written."""
+
+    def __init__(self, ground: Ground, key: str, dump: Blueprints) -> None:
+        self._ground, self._driver = ground, ground.driver
+        self._outputs = ground.memory.ranges[OUTPUTS]
+
+    def outputs(self, launch: Callable[[], None]) -> bytes:
+        size = min(self._outputs.size, CHECKED_BYTES)
+        self._driver.fill(self._outputs.address, 0xEE, size)
+        launch()
+        self._driver.call("cuStreamSynchronize", self._ground.stream)
+        return self._driver.read(self._outputs.address, size)
+
+    def hash_of(self, launch: Callable[[], None]) -> str:
+        import hashlib
+
+        first, second = (hashlib.sha256(self.outputs(launch)).hexdigest()[:16] for _ in range(2))
+        if first != second:
+            raise ValueError("two replays of the captured graph differ")
+        return first
+
+    def of_made(
+        self,
+        dump: Blueprints,
+        graph: GraphBlueprint,
+        kernels: Sequence[KernelHandle],
+        wanted: str,
+        images: ImageStore,
+        captured: int,
+    ) -> Facts:
+        """Build, read back, instantiate and replay. Returns whether the bits are those of the captured graph."""
+        made = construct(self._driver, dump, graph, kernels=kernels, addresses=[])
+        different = evidence.differences(self._driver, captured, made, images)
+        params = InstantiateParams(flags=_UPLOAD, upload_stream=self._ground.stream)
+        execution = self._driver.handle("cuGraphInstantiateWithParams", made, byref(params))
+        found = self.hash_of(lambda: self._driver.call("cuGraphLaunch", execution, self._ground.stream))
+        return {"equal": found == wanted, "hash": found, "read back": different}
+
+
+def _materialize(
+    ground: Ground, step: Step, dump: Blueprints, captured: dict[str, Captured], images: ImageStore, folder: Path
+) -> None:
+    """Compare with the other process's capture, which may still be under way, and write the bundle."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while not (folder / "second.dump").exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    second = Blueprints.load((folder / "second.dump").read_bytes()) if (folder / "second.dump").exists() else None
+    step.note("second capture", second is not None)
+    numbers = {memory_range.name: number for number, memory_range in enumerate(dump.ranges)}
+    size = min(ground.memory.ranges[OUTPUTS].size, CHECKED_BYTES)
+    inputs_at = ground.memory.ranges[INPUTS]
+    blank = Piece(numbers[OUTPUTS], 0, b"\xee" * size)
+    given = Piece(numbers[INPUTS], 0, ground.driver.read(inputs_at.address, min(inputs_at.size, CHECKED_BYTES)))
+    keys = [graph.key for graph in dump.graphs]
+    work = Capture(
+        {key: captured[key].launch for key in keys},
+        dict.fromkeys(keys, (given, blank)),
+        {key: (Piece(numbers[OUTPUTS], 0, bytes(size)),) for key in keys},
+        ground.stream,
+        images,
+        fingerprint=fingerprint(ground.driver),
+        reads_host=False,
+    )
+
+    def made() -> Facts:
+        bundle = materialize_graphs(ground.driver, dump, work, second=second)
+        bundle.save(folder / "bundle")
+        return {
+            "graphs": [graph.key for graph in bundle.graphs],
+            "refused": bundle.refused,
+            "pinned": [graph.key for graph in bundle.graphs if graph.pinned],
+            "pointers": {graph.key: len(graph.relocations) for graph in bundle.graphs},
+            "contents": [[bundle.ranges[r].name, offset, len(data)] for r, offset, data in bundle.contents],
+            "images": len(bundle.images),
+        }
+
+    step.attempt("materialize", made)
+
+
+def restore(ground: Ground, step: Step, folder: Path) -> None:
+    """Restore each graph of the bundle in this process, which captures nothing, and compare its outputs."""
+    ground.prepare()
+    bundle = Blueprints.load((folder / "bundle").read_bytes())
+    named = {name: one.address for name, one in ground.memory.ranges.items()}
+    ours = [one for one in bundle.ranges if one.kind in (RangeKind.SLAB, RangeKind.WORKSPACE)]
+    placement = place(ground.driver, ours, placed=named)
+    step.note(
+        "moved",
+        sorted(one.name for one in bundle.ranges if placement.addresses.get(one.name, one.address) != one.address),
+    )
+    facts, kept = fingerprint(ground.driver), []
+    for graph in bundle.graphs:
+
+        def one(key: str = graph.key) -> Facts:
+            began = time.perf_counter()
+            restored = restore_graphs(
+                ground.driver, bundle, placement, keys=[key], stream=ground.stream, fingerprint=facts, validate="all"
+            )
+            kept.append(restored)
+            if key in restored.reasons:
+                raise restored.reasons[key]
+            return {"equal": True, "ms": round((time.perf_counter() - began) * 1e3, 2)}
+
+        step.attempt(f"restored: {graph.key}", one)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=("first", "second", "restore", "restore-elsewhere"))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--library", help="a fake driver, for a dry run")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    step = Step(options.folder / f"{options.name}.json")
+    base = {"second": OTHER_BASE, "restore-elsewhere": _ELSEWHERE}.get(options.name, BASE)
+    recording = options.name in ("first", "second")
+    ground = open_ground(base, recording=recording, library=options.library)
+    if recording:
+        capture(ground, step, options.folder, first=options.name == "first")
+    else:
+        restore(ground, step, options.folder)
+    step.note("done", True)
+    ground.close()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,107 @@
+"""The probe of a GPU, on the fake driver. Every step of it runs here, so that none is first run on a GPU."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu import probe
+
+KEYS = ("product", "rms norm", "copy and zero", "variants", "programmatic pair", "much shared memory")
+
+
+@pytest.fixture(scope="module")
+def evidence(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dry run's folder. The parts of ``benchmarks.gpu.part`` have tests of their own."""
+    out = tmp_path_factory.mktemp("probe")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probe, "_GROUPS", probe._GROUPS[:2])
+        assert probe.main(["--dry-run", "--out", str(out)]) == 0
+    return out
+
+
+def rows_of(evidence: Path) -> dict[str, tuple[str, str]]:
+    report = json.loads((evidence / "probe/probe.json").read_text())
+    return {name: (judged, details) for name, judged, details in report["rows"]}
+
+
+@pytest.mark.timeout(300)
+def test_each_promised_row_is_judged(evidence: Path) -> None:
+    found = rows_of(evidence)
+    for name in probe._PROMISED:
+        assert found[name] == ("ok", f"{len(KEYS)} of {len(KEYS)} graphs")
+    assert found["two captures"][0] == found["programmatic edges"][0] == found["an image for each kernel"][0] == "ok"
+    assert {found[name][0] for name in probe._OF_THE_MACHINE} == {"----"}
+
+
+@pytest.mark.timeout(300)
+def test_the_evidence_is_what_a_failure_is_reproduced_with(evidence: Path) -> None:
+    with tarfile.open(evidence / "probe.tar.gz") as tar:
+        names = set(tar.getnames())
+    wanted = ("first.json", "first.log", "first.dump", "second.dump", "bundle", "restore.json", "probe.json")
+    assert {f"probe/{name}" for name in wanted} <= names
+    first = json.loads((evidence / "probe/first.json").read_text())
+    pair = first["graph programmatic pair"]
+    assert pair["edges"][1][2] == "0100010000000000"
+    cluster = pair["nodes"][2]
+    assert cluster["attributes"]["6"] == [0, "01"]
+    assert cluster["attributes"]["4"] == [0, "020000000100000001"]
+    assert cluster["attributes"]["3"][0] == 1, "the driver's return code of an attribute that nodes do not have"
+    attends = [node["image"] for node in first["graph variants"]["nodes"] if node.get("name") == "attend"]
+    assert {image["by name"] for image in attends} == {""}, "two modules define it alike"
+    assert len({image["by handle"] for image in attends}) == 2
+    assert len(pair["parameters"]) == 3
+    assert first["same process by image: variants"]["read back"] == []
+
+
+def test_what_is_too_large_is_left_out_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "small").write_bytes(bytes(10))
+    (tmp_path / "large").write_bytes(bytes(1000))
+    with tarfile.open(probe.pack(tmp_path, "it.tar.gz", most_bytes=500)) as tar:
+        assert tar.getnames() == ["small"]
+    assert "too large for it.tar.gz: large (1000 bytes)" in capsys.readouterr().out
+
+
+def results(**changes: Any) -> dict[str, Any]:
+    first = {f"graph {key}": {"nodes": [], "edges": []} for key in ("a", "b")}
+    first |= {f"same process by handle: {key}": {"equal": True, "read back": []} for key in ("a", "b")}
+    return {"first": first | changes, "restore": {"restored: a": {"equal": True}}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "row"),
+    [
+        ({}, ("ok", "2 of 2 graphs")),
+        (
+            {"same process by handle: b": {"failed": "driver-call: no"}},
+            ("MISS", "1 of 2 graphs; b (driver-call: no)"),
+        ),
+        ({"same process by handle: a": {"equal": False, "read back": []}}, ("MISS", "1 of 2 graphs; a (other bits)")),
+        (
+            {"same process by handle: a": {"equal": True, "read back": ["edges"]}},
+            ("MISS", "2 of 2 graphs; a reads back otherwise"),
+        ),
+    ],
+)
+def test_what_was_reached_missed_or_not_measured_is_said(changes: dict[str, Any], row: tuple[str, str]) -> None:
+    found = {name: (judged, details) for name, judged, details in probe.rows(results(**changes))}
+    assert found["same process by handle"] == row
+    assert found["same process by saved image"] == ("----", "not measured")
+    assert found["fresh process, same addresses"] == ("MISS", "1 of 2 graphs; b was not reached")
+
+
+def test_a_step_that_hangs_or_fails_costs_its_own_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(probe._LIMITS, "hangs", 0.5)
+    running = probe.Probe(tmp_path, library=None, seconds=60)
+    commands = {"hangs": ["sleep", "100"], "fails": ["sh", "-c", "echo no device; exit 3"], "works": ["true"]}
+    monkeypatch.setattr(running, "_command", commands.get)
+    running.run(["hangs", "fails", "missing"])
+    running.run(["works"])
+    assert running.results["hangs"]["status"] == "timeout"
+    assert (running.results["fails"]["status"], running.results["fails"]["failed"]) == (3, "no device")
+    assert running.results["missing"] == {"not measured": "it is not here"}
+    assert running.results["works"]["status"] == 0
