@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from process_tree import alive, descendants
 
 MEDUSA = Path(sys.executable).with_name("medusa")
 MODEL = Path(__file__).parents[1] / "examples" / "pydoc-lm"
-PATIENCE_S = 150.0
+PATIENCE_S = 240.0
 _PORTS = 50  # for each node: its own, and Ray's
 
 
@@ -44,8 +44,17 @@ def environment() -> dict[str, str]:
 class ClusterNode:
     """A node server with everything that it starts. The head is on 127.0.0.2, the others on the addresses after it."""
 
-    def __init__(self, name: str, number: int, head: ClusterNode | None = None, token: str | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        number: int,
+        head: ClusterNode | None = None,
+        *,
+        token: str | None = None,
+        flags: Sequence[str] = (),
+    ) -> None:
         """``token``: another than the head's."""
+        self.flags = flags
         self.name = name
         self.head = head
         self.host = f"127.0.0.{number + 2}"
@@ -69,7 +78,7 @@ class ClusterNode:
         role = ["--head"] if self.head is None else ["--address", self.head.address]
         where = ["--name", self.name, "--host", self.host, "--data-port", str(self.port), "--dir", str(self.folder)]
         more = ["--ray-port", str(self.ray_port), "--token-file", str(self.token_file), "--memory-budget", "500MB"]
-        return [str(MEDUSA), "cluster", "start", *role, *where, *more]
+        return [str(MEDUSA), "cluster", "start", *role, *where, *more, *self.flags]
 
     def start(self) -> None:
         """Start the node server, also again after its end."""
