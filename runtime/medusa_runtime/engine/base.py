@@ -8,6 +8,16 @@ from threading import Event
 from typing import Any, NamedTuple, Protocol
 
 
+class StructuredOutputs(NamedTuple):
+    """The form that a text must have. ``kind`` says what ``text`` is: json_schema, regex, choice or grammar.
+
+    A choice is a JSON list of strings; a grammar is Lark or GBNF.
+    """
+
+    kind: str
+    text: str
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to sample; names and defaults are vLLM's. ``temperature=0`` is greedy. ``logprobs`` counts alternatives."""
@@ -30,6 +40,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     logit_bias: dict[int, float] | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import struct
 from typing import Any
 
 from ..errors import EngineError, OverloadedError, RequestError, from_code
-from .base import Delta, EngineInfo, GenerateRequest, SamplingParams, TokenLogprob
+from .base import Delta, EngineInfo, GenerateRequest, SamplingParams, StructuredOutputs, TokenLogprob
 
 Frame = dict[str, Any]
 
@@ -104,6 +104,8 @@ def request_from_frame(frame: Frame) -> GenerateRequest:
                 params[name] = tuple(params[name])
         if params.get("logit_bias"):
             params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"].items()}
+        if params.get("structured_outputs"):
+            params["structured_outputs"] = StructuredOutputs(*params["structured_outputs"])
         prompt = frame["prompt"]
         return GenerateRequest(
             id=frame["id"],

@@ -19,6 +19,12 @@ _METHODS = ("stats", "tokenize", "detokenize", "embed")
 _SLOW = ("embed",)  # what waits for forwards; other frames of its connection do not wait for it
 
 
+def _takes_long(request: GenerateRequest) -> bool:
+    """Whether adding it may take so long that other requests should not wait: a long text, or a grammar."""
+    long = isinstance(request.prompt, str) and len(request.prompt) > _LONG_CHARACTERS
+    return long or request.params.structured_outputs is not None
+
+
 class EngineServer:
     """Serves one engine to any number of connections, from ``start`` until ``close``."""
 
@@ -113,7 +119,7 @@ class _Connection:
             if kind == "generate":
                 request = frames.request_from_frame(frame)
                 self._running.add(request.id)
-                if isinstance(request.prompt, str) and len(request.prompt) > _LONG_CHARACTERS:
+                if _takes_long(request):
                     threading.Thread(target=self._add_long, args=(request,), name="engine-add", daemon=True).start()
                 else:
                     self._engine.add(request, self._sink)

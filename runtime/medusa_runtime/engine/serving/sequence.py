@@ -5,11 +5,30 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..base import Delta, GenerateRequest
 from ..torch.kv_cache import BLOCK_TOKENS
 from .transcript import Transcript
+
+if TYPE_CHECKING:
+    from ..structured.process import GrammarProcess
+
+
+class Constraint:
+    """A grammar that a sequence's text follows: its number in the process that keeps it (``engine/structured``).
+
+    ``unseen`` are the tokens that this process has not heard of yet.
+    """
+
+    def __init__(self, process: GrammarProcess, number: int) -> None:
+        self.process = process
+        self.number = number
+        self.unseen: list[int] = []
+
+    def close(self) -> None:
+        """Have the grammar forgotten. In the engine's thread."""
+        self.process.closed.append(self.number)
 
 
 class Sequence:
@@ -40,6 +59,7 @@ class Sequence:
         self.computed = 0
         self.blocks: list[int] = []
         self.cancelled = False
+        self.constraint: Constraint | None = None
         seed = request.params.seed
         self.dice = Dice(int.from_bytes(os.urandom(8), "little") if seed is None else seed)
 

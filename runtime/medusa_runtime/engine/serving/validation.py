@@ -65,6 +65,15 @@ def check_params(params: SamplingParams, info: EngineInfo, *, has_text: bool) ->
     if params.seed is not None and not isinstance(params.seed, int):
         raise _error("seed", "a whole number", params.seed)
     _check_stops(params, info, has_text)
+    if params.structured_outputs is not None:
+        if not all(isinstance(part, str) for part in params.structured_outputs):
+            raise _error("structured_outputs", "a kind and a text", params.structured_outputs)
+        if params.min_tokens:
+            raise _error(
+                "min_tokens", "0 with structured outputs, which end where their grammar does", params.min_tokens
+            )
+        if params.ignore_eos:
+            raise _error("ignore_eos", "false with structured outputs, which end where their grammar does", True)
     for token, bias in (params.logit_bias or {}).items():
         _token("logit_bias", token, info)
         _number("logit_bias", bias, "values in [-100, 100]", lambda x: -100 <= x <= 100)

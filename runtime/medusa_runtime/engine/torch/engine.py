@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,9 +31,10 @@ from ..gpu.device import Gpu, graphs_of, open_gpu
 from ..serving.completion import advance
 from ..serving.inbox import Inbox
 from ..serving.requests import Requests, Sink
-from ..serving.sequence import Sequence, Span
+from ..serving.sequence import Constraint, Sequence, Span
 from ..serving.tokenizer import Tokenizer
 from ..serving.validation import check_token_ids
+from ..structured.constraints import Constraints
 from .kv_cache import BLOCK_TOKENS, KvCache, KvShape, blocks_for
 from .kv_size import kv_plan
 from .migration import ExportedRequest, export, request_of, resume
@@ -116,13 +118,20 @@ class TorchEngine:
         )
         self._inbox = Inbox()
         self._requests = Requests(settings, self._tokenizer, self.info, self._released)
+        self._constraints = Constraints(
+            lambda: region.file("tokenizer.json"),
+            vocab_size=config.vocab_size,
+            eos_token_ids=eos,
+            rows=settings.max_concurrency,
+        )
         self._prompt_tokens = self._generated_tokens = self._steps = self._failed_steps = 0
         self._load_error: MedusaError | None = None
         self._watcher = threading.Thread(target=self._watch, name="engine-watch", daemon=True)
         self._watcher.start()
 
     def add(self, request: GenerateRequest, sink: Sink) -> None:
-        sequence = self._requests.open(request, sink)
+        constraint = self._constraint(request)
+        sequence = self._opened(constraint, lambda: self._requests.open(request, sink))
         self._inbox.post(lambda: self._begin(sequence))
 
     def cancel(self, request_id: str) -> None:
@@ -141,7 +150,9 @@ class TorchEngine:
     def import_request(self, exported: ExportedRequest, sink: Sink) -> None:
         """Go on with a request of another engine of the same model. Raises RequestError and OverloadedError."""
         request = request_of(exported, self._cache.shape)
-        sequence = self._requests.register(request, list(request.prompt), sink)  # type: ignore[arg-type]
+        prompt = list(request.prompt)
+        constraint = self._constraint(request, exported.header["tokens"][len(prompt) :])
+        sequence = self._opened(constraint, lambda: self._requests.register(request, prompt, sink))  # type: ignore[arg-type]
         self._inbox.ask(lambda: self._import(sequence, exported))
 
     def run(self, stop: threading.Event) -> None:
@@ -189,6 +200,7 @@ class TorchEngine:
 
     def close(self) -> None:
         self._inbox.close()
+        self._constraints.close()
         self._loader.close()
         self._watcher.join()
 
@@ -201,6 +213,21 @@ class TorchEngine:
         if self.layers.first and self.layers.last:
             return Applier(self._model, dtype=self._dtype)
         return PartApplier(self._model, lambda name: self.layers.needs(self._model, name), dtype=self._dtype, rest=rest)
+
+    def _constraint(self, request: GenerateRequest, generated: list[int] | None = None) -> Constraint | None:
+        asked = request.params.structured_outputs
+        return None if asked is None else self._constraints.open(asked, generated or [])
+
+    def _opened(self, constraint: Constraint | None, register: Callable[[], Sequence]) -> Sequence:
+        """A sequence that follows a grammar, which is forgotten when the sequence is refused."""
+        try:
+            sequence = register()
+        except MedusaError:
+            if constraint is not None:
+                self._inbox.post(constraint.close)
+            raise
+        sequence.constraint = constraint
+        return sequence
 
     # From here on: the thread of run, but for what says otherwise.
 
@@ -231,6 +258,8 @@ class TorchEngine:
     def _released(self, sequence: Sequence) -> None:
         """Free what a sequence holds that goes."""
         self._scheduler.remove(sequence)
+        if sequence.constraint is not None:
+            sequence.constraint.close()
 
     def _begin(self, sequence: Sequence) -> None:
         self._prompt_tokens += sequence.prompt_length
@@ -239,7 +268,12 @@ class TorchEngine:
     def _step(self, spans: list[Span]) -> None:
         start_ns = time.monotonic_ns()
         try:
+            self._constraints.begin(spans)
             logits, sequences = self.runner.step(spans)
+            if logits is not None:
+                for ended in self._constraints.apply(logits, sequences):
+                    ended.sequence.cancelled = True
+                    self._requests.end(ended.sequence, "error" if ended.error else "stop", ended.error)
             sampled = [] if logits is None else self.runner.sample(logits, sequences)
         except MedusaError:
             raise
@@ -262,13 +296,15 @@ class TorchEngine:
             self._timeline.record(
                 "first_forward", start_ns, time.monotonic_ns(), tokens=sum(s.stop - s.start for s in spans)
             )
-        for sequence, token in zip(sequences, sampled, strict=True):
+        for sequence, sampled_token in zip(sequences, sampled, strict=True):
             if sequence.cancelled:
                 continue
-            delta = advance(sequence, token, self._tokenizer)
+            delta = advance(sequence, sampled_token, self._tokenizer)
             if self._generated_tokens == 0:
                 self._timeline.mark("first_token")
             self._generated_tokens += 1
+            if sequence.constraint is not None:
+                sequence.constraint.unseen.append(sampled_token.token)
             self._requests.tell(sequence, delta)
 
     def _cancel(self, sequence: Sequence) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ...errors import RequestError
-from ..base import GenerateRequest, SamplingParams
+from ..base import GenerateRequest, SamplingParams, StructuredOutputs
 from ..serving.sequence import Dice, Sequence
 from .kv_cache import KvCache, KvShape
 
@@ -63,6 +63,8 @@ def request_of(exported: ExportedRequest, shape: KvShape) -> GenerateRequest:
         params[name] = tuple(params[name])
     if params["logit_bias"]:
         params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"].items()}
+    if params.get("structured_outputs"):
+        params["structured_outputs"] = StructuredOutputs(*params["structured_outputs"])
     prompt = tuple(header["tokens"][: header["prompt_length"]])
     return GenerateRequest(header["id"], prompt, SamplingParams(**params))
 

@@ -1,0 +1,136 @@
+"""The engine's side of the process that keeps its grammars."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import threading
+
+from ...errors import EngineError, MedusaError, RequestError
+from ..base import StructuredOutputs
+from ..frames import Frame, FrameReader, pack
+from .constraints import PARAM
+from .worker import Task
+
+_START_S = 60.0  # imports and the vocabulary; a second or two where nothing else runs
+_OPEN_S = 30.0
+_STEP_S = 30.0
+_END_S = 5.0
+
+
+class GrammarProcess:
+    """One such process. Any thread opens grammars; the engine's own asks for masks."""
+
+    def __init__(self, tokenizer: bytes, *, vocab_size: int, eos_token_ids: tuple[int, ...], rows: int) -> None:
+        """Start it. It reads the vocabulary meanwhile; ``open`` waits for that."""
+        self.row_bytes = -(-vocab_size // 32) * 4
+        self.failed = False
+        self.closed: list[int] = []  # numbers of grammars that nobody needs any more
+        openings, theirs = socket.socketpair()
+        steps, their_steps = socket.socketpair()
+        masks, given = (
+            os.memfd_create("medusa-masks", os.MFD_CLOEXEC),
+            os.memfd_create("medusa-vocabulary", os.MFD_CLOEXEC),
+        )
+        with theirs, their_steps:
+            try:
+                os.truncate(masks, rows * self.row_bytes)
+                with open(os.dup(given), "wb") as file:
+                    file.write(tokenizer)
+                os.lseek(given, 0, os.SEEK_SET)
+                self.masks = mmap.mmap(masks, 0)
+                task = Task(
+                    theirs.fileno(), their_steps.fileno(), given, masks, self.row_bytes, vocab_size, list(eos_token_ids)
+                )
+                inherited = (theirs.fileno(), their_steps.fileno(), given, masks)
+                command = [sys.executable, "-P", "-m", "medusa_runtime.engine.structured.worker"]
+                self._process = subprocess.Popen(
+                    [*command, json.dumps(dataclasses.asdict(task))],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=inherited,
+                    process_group=0,  # Ctrl-C in a terminal is for the supervisor
+                )
+            except OSError as error:
+                openings.close()
+                steps.close()
+                raise EngineError(f"no process for structured outputs could be started: {error}") from error
+            finally:
+                os.close(masks)
+                os.close(given)
+        self._openings, self._steps = openings, steps
+        self._read_opened, self._read_masks = FrameReader(openings), FrameReader(steps)
+        self._opening = threading.Lock()
+        self._greeted = False
+        self._fault = ""
+        self._numbers = 0
+
+    def open(self, asked: StructuredOutputs, tokens: list[int]) -> int:
+        """The number of a new grammar that has seen ``tokens``. Raises RequestError for a bad one; EngineError."""
+        with self._opening:
+            if not self._greeted:
+                self._openings.settimeout(_START_S)
+                self._fault = self._ask(self._openings, self._read_opened, None)["error"]
+                self._greeted = True
+            if self._fault:
+                raise RequestError(
+                    f"{PARAM}: expected a tokenizer whose tokens have a text each, found another: {self._fault}", PARAM
+                )
+            self._numbers += 1
+            number = self._numbers
+            self._openings.settimeout(_OPEN_S)
+            frame = {"type": "open", "number": number, "kind": asked.kind, "text": asked.text, "tokens": tokens}
+            answer = self._ask(self._openings, self._read_opened, frame)
+        fault = answer["error"] or "; ".join(answer["warnings"])
+        if fault:
+            raise RequestError(f"{PARAM}: this {asked.kind} cannot be used: {' '.join(fault.split())}", PARAM)
+        return number
+
+    def send(self, rows: list[tuple[int, list[int]]]) -> None:
+        """Ask for the masks of these grammars, which have seen these tokens since."""
+        closed, self.closed = self.closed, []
+        try:
+            self._steps.settimeout(_STEP_S)
+            self._steps.sendall(pack({"type": "step", "rows": rows, "closed": closed}))
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def receive(self) -> list[tuple[bool, bool, str]]:
+        """The grammars' states (accepting, stopped, error), once their masks are there."""
+        states: list[tuple[bool, bool, str]] = self._ask(self._steps, self._read_masks, None)["states"]
+        return states
+
+    def close(self) -> None:
+        self.failed = True
+        for connection in (self._openings, self._steps):
+            try:
+                connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits in it
+            except OSError:
+                pass
+            connection.close()
+        self._process.kill()
+        self._process.wait(_END_S)
+
+    def _ask(self, connection: socket.socket, reader: FrameReader, frame: Frame | None) -> Frame:
+        """Send a frame, if any, and return the next one that comes."""
+        try:
+            if frame is not None:
+                connection.sendall(pack(frame))
+            answer = reader.read()
+        except (OSError, MedusaError) as error:
+            raise self._lost(error) from error
+        if answer is None:
+            raise self._lost(None)
+        return answer
+
+    def _lost(self, error: Exception | None) -> EngineError:
+        """Give the process up."""
+        if not self.failed:
+            self.close()
+        why = "took too long" if isinstance(error, TimeoutError) else "ended"
+        return EngineError(f"the process that keeps the grammars of structured outputs {why}; try again")

@@ -1,0 +1,174 @@
+"""Structured outputs of the torch engine: whatever the weights say, the text has the form that was asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from medusa_runtime.engine.base import StructuredOutputs
+from medusa_runtime.errors import EngineError, RequestError
+
+pytest.importorskip("llguidance", reason="structured outputs need llguidance")
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+DIGITS = StructuredOutputs("regex", "[0-9]{3}-[0-9]{4}")
+
+
+def schema(value: Any) -> StructuredOutputs:
+    return StructuredOutputs("json_schema", json.dumps(value))
+
+
+def ask(served: Any, form: StructuredOutputs, prompt: Any = "Tokens flow", **params: Any) -> Any:
+    given = {"ignore_eos": False, "max_tokens": 200, **params}
+    return served.ask(prompt, structured_outputs=form, **given)
+
+
+def test_text_has_the_form_that_was_asked_for(serve: Any) -> None:
+    served = serve()
+    for seed in range(3):
+        person = json.loads(ask(served, schema(PERSON), temperature=1.0, seed=seed).text)
+        assert set(person) == {"name", "age", "tags"}
+        assert 0 <= person["age"] <= 120
+    assert re.fullmatch(DIGITS.text, ask(served, DIGITS).text)
+    assert ask(served, StructuredOutputs("choice", '["yes", "no", "don\'t \\"know\\""]')).text in (
+        "yes", "no", 'don\'t "know"',
+    )  # fmt: skip
+    assert re.fullmatch(
+        "(ab)+c", ask(served, StructuredOutputs("grammar", 'root ::= ("ab")+ "c"'), max_tokens=400).text
+    )
+    assert ask(served, StructuredOutputs("grammar", 'start: "x" "y"')).text == "xy"
+    answer = ask(served, DIGITS)
+    assert answer.last.finish_reason == "stop"
+
+
+def test_the_same_seed_gives_the_same_text_whatever_runs_beside_it(serve: Any) -> None:
+    served = serve()
+    alone = ask(served, schema(PERSON), temperature=1.0, seed=5).text
+    answers = [ask(served, schema(PERSON), temperature=1.0, seed=5) for _ in range(3)]
+    free = [served.ask([5 + n, 6], temperature=1.0, max_tokens=30) for n in range(3)]
+    assert {answer.text for answer in answers} == {alone}
+    assert all(len(answer.tokens) == 30 for answer in free)
+
+
+def test_what_runs_beside_it_is_not_changed(serve: Any) -> None:
+    served = serve()
+    alone = served.ask([5, 6, 7], max_tokens=40).tokens
+    beside = served.ask([5, 6, 7], max_tokens=40)
+    ask(served, schema(PERSON)).wait()
+    assert beside.tokens == alone
+
+
+def test_preempted_sequences_keep_their_form(serve: Any) -> None:
+    served = serve(kv_cache_mb=1, max_model_len=512)
+    numbers = StructuredOutputs("regex", r"([0-9][0-9],){60}")
+    answers = [ask(served, numbers, list(range(10, 200)), max_tokens=300, seed=n, temperature=1.0) for n in range(8)]
+    for answer in answers:
+        assert re.fullmatch(numbers.text, answer.text)
+    assert served.engine.stats()["preemptions_total"] > 0
+
+
+def test_a_request_moves_to_another_engine_with_its_grammar(serve: Any) -> None:
+    from engine_fixtures import Answer
+
+    first, second = serve(), serve()
+    whole = ask(first, schema(PERSON), temperature=1.0, seed=3).text
+    moving = ask(first, schema(PERSON), temperature=1.0, seed=3)
+    for _ in range(4):
+        moving.next()
+    exported = first.engine.export_request(moving.id)
+    while not moving.incoming.empty():
+        moving.next()
+    exported = exported._replace(header=json.loads(json.dumps(exported.header)))
+    rest = Answer(moving.id)
+    second.engine.import_request(exported, rest.incoming.put)
+    assert "".join(delta.text for delta in moving.deltas) + rest.text == whole
+
+
+def test_stop_strings_and_tokens_end_it_earlier(serve: Any) -> None:
+    served = serve()
+    stopped = ask(served, DIGITS, stop=("-",))
+    assert re.fullmatch("[0-9]{3}", stopped.text)
+    assert stopped.last.stop_reason == "-"
+    assert ask(served, DIGITS, max_tokens=2).last.finish_reason == "length"
+
+
+def test_logprobs_are_of_what_the_grammar_allows(serve: Any) -> None:
+    answer = ask(serve(), StructuredOutputs("regex", "x"), logprobs=2)
+    first = answer.wait().deltas[0].logprobs[0]
+    assert first.text == "x"
+    assert first.logprob == pytest.approx(0.0, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        (schema({"type": "objekt"}), "this json_schema cannot be used: Invalid type: objekt"),
+        (schema({"not": {"type": "object"}}), 'cannot be used: .*"not"'),
+        (schema(False), "nsatisfiable"),
+        (StructuredOutputs("json_schema", "[1"), "json_schema cannot be used"),
+        (StructuredOutputs("regex", "[a"), "unclosed character class"),
+        (StructuredOutputs("regex", "(?=a)b"), "look-around"),
+        (StructuredOutputs("grammar", "nonsense %%"), "grammar cannot be used"),
+        (StructuredOutputs("grammar", "start: missing"), "grammar cannot be used"),
+        (StructuredOutputs("poem", "x"), "expected one of json_schema, regex, choice, grammar, found poem"),
+    ],
+)
+def test_what_is_no_grammar_is_refused(serve: Any, form: StructuredOutputs, message: str) -> None:
+    served = serve()
+    with pytest.raises(RequestError, match=message) as refused:
+        ask(served, form)
+    assert refused.value.param == "structured_outputs"
+    assert len(served.engine._requests) == 0
+
+
+def test_what_contradicts_a_grammar_is_refused(serve: Any) -> None:
+    served = serve()
+    for params, name in (({"min_tokens": 5}, "min_tokens"), ({"ignore_eos": True}, "ignore_eos")):
+        with pytest.raises(RequestError, match=name):
+            served.ask("x", structured_outputs=DIGITS, max_tokens=9, **{"ignore_eos": False, **params})
+
+
+def test_a_lost_process_ends_its_requests_and_the_next_one_starts_another(serve: Any) -> None:
+    served = serve()
+    endless = ask(served, StructuredOutputs("regex", "[a-z ]{5000}"))
+    endless.next()
+    process = served.engine._constraints._process
+    os.kill(process._process.pid, signal.SIGKILL)
+    last = endless.last
+    assert last.finish_reason == "error"
+    assert "grammars of structured outputs" in last.error[1]
+    assert re.fullmatch(DIGITS.text, ask(served, DIGITS).text)
+
+
+def test_the_process_ends_with_its_engine(serve: Any) -> None:
+    served = serve()
+    ask(served, DIGITS).wait()
+    process = served.engine._constraints._process._process
+    served.close()
+    assert process.returncode is not None
+    with pytest.raises(EngineError):
+        served.engine._constraints.open(DIGITS)
+
+
+def test_nothing_of_it_is_there_before_it_is_asked_for(serve: Any) -> None:
+    served = serve()
+    served.ask([5, 6]).wait()
+    assert served.engine._constraints._process is None
+    late = ("llguidance", "medusa_runtime.engine.structured.process", "medusa_runtime.engine.structured.worker")
+    code = f"import sys, medusa_runtime.engine.torch.engine; print([name for name in {late} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
