@@ -17,6 +17,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 HOST_WEIGHTS = ("keep", "release")
 GRAPHS = ("capture", "restore")
+TOOL_CALL_PARSERS = ("auto", "hermes", "llama3_json", "mistral", "none")
 COMPILE = ("auto", "always", "never")
 ENGINE_STARTS = ("now", "request")
 NODE_SOCKET = "/run/medusa/node.sock"
@@ -39,6 +40,7 @@ class Settings:
     trust_state: str | None = None
     trust_key: str | None = None
     served_model_name: str | None = None
+    tool_call_parser: str = "auto"
     host: str = "0.0.0.0"
     port: int = 8080
     device: str = "auto"
@@ -263,6 +265,12 @@ OPTIONS = (
         "KEY[,KEY]: ed25519 public keys (or PEM files); code in bundles signed with one of them is run, too",
     ),
     Option("served_model_name", ("MEDUSA_SERVED_MODEL_NAME",), _text, "the model's name in the OpenAI routes"),
+    Option(
+        "tool_call_parser",
+        ("MEDUSA_TOOL_CALL_PARSER",),
+        OneOf(*TOOL_CALL_PARSERS),
+        "how the model writes tool calls; auto: as its chat template says",
+    ),
     Option("host", ("MEDUSA_HOST",), _text, "address to bind"),
     Option("port", ("PORT",), _port, "port to bind; 0 takes a free one"),
     Option("device", ("MEDUSA_DEVICE",), OneOf(*DEVICES), "where to compute; auto is a GPU if there is one"),

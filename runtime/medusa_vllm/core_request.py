@@ -8,6 +8,8 @@ from typing import Any
 from medusa_runtime.engine.base import SamplingParams
 from medusa_runtime.engine.serving.sequence import Sequence
 
+from .structured import vllm_params
+
 
 def core_request(sequence: Sequence, *, vocab_size: int) -> Any:
     """An EngineCoreRequest. Stop strings are left out: text is made here, and vLLM sees only tokens."""
@@ -45,6 +47,7 @@ def _sampling(params: SamplingParams, sequence: Sequence, vocab_size: int) -> An
         ignore_eos=params.ignore_eos,
         logprobs=None if params.logprobs is None else min(params.logprobs, vocab_size),
         logit_bias=params.logit_bias or None,
+        structured_outputs=None if params.structured_outputs is None else vllm_params(params.structured_outputs),
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )

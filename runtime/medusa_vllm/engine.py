@@ -36,6 +36,7 @@ from .compiled.settings import CompiledStart
 from .configuration import configure
 from .core_request import core_request
 from .eos import eos_token_ids
+from .structured import StructuredCore
 
 logger = logging.getLogger(__name__)
 
@@ -73,12 +74,18 @@ class VllmEngine:
         )
         self._core: Any = None
         self._inbox = Inbox()
+        self._structured = StructuredCore(region, self._inbox)
         self._requests = Requests(settings, self._tokenizer, self.info, self._release)
         self._loaded = threading.Event()
         self._load_error: MedusaError | None = None
         self._prompt_tokens = self._generated_tokens = self._steps = 0
 
     def add(self, request: GenerateRequest, sink: Sink) -> None:
+        if request.params.structured_outputs is not None:
+            self._loaded.wait()  # in a thread of this request's own
+            if self._load_error is not None:
+                raise self._load_error
+            self._structured.prepare(self._core, request.params.structured_outputs)
         sequence = self._requests.open(request, sink)
         self._inbox.post(lambda: self._begin(sequence))
 
@@ -138,6 +145,7 @@ class VllmEngine:
 
     def close(self) -> None:
         self._inbox.close()
+        self._structured.close()
         core, self._core = self._core, None
         if core is None:
             return

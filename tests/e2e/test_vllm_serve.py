@@ -6,6 +6,7 @@ import http.client
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -66,6 +67,31 @@ def test_it_answers_as_the_torch_engine_does(start: Start, example: Path) -> Non
     assert stopped["finish_reason"] == "stop"
     assert answer["choices"][0]["text"].startswith(stopped["text"])
     assert {"import", "config", "kv_plan", "skeleton", "apply", "first_forward", "first_token"} <= stage_names(serving)
+    assert serving.stop() == 0
+
+
+def test_structured_outputs_and_forced_calls_are_vllms_own(start: Start, example: Path) -> None:
+    serving = start("--model", example, "--engine", "vllm", "--kv-cache-mb", "64")
+    properties = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+    parameters = {**properties, "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    status, answer = complete(serving, max_tokens=40, structured_outputs={"regex": "[a-f]{3}[0-9]"})
+    assert status == 200, answer
+    assert re.fullmatch("[a-f]{3}[0-9]", answer["choices"][0]["text"])
+    assert complete(serving, structured_outputs={"choice": ["maybe", "never"]})[1]["choices"][0]["text"] in (
+        "maybe", "never",
+    )  # fmt: skip
+    schema = {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    assert len(json.loads(complete(serving, max_tokens=40, response_format=form)[1]["choices"][0]["text"])) == 2
+    chat = {"messages": [{"role": "user", "content": "?"}], "tools": [tool], "tool_choice": "required",
+            "parallel_tool_calls": False, "max_tokens": 80}  # fmt: skip
+    choice = serving.request("POST", "/v1/chat/completions", chat, timeout_s=PATIENCE_S)[1]["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"])["n"] in (1, 2)
+    status, answer = complete(serving, structured_outputs={"regex": "["})
+    assert (status, answer["error"]["param"]) == (400, "structured_outputs")
+    assert complete(serving)[0] == 200
     assert serving.stop() == 0
 
 

@@ -23,6 +23,12 @@ from medusa_runtime.liveness import Heartbeats
 from medusa_runtime.timeline import Timeline
 
 
+def _script(prompt: str | tuple[int, ...]) -> list[str]:
+    """The pieces of what a prompt like ``say:words<assistant>`` has the model say."""
+    said = prompt.partition("say:")[2].partition("<assistant>")[0] if isinstance(prompt, str) else ""
+    return [said[start : start + 3] for start in range(0, len(said), 3)]
+
+
 class ScriptedStream:
     def __init__(self, engine: ScriptedEngine, request: GenerateRequest) -> None:
         self.request = request
@@ -41,7 +47,8 @@ class ScriptedStream:
             text = f"this model's maximum context length is 100 tokens, and the prompt has {length}"
             self.items.put(ContextLengthError(text, "prompt"))
             return
-        total = params.max_tokens or 12
+        said = _script(prompt)
+        total = len(said) or params.max_tokens or 12
         for number in range(total):
             while engine.held.is_set() and not self.closed:
                 time.sleep(0.01)
@@ -51,10 +58,10 @@ class ScriptedStream:
                 self.items.put(EngineError("the engine process ended while it worked on this request"))
                 return
             time.sleep(engine.token_s)
-            text = ("" if number == 0 else " ") + f"w{number}"
+            text = said[number] if said else ("" if number == 0 else " ") + f"w{number}"
             stopped = next((stop for stop in params.stop if stop == text.strip()), None)
             last = stopped is not None or number == total - 1
-            finish = "stop" if stopped else "length" if last else None
+            finish = "stop" if stopped or (said and last) else "length" if last else None
             top = tuple((n, f"alt{n}", -1.0 - n) for n in range(params.logprobs or 0))
             chosen = (TokenLogprob(number, text, -0.5, top),) if params.logprobs is not None else ()
             done = (length, number + 1) if last else (0, 0)

@@ -47,13 +47,19 @@ _SAMPLING = {
         {"type": "object", "properties": {"include_usage": _FLAG}, "additionalProperties": False}
     ),
 }
-_OTHERS = ("stop_token_ids", "logit_bias", "logprobs", "response_format", "user", "metadata", "store")
+_OTHERS = (
+    *("stop_token_ids", "logit_bias", "logprobs", "response_format", "structured_outputs"),
+    *("user", "metadata", "store"),
+)
 _MESSAGE = {
     "type": "object",
     "required": ["role"],
     "properties": {"role": {"type": "string"}, "content": _or_null({"type": "string"})},
 }
-_CHAT_OTHERS = ("tools", "tool_choice", "top_logprobs", "chat_template_kwargs", "documents", "reasoning_effort")
+_CHAT_OTHERS = (
+    *("tools", "tool_choice", "parallel_tool_calls", "top_logprobs"),
+    *("chat_template_kwargs", "documents", "reasoning_effort"),
+)
 _COMPLETION = {
     "type": "object",
     "required": ["prompt"],

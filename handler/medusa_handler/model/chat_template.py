@@ -31,6 +31,11 @@ class ChatTemplate:
         self._sources = _sources(read, config)
         self._compiled: dict[str, Template] = {}
 
+    @property
+    def source(self) -> str:
+        """The text of all templates."""
+        return "\n".join(self._sources.values())
+
     def render(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
         """The prompt. Raises ApiError 400 when there is no template or it refuses the messages."""
         name = "tool_use" if arguments.get("tools") and "tool_use" in self._sources else "default"

@@ -14,8 +14,11 @@ from ..faults import ApiError
 from ..model.name import served_name
 from . import chat, completion, embeddings, fields, parameters
 from .answer import Envelope
+from .form import Form, form
 from .parameters import Body
 from .responding import Plan, respond
+from .tools.choice import Tools, tools_of
+from .tools.formats import format_of
 
 if TYPE_CHECKING:
     from flask import Response
@@ -48,11 +51,14 @@ def complete(service: Service, body: Body, gone: Callable[[], bool]) -> Response
         max_tokens=parameters.count(body, "max_tokens", 16, 1),
         logprobs=0 if per_prompt > keep and logprobs is None else logprobs,
     )
+    wanted = form(body)
+    if wanted is not None:
+        params = replace(params, structured_outputs=wanted.asked)
     echoes = [_text(service, prompt) for prompt in prompts for _ in range(keep)] if echo else []
     name = f"cmpl-{uuid.uuid4().hex}"
     requests = _requests(name, prompts, params, per_prompt, parameters.flag(body, "add_special_tokens", True))
     envelope = Envelope(name, model, completion.CompletionShape(logprobs, echoes))
-    return respond(service, Plan(requests, envelope, per_prompt, keep, stream, *_usage(body)), gone)
+    return respond(service, Plan(requests, envelope, per_prompt, keep, stream, *_usage(body), _names(wanted)), gone)
 
 
 def converse(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
@@ -68,14 +74,23 @@ def converse(service: Service, body: Body, gone: Callable[[], bool]) -> Response
         raise parameters.invalid("top_logprobs", "logprobs to be true with it", alternatives)
     logprobs = (alternatives or 0) if wanted else None
     limit = parameters.integer(body, "max_completion_tokens", parameters.integer(body, "max_tokens", None, 1), 1)
+    tools = tools_of(body)
+    wanted_form = _form(body, tools)
+    template = service.model.chat_template(gone)
+    parser = tools.parser(format_of(service.settings.tool_call_parser, template.source))
     params = parameters.sampling(body, max_tokens=limit, logprobs=logprobs)
-    prompt = service.model.chat_template(gone).render(messages, arguments)
+    if wanted_form is not None:
+        params = replace(params, structured_outputs=wanted_form.asked)
+    elif parser is not None:  # what marks a call may be a special token
+        params = replace(params, skip_special_tokens=False)
+    prompt = template.render(messages, arguments)
     name = f"chatcmpl-{uuid.uuid4().hex}"
     # The template writes the special tokens itself.
     requests = _requests(name, [prompt], params, count, parameters.flag(body, "add_special_tokens", False))
-    envelope = Envelope(name, model, chat.ChatShape(logprobs))
+    named = tools.choice == "named"
+    envelope = Envelope(name, model, chat.ChatShape(logprobs, parser, tools.parallel, named))
     stream = parameters.flag(body, "stream")
-    names = {"prompt": "messages", "logprobs": "top_logprobs"}
+    names = {"prompt": "messages", "logprobs": "top_logprobs"} | _names(wanted_form)
     if body.get("max_completion_tokens") is not None:
         names["max_tokens"] = "max_completion_tokens"
     return respond(service, Plan(requests, envelope, count, count, stream, *_usage(body), names), gone)
@@ -117,6 +132,20 @@ def _requests(
             own = params if params.seed is None or not number else replace(params, seed=params.seed + number)
             requests.append(GenerateRequest(f"{name}-{len(requests)}", prompt, own, add_special_tokens))
     return requests
+
+
+def _form(body: Body, tools: Tools) -> Form | None:
+    """The form of a chat's answer, which the tools or the body itself may ask for. Raises ApiError 400."""
+    asked, forced = form(body), tools.form()
+    if forced is None:
+        return asked
+    if asked is not None:
+        raise parameters.invalid(asked.field, "nothing where tool_choice forces a call", body[asked.field])
+    return Form(forced, "tools")
+
+
+def _names(asked: Form | None) -> dict[str, str]:
+    return {} if asked is None else {"structured_outputs": asked.field}
 
 
 def _usage(body: Body) -> tuple[bool, bool]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from medusa_runtime.engine.base import Delta
@@ -13,6 +13,8 @@ from ..faults import ApiError
 from .answer import Choice
 from .logprobs import chat_logprobs
 from .parameters import Body, flag, invalid
+from .tools.choice import tools_of
+from .tools.formats import CallDelta, Parsed, ToolParser
 
 
 def messages(body: Body) -> list[dict[str, Any]]:
@@ -57,14 +59,7 @@ def _text(content: Any, name: str) -> str:
 
 def template_arguments(body: Body) -> dict[str, Any]:
     """The arguments of the chat template besides the messages. Raises ApiError 400."""
-    tools = body.get("tools") or None
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
-        raise invalid("tools", "a list of objects", tools)
-    choice = body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise ApiError(
-            400, 'tool_choice: only "auto" and "none" are supported', param="tool_choice", code="unsupported_value"
-        )
+    tools = tools_of(body)
     extra = body.get("chat_template_kwargs") or {}
     if not isinstance(extra, Mapping):
         raise invalid("chat_template_kwargs", "an object", extra)
@@ -81,7 +76,7 @@ def template_arguments(body: Body) -> dict[str, Any]:
     return {
         **({} if effort is None else {"reasoning_effort": effort}),
         **extra,
-        "tools": None if choice == "none" else tools,
+        "tools": None if tools.choice == "none" else tools.offered or None,
         "documents": documents,
         "add_generation_prompt": prompted,
         "continue_final_message": continuing,
@@ -90,18 +85,36 @@ def template_arguments(body: Body) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ChatShape:
-    """``logprobs`` is the number of alternatives, or None for no log-probabilities."""
+    """``logprobs`` is the number of alternatives, or None for no log-probabilities.
+
+    ``parser`` makes what finds the calls in an answer, all of them or, with ``parallel`` false, the first;
+    ``named``: the one call is the only answer that there can be.
+    """
 
     logprobs: int | None
+    parser: Callable[[], ToolParser] | None = None
+    parallel: bool = True
+    named: bool = False
     object: str = "chat.completion"
     chunk_object: str = "chat.completion.chunk"
+    _streams: dict[int, _Parsing] = field(default_factory=dict)
 
     def choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        reason = choice.finish_reason
+        if self.parser is not None:
+            parsing = _Parsing(self.parser(), self.parallel)
+            found = parsing.take(choice.text, last=True)
+            if found.calls:
+                message |= {"content": found.content or None, "tool_calls": [_call(call) for call in found.calls]}
+                reason = self._reason(reason, parsing)
+            else:
+                message["content"] = found.content
         return {
             "index": index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": message,
             "logprobs": None if self.logprobs is None else chat_logprobs(choice.logprobs, self.logprobs),
-            "finish_reason": choice.finish_reason,
+            "finish_reason": reason,
             "stop_reason": choice.stop_reason,
         }
 
@@ -110,8 +123,49 @@ class ChatShape:
 
     def chunk(self, index: int, choice: Choice, delta: Delta) -> dict[str, Any]:
         logprobs = None if self.logprobs is None else chat_logprobs(delta.logprobs, self.logprobs)
-        content = {"content": delta.text} if delta.text or delta.finish_reason is None else {}
-        return _chunk(index, content) | {"logprobs": logprobs, "finish_reason": delta.finish_reason}
+        last = delta.finish_reason is not None
+        if self.parser is None:
+            content: dict[str, Any] = {"content": delta.text} if delta.text or not last else {}
+            return _chunk(index, content) | {"logprobs": logprobs, "finish_reason": delta.finish_reason}
+        if index not in self._streams:
+            self._streams[index] = _Parsing(self.parser(), self.parallel)
+        parsing = self._streams[index]
+        found = parsing.take(delta.text, last=last)
+        content = {"content": found.content} if found.content else {}
+        if found.calls:
+            content["tool_calls"] = [{"index": call.number, **_call(call)} for call in found.calls]
+        reason = self._reason(delta.finish_reason, parsing)
+        return _chunk(index, content) | {"logprobs": logprobs, "finish_reason": reason}
+
+    def _reason(self, reason: str | None, parsing: _Parsing) -> str | None:
+        """As OpenAI: a model that has called says so, one that was made to call a certain function has stopped."""
+        return "tool_calls" if reason == "stop" and parsing.called and not self.named else reason
+
+
+class _Parsing:
+    """A parser on its way through one answer."""
+
+    def __init__(self, parser: ToolParser, parallel: bool) -> None:
+        self._parser = parser
+        self._parallel = parallel
+        self.called = False
+
+    def take(self, text: str, *, last: bool) -> Parsed:
+        content, calls = self._parser.push(text)
+        if last:
+            rest = self._parser.finish()
+            content, calls = content + rest.content, [*calls, *rest.calls]
+        if not self._parallel:
+            calls = [call for call in calls if call.number == 0]
+        self.called = self.called or bool(calls)
+        return Parsed(content, calls)
+
+
+def _call(call: CallDelta) -> dict[str, Any]:
+    function = {"arguments": call.arguments}
+    if call.name is None:
+        return {"function": function}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, **function}}
 
 
 def _chunk(index: int, delta: dict[str, Any]) -> dict[str, Any]:

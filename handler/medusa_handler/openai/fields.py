@@ -21,15 +21,15 @@ def _names(text: str) -> frozenset[str]:
 _SAMPLING = _names(
     "model stream stream_options n temperature top_p top_k min_p max_tokens min_tokens seed stop stop_token_ids "
     "include_stop_str_in_output ignore_eos skip_special_tokens add_special_tokens repetition_penalty presence_penalty "
-    "frequency_penalty logit_bias logprobs response_format"
+    "frequency_penalty logit_bias logprobs response_format structured_outputs"
 )
 _TEMPLATE = _names(
     "messages tools add_generation_prompt continue_final_message chat_template_kwargs documents reasoning_effort"
 )
 COMPLETION = _SAMPLING | {"prompt", "best_of", "echo"}
-CHAT = _SAMPLING | _TEMPLATE | {"max_completion_tokens", "top_logprobs", "tool_choice"}
+CHAT = _SAMPLING | _TEMPLATE | {"max_completion_tokens", "top_logprobs", "tool_choice", "parallel_tool_calls"}
 EMBEDDINGS = frozenset(("model", "input", "encoding_format", "dimensions", "truncate_prompt_tokens"))
-TOKENIZE = _TEMPLATE | {"model", "prompt", "add_special_tokens"}
+TOKENIZE = _TEMPLATE | {"model", "prompt", "add_special_tokens", "tool_choice"}
 DETOKENIZE = frozenset(("model", "tokens"))
 
 WITHOUT_EFFECT = _names(
@@ -50,7 +50,7 @@ class Refusal(NamedTuple):
         return True not in self.neutral and (value is False or value in ("", [], {}))
 
 
-_CONSTRAINED = Refusal("constrained decoding is not supported by this engine")
+_GUIDED = Refusal("use structured_outputs, as with vLLM since 0.12")
 _TRANSFER = Refusal("engines here do not exchange keys and values with vLLM's")
 _MEDIA = Refusal("this model takes text only")
 REFUSED: dict[str, Refusal] = {
@@ -64,15 +64,13 @@ REFUSED: dict[str, Refusal] = {
     "early_stopping": Refusal("it belongs to beam search, which is not supported"),
     "functions": Refusal("use tools instead"),
     "function_call": Refusal("use tool_choice instead", ("none",)),
-    "parallel_tool_calls": Refusal("calls cannot be limited to one", (True,)),
-    "structured_outputs": _CONSTRAINED,
-    "guided_json": _CONSTRAINED,
-    "guided_regex": _CONSTRAINED,
-    "guided_choice": _CONSTRAINED,
-    "guided_grammar": _CONSTRAINED,
-    "guided_decoding": _CONSTRAINED,
-    "guided_decoding_backend": _CONSTRAINED,
-    "guided_whitespace_pattern": _CONSTRAINED,
+    "guided_json": _GUIDED,
+    "guided_regex": _GUIDED,
+    "guided_choice": _GUIDED,
+    "guided_grammar": _GUIDED,
+    "guided_decoding": _GUIDED,
+    "guided_decoding_backend": _GUIDED,
+    "guided_whitespace_pattern": _GUIDED,
     "chat_template": Refusal("the checkpoint's own template is used"),
     "prompt_embeds": Refusal("send the prompt as text or token ids"),
     "truncate_prompt_tokens": Refusal("prompts are not cut; shorten it"),

@@ -71,21 +71,8 @@ def flag(body: Body, name: str, default: bool = False) -> bool:
     return value
 
 
-def check_response_format(body: Body) -> None:
-    """Raise ApiError 400 for a form of answer that is not text."""
-    form = body.get("response_format")
-    if form is not None and not (isinstance(form, Mapping) and form.get("type") == "text"):
-        raise ApiError(
-            400,
-            'response_format: only {"type": "text"} is supported',
-            param="response_format",
-            code="unsupported_value",
-        )
-
-
 def sampling(body: Body, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
     """The sampling part of a body. Raises ApiError 400."""
-    check_response_format(body)
     params = SamplingParams(
         max_tokens=max_tokens,
         temperature=number(body, "temperature", 1.0, 0.0),

@@ -12,6 +12,7 @@ from medusa_runtime.engine.base import EngineInfo, GenerateRequest, SamplingPara
 
 from ..model.embeddings import embeddings, floats
 from ..model.generation import Generation
+from ..model.structured_outputs import form_of
 
 if TYPE_CHECKING:
     from ..model.served_model import ServedModel
@@ -98,5 +99,7 @@ def _params(sampling: dict[str, Any]) -> SamplingParams:
         raise TypeError(
             f"unknown sampling parameters {', '.join(unknown)}; expected some of {', '.join(sorted(_FIELDS))}"
         )
+    if sampling.get("structured_outputs") is not None:
+        sampling = {**sampling, "structured_outputs": form_of(sampling["structured_outputs"])}
     stop = sampling.get("stop", ())
     return SamplingParams(**{**sampling, "stop": (stop,) if isinstance(stop, str) else tuple(stop)})

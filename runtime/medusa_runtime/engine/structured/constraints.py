@@ -72,50 +72,78 @@ class Constraints:
 
     def begin(self, spans: Sequence[Span]) -> None:
         """Have the masks made for the sequences whose next token this step gives, while it runs."""
-        rows = [
-            span.sequence
-            for span in spans
-            if span.sequence.constraint is not None and span.stop == len(span.sequence.tokens)
-        ]
         if self._awaited is not None:  # a step failed before it took them
             self._receive()
+        self._ask(
+            [
+                span.sequence
+                for span in spans
+                if span.sequence.constraint is not None and span.stop == len(span.sequence.tokens)
+            ]
+        )
+
+    def apply(self, logits: Tensor, sequences: Sequence[Generated]) -> list[Ended]:
+        """Forbid what the grammars do not allow, in place. Returns the sequences that get no further token."""
+        rows = {row: each for row, each in enumerate(sequences) if each.params.structured_outputs is not None}
+        if not rows:
+            return []
+        masks, ended = self._receive(), []
+        for row, sequence in rows.items():
+            if (mask := masks.get(id(sequence))) is not None:
+                ended += self._follow(logits[row], sequence, mask)
+        late = {row: sequence for row, sequence in rows.items() if id(sequence) not in masks}
+        ended += self._take_over(list(late.values()))  # from another engine, perhaps
+        masks = self._receive()
+        for row, sequence in late.items():
+            if (mask := masks.get(id(sequence))) is not None:
+                ended += self._follow(logits[row], sequence, mask)
+            elif not any(end.sequence is sequence for end in ended):
+                text = "the process that keeps the grammars of structured outputs ended; try again"
+                ended.append(Ended(sequence, EngineError(text)))
+        return ended
+
+    def _ask(self, sequences: list[Generated]) -> None:
         process = self._process
-        rows = [sequence for sequence in rows if sequence.constraint and sequence.constraint.process is process]
-        if not rows or process is None or process.failed:
+        if process is None or process.failed:
             return
-        asked = []
-        for sequence in rows:
-            assert sequence.constraint is not None
-            asked.append((sequence.constraint.number, sequence.constraint.unseen))
-            sequence.constraint.unseen = []
+        asked, rows = [], []
+        for sequence in sequences:
+            constraint = sequence.constraint
+            if constraint is not None and constraint.process is process:
+                rows.append(sequence)
+                asked.append((constraint.number, constraint.unseen))
+                constraint.unseen = []
+        if not rows:
+            return
         try:
             process.send(asked)
         except EngineError as error:
             logger.warning("%s", error)
-            return
-        self._awaited = _Awaited(process, rows)
+        else:
+            self._awaited = _Awaited(process, rows)
 
-    def apply(self, logits: Tensor, sequences: Sequence[Generated]) -> list[Ended]:
-        """Forbid what the grammars do not allow, in place. Returns the sequences that get no further token."""
-        if not any(sequence.constraint is not None for sequence in sequences):
-            return []
-        ended: list[Ended] = []
-        masks = self._receive()
-        for row, sequence in enumerate(sequences):
-            if sequence.constraint is None:
-                continue
-            mask = masks.get(id(sequence))
-            if mask is None:
-                text = "the process that keeps the grammars of structured outputs ended; try again"
-                ended.append(Ended(sequence, EngineError(text)))
-            elif mask.fault:
-                text = " ".join(mask.fault.split())
-                ended.append(Ended(sequence, EngineError(f"the grammar could not be followed any further: {text}")))
-            elif mask.stopped and not sequence.ending:
-                ended.append(Ended(sequence, None))
-            else:
-                logits[row].masked_fill_(self._forbidden(mask, sequence, logits), float("-inf"))
+    def _take_over(self, sequences: list[Generated]) -> list[Ended]:
+        """Give those grammars that have none yet, and ask for the masks of all."""
+        ended = []
+        for sequence in sequences:
+            asked = sequence.params.structured_outputs
+            if sequence.constraint is None and asked is not None:
+                try:
+                    sequence.constraint = self.open(asked, sequence.tokens[sequence.prompt_length :])
+                except EngineError as error:
+                    ended.append(Ended(sequence, error))
+        self._ask(sequences)
         return ended
+
+    def _follow(self, logits: Tensor, sequence: Generated, mask: _Mask) -> list[Ended]:
+        """Mask a row. Returns the sequence where it ends."""
+        if mask.fault:
+            text = " ".join(mask.fault.split())
+            return [Ended(sequence, EngineError(f"the grammar could not be followed any further: {text}"))]
+        if mask.stopped and not sequence.ending:
+            return [Ended(sequence, None)]
+        logits.masked_fill_(self._forbidden(mask, sequence, logits), float("-inf"))
+        return []
 
     def close(self) -> None:
         with self._starting:
@@ -170,7 +198,7 @@ class Constraints:
 
     def _forbidden(self, mask: _Mask, sequence: Generated, logits: Tensor) -> Tensor:
         """The tokens that must not come next; what ends the sequence may, once the grammar is satisfied."""
-        vocab_size = logits.shape[1]
+        vocab_size = logits.shape[0]
         if self._bits is None:
             # Each byte as eight: a mask of bits becomes one of bytes by a single lookup.
             self._bits = torch.tensor([[byte >> bit & 1 for bit in range(8)] for byte in range(256)], dtype=torch.bool)

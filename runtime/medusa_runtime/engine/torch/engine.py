@@ -270,11 +270,7 @@ class TorchEngine:
         try:
             self._constraints.begin(spans)
             logits, sequences = self.runner.step(spans)
-            if logits is not None:
-                for ended in self._constraints.apply(logits, sequences):
-                    ended.sequence.cancelled = True
-                    self._requests.end(ended.sequence, "error" if ended.error else "stop", ended.error)
-            sampled = [] if logits is None else self.runner.sample(logits, sequences)
+            sampled = [] if logits is None else self._sample(logits, sequences)
         except MedusaError:
             raise
         except Exception as error:
@@ -288,6 +284,13 @@ class TorchEngine:
             return
         self._failed_steps = 0
         self._give(spans, sequences, sampled, start_ns)
+
+    def _sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled]:
+        """The tokens of these rows, each one that its sequence's grammar allows."""
+        for ended in self._constraints.apply(logits, sequences):
+            ended.sequence.cancelled = True
+            self._requests.end(ended.sequence, "error" if ended.error else "stop", ended.error)
+        return self.runner.sample(logits, sequences)
 
     def _give(self, spans: list[Span], sequences: list[Sequence], sampled: list[Sampled], start_ns: int) -> None:
         """Deliver the tokens of a step that began at ``start_ns``."""

@@ -1,0 +1,137 @@
+"""What a request offers and forces: ``tools``, ``tool_choice`` and ``parallel_tool_calls``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from medusa_runtime.engine.base import StructuredOutputs
+
+from ...faults import ApiError
+from ..parameters import Body, flag, invalid
+from .formats import Forced, Format, Named, ToolParser
+
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The tools of a request. ``forced`` is "", "required", or the name of the function that must be called."""
+
+    offered: list[dict[str, Any]]
+    choice: str
+    forced: str
+    parallel: bool
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(str(tool["function"]["name"]) for tool in self.offered)
+
+    def form(self) -> StructuredOutputs | None:
+        """The form of the answer where a call is forced."""
+        if not self.forced:
+            return None
+        if self.forced != "required":
+            tool = next(tool for tool in self.offered if tool["function"]["name"] == self.forced)
+            return _schema(_parameters(tool))
+        # Each tool's schema stands below $defs, and what refers to its root refers to that place.
+        schemas = {f"tool{number}": _moved(_parameters(tool), number) for number, tool in enumerate(self.offered)}
+        calls = [
+            {
+                "type": "object",
+                "properties": {
+                    "name": {"const": tool["function"]["name"]},
+                    "parameters": {"$ref": f"#/$defs/tool{number}"},
+                },
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+            for number, tool in enumerate(self.offered)
+        ]
+        most = {} if self.parallel else {"maxItems": 1}
+        return _schema({"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most, "$defs": schemas})
+
+    def parser(self, found: Format | None) -> Callable[[], ToolParser] | None:
+        """What makes the parser of one answer; None where answers are text."""
+        if not self.offered or self.choice == "none":
+            return None
+        named = () if found is None else (found.new_id,)
+        if self.forced == "required":
+            return lambda: Forced(*named)
+        if self.forced:
+            return lambda: Named(self.forced, *named)
+        return None if found is None else lambda: found.parser(self.names)
+
+
+def tools_of(body: Body) -> Tools:
+    """Raises ApiError 400."""
+    offered = body.get("tools")
+    if offered is not None and not isinstance(offered, list):
+        raise invalid("tools", "a list of objects", offered)
+    tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(offered or [])]
+    parallel = flag(body, "parallel_tool_calls", True)
+    choice = body.get("tool_choice")
+    if choice is None:
+        choice = "auto" if tools else "none"
+    forced = ""
+    if isinstance(choice, Mapping):
+        forced = _named(choice, tools)
+    elif choice not in ("auto", "none", "required"):
+        expected = '"auto", "none", "required" or {"type": "function", "function": {"name": …}}'
+        raise invalid("tool_choice", expected, choice)
+    elif choice == "required":
+        forced = choice
+    if choice != "none" and not tools:
+        raise invalid("tool_choice", "tools with it", choice)
+    return Tools(tools, "named" if isinstance(choice, Mapping) else choice, forced, parallel)
+
+
+def _tool(tool: Any, name: str) -> dict[str, Any]:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or tool.get("type", "function") != "function":
+        raise invalid(name, '{"type": "function", "function": {"name": …}}', tool)
+    if not isinstance(function.get("name"), str) or not _NAME.fullmatch(function["name"]):
+        expected = "a name of letters, digits and any of _ - . : /, of at most 128 characters"
+        raise invalid(f"{name}.function.name", expected, function.get("name"))
+    parameters = function.get("parameters")
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise invalid(f"{name}.function.parameters", "a JSON schema", parameters)
+    return {**tool, "type": "function"}
+
+
+def _named(choice: Mapping[str, Any], tools: list[dict[str, Any]]) -> str:
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if choice.get("type", "function") != "function" or not isinstance(name, str):
+        raise invalid("tool_choice", '{"type": "function", "function": {"name": …}}', choice)
+    if name not in (tool["function"]["name"] for tool in tools):
+        raise ApiError(
+            400, f'tool_choice: expected the name of one of the tools, found "{name}"', param="tool_choice",
+            code="invalid_value",
+        )  # fmt: skip
+    return name
+
+
+def _parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(tool["function"].get("parameters") or {"type": "object", "properties": {}})
+
+
+def _moved(schema: Any, number: int) -> Any:
+    """A schema whose references from the root lead to where the schema is now."""
+    if isinstance(schema, list):
+        return [_moved(item, number) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        key: f"#/$defs/tool{number}{value[1:]}"
+        if key == "$ref" and isinstance(value, str) and value.startswith("#")
+        else _moved(value, number)
+        for key, value in schema.items()
+    }
+
+
+def _schema(schema: dict[str, Any]) -> StructuredOutputs:
+    return StructuredOutputs("json_schema", json.dumps(schema, ensure_ascii=False))

@@ -1,0 +1,370 @@
+"""The ways in which models write calls, and the calls in a text as it comes.
+
+Hermes and Qwen write ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, Llama 3 ``{"name": …, "parameters":
+{…}}`` alone, perhaps behind ``<|python_tag|>``, several with ``;`` between them, and Mistral ``[TOOL_CALLS]`` and a
+list of such objects or, in newer versions, a name and its arguments. vLLM's parsers of these names read the same.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+import uuid
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from .scanner import CallScanner, ValueScanner
+
+_SPACE = " \t\r\n"
+
+
+class CallDelta(NamedTuple):
+    """What has become known of a call; ``id`` and ``name`` come once, with the first of them."""
+
+    number: int
+    id: str | None
+    name: str | None
+    arguments: str
+
+
+class Parsed(NamedTuple):
+    """What a piece of text has made certain."""
+
+    content: str
+    calls: list[CallDelta]
+
+
+class ToolParser(Protocol):
+    """Tells calls from the rest of one text."""
+
+    def push(self, text: str) -> Parsed: ...
+
+    def finish(self) -> Parsed:
+        """What was held back, at the end of the text."""
+
+
+def _call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def _short_id() -> str:
+    """Mistral's templates take nine letters and digits only."""
+    return "".join(random.choices(string.ascii_letters + string.digits, k=9))
+
+
+class _Parser:
+    """Takes characters one by one; subclasses say what a character means, outside of a call."""
+
+    new_id: Callable[[], str] = staticmethod(_call_id)
+
+    def __init__(self) -> None:
+        self._content = ""
+        self._space = ""  # held back: before a call it is no content
+        self._calls: list[CallDelta] = []
+        self._count = 0
+        self._scanner: CallScanner | None = None
+        self._announced = False
+
+    def push(self, text: str) -> Parsed:
+        for character in text:
+            if self._scanner is not None:
+                self._scan(self._scanner, character)
+            else:
+                self.outside(character)
+        return self._flush()
+
+    def finish(self) -> Parsed:
+        if self._scanner is not None and not self._announced:
+            self.refuse(self.opening() + self._scanner.raw)
+        self._scanner = None
+        self.end()
+        if not self._count:
+            self._content += self._space
+        return self._flush()
+
+    def outside(self, character: str) -> None:
+        raise NotImplementedError
+
+    def opening(self) -> str:
+        """What stood before the call that turned out to be none."""
+        return ""
+
+    def end(self) -> None:
+        """The text ends outside of a call."""
+
+    def accepts(self, name: str) -> bool:
+        return True
+
+    def say(self, text: str) -> None:
+        """Content; trailing space waits for what follows it."""
+        text = self._space + text
+        kept = text.rstrip(_SPACE)
+        self._space = text[len(kept) :]
+        self._content += kept
+
+    def begin(self) -> None:
+        self._scanner = CallScanner()
+        self._announced = False
+
+    def announce(self, name: str) -> None:
+        """A call begins in the answer."""
+        self._space = ""
+        self._calls.append(CallDelta(self._count, self.new_id(), name, ""))
+        self._count += 1
+        self._announced = True
+
+    def argue(self, text: str) -> None:
+        if text:
+            self._calls.append(CallDelta(self._count - 1, None, None, text))
+
+    def _scan(self, scanner: CallScanner, character: str) -> None:
+        scanner.feed(character)
+        if scanner.name is not None and not self._announced:
+            if self.accepts(scanner.name):
+                self.announce(scanner.name)
+            else:
+                scanner.failed = True
+        if self._announced:
+            self.argue(scanner.take())
+        if scanner.failed and not self._announced:
+            self._scanner = None
+            self.refuse(self.opening() + scanner.raw)
+        elif scanner.done or scanner.failed:
+            self._scanner = None
+
+    def refuse(self, raw: str) -> None:
+        """What looked like a call is text."""
+        self.say(raw)
+
+    def _flush(self) -> Parsed:
+        found = Parsed(self._content, _joined(self._calls))
+        self._content, self._calls = "", []
+        return found
+
+
+class Marked(_Parser):
+    """Content up to a marker, calls behind it."""
+
+    marker = ""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held = ""
+
+    def outside(self, character: str) -> None:
+        self._held += character
+        if self._held == self.marker:
+            self._held = ""
+            self.marked()
+            return
+        while self._held and not self.marker.startswith(self._held):
+            self.say(self._held[0])
+            self._held = self._held[1:]
+
+    def end(self) -> None:
+        self.say(self._held)
+        self._held = ""
+
+    def opening(self) -> str:
+        return self.marker
+
+    def marked(self) -> None:
+        self.begin()
+
+
+class Hermes(Marked):
+    marker = "<tool_call>"
+    _closing = "</tool_call>"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._behind: str | None = None  # what came of the closing tag
+
+    def outside(self, character: str) -> None:
+        if self._behind is not None and self._behind != self._closing:
+            if not self._behind and character in _SPACE:
+                return
+            self._behind += character
+            if self._closing.startswith(self._behind):
+                return
+            held, self._behind = self._behind, self._closing
+            for each in held:
+                super().outside(each)
+            return
+        super().outside(character)
+
+    def announce(self, name: str) -> None:
+        super().announce(name)
+        self._behind = ""
+
+
+class Mistral(Marked):
+    marker = "[TOOL_CALLS]"
+    new_id = staticmethod(_short_id)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._state = "text"  # text, open (behind the marker), list, name, arguments
+        self._name = ""
+        self._value: ValueScanner | None = None
+
+    def marked(self) -> None:
+        self._state = "open"
+        self._name = ""
+
+    def outside(self, character: str) -> None:
+        if self._state == "text":
+            super().outside(character)
+        elif self._state == "open":
+            if character == "[":
+                self._state = "list"
+            elif character not in _SPACE:
+                self._state = "name"
+                self.outside(character)
+        elif self._state == "list":
+            self._in_list(character)
+        elif self._state == "name":
+            self._in_name(character)
+        else:
+            self._in_arguments(character)
+
+    def _in_list(self, character: str) -> None:
+        if character == "{":
+            self.begin()
+            assert self._scanner is not None
+            self._scanner.feed(character)
+        elif character == "]" or character not in _SPACE + ",":
+            self._state = "text"
+            if character != "]":
+                self.say(character)
+
+    def _in_name(self, character: str) -> None:
+        if character != "{":
+            self._name += character
+            return
+        name = self._name.split("[CALL_ID]")[0].removesuffix("[ARGS]").strip()
+        self.announce(name)
+        self._value = ValueScanner()
+        self._state = "arguments"
+        self._in_arguments(character)
+
+    def _in_arguments(self, character: str) -> None:
+        assert self._value is not None
+        self._value.feed(character)
+        self.argue(character)
+        if self._value.done:
+            self._state = "text"
+
+    def opening(self) -> str:
+        return ""
+
+    def end(self) -> None:
+        if self._state in ("open", "name"):
+            self.say(self.marker + self._name)
+        super().end()
+
+
+class Llama3(_Parser):
+    """Only a text that is nothing but calls has any. ``names`` are those of the request's tools."""
+
+    _tag = "<|python_tag|>"
+
+    def __init__(self, names: frozenset[str]) -> None:
+        super().__init__()
+        self._names = names
+        self._before = ""
+        self._is_text = False
+
+    def accepts(self, name: str) -> bool:
+        return name in self._names
+
+    def outside(self, character: str) -> None:
+        if self._is_text:
+            self.say(character)
+            return
+        self._before += character
+        bare = self._before.strip(_SPACE + (";" if self._count else ""))
+        if bare.removeprefix(self._tag).strip(_SPACE) == "{":
+            self._before = self._before[:-1]
+            self.begin()
+            assert self._scanner is not None
+            self._scanner.feed(character)
+        elif not self._tag.startswith(bare) and bare != self._tag:
+            self.refuse(self._before)
+
+    def opening(self) -> str:
+        return self._before
+
+    def announce(self, name: str) -> None:
+        super().announce(name)
+        self._before = ""
+
+    def refuse(self, raw: str) -> None:
+        self._is_text = True
+        self._before = ""
+        self.say(raw)
+
+    def end(self) -> None:
+        if not self._count:
+            self.say(self._before)
+
+
+class Forced(_Parser):
+    """A list of calls that structured outputs have made certain."""
+
+    def __init__(self, new_id: Callable[[], str] = _call_id) -> None:
+        super().__init__()
+        self.new_id = new_id
+
+    def outside(self, character: str) -> None:
+        if character == "{":
+            self.begin()
+            assert self._scanner is not None
+            self._scanner.feed(character)
+
+
+class Named:
+    """The arguments of one call, nothing else."""
+
+    def __init__(self, name: str, new_id: Callable[[], str] = _call_id) -> None:
+        self._first: CallDelta | None = CallDelta(0, new_id(), name, "")
+
+    def push(self, text: str) -> Parsed:
+        calls = [self._first] if self._first is not None else []
+        self._first = None
+        return Parsed("", _joined([*calls, CallDelta(0, None, None, text)] if text else calls))
+
+    def finish(self) -> Parsed:
+        return self.push("")
+
+
+class Format(NamedTuple):
+    """A way to write calls: what its templates contain, and how its calls are named."""
+
+    name: str
+    signs: tuple[str, ...]
+    parser: Callable[[frozenset[str]], ToolParser]
+    new_id: Callable[[], str] = _call_id
+
+
+FORMATS = (
+    Format("mistral", ("[TOOL_CALLS]",), lambda names: Mistral(), _short_id),
+    Format("hermes", ("<tool_call>",), lambda names: Hermes()),
+    Format("llama3_json", ("<|python_tag|>", '{"name": function name, "parameters":'), Llama3),
+)
+
+
+def format_of(name: str, template: str) -> Format | None:
+    """The format with this name; for ``auto``, the one that a chat template tells its model of, if any."""
+    if name == "auto":
+        return next((format for format in FORMATS if any(sign in template for sign in format.signs)), None)
+    return next((format for format in FORMATS if format.name == name), None)
+
+
+def _joined(calls: list[CallDelta]) -> list[CallDelta]:
+    """One delta for each call."""
+    found: dict[int, CallDelta] = {}
+    for call in calls:
+        before = found.get(call.number)
+        found[call.number] = call if before is None else before._replace(arguments=before.arguments + call.arguments)
+    return list(found.values())

@@ -1,0 +1,129 @@
+"""Reads one call, ``{"name": …, "arguments": {…}}``, as its characters come."""
+
+from __future__ import annotations
+
+import json
+
+_SPACE = " \t\r\n"
+_ARGUMENTS = ("arguments", "parameters")
+
+
+class ValueScanner:
+    """Finds the end of one JSON value. ``done`` when it has been reached; ``text`` is what there is of it."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.done = False
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+
+    @property
+    def is_container(self) -> bool:
+        return self.text[:1] in ("{", "[")
+
+    def feed(self, character: str) -> bool:
+        """Take a character; False for one that belongs to what follows the value."""
+        if self._in_string:
+            self._in_string = self._escaped or character != '"'
+            self._escaped = character == "\\" and not self._escaped
+            self.done = not self._in_string and not self._depth
+        elif character == '"':
+            self._in_string = True
+        elif character in "{[":
+            self._depth += 1
+        elif character in "}]" and self._depth:
+            self._depth -= 1
+            self.done = not self._depth
+        elif not self._depth and (character in ",}]" or character in _SPACE):
+            self.done = True
+            return False
+        self.text += character
+        return True
+
+
+class CallScanner:
+    """One call. ``take`` gives the argument text that has become known, once ``name`` is."""
+
+    def __init__(self) -> None:
+        self.raw = ""
+        self.name: str | None = None
+        self.done = False
+        self.failed = False
+        self._key: str | None = None
+        self._value: ValueScanner | None = None
+        self._expects = "{"
+        self._fresh = ""
+        self._has_arguments = False
+
+    def feed(self, character: str) -> None:
+        """Take a character. ``failed`` where no call can have it, ``done`` at the closing brace."""
+        self.raw += character
+        if self._value is not None:
+            value = self._value
+            taken = value.feed(character)
+            if taken and self._key in _ARGUMENTS and value.is_container:
+                self._fresh += character
+            if value.done:
+                self._end(value)
+            if taken:
+                return
+        if character not in _SPACE:
+            self._structure(character)
+
+    def take(self) -> str:
+        if self.name is None:
+            return ""
+        fresh, self._fresh = self._fresh, ""
+        return fresh
+
+    def _structure(self, character: str) -> None:
+        """A character between keys and values."""
+        if self._expects != "value" and character not in self._expects:
+            self.failed = True
+            return
+        if self._expects == "value":
+            self._begin(character)
+        elif character == "{":
+            self._expects = '"}'
+        elif character == '"':
+            self._key = None
+            self._begin(character)
+        elif character == ":":
+            self._expects = "value"
+        elif character == ",":
+            self._expects = '"'
+        else:  # the closing brace
+            self.done = True
+            self.failed = self.name is None
+            if not self._has_arguments:
+                self._fresh = "{}"
+
+    def _begin(self, character: str) -> None:
+        self._value = ValueScanner()
+        self._value.feed(character)
+        if self._key in _ARGUMENTS:
+            self._has_arguments = True
+            if self._value.is_container:
+                self._fresh += character
+
+    def _end(self, value: ValueScanner) -> None:
+        """A key or a value is there."""
+        self._value = None
+        try:
+            found = json.loads(value.text) if not value.is_container else None
+        except ValueError:
+            self.failed = True
+            return
+        if self._expects != "value":
+            self._key = str(found)
+            self._expects = ":"
+            return
+        if self._key == "name":
+            self.name = found if isinstance(found, str) else None
+            self.failed = self.name is None
+        elif self._key in _ARGUMENTS and not value.is_container:
+            # Some models write the object into a string.
+            self._fresh += found if isinstance(found, str) and found else "{}"
+        self._key = None
+        self._expects = ",}"

@@ -1,0 +1,93 @@
+"""vLLM's own structured outputs, in a core that started without a tokenizer: they are made at the first use."""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+from typing import Any
+
+from medusa_runtime.engine.base import StructuredOutputs
+from medusa_runtime.engine.serving.inbox import Inbox
+from medusa_runtime.errors import MedusaError, RequestError
+from medusa_runtime.region.reader import Region
+
+from .checkpoint_folder import CheckpointFolder
+
+_BACKEND = "guidance"  # nothing to compile, so that a request does not wait for its grammar
+_TOKENIZER = ("tokenizer.json", "special_tokens_map.json")
+PARAM = "structured_outputs"
+
+
+def vllm_params(asked: StructuredOutputs) -> Any:
+    """vLLM's parameters for a form."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    field = "json" if asked.kind == "json_schema" else asked.kind
+    params = StructuredOutputsParams(**{field: json.loads(asked.text) if asked.kind == "choice" else asked.text})
+    params._backend = _BACKEND
+    return params
+
+
+class StructuredCore:
+    """Gives a running core the manager that makes its masks. ``prepare`` belongs to any thread but the engine's."""
+
+    def __init__(self, region: Region, inbox: Inbox) -> None:
+        self._region = region
+        self._inbox = inbox
+        self._lock = threading.Lock()
+        self._folder: CheckpointFolder | None = None
+
+    def prepare(self, core: Any, asked: StructuredOutputs) -> None:
+        """Make the manager once, and check a form. Raises RequestError for what cannot be followed."""
+        with self._lock:
+            if self._folder is None:
+                self._make(core)
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.structured_output.backend_guidance import validate_guidance_grammar
+
+        try:
+            validate_guidance_grammar(SamplingParams(structured_outputs=vllm_params(asked)))
+        except Exception as error:  # vLLM's kinds of it differ between versions
+            reason = " ".join(str(error).split())
+            raise RequestError(f"{PARAM}: this {asked.kind} cannot be used: {reason}", PARAM) from error
+
+    def _make(self, core: Any) -> None:
+        """Read the tokenizer and import what applies masks, then swap the manager between two steps."""
+        if self._region.file("tokenizer.json") is None:
+            raise RequestError(f"{PARAM}: this checkpoint has no tokenizer.json, so its tokens have no text", PARAM)
+        import xgrammar  # noqa: F401 - a second, in which the engine would make no token
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        folder = CheckpointFolder(self._region)
+        try:
+            for name in _TOKENIZER:
+                if (data := self._region.file(name)) is not None:
+                    (folder.path / name).write_bytes(data)
+            config = copy.copy(core.vllm_config)
+            config.model_config = copy.copy(config.model_config)
+            config.model_config.skip_tokenizer_init = False
+            config.model_config.tokenizer = str(folder.path)
+            config.structured_outputs_config = copy.copy(config.structured_outputs_config)
+            config.structured_outputs_config.backend = _BACKEND
+            manager = StructuredOutputManager(config)
+        except MedusaError:
+            folder.__exit__(None, None, None)
+            raise
+        except Exception as error:
+            folder.__exit__(None, None, None)
+            reason = f"{type(error).__name__}: {error}"
+            raise RequestError(f"{PARAM}: vLLM cannot use this checkpoint's tokenizer: {reason}", PARAM) from error
+
+        def swap() -> None:
+            core.structured_output_manager = manager
+            core.scheduler.structured_output_manager = manager
+
+        self._inbox.ask(swap)
+        self._folder = folder
+
+    def close(self) -> None:
+        with self._lock:
+            if self._folder is not None:
+                self._folder.__exit__(None, None, None)
+                self._folder = None
