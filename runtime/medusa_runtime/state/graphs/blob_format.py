@@ -65,6 +65,7 @@ def encode(blueprints: Blueprints) -> bytes:
         "contents": body.pieces(blueprints.contents),
         "refused": blueprints.refused,
         "results": blueprints.results,
+        "host": blueprints.host,
         "graphs": [_encode_graph(graph, body) for graph in blueprints.graphs],
     }
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -162,6 +163,7 @@ class _Reader:
             contents=self.pieces(header["contents"]),
             refused=dict(header["refused"]),
             results=dict(header.get("results", {})),
+            host=_pairs(header.get("host", [])),
         )
 
 
@@ -177,6 +179,7 @@ def check(blueprints: Blueprints) -> None:
         _whole(*(number for number, _ in kernel.attributes))
     ranges, kernels, sets = len(blueprints.ranges), len(blueprints.kernels), len(blueprints.attribute_sets)
     _check_pieces(blueprints, blueprints.contents)
+    _whole(*chain(*blueprints.host))
     extents = [max((offset + size for offset, size in kernel.parameters), default=0) for kernel in blueprints.kernels]
     for graph in blueprints.graphs:
         size, count = len(graph.blob), len(graph.nodes)

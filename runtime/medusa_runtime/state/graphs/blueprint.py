@@ -127,7 +127,8 @@ class Blueprints:
     """All graphs of a model on a GPU.
 
     ``refused``: key → why that graph could not be materialized. ``results``: key → what else the engine needs to use
-    that graph, as JSON in a form that only the engine knows.
+    that graph, as JSON in a form that only the engine knows. ``host``: of a dump, the (start, stop) of the process's
+    own memory, which stale addresses may lead to.
     """
 
     fingerprint: dict[str, str] = field(default_factory=dict)
@@ -139,6 +140,7 @@ class Blueprints:
     contents: tuple[Piece, ...] = ()
     refused: dict[str, str] = field(default_factory=dict)
     results: dict[str, Any] = field(default_factory=dict)
+    host: tuple[tuple[int, int], ...] = ()
 
     def save(self, path: Path) -> None:
         from .blob_format import encode

@@ -29,10 +29,17 @@ def toy(fake_cuda: Path, cubins: Path) -> Toy:
     Returns its answer, with what it logged as ``log``.
     """
 
-    def run(phase: str, options: dict[str, Any], *, base: int = 0x600000000000, **environment: str) -> dict[str, Any]:
+    def run(
+        phase: str,
+        options: dict[str, Any],
+        *,
+        base: int = 0x600000000000,
+        python: str = sys.executable,
+        **environment: str,
+    ) -> dict[str, Any]:
         variables = {**os.environ, "FAKE_CUDA_LIBRARY": str(fake_cuda), "TOY_CUBINS": str(cubins)}
         variables |= {"FAKE_CUDA_BASE": hex(base), "FAKE_CUDA_DESCRIBE": "1", **environment}
-        command = [sys.executable, str(HERE / "toy.py"), phase, json.dumps(options)]
+        command = [python, str(HERE / "toy.py"), phase, json.dumps(options)]
         done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=100)
         assert done.returncode == 0, done.stderr
         result: dict[str, Any] = json.loads(done.stdout)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import struct
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -72,6 +75,37 @@ def test_what_nobody_named_is_known_by_what_points_to_it() -> None:
     ):
         (why,) = prove(first, other).blueprints.refused.values()
         assert why.startswith("not-deterministic: two captures differ: a parameter of node 0 points to")
+
+
+def test_addresses_of_the_processs_own_memory_are_stale() -> None:
+    """Both dumps say where the heap was. A number that is no address there, or not aligned, stays unexplained."""
+    heaps = ((0x1A0_0000, 0x1C0_0000),), ((0x2A0_0000, 0x2C0_0000),)
+
+    def pinned(one: int, two: int) -> bool:
+        first = replace(dump([one, WEIGHTS]), host=heaps[0])
+        second = replace(dump([two, OTHER["weights"]], ELSEWHERE), host=heaps[1])
+        (graph,) = prove(first, second).blueprints.graphs
+        return bool(graph.pinned)
+
+    assert not pinned(0x1A0_0010, 0x2A0_0040)
+    assert pinned(0x1A0_0010, 0x2D0_0040)
+    assert pinned(0x1A0_0011, 0x2A0_0041), "a number, which only looks like an address"
+
+
+def test_a_process_knows_its_own_memory() -> None:
+    script = """
+import ctypes
+from medusa_runtime.state.graphs.materialization.host_memory import own_memory
+c = ctypes.CDLL(None)
+c.malloc.restype = ctypes.c_void_p
+on_heap, in_library = c.malloc(24), ctypes.cast(c.memcpy, ctypes.c_void_p).value
+on_stack = ctypes.c_void_p.in_dll(c, "environ").value
+for address in (on_heap, on_stack, in_library):
+    print(any(start <= address < stop for start, stop in own_memory()))
+"""
+    environment = {"PYTHONPATH": os.pathsep.join(sys.path), "PATH": os.environ["PATH"]}
+    said = subprocess.check_output([sys.executable, "-c", script], text=True, env=environment, timeout=60)
+    assert said.split() == ["True", "True", "False"]
 
 
 def test_addresses_of_what_was_given_back_are_stale() -> None:

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_driver import needs_pie
 from medusa_runtime.state.graphs import Blueprints
 
 KEYS = ["decode-1", "decode-2", "decode-4"]
 OTHER_BASE = 0x580000000000
 
 
-@needs_pie
 def test_everything_of_a_graph_is_in_the_blueprint(materialized: dict[str, Any]) -> None:
     blueprints = Blueprints.load(Path(materialized["path"]).read_bytes())
     graph = blueprints.graph("decode-1")
@@ -97,7 +95,6 @@ def test_constants_that_the_host_has_written_come_back(toy: Any, more: dict[str,
     assert {reason.partition(":")[0] for reason in restored["reasons"].values()} == {"output"}
 
 
-@needs_pie
 def test_restored_at_other_addresses(toy: Any, materialized: dict[str, Any]) -> None:
     restored = toy("restore", {"bundle": materialized["path"], "mode": "relocate"}, base=OTHER_BASE)
     assert restored["restored"] == KEYS
@@ -105,7 +102,6 @@ def test_restored_at_other_addresses(toy: Any, materialized: dict[str, Any]) -> 
     assert restored["answers"] == materialized["answers"]
 
 
-@needs_pie
 def test_a_taken_address_is_relocated(toy: Any, materialized: dict[str, Any]) -> None:
     taken = materialized["at"]["weights"]
     restored = toy("restore", {"bundle": materialized["path"], "take": [taken]}, base=OTHER_BASE)
@@ -115,14 +111,12 @@ def test_a_taken_address_is_relocated(toy: Any, materialized: dict[str, Any]) ->
     assert "is taken: weights" in restored["log"]
 
 
-@needs_pie
 def test_a_driver_that_gives_no_chosen_address(toy: Any, materialized: dict[str, Any]) -> None:
     restored = toy("restore", {"bundle": materialized["path"]}, base=OTHER_BASE, FAKE_CUDA_NO_HINTS="1")
     assert restored["answers"] == materialized["answers"]
     assert not set(restored["at"].values()) & set(materialized["at"].values())
 
 
-@needs_pie
 def test_allocations_made_again_lead_to_the_same_memory(toy: Any, materialized: dict[str, Any]) -> None:
     """The oracle (MEDUSA §4.2), with an allocator that returns other addresses than the traced one."""
     restored = toy("restore", {"bundle": materialized["path"], "mode": "replay"}, base=OTHER_BASE)
@@ -132,7 +126,6 @@ def test_allocations_made_again_lead_to_the_same_memory(toy: Any, materialized: 
     assert restored["answers"] == materialized["answers"]
 
 
-@needs_pie
 def test_the_papers_false_positive_is_seen(toy: Any, materialized: dict[str, Any]) -> None:
     """Figure 6: matched by address alone, a pointer gets another allocation, and validation notices it."""
     options = {"bundle": materialized["path"], "mode": "replay", "first_match": True, "validate": "all"}
@@ -220,13 +213,11 @@ def test_memory_that_is_taken_meanwhile(toy: Any, materialized: dict[str, Any]) 
     assert restored["placement"] == "memory: cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY (2)"
 
 
-@needs_pie
 def test_ranges_that_were_not_placed(toy: Any, materialized: dict[str, Any]) -> None:
     restored = toy("restore", {"bundle": materialized["path"], "forget": ["kv cache"]}, base=OTHER_BASE)
     assert set(restored["reasons"].values()) == {"memory-range: kv cache was not placed"}
 
 
-@needs_pie
 def test_a_replay_that_breaks_the_context(toy: Any, materialized: dict[str, Any]) -> None:
     """It is reported before any token, as an error, because nothing can be captured in this process either."""
     options = {"bundle": materialized["path"], "misplace": {"kv cache": 0x123400000000}}

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_driver import needs_pie
 from medusa_runtime.state.graphs import Blueprints, MemoryRange, RangeKind
 from medusa_runtime.state.graphs.blueprint import GraphBlueprint, KernelRecord, Node
 from medusa_runtime.state.graphs.materialization.relocate import prove
@@ -89,7 +88,6 @@ def test_a_map_into_memory_that_did_not_move_pins_it() -> None:
     assert graph.pinned == (0,)
 
 
-@needs_pie
 def test_maps_from_process_to_process(toy: Any, tmp_path: Path) -> None:
     second, bundle = tmp_path / "second", tmp_path / "bundle"
     options = {"maps": True, "order": 1}

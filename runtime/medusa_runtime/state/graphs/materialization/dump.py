@@ -33,6 +33,7 @@ from ..structs import (
     PROGRAMMATIC,
     KernelNodeParams,
 )
+from .host_memory import own_memory
 from .images import ImageStore
 
 # CUlaunchAttributeID: access policy window, cooperative, cluster dimension and scheduling, programmatic serialization,
@@ -93,6 +94,7 @@ def dump_graphs(
         kernels=tuple(reader.kernels),
         attribute_sets=tuple(reader.sets),
         graphs=tuple(read),
+        host=own_memory(),
         contents=tuple(Piece(numbers[name], 0, data) for name, data in reader.written.items()),
         refused=refused,
     )

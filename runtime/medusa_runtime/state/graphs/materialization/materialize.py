@@ -64,7 +64,7 @@ def materialize_graphs(
         blueprints = _without(blueprints, {graph.key: str(mismatch) for graph in blueprints.graphs})
     images = _images(blueprints, capture.images)
     contents = (*dump.contents, *contents)
-    blueprints = replace(blueprints, contents=contents, fingerprint=dict(capture.fingerprint), images=images)
+    blueprints = replace(blueprints, host=(), contents=contents, fingerprint=dict(capture.fingerprint), images=images)
     for reason, count in Counter(blueprints.refused.values()).items():
         logger.warning("%d CUDA graphs are not materialized: %s", count, reason)
     return blueprints

@@ -7,6 +7,7 @@ contain stale bytes of the stack. An address moves with its range. A word that d
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from ..mismatch import GraphMismatch, Reason
 from ..tensor_map import MAP_BYTES, Replace, addresses
 from .memory_ranges import Place, RangeMap
 
+# Where a process's stack, libraries and, if it is position-independent, its own code and heap are.
 _HOST_ADDRESSES = (
     *(range(0x5500_0000_0000, 0x5700_0000_0000), range(0x7000_0000_0000, 0x8000_0000_0000)),  # x86-64
     *(range(0xAAAA_0000_0000, 0xAAAC_0000_0000), range(0xFF00_0000_0000, 0x1_0000_0000_0000)),  # arm64
@@ -214,8 +216,8 @@ class _Comparison:
         """Count a word that changed and is not a plain address: stale, or opaque, which pins the graph."""
         one, two = (int.from_bytes(graph.blob[position : position + 8], "little") for graph in self._graphs)
         if all(
-            any(word in host for host in _HOST_ADDRESSES) or free.places(word)
-            for word, free in zip((one, two), self._free, strict=True)
+            _on_host(word, dump.host) or free.places(word)
+            for word, dump, free in zip((one, two), self._dumps, self._free, strict=True)
         ):
             self._words["stale"] += 1
             return
@@ -227,3 +229,13 @@ class _Comparison:
 
     def _differ(self, detail: str) -> GraphMismatch:
         return GraphMismatch(Reason.NOT_DETERMINISTIC, f"two captures differ: {detail}")
+
+
+def _on_host(word: int, own: Sequence[tuple[int, int]]) -> bool:
+    """Whether a word is an address of the host: by its place, or in what the process said is its own memory.
+
+    The heap of a process that is not position-independent lies among small numbers, so there only aligned words count.
+    """
+    if any(word in host for host in _HOST_ADDRESSES):
+        return True
+    return word % 8 == 0 and any(start <= word < stop for start, stop in own)
