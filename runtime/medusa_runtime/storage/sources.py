@@ -233,10 +233,21 @@ class SourcesStore:
                     raise
                 if source is not None:
                     self._failed(source, error)
-                elif isinstance(error, ObjectChangedError) or time.monotonic() > patient_until or not self._alive():
+                elif time.monotonic() > patient_until or not self._may_recover(error):
                     raise
                 else:
+                    logger.debug("trying again: %s", error)
                     time.sleep(_AGAIN_S)
+
+    def _may_recover(self, error: StorageError) -> bool:
+        """Whether to wait after the object store has failed: for peers, or for the store where it has sent something.
+
+        Other nodes wait for what this one gets, so it does not give up as soon as a single fetch would.
+        """
+        if isinstance(error, ObjectChangedError):
+            return False
+        refused = isinstance(error, ForbiddenError | ObjectNotFoundError)
+        return bool(self._alive()) or (self._origin_bytes > 0 and not refused)
 
     def _read_peer(
         self,
