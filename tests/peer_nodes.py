@@ -131,6 +131,13 @@ class Model:
         self.url = f"{origin.url}/model"
         self.data = file.read_bytes()[data_start:]
 
+    def replace(self) -> None:
+        """Upload another version of the same size."""
+        body = bytearray(self.file.read_bytes())
+        body[-1] ^= 1
+        self.file.write_bytes(body)
+        self.data = self.data[:-1] + bytes(body[-1:])
+
     def check(self, region: Region) -> None:
         """Wait until a region is complete, and compare all of its bytes."""
         until(lambda: region.progress().state in ("done", "failed"))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from medusa_runtime.errors import MedusaError
 from medusa_runtime.node.client import NodeClient
 from medusa_runtime.region.checksummed import ChecksummedRegion
+from medusa_runtime.region.layout import State
 from medusa_runtime.storage.base import redacted
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class AgentRegions:
 
     async def acquire(self, url: str, *, current: bool, within_s: float) -> ChecksummedRegion | None:
         lease = self._current.get(url)
-        if lease is None or current:
+        if lease is None or current or lease.region.state == State.FAILED:
             lease = await self._open(url, within_s)
             if lease is None:
                 return None

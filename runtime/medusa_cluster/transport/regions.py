@@ -49,6 +49,9 @@ _TICK_S = 0.002
 _APPEAR_S = 0.5  # for a region whose fetch is about to begin on this node
 
 
+_Handler = Callable[[web.Request, ChecksummedRegion], Awaitable[web.StreamResponse]]
+
+
 class RegionSource(Protocol):
     """Where a node server finds the regions of its node: ``agent_regions.AgentRegions``."""
 
@@ -119,9 +122,7 @@ class RegionRoutes:
             web.get("/regions/{url}/progress", self._answer(self._progress)),
         ]
 
-    def _answer(
-        self, handler: Callable[[web.Request, ChecksummedRegion], Awaitable[web.StreamResponse]]
-    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    def _answer(self, handler: _Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         """Wrap a handler: within the limits, with the region that the path names."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
@@ -129,25 +130,33 @@ class RegionRoutes:
             if self._requests[peer] >= _MOST_REQUESTS:
                 return web.Response(status=503, headers={"Retry-After": "1"}, text="too many requests at a time\n")
             self._requests[peer] += 1
-            region: ChecksummedRegion | None = None
             try:
-                current = request.path.endswith("/index")
-                region = await self._source.acquire(_key(request), current=current, within_s=_APPEAR_S)
-                if region is not None:
-                    return await handler(request, region)
-                return web.Response(status=404, text="this node has no region of the model\n")
+                return await self._with_region(request, handler)
             except _Refused as refused:
                 return web.Response(status=refused.status, text=f"{refused}\n")
             except MedusaError as error:
                 return web.Response(status=404, text=f"{error}\n")
             finally:
-                if region is not None:
-                    self._source.release(region)
                 self._requests[peer] -= 1
                 if not self._requests[peer]:
                     del self._requests[peer]
 
         return answer
+
+    async def _with_region(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        key, current = _key(request), request.path.endswith("/index")
+        while True:
+            region = await self._source.acquire(key, current=current, within_s=_APPEAR_S)
+            if region is None:
+                return web.Response(status=404, text="this node has no region of the model\n")
+            try:
+                return await handler(request, region)
+            except _Refused as refused:
+                if refused.status != 412 or current:
+                    raise
+                current = True  # the model may have been fetched anew
+            finally:
+                self._source.release(region)
 
     async def _index(self, request: web.Request, region: ChecksummedRegion) -> web.StreamResponse:
         headers = {CHECKSUM_HEADER: f"{region.index_checksum:016x}", CHUNK_BYTES_HEADER: str(region.chunk_bytes)}

@@ -126,13 +126,22 @@ def test_a_peer_with_another_token_is_not_used(
 def test_an_older_version_is_not_spread(nodes: Callable[..., list[Node]], model: Model) -> None:
     first, second = nodes(2)
     model.check(first.fetch(model.url))
-    body = bytearray(model.file.read_bytes())
-    body[-1] ^= 1
-    model.file.write_bytes(body)
-    model.data = model.data[:-1] + bytes(body[-1:])
+    model.replace()
     second.read_from(first)
     model.check(second.fetch(model.url))
     assert "older version" in second.held()["sources"]["excluded"][first.url]
+
+
+def test_a_node_that_has_fetched_the_new_version_serves_it(nodes: Callable[..., list[Node]], model: Model) -> None:
+    first, second, third = nodes(3)
+    model.check(first.fetch(model.url))
+    second.read_from(first)
+    model.check(second.fetch(model.url))  # first's server holds the region for a while after that
+    model.replace()
+    model.check(first.clients[0].region(model.url, fresh=True))
+    third.read_from(first, second)
+    model.check(third.fetch(model.url))
+    assert third.held()["sources"]["received_bytes"][first.url] == len(model.data)
 
 
 def test_a_peer_that_never_answers_is_left_behind(nodes: Callable[..., list[Node]], model: Model) -> None:
