@@ -1,0 +1,107 @@
+"""Tokens a second of structured outputs, against the same model's free text: ``python -m benchmarks.structured``.
+
+The torch engine in this process, a batch of requests with random prompts. Each round runs both, in turn, so that what
+else the machine does meets both. The first structured request, which starts the process of the grammars, is not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import queue
+import random
+import statistics
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from medusa_runtime.config import Settings
+from medusa_runtime.engine.base import Delta, GenerateRequest, SamplingParams, StructuredOutputs
+from medusa_runtime.fetch.prefetcher import prefetch
+from medusa_runtime.region.reader import Region
+from medusa_runtime.timeline import Timeline
+
+_PROMPT_TOKENS = 32
+_SCHEMA = {
+    "type": "array",
+    "minItems": 1000,  # it goes on until max_tokens
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 40},
+            "count": {"type": "integer", "minimum": 0, "maximum": 9999},
+            "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
+        },
+        "required": ["name", "count", "tags"],
+        "additionalProperties": False,
+    },
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="examples/pydoc-lm")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=128, help="of each request")
+    parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--json", type=Path, help="write the numbers there, too")
+    arguments = parser.parse_args()
+    result = measure(arguments.model, arguments.batch, arguments.tokens, arguments.runs)
+    print("| row | tokens/s |\n|---|---|")
+    for row in ("free", "structured"):
+        print(f"| `{row}` | {statistics.median(result[row]):,.0f} |")
+    print(f"ratio of pairs, median: {result['ratio']:.2f}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result))
+
+
+def measure(model: str, batch: int, tokens: int, runs: int) -> dict[str, Any]:
+    """Tokens a second of each run, free and structured, and the median of the pairs' ratios."""
+    from medusa_runtime.engine.torch.engine import TorchEngine
+
+    region = Region.create()
+    prefetch(region, model, settings=Settings(), timeline=Timeline.create("prefetcher"))
+    engine = TorchEngine(region, Settings(max_concurrency=batch), Timeline.create("engine"))
+    stop = threading.Event()
+    thread = threading.Thread(target=engine.run, args=(stop,), daemon=True)
+    thread.start()
+    try:
+        engine.wait_ready()
+        for structured in (False, True):
+            _round(engine, "warm", batch, 8, structured=structured)
+        rates: dict[str, list[float]] = {"free": [], "structured": []}
+        for run in range(runs):
+            for row in ("free", "structured"):
+                rates[row].append(_round(engine, f"{row}{run}", batch, tokens, structured=row == "structured"))
+    finally:
+        stop.set()
+        thread.join()
+        engine.close()
+        region.close()
+    ratios = [structured / free for free, structured in zip(rates["free"], rates["structured"], strict=True)]
+    return {**rates, "ratio": statistics.median(ratios)}
+
+
+def _round(engine: Any, name: str, batch: int, tokens: int, *, structured: bool) -> float:
+    """Run a batch, and return its tokens a second, from the first token of all to the last."""
+    form = StructuredOutputs("json_schema", json.dumps(_SCHEMA)) if structured else None
+    dice = random.Random(name)
+    arrived: queue.SimpleQueue[Delta] = queue.SimpleQueue()
+    for number in range(batch):
+        prompt = tuple(dice.randrange(3, engine.info.vocab_size) for _ in range(_PROMPT_TOKENS))
+        params = SamplingParams(
+            max_tokens=tokens, temperature=1.0, seed=number, ignore_eos=not structured, structured_outputs=form
+        )
+        engine.add(GenerateRequest(f"{name}-{number}", prompt, params), arrived.put)
+    count, running, began = 0, batch, 0.0
+    while running:
+        delta = arrived.get()
+        began = began or time.perf_counter()
+        count += len(delta.token_ids)
+        running -= delta.finish_reason is not None
+    return count / (time.perf_counter() - began)
+
+
+if __name__ == "__main__":
+    main()
