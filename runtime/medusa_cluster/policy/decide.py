@@ -62,7 +62,6 @@ class Memory:
     paces: Mapping[str, float] = field(default_factory=dict)
     consolidated: frozenset[str] = frozenset()  # groups
     requested_nodes: int = 0
-    settled: tuple[object, Mapping[str, Deployment]] | None = None  # the pool lacks nothing: index's revision, models
     index: Index = field(default_factory=Index, compare=False)  # follows from the state; kept because it is large
 
 
@@ -114,7 +113,6 @@ class _Tick:
         self._deadlines = {key: at for key, at in memory.deadlines_s.items() if key in memory.index.arriving}
         self._starts: list[StartInstance] = []
         self._decisions: list[Decision] = []
-        self._settled: tuple[object, Mapping[str, Deployment]] | None = None
 
     def run(self) -> tuple[list[Decision], Memory]:
         counts = [count for deployment in self._concerned() for count in self._counts(deployment)]
@@ -136,7 +134,6 @@ class _Tick:
             _paces(self._memory.paces, paces),
             frozenset(consolidated & self._index.groups.keys()),
             missing,
-            self._settled,
             self._index,
         )
         return decisions, memory
@@ -343,14 +340,11 @@ class _Tick:
     def _keep_pool(self) -> list[Decision]:
         if not self._options.pool:
             return []
-        if self._memory.settled is not None:
-            revision, deployments = self._memory.settled
-            if revision is self._index.revision and deployments is self._catalog.deployments:
-                self._settled = self._memory.settled
-                return []
-        found = restore(self._index, self._state.nodes, self._catalog.by_url.values())
-        if not found.fetches and not found.changes:
-            self._settled = (self._index.revision, self._catalog.deployments)
+        index = self._index
+        found = restore(index, self._state.nodes, self._catalog.by_url, None if index.joined else index.touched)
+        open_ = {*found.fetches, *(change.url for change in found.changes)}
+        index.joined &= bool(open_)
+        index.touched = open_ | found.waiting
         busy = {name for name, _ in self._index.arriving}
         for url, node in found.fetches.items():
             if node not in busy:  # one at a time, so that starts find their links free

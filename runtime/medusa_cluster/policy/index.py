@@ -36,7 +36,8 @@ class Index:
         self.pinned_bytes: dict[str, int] = {}  # node → of the parameter pool
         self.slots = 0  # of nodes that are alive
         self.free: dict[str, int] = {}  # node → free slots, if it has any
-        self.revision = object()  # another one after each change of who holds, or uses, which version
+        self.touched: set[str] | None = None  # URLs whose copies are to be looked at by the pool; None: all
+        self.joined = True  # a node has come since the pool was last seen to be spread evenly
         self._seen: dict[str, Node] = {}
         self._catalog = Catalog({})
 
@@ -44,6 +45,7 @@ class Index:
         """Return the deployments' indexes; made anew only when one has changed."""
         if self._catalog.deployments != deployments:
             self._catalog = Catalog(dict(deployments))
+            self.touched = None
         return self._catalog
 
     def update(self, nodes: Mapping[str, Node]) -> None:
@@ -51,16 +53,19 @@ class Index:
         changed = [(name, node) for name, node in nodes.items() if seen.get(name) is not node]
         for name, node in changed:
             last = seen.get(name)
-            if last is None or _held(last) != _held(node):
-                self.revision = object()
+            self.joined |= last is None or last.state != node.state
+            if self.touched is not None and (last is None or _held(last) != _held(node)):
+                self.touched.update(copy.url for one in (last, node) if one is not None for copy in one.copies)
             if last is not None:
                 self._forget(last)
             self._add(node)
             seen[name] = node
         if len(seen) != len(nodes):
             for name in [name for name in seen if name not in nodes]:
-                self._forget(seen.pop(name))
-            self.revision = object()
+                last = seen.pop(name)
+                if self.touched is not None:
+                    self.touched.update(copy.url for copy in last.copies)
+                self._forget(last)
 
     def _add(self, node: Node) -> None:
         if node.state == "lost":

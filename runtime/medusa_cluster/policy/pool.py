@@ -20,6 +20,7 @@ class Restoration:
 
     fetches: Mapping[str, str]  # URL → node
     changes: tuple[Pin | Drop, ...]
+    waiting: frozenset[str] = frozenset()  # URLs for which no node has room
 
 
 def is_current(copy: Copy, deployment: Deployment) -> bool:
@@ -36,14 +37,20 @@ def sources(index: Index, nodes: Mapping[str, Node], deployment: Deployment) -> 
     ]
 
 
-def restore(index: Index, nodes: Mapping[str, Node], deployments: Iterable[Deployment]) -> Restoration:
-    """Return what brings the pool back to one current, pinned copy of each deployed model, spread evenly by size."""
-    by_url: dict[str, Deployment] = {}
-    for deployment in deployments:
-        by_url.setdefault(deployment.url, deployment)
+def restore(
+    index: Index, nodes: Mapping[str, Node], by_url: Mapping[str, Deployment], urls: Iterable[str] | None = None
+) -> Restoration:
+    """Return what brings the pool back to one current, pinned copy of each deployed model, spread evenly by size.
+
+    ``urls``: look at these only; None: at all, and also at how evenly they are spread.
+    """
+    looked_at = sorted({*by_url, *index.holders} if urls is None else urls)
     changes: list[Pin | Drop] = []
     missing: list[Deployment] = []
-    for url, deployment in by_url.items():
+    for url in looked_at:
+        if url not in by_url:
+            continue
+        deployment = by_url[url]
         pinned = [
             name
             for name, copy in index.holders.get(url, {}).items()
@@ -57,15 +64,16 @@ def restore(index: Index, nodes: Mapping[str, Node], deployments: Iterable[Deplo
                 changes.append(Pin(adopted, url))
             else:
                 missing.append(deployment)
-    changes += _outdated(index, nodes, by_url)
+    changes += _outdated(index, nodes, by_url, looked_at)
     fetches = spread(index, nodes, missing)
-    if not fetches and not changes:
+    waiting = frozenset(deployment.url for deployment in missing if deployment.url not in fetches)
+    if urls is None and not fetches and not changes:
         for url, name in _rebalance(index, nodes, by_url).items():
             if name in index.holders[url]:
                 changes.append(Pin(name, url))
             else:
                 fetches[url] = name
-    return Restoration(fetches, tuple(changes))
+    return Restoration(fetches, tuple(changes), waiting)
 
 
 def spread(index: Index, nodes: Mapping[str, Node], deployments: Iterable[Deployment]) -> dict[str, str]:
@@ -143,12 +151,14 @@ def _surplus(index: Index, url: str, pinned: list[str]) -> list[Pin]:
     return [Pin(name, url, pinned=False) for name in complete if name != kept]
 
 
-def _outdated(index: Index, nodes: Mapping[str, Node], by_url: Mapping[str, Deployment]) -> list[Pin | Drop]:
+def _outdated(
+    index: Index, nodes: Mapping[str, Node], by_url: Mapping[str, Deployment], urls: Iterable[str]
+) -> list[Pin | Drop]:
     """Drop copies of older versions that no instance uses, and unpin those of models that are not deployed any more."""
     changes: list[Pin | Drop] = []
-    for url, holders in index.holders.items():
+    for url in urls:
         deployment = by_url.get(url)
-        for name, copy in holders.items():
+        for name, copy in index.holders.get(url, {}).items():
             if deployment is None:
                 if copy.pinned:
                     changes.append(Pin(name, url, pinned=False))

@@ -29,7 +29,7 @@ def restored(nodes: list[Node], *deployments: Deployment) -> Restoration:
     index = Index()
     named = {node.name: node for node in nodes}
     index.update(named)
-    return restore(index, named, deployments)
+    return restore(index, named, {deployment.url: deployment for deployment in deployments})
 
 
 def test_a_model_without_a_copy_goes_where_the_pool_is_emptiest() -> None:
@@ -47,7 +47,8 @@ def test_models_are_spread_evenly_by_size() -> None:
 
 
 def test_a_model_that_fits_nowhere_is_left_out_and_the_others_are_not() -> None:
-    assert restored([node("a", memory=100)], model("big", 500), model("small", 50)).fetches == {"small": "a"}
+    found = restored([node("a", memory=100)], model("big", 500), model("small", 50))
+    assert found == Restoration({"small": "a"}, (), frozenset({"big"}))
 
 
 def test_a_dead_or_draining_node_has_no_copy_but_one_that_drains_is_a_source() -> None:
@@ -129,7 +130,7 @@ def test_the_pool_settles_and_survives_the_death_of_a_node(sizes: list[int], mem
         if turn == 30 and len(nodes) > 1:
             nodes.pop(f"n{victim % len(nodes)}")
         index.update(nodes)
-        found = restore(index, nodes, deployed)
+        found = restore(index, nodes, {item.url: item for item in deployed})
         for url, name in found.fetches.items():
             size = next(item.size_bytes for item in deployed if item.url == url)
             others = tuple(copy for copy in nodes[name].copies if copy.url != url)
@@ -154,7 +155,7 @@ def test_the_pool_settles_and_survives_the_death_of_a_node(sizes: list[int], mem
                 assert held == {item.url for item in deployed}
             assert not any(item.free_bytes < 0 for item in nodes.values())
             if turn == 59:
-                assert found == Restoration({}, ()) or len(held) < len(deployed)
+                assert (found.fetches, found.changes) == ({}, ()) or len(held) < len(deployed)
 
 
 def test_a_new_node_that_has_a_cache_of_it_only_pins_it() -> None:
