@@ -40,6 +40,15 @@ class Index:
         self.joined = True  # a node has come since the pool was last seen to be spread evenly
         self._seen: dict[str, Node] = {}
         self._catalog = Catalog({})
+        self._by_link: list[str] | None = None
+
+    @property
+    def by_link(self) -> list[str]:
+        """The nodes' names, those with the fastest links first."""
+        if self._by_link is None:
+            seen = self._seen
+            self._by_link = sorted(seen, key=lambda name: (-seen[name].link_bytes_per_s, name))
+        return self._by_link
 
     def catalog(self, deployments: Mapping[str, Deployment]) -> Catalog:
         """Return the deployments' indexes; made anew only when one has changed."""
@@ -54,6 +63,8 @@ class Index:
         for name, node in changed:
             last = seen.get(name)
             self.joined |= last is None or last.state != node.state
+            if last is None or last.link_bytes_per_s != node.link_bytes_per_s:
+                self._by_link = None
             if self.touched is not None and (last is None or _held(last) != _held(node)):
                 self.touched.update(copy.url for one in (last, node) if one is not None for copy in one.copies)
             if last is not None:
@@ -62,7 +73,7 @@ class Index:
             seen[name] = node
         if len(seen) != len(nodes):
             for name in [name for name in seen if name not in nodes]:
-                last = seen.pop(name)
+                last, self._by_link = seen.pop(name), None
                 if self.touched is not None:
                     self.touched.update(copy.url for copy in last.copies)
                 self._forget(last)

@@ -112,16 +112,15 @@ class Placement:
         return not deployment.device_kind or deployment.device_kind == self.nodes[name].device_kind
 
     def _candidates(self) -> Iterator[str]:
-        """Yield nodes in falling order of bandwidth. Those whose slots are all taken are left out from then on."""
+        """Yield nodes on which nothing is fetched, then the others, each in falling order of bandwidth."""
         if self._ordered is None and not self.contention_aware:
             self._ordered = sorted(self.index.free, reverse=True)
         if self._ordered is None:
-            nodes, fetching = self.nodes, {name for name, _ in self.index.arriving}
-            rates = {
-                name: nodes[name].link_bytes_per_s if name not in fetching else self.bytes_per_s(name)
-                for name in self.index.free
-            }
-            self._ordered = sorted(rates, key=lambda name: (-rates[name], name), reverse=True)
+            free, fetching = self.index.free, {name for name, _ in self.index.arriving}
+            self._ordered = [name for name in self.index.by_link if name in free and name not in fetching]
+            busy = {name: self.bytes_per_s(name) for name in fetching if name in free}
+            self._ordered += sorted(busy, key=lambda name: (-busy[name], name))
+            self._ordered.reverse()
         ordered = self._ordered
         while ordered and self.free_slots(ordered[-1]) <= 0:
             ordered.pop()
