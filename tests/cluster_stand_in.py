@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from aiohttp import web
+from medusa_runtime.storage.peer_access import PeerAccess
 
 TOKEN = "the-token-of-this-test-cluster"
 
@@ -23,7 +23,9 @@ TOKEN = "the-token-of-this-test-cluster"
 class StandIn:
     """The node server's port, and what the controller knows. A context manager; methods may be called by any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, access: PeerAccess | None = None) -> None:
+        """``access``: its certificates are used."""
+        self._access = access
         self.loop = asyncio.new_event_loop()
         self.models: dict[str, dict[str, Any]] = {}
         self.backends: dict[str, str] = {}
@@ -41,7 +43,7 @@ class StandIn:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'https' if self._access else 'http'}://127.0.0.1:{self.port}"
 
     def deploy(self, name: str, **settings: str) -> None:
         self.models[name] = {"deployment": {"name": name, "settings": settings}, "instances": []}
@@ -77,16 +79,6 @@ class StandIn:
 
         self.loop.call_soon_threadsafe(note)
 
-    def token_file(self, folder: Path) -> Path:
-        file = folder / "token"
-        file.touch(mode=0o600)
-        file.write_text(TOKEN)
-        return file
-
-    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        found: Future[Any] = asyncio.run_coroutine_threadsafe(work, self.loop)
-        return found.result(30)
-
     def __enter__(self) -> StandIn:
         self._thread.start()
         assert self._ready.wait(30)
@@ -108,7 +100,8 @@ class StandIn:
         app.router.add_route("*", "/instances/{id}/{path:.*}", self._pass_on)
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", self.port)
+        tls = None if self._access is None else self._access.server_context()
+        site = web.TCPSite(runner, "127.0.0.1", self.port, ssl_context=tls)
         await site.start()
         self.port = runner.addresses[0][1]
         async with aiohttp.ClientSession(
@@ -169,6 +162,14 @@ class StandIn:
             if request.transport is not None:
                 request.transport.abort()
             raise asyncio.CancelledError from None
+
+
+def write_token(folder: Path) -> Path:
+    """Write the cluster's token to a file that only its user can read."""
+    file = folder / "token"
+    file.touch(mode=0o600)
+    file.write_text(TOKEN)
+    return file
 
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

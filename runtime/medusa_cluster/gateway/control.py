@@ -13,7 +13,7 @@ from .routes import Routes, node_server, parse
 
 logger = logging.getLogger(__name__)
 
-_CALL_S = 10.0
+_CALL_S, _REPORT_S = 10.0, 3.0
 
 
 class Control(Protocol):
@@ -60,7 +60,7 @@ class NodeServers:
 
     async def report(self, loads: Mapping[str, Mapping[str, float]]) -> Routes:
         arguments = {"gateway": self._name, "url": self.url, "loads": loads}
-        return parse(await self._call("report", arguments, _CALL_S))
+        return parse(await self._call("report", arguments, _REPORT_S))
 
     async def status(self) -> dict[str, Any]:
         answer = await self._call("status", {}, _CALL_S)

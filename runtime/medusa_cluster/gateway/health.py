@@ -50,6 +50,8 @@ class Health:
     @asynccontextmanager
     async def watched(self, instance: Instance) -> AsyncIterator[None]:
         """Run what waits for an instance. Raises LostError when the instance is lost meanwhile."""
+        if instance.id in self._lost:
+            raise LostError("it does not answer", began=True)
         self._heard.setdefault(instance.id, time.monotonic())
         scopes = self._scopes.setdefault(instance.id, set())
         scope = asyncio.timeout(None)
@@ -98,7 +100,9 @@ class Health:
                 self._dispatch.set_lost(instance.id, False)
             return
         self._failures[instance.id] = self._failures.get(instance.id, 0) + 1
-        if self._failures[instance.id] >= _MOST_FAILURES and instance.id not in self._lost:
+        # Of one that the controller has given up already, a single probe is enough.
+        most = _MOST_FAILURES if instance.id in self._dispatch.instances else 1
+        if self._failures[instance.id] >= most and instance.id not in self._lost:
             self._lose(instance)
 
     def _lose(self, instance: Instance) -> None:

@@ -30,7 +30,9 @@ async def serve(options: GatewayOptions, listener: socket.socket, on_listening: 
     # No limit here: requests are admitted by the dispatch, one connection each.
     tls = options.access.client_context()
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=20.0, ssl=True if tls is None else tls)
-    async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
+    async with aiohttp.ClientSession(
+        connector=connector, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar()
+    ) as session:
         gateway = Gateway(options, session, _url(options, listener))
         server = Server(gateway)
         runner = web.AppRunner(

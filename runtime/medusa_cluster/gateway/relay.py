@@ -61,7 +61,7 @@ class Relay:
         hold_s: float,
     ) -> None:
         self._session = session
-        self._headers = {"Content-Type": "application/json", **headers}
+        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", **headers}
         self._dispatch = dispatch
         self._health = health
         self._metrics = metrics

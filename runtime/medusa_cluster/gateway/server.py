@@ -75,7 +75,7 @@ class Server:
             try:
                 async with self._read(request) as raw:
                     call = understand(request.path, raw, request.headers)
-                    self._gateway.dispatch.deployed(call.model)
+                    self._check_deployed(call.model)
                     model = call.model
                     response = await self._relay(request, call, began)
                     status = response.status
@@ -89,6 +89,13 @@ class Server:
                 raise
             finally:
                 self._gateway.metrics.of(model).requests[(request.path, status)] += 1
+
+    def _check_deployed(self, model: str) -> None:
+        """Raise Fault 404 for a model that is not deployed, and 503 while it is not known what is."""
+        if not self._gateway.table.known:
+            text = "this gateway has not reached the cluster's controller yet; try again"
+            raise Fault(503, text, code="not_ready", retry_after_s=1.0)
+        self._gateway.dispatch.deployed(model)
 
     async def _relay(self, request: web.Request, call: Call, began: float) -> web.StreamResponse:
         client = _Client(request, self._options.write_timeout_s)

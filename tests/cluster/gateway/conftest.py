@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from cluster_stand_in import StandIn
+from cluster_stand_in import StandIn, write_token
 from gateway_fixtures import GatewayProcess, Instance
 
 
@@ -23,7 +23,7 @@ def cluster() -> Iterator[StandIn]:
 @pytest.fixture
 def start_gateway(cluster: StandIn, tmp_path: Path) -> Iterator[Callable[..., GatewayProcess]]:
     started: list[GatewayProcess] = []
-    token = cluster.token_file(tmp_path)
+    token = write_token(tmp_path)
 
     def start(*arguments: str) -> GatewayProcess:
         started.append(GatewayProcess(tmp_path, f"127.0.0.1:{cluster.port}", token, *arguments))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import shutil
 import signal
 import socket
 import threading
@@ -14,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_stand_in import StandIn
+from certificates import make_certificates
+from cluster_stand_in import StandIn, write_token
 from gateway_fixtures import NAME, GatewayProcess, Instance, until
+from medusa_runtime.storage.peer_access import PeerAccess
 
 Start = Callable[..., Any]
 
@@ -354,6 +357,26 @@ def test_a_gateway_with_a_token_demands_it(
     assert gateway.get("/livez")[0] == 200
 
 
+@pytest.mark.skipif(not shutil.which("openssl"), reason="needs openssl, to make certificates")
+def test_a_gateway_with_certificates_speaks_tls_with_the_nodes(served: tuple[Instance, ...], tmp_path: Path) -> None:
+    ca, cert, key = make_certificates(tmp_path)
+    token = write_token(tmp_path)
+    flags = ("--tls-ca", str(ca), "--tls-cert", str(cert), "--tls-key", str(key))
+    with StandIn(PeerAccess.of(str(token), str(ca), str(cert), str(key))) as cluster:
+        cluster.deploy(NAME)
+        cluster.add(NAME, "one", served[0].url)
+        gateway = GatewayProcess(tmp_path, f"127.0.0.1:{cluster.port}", token, *flags)
+        try:
+            assert gateway.post("/v1/completions", body())[0] == 200
+        finally:
+            gateway.kill()
+        stranger = GatewayProcess(tmp_path, f"127.0.0.1:{cluster.port}", token, ready=False)
+        try:
+            until(lambda: "the controller is away" in stranger.output(), stranger.output)
+        finally:
+            stranger.kill()
+
+
 def test_a_wrong_token_of_the_cluster_is_named(cluster: StandIn, tmp_path: Path) -> None:
     file = tmp_path / "wrong-token"
     file.touch(mode=0o600)
@@ -363,6 +386,8 @@ def test_a_wrong_token_of_the_cluster_is_named(cluster: StandIn, tmp_path: Path)
         until(lambda: "the controller is away" in gateway.output(), gateway.output)
         assert "no token" in gateway.output()  # what the node server answers
         assert gateway.get("/readyz")[0] == 503
+        status, answer = gateway.post("/v1/completions", body())
+        assert (status, answer["error"]["code"]) == (503, "not_ready")
         assert gateway.output().count("WARNING") == 1
     finally:
         assert gateway.stop() == 0

@@ -6,11 +6,11 @@ import contextlib
 import shutil
 import socket
 import ssl
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from certificates import make_certificates
 from peer_nodes import Model, Node
 
 pytestmark = pytest.mark.skipif(not shutil.which("openssl"), reason="needs openssl, to make certificates")
@@ -19,18 +19,7 @@ pytestmark = pytest.mark.skipif(not shutil.which("openssl"), reason="needs opens
 @pytest.fixture
 def certificates(folder: Path) -> tuple[Path, Path, Path]:
     """A cluster's CA, and a node's certificate and key."""
-    ca, ca_key, cert, key, request = (
-        folder / name for name in ("ca.pem", "ca.key", "node.pem", "node.key", "node.csr")
-    )
-
-    def openssl(*arguments: str | Path) -> None:
-        subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True)
-
-    new = ("-newkey", "rsa:2048", "-nodes", "-subj")
-    openssl("req", "-x509", *new, "/CN=cluster", "-days", "2", "-keyout", ca_key, "-out", ca)
-    openssl("req", *new, "/CN=node", "-keyout", key, "-out", request)
-    openssl("x509", "-req", "-in", request, "-CA", ca, "-CAkey", ca_key, "-CAcreateserial", "-days", "2", "-out", cert)
-    return ca, cert, key
+    return make_certificates(folder)
 
 
 def test_nodes_with_certificates_speak_mutual_tls(

@@ -1,0 +1,22 @@
+"""Certificates of a cluster, for tests of TLS."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+
+def make_certificates(folder: Path) -> tuple[Path, Path, Path]:
+    """A cluster's CA, and a node's certificate and key. Needs openssl."""
+    ca, ca_key, cert, key, request = (
+        folder / name for name in ("ca.pem", "ca.key", "node.pem", "node.key", "node.csr")
+    )
+
+    def openssl(*arguments: str | Path) -> None:
+        subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True)
+
+    new = ("-newkey", "rsa:2048", "-nodes", "-subj")
+    openssl("req", "-x509", *new, "/CN=cluster", "-days", "2", "-keyout", ca_key, "-out", ca)
+    openssl("req", *new, "/CN=node", "-keyout", key, "-out", request)
+    openssl("x509", "-req", "-in", request, "-CA", ca, "-CAkey", ca_key, "-CAcreateserial", "-days", "2", "-out", cert)
+    return ca, cert, key
