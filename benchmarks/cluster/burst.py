@@ -28,7 +28,7 @@ _STAY_S = 5.0  # under load with all instances
 
 
 def rows(options: Options) -> list[dict[str, Any]]:
-    """Run bursts. A request is lost when its answer is an error, and changed when its text is another than before."""
+    """Run bursts. A request is lost when its answer is an error, or another one than before the burst (changed)."""
     with _cluster(options) as cluster:
         expected = [_complete(cluster, number) for number in range(_PROMPTS)]
         found = [_burst(cluster, options.nodes, expected) for _ in range(options.runs)]
@@ -80,10 +80,11 @@ def _burst(cluster: LabCluster, nodes: int, expected: list[str]) -> _Burst:
                 text, error = _complete(cluster, number % _PROMPTS), ""
             except (LabError, OSError, http.client.HTTPException, ValueError) as caught:
                 text, error = "", repr(caught)
+            changed = not error and text != expected[number % _PROMPTS]
             with lock:
                 found.requests += 1
-                found.lost += bool(error)
-                found.changed += not error and text != expected[number % _PROMPTS]
+                found.lost += bool(error) or changed
+                found.changed += changed
                 found.errors += [error] if error else []
             number += 1
 
