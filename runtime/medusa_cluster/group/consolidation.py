@@ -26,10 +26,10 @@ class _Held(NamedTuple):
 
 
 class Consolidation:
-    """One consolidation. ``become`` is what the other workers become: end or instance."""
+    """One consolidation, after which the first ``keep`` workers are instances."""
 
-    def __init__(self, gathering: Gathering, become: str) -> None:
-        self.become = become
+    def __init__(self, gathering: Gathering, keep: int) -> None:
+        self.keep = keep
         self.began_ns = time.monotonic_ns()
         self.draining = False
         self._drained_ns = self._early_bytes = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from medusa_runtime.config import Settings
 from medusa_runtime.device.choice import choose
 from medusa_runtime.engine.base import Engine
+from medusa_runtime.engine.factory import open_engine as open_torch_engine
 from medusa_runtime.errors import ConfigError, ModelError
 from medusa_runtime.models.backend import backend
 from medusa_runtime.region.reader import Region
@@ -18,10 +19,13 @@ from .plan import GroupPlan
 
 
 def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Engine:
-    """The leader's engine or another worker's, as ``--group`` says. Waits for the checkpoint's index.
+    """The leader's engine or another worker's, as ``--group`` says; without it that of an instance by itself.
 
-    Raises ConfigError for a group that cannot be, and ModelError for a model that cannot be split.
+    Waits for the checkpoint's index. Raises ConfigError for a group that cannot be, and ModelError for a model that
+    cannot be split.
     """
+    if settings.group is None:  # as when an idle process is warmed up
+        return open_torch_engine(region, settings, timeline)
     plan = GroupPlan.read(settings.group)
     if choose(settings.device, {}) == "cuda":
         raise ConfigError("the workers of a group compute on CPUs; expected --device cpu")

@@ -37,6 +37,7 @@ from .steps import StepWriter, sampled_of, take_back
 logger = logging.getLogger(__name__)
 
 _FLUSH_S = 1.0
+_PLAN_S = 0.25  # between two looks at the group's file
 
 
 class Flight(NamedTuple):
@@ -73,7 +74,7 @@ class Leader(Member):
             super().run(stop)
         finally:
             if self._formation is not None:
-                self._release("end")
+                self._release(1)
 
     def stats(self) -> dict[str, Any]:
         workers = 1 if self._formation is None else self.plan.size
@@ -187,7 +188,7 @@ class Leader(Member):
         self._busy.clear()
         for sequence in self._scheduler.running:
             self._scheduler.restart(sequence, 0 if move is None else move.held_tokens(sequence))
-        self._release("instance" if self.plan.then == "up" else "end")
+        self._release(self.plan.size if self.plan.then == "up" else 1)
         self._alone(reason)
 
     def _alone(self, reason: str) -> None:
@@ -196,8 +197,8 @@ class Leader(Member):
         self.load_rest_now()
         self._look_served()
 
-    def _release(self, become: str) -> None:
-        """Dissolve the group."""
+    def _release(self, keep: int) -> None:
+        """Dissolve the group: the first ``keep`` workers become instances, this one among them, and the others end."""
         formation, self._formation = self._formation, None
         assert formation is not None
         if self._beats is not None:
@@ -206,6 +207,7 @@ class Leader(Member):
             self._move.close()
             self._move = None
         for worker in formation.workers:
+            become = "instance" if worker.rank < keep else "end"
             try:
                 worker.channel.send(packed(Kind.RELEASE, self.plan.number, {"as": become}))
             except MedusaError:
@@ -288,15 +290,23 @@ class Leader(Member):
 
     def on_full(self) -> None:
         self._look_served()
-        if self._formation is not None:
-            try:
-                then = GroupPlan.read(self._settings.group).then if self._settings.group else self.plan.then
-            except MedusaError:
-                then = self.plan.then
-            if then != "stay":
-                self._consolidate(then)
+        threading.Thread(target=self._follow_plan, name="group-plan", daemon=True).start()
 
-    def _consolidate(self, then: str) -> None:
+    def _follow_plan(self) -> None:
+        """In a thread of its own: look at the group's file until it says what the workers are to become."""
+        assert self._settings.group is not None
+        while self._formation is not None and not self._closing.is_set():
+            try:
+                plan = GroupPlan.read(self._settings.group)
+            except MedusaError as error:
+                logger.warning("the group's file cannot be read any more: %s", error)
+                plan = self.plan
+            if plan.then != "stay":
+                self._inbox.post(lambda plan=plan: self._consolidate(plan.then, plan.keep))  # type: ignore[misc]
+                return
+            self._closing.wait(_PLAN_S)
+
+    def _consolidate(self, then: str, keep: int = 0) -> None:
         if self._formation is None or self._move is not None or not self.full.is_set():
             return
         sources = [Source(worker.layers, worker.gathered) for worker in self._formation.workers if worker.gathered]
@@ -305,7 +315,7 @@ class Leader(Member):
             self._inbox.post(lambda: self._gathered(error))
 
         gathering = Gathering(self._cache, sources, self.plan.number, done)
-        self._move = Consolidation(gathering, "instance" if then == "up" else "end")
+        self._move = Consolidation(gathering, (keep or self.plan.size) if then == "up" else 1)
         self._move.begin(self._scheduler.running, self._settled)
 
     def _settled(self, sequence: Sequence) -> int:
@@ -324,8 +334,8 @@ class Leader(Member):
             self._fall_back(str(error))
         elif move.ended(self._scheduler.running, self._settled):
             self._timeline.record("gather", move.began_ns, time.monotonic_ns(), **move.detail())
-            self._release(move.become)
-            self._timeline.mark("consolidated", then=move.become)
+            self._release(move.keep)
+            self._timeline.mark("consolidated", kept=move.keep)
 
     # Requests that come from other engines, or go to them: without keys and values, which are in many places.
 

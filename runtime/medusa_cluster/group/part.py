@@ -136,7 +136,8 @@ class _Session:
             elif message.kind is Kind.RELEASE:
                 self._tell_timeline(leader)
                 leader.flush(1.0)
-                return "instance" if message.values().get("as") == "instance" else "end"
+                kept = message.values().get("as") == "instance" and self._plan.full
+                return "instance" if kept else "end"
             elif message.kind is Kind.ERROR:
                 raise error_of(message)
 

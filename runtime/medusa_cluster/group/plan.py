@@ -25,7 +25,8 @@ class GroupPlan:
     bind: the address of the interface on which this worker listens and is reached by the others.
     full: whether this worker has memory for all layers, and fetches the others in the background.
     then: what happens when the leader has all layers: it goes on alone and the others end (``down``), or become
-        instances (``up``), or nothing (``stay``). The file is read again at that moment.
+        instances (``up``), or nothing (``stay``). The leader looks at its file again and again, so this may change.
+    keep: how many workers become instances with ``up``, the leader among them; 0: all that have the memory.
     form_s: how long the leader waits for the others before it goes on alone, and a worker for its leader.
     mode: ``pipeline``, workers with a range of layers each; or ``live``, where rank 0 is an instance with all layers,
         and rank 1 a new one that helps it while it loads them.
@@ -43,6 +44,7 @@ class GroupPlan:
     bind: str = "127.0.0.1"
     full: bool = True
     then: str = "down"
+    keep: int = 0
     form_s: float = 20.0
     silent_s: float = 3.0
     mode: str = "pipeline"
@@ -51,10 +53,8 @@ class GroupPlan:
     link_bytes_per_s: float | None = None
 
     @classmethod
-    def read(cls, path: str | None) -> GroupPlan:
+    def read(cls, path: str) -> GroupPlan:
         """Read and check the file. ConfigError, which says what is wrong with it."""
-        if path is None:
-            raise ConfigError("--engine group needs --group (MEDUSA_GROUP), the file that describes the group")
         try:
             found = json.loads(Path(path).read_bytes())
         except OSError as error:
@@ -106,6 +106,7 @@ def _check(plan: GroupPlan, where: str) -> None:
         (plan.size >= 2, "size", "at least two workers", plan.size),
         (0 <= plan.rank < plan.size, "rank", f"0 to {plan.size - 1}", plan.rank),
         (plan.rank > 0 or plan.full, "full", "true for the leader, which goes on alone when others fail", plan.full),
+        (0 <= plan.keep <= plan.size, "keep", f"0 to {plan.size}", plan.keep),
         (plan.then in THEN, "then", "one of " + ", ".join(THEN), plan.then),
         (plan.mode in MODES, "mode", "one of " + ", ".join(MODES), plan.mode),
         (plan.mode != "live" or plan.size == 2, "size", "2, a live pair", plan.size),

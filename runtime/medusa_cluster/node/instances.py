@@ -11,12 +11,14 @@ import signal
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from medusa_runtime.errors import ConfigError, InstanceError
 
 from ..deployment import Deployment
 from .child import Child
+from .group_worker import GroupWorker
 from .settings import NodeServerSettings
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,7 @@ class RunningInstance:
     child: Child | None = None
     running: int = 0  # requests that pass through the node server
     failure: str | None = None
+    worker: GroupWorker | None = None
 
     @property
     def port(self) -> int | None:
@@ -70,13 +73,16 @@ class Instances:
     def pids(self) -> set[int]:
         return {instance.child.pid for instance in self._instances.values() if instance.child is not None}
 
-    async def start(self, instance_id: str, deployment: Deployment) -> int:
-        """Return the instance's port as soon as it listens. Raises InstanceError when it does not come that far."""
+    async def start(self, instance_id: str, deployment: Deployment, worker: GroupWorker | None = None) -> int:
+        """Return the instance's port as soon as it listens. Raises InstanceError when it does not come that far.
+
+        ``worker``: it is one of a group that shares the model.
+        """
         if not _ID.fullmatch(instance_id):
             raise ConfigError(f"id: expected letters, digits and . _ -, found {instance_id[:100]!r}")
         instance = self._instances.get(instance_id)
         if instance is None:
-            instance = self._begin(instance_id, deployment)
+            instance = self._begin(instance_id, deployment, worker)
         if instance.failure is not None:
             raise InstanceError(instance.failure)
         try:
@@ -84,10 +90,10 @@ class Instances:
         except TimeoutError:
             raise InstanceError(f"{instance_id} does not listen after {_LISTENS_WITHIN_S:.0f} s") from None
 
-    def _begin(self, instance_id: str, deployment: Deployment) -> RunningInstance:
+    def _begin(self, instance_id: str, deployment: Deployment, worker: GroupWorker | None) -> RunningInstance:
         listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         listening.add_done_callback(lambda future: future.cancelled() or future.exception())  # it may have no reader
-        instance = RunningInstance(instance_id, deployment, secrets.token_hex(16), listening)
+        instance = RunningInstance(instance_id, deployment, secrets.token_hex(16), listening, worker=worker)
         self.add(instance)
 
         def on_line(line: str) -> None:
@@ -99,7 +105,7 @@ class Instances:
 
         try:
             instance.child = Child(
-                self._command(deployment),
+                self._command(deployment, worker),
                 self._environment(instance),
                 self._settings.log_folder / f"instance-{instance_id}.log",
                 on_line,
@@ -112,10 +118,11 @@ class Instances:
             task.add_done_callback(self._tasks.discard)
         return instance
 
-    def _command(self, deployment: Deployment) -> list[str]:
+    def _command(self, deployment: Deployment, worker: GroupWorker | None) -> list[str]:
+        engine = deployment.engine if worker is None else "group"
         return [
             *(sys.executable, "-m", "medusa_adapters", "serve"),
-            *("--model", deployment.url, "--served-model-name", deployment.name, "--engine", deployment.engine),
+            *("--model", deployment.url, "--served-model-name", deployment.name, "--engine", engine),
             *("--host", "127.0.0.1", "--port", "0", "--platform", "local"),
             *("--node-socket", str(self._settings.agent_socket)),
         ]
@@ -130,10 +137,23 @@ class Instances:
                 "MEDUSA_TOKEN": instance.secret,
                 "PYTHONUNBUFFERED": "1",
             }
+            | ({} if instance.worker is None else instance.worker.environment(self._group_file(instance)))
         )
+
+    def _group_file(self, instance: RunningInstance) -> Path:
+        return self._settings.folder / f"group-{instance.id}.json"
+
+    def consolidate(self, instance_id: str, keep: int) -> None:
+        """Write into the file of a group's leader how many workers become instances. ConfigError for another id."""
+        instance = self._instances.get(instance_id)
+        if instance is None or instance.worker is None:
+            raise ConfigError(f"id: expected the instance of a group's leader, found {instance_id!r}")
+        instance.worker = instance.worker.consolidated(keep)
+        instance.worker.write(self._group_file(instance))
 
     async def _follow(self, instance: RunningInstance, child: Child) -> None:
         status = await child.wait()
+        self._group_file(instance).unlink(missing_ok=True)
         if instance.state == "draining":
             self._instances.pop(instance.id, None)
             log = self._settings.log_folder / f"instance-{instance.id}.log"

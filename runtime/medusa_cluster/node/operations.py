@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from medusa_runtime.errors import ConfigError, NoControllerError
 
 from ..deployment import Deployment
+from .group_worker import GroupWorker, free_port
 from .rates import Rates
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class Operations:
             "unpin": self._unpin,
             "sources": self._find_sources,
             "start": self._start,
+            "group_port": self._group_port,
+            "consolidate": self._consolidate,
             "stop": self._stop,
             "pace": self._pace,
             "cluster": self._cluster,
@@ -140,7 +143,18 @@ class Operations:
 
     async def _start(self, request: dict[str, Any]) -> dict[str, int]:
         deployment = Deployment.from_json(request["deployment"])
-        return {"port": await self._instances.start(str(request["id"]), deployment)}
+        group = request.get("group")
+        worker = None if group is None else GroupWorker.from_json(group, self._settings.host)
+        return {"port": await self._instances.start(str(request["id"]), deployment, worker)}
+
+    async def _group_port(self, _: dict[str, Any]) -> dict[str, int]:
+        """A port of this node for a group's leader, free at this moment."""
+        return {"port": free_port(self._settings.host)}
+
+    async def _consolidate(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Tell a group, by its leader's instance, how many of its workers become instances."""
+        self._instances.consolidate(str(request["id"]), int(request["keep"]))
+        return {}
 
     async def _stop(self, request: dict[str, Any]) -> dict[str, Any]:
         await self._instances.stop(str(request["id"]), float(request.get("drain_s", 30.0)))

@@ -167,6 +167,8 @@ class Session:
     def _charge_engine(self, settings: dict[str, Any]) -> tuple[dict[str, Any], int]:
         """Return the settings with a KV cache within what the caller may have, and the bytes that it is charged for."""
         accounts, caller = self._services.accounts, self.caller
+        if settings.get("group") is not None and not caller.trusted:
+            raise NodeRefusedError("expected no group: this process opens no path, and no port, for another user")
         kv_mb = settings.get("kv_cache_mb")
         if kv_mb is not None and (not isinstance(kv_mb, int) or isinstance(kv_mb, bool) or kv_mb < 1):
             raise NodeError(f"kv_cache_mb: expected a whole number above 0, found {str(kv_mb)[:40]!r}")

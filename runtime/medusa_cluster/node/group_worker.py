@@ -1,0 +1,62 @@
+"""An instance that is one worker of a group: its layers, and the file from which its engine learns of the group."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from medusa_runtime.errors import ConfigError
+
+from ..group.plan import GroupPlan
+
+
+@dataclass(frozen=True, slots=True)
+class GroupWorker:
+    """``layers`` is START:STOP, or None for an instance of a live pair, which comes to hold all."""
+
+    plan: GroupPlan
+    layers: str | None
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any], host: str) -> GroupWorker:
+        """What ``start`` is given as ``group``; ``host`` is this node's address. Raises ConfigError."""
+        if not isinstance(found, Mapping):
+            raise ConfigError(f"group: expected an object, found {found!r}")
+        values = dict(found)
+        layers = values.pop("layers", None)
+        if layers is not None and not isinstance(layers, str):
+            raise ConfigError(f"group: layers: expected START:STOP, found {layers!r}")
+        return cls(GroupPlan.parse({**values, "bind": host}, "group"), layers)
+
+    def consolidated(self, keep: int) -> GroupWorker:
+        """The same worker of a group of which so many workers become instances."""
+        if self.plan.rank or not 1 <= keep <= self.plan.size:
+            raise ConfigError(f"keep: expected 1 to {self.plan.size}, of the group's leader, found {keep}")
+        return replace(self, plan=replace(self.plan, then="down" if keep == 1 else "up", keep=keep))
+
+    def environment(self, path: Path) -> dict[str, str]:
+        """Write the file, and return the variables of ``medusa serve``."""
+        self.write(path)
+        return {"MEDUSA_GROUP": str(path)} | ({} if self.layers is None else {"MEDUSA_LAYERS": self.layers})
+
+    def write(self, path: Path) -> None:
+        """Write the file, at once as a whole and for this user alone: it has the group's token."""
+        part = path.with_suffix(".part")
+        part.unlink(missing_ok=True)
+        with open(os.open(part, os.O_CREAT | os.O_WRONLY | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+            json.dump(asdict(self.plan), file)
+        part.rename(path)
+
+
+def free_port(host: str) -> int:
+    """A port of this node that nobody listens on now."""
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
+        return int(found.getsockname()[1])
+
+
+__all__ = ["GroupWorker", "free_port"]
