@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _CALL_S = 10.0
 _START_S = 90.0
+_ORDERED_S = 0.5  # from the order of a fetch until a status shows what became of it
 _FETCH_SHOWN_S = 10.0  # for a node to show a fetch that it was asked for
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _STOPPED_KEPT_S = 120.0
@@ -44,6 +45,7 @@ class Execution:
         self._running: dict[tuple[str, ...], asyncio.Task[None]] = {}
         self._fetches: dict[tuple[str, str], KnownFetch] = {}
         self._failures: dict[str, tuple[int, float]] = {}  # model → failed starts in a row, and when to try again
+        self._failed_fetches: dict[tuple[str, str], tuple[int, float]] = {}
         self._failed_ids: dict[str, float] = {}
         self._stopped: dict[str, float] = {}
 
@@ -167,6 +169,8 @@ class Execution:
         now = time.monotonic()
         if before is not None and before.sources == decision.sources and now - before.at < _FETCH_SHOWN_S:
             return
+        if now < self._failed_fetches.get(key, (0, 0.0))[1]:
+            return
         self._fetches[key] = KnownFetch(decision.node, decision.url, decision.sources, decision.pin, now)
         nodes = self._cluster.nodes
         request = {
@@ -188,12 +192,34 @@ class Execution:
                 del self._fetches[key]
                 continue
             shown = {model["url"]: model for model in node.models()}
-            if fetch.url in shown:
-                if shown[fetch.url]["state"] in ("done", "failed"):
-                    del self._fetches[key]
-            elif now - fetch.at > _FETCH_SHOWN_S or fetch.url in node.status.get("failed_fetches", ()):
+            if fetch.url in shown and shown[fetch.url]["state"] == "done":
+                del self._fetches[key]
+                self._failed_fetches.pop(key, None)
+                continue
+            failure = self._failure(node, fetch, shown)
+            if failure is not None:
+                del self._fetches[key]
+                self._fetch_failed(key, failure, now)
+            elif fetch.url not in shown and now - fetch.at > _FETCH_SHOWN_S:
                 del self._fetches[key]
         return list(self._fetches.values())
+
+    @staticmethod
+    def _failure(node: KnownNode, fetch: KnownFetch, shown: Mapping[str, Mapping[str, Any]]) -> str | None:
+        """Why a fetch has failed, by a status that is younger than the order."""
+        if node.seen_at < fetch.at + _ORDERED_S:
+            return None
+        reason = node.status.get("failed_fetches", {}).get(fetch.url)
+        failed = shown.get(fetch.url, {}).get("state") == "failed"
+        return str(reason) if reason else "its region failed" if failed else None
+
+    def _fetch_failed(self, key: tuple[str, str], failure: str, now: float) -> None:
+        """Tell it, and try again later: the first time after a second, at last once a minute."""
+        node, url = key
+        count = self._failed_fetches.get(key, (0, 0.0))[0] + 1
+        pause_s = min(_SHORTEST_PAUSE_S * 2 ** (count - 1), _LONGEST_PAUSE_S)
+        self._failed_fetches[key] = (count, now + pause_s)
+        self._cluster.tell("fetch-failed", f"{node} could not fetch {url}: {failure}", node=node)
 
     def planned_sources(self, node: str, url: str) -> tuple[str, ...]:
         """The names of the nodes from which this node was told to read a model."""

@@ -28,6 +28,8 @@ class StandInNode:
         self.starts: asyncio.Event | None = None  # a start waits for it
         self.refuses: str | None = None  # why no instance starts
         self.state = "alive"
+        self.store_is_away = False
+        self.failed_fetches: dict[str, str] = {}
         self.version = "v1"  # of what it fetches
         self.server = JsonLinesServer(self.path, self.answer)
 
@@ -47,10 +49,15 @@ class StandInNode:
             "memory_used_bytes": 0,
             "models": list(self.models.values()),
             "instances": list(self.instances.values()),
+            "failed_fetches": self.failed_fetches,
         }
 
     async def fetch(self, request: dict[str, Any]) -> dict[str, Any]:
         url = request["url"]
+        if self.store_is_away:
+            self.failed_fetches[url] = "Storage.Unreachable"
+            return {}
+        self.failed_fetches.pop(url, None)
         self.models[url] = {"url": url, "state": "done", "fetched_bytes": 100, "total_bytes": 100, "idle_s": 0}
         self.models[url] |= {"pinned": request["pin"], "version": self.version}
         return {}

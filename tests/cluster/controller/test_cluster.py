@@ -129,6 +129,21 @@ def test_a_start_that_fails_is_tried_again_later_and_told(run: Run) -> None:
     run(scenario, "a")
 
 
+def test_a_fetch_that_fails_is_told_and_tried_again_later(run: Run) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        node = net.nodes["a"]
+        node.store_is_away = True
+        await deploy(cluster)
+        await until(lambda: "fetch-failed" in kinds(cluster))
+        assert "Storage.Unreachable" in next(e["text"] for e in cluster.events if e["kind"] == "fetch-failed")
+        await asyncio.sleep(2)
+        assert sum(call["op"] == "fetch" for call in node.calls) <= 2
+        node.store_is_away = False
+        await until(lambda: MODEL in node.models)
+
+    run(scenario, "a")
+
+
 def test_an_instance_that_died_is_replaced(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         await deploy(cluster, min=1)
