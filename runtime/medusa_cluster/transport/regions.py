@@ -17,7 +17,8 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from contextlib import suppress
+from typing import IO, Protocol
 from weakref import WeakValueDictionary
 
 from aiohttp import web
@@ -45,7 +46,7 @@ _LEAST_BYTES_PER_S = 64 << 10  # below which a peer that reads is given up
 _PATIENCE_S = 10.0  # with a peer that takes nothing
 _QUIET_S = 60.0  # with a region to which nothing comes
 _LOOK_S = 0.5  # between looks whether a region still has a prefetcher
-_TICK_S = 0.002
+_TICK_S = 0.003
 _APPEAR_S = 0.5  # for a region whose fetch is about to begin on this node
 
 
@@ -235,7 +236,7 @@ class RegionRoutes:
         ]
         size, offset = sum(sizes), region.offset(first)
         transport, connection = request.transport, connection_of(request.transport)
-        if transport is None or connection is None or transport.is_closing():
+        if connection is None or not isinstance(transport, asyncio.WriteTransport) or transport.is_closing():
             raise ConnectionResetError("the peer has gone")
         loop = asyncio.get_running_loop()
         patience_s = _PATIENCE_S + size / min(_LEAST_BYTES_PER_S, self._pacer.bytes_per_s or _LEAST_BYTES_PER_S)
@@ -248,8 +249,10 @@ class RegionRoutes:
                 else:
                     # The frames leave together with the first bytes, and wake the reader once.
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)
-                    await response.write(b"".join(frames))
-                    await loop.sendfile(transport, region.file, offset, size, fallback=False)
+                    transport.write(b"".join(frames))
+                    sent = _send_at_once(transport, connection, region.file, offset, size)
+                    if sent < size:
+                        await loop.sendfile(transport, region.file, offset + sent, size - sent, fallback=False)
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 0)
         finally:
             giving_up.cancel()
@@ -294,6 +297,20 @@ def _range(request: web.Request, region: ChecksummedRegion) -> tuple[int, int]:
     if region.state == State.FAILED:
         raise _Refused(404, "the fetch of this model has failed")
     return covered.start, len(covered)
+
+
+def _send_at_once(
+    transport: asyncio.WriteTransport, connection: socket.socket, file: IO[bytes], offset: int, size: int
+) -> int:
+    """Send what the connection takes at once, and return how much that is: most of a chunk, as a rule."""
+    sent = 0
+    with suppress(BlockingIOError):
+        while sent < size and not transport.get_write_buffer_size():
+            count = os.sendfile(connection.fileno(), file.fileno(), offset + sent, size - sent)
+            if not count:
+                raise ConnectionResetError("the region has ended early")
+            sent += count
+    return sent
 
 
 async def _send_encrypted(response: web.StreamResponse, fd: int, offset: int, size: int) -> None:

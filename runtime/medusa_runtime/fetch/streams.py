@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 _FEWEST, _FIRST, _SECOND, _MOST = 2, 4, 16, 32
 _FAST_BYTES_PER_S = 300e6  # a connection as quick as this is limited by CPUs, not by the store
 _LOOK_S = 0.005
+_IDLE_LOOK_S = 0.1  # where nothing is requested a second time
 _WINDOW_S = 0.03
 _LATER_WINDOW_S = 0.1  # after more connections were opened: only a loss would have to be undone
 _BUSY = 0.7  # threads that run, or wait to run, for a larger share of all CPUs' time are limited by the CPUs
@@ -140,7 +141,7 @@ class Streams:
                 flight.hedged = True
                 self.hedges += 1
                 self._start(partial(self._hedge, flight))
-            time.sleep(_LOOK_S)
+            time.sleep(_IDLE_LOOK_S if self._few() else _LOOK_S)
 
     def _late_ranges(self) -> list[InFlightRange]:
         """Ranges to request a second time; in a cluster not those that only flow slowly: its store sends one copy."""
