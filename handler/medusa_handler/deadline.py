@@ -14,6 +14,9 @@ from .faults import ApiError, ClientGoneError
 
 _POLL_S = 0.25  # how soon a client that left is noticed
 
+client_gone: contextvars.ContextVar[Callable[[], bool]] = contextvars.ContextVar("client_gone")
+"""Whether the client of the running request has left; what the function asked of the model is then cancelled."""
+
 
 class _Threads:
     """Threads for user code, used again: the last one that became idle comes first.

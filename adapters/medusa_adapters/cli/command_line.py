@@ -24,6 +24,7 @@ from .flags import announce_renamed, log_level, unify
 _COMMANDS = (
     ("serve", "medusa_adapters.cli.serve", "serve a model or a function, and show where its start's time went"),
     ("run", "medusa_adapters.cli.run", "call a handler once, without a server or a model"),
+    ("build", "medusa_adapters.cli.build", "build an image of a function, by podman, docker or buildah"),
     ("fetch", "medusa_adapters.cli.fetch", "fetch a checkpoint into a folder or, for timing, into memory"),
     ("new", "medusa_adapters.cli.new", "make a small complete project: handler, test, Dockerfile"),
     ("deploy", "medusa_adapters.deploy.command", "print what a platform needs to run a function, or bring it there"),
@@ -37,7 +38,7 @@ _COMMANDS = (
 )
 
 # These also work without memfd, /proc and prctl.
-_ANYWHERE = ("run", "new", "deploy", "inspect", "simulate")
+_ANYWHERE = ("run", "new", "build", "deploy", "inspect", "simulate")
 
 # The temporary files of these are removed when the command ends, however it ends.
 _WITH_SCRATCH = ("medusa_adapters.cli.materialize", "medusa_adapters.bench.command")

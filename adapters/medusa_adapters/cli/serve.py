@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = Settings()
     parser.description = "Serve a model or a function. Every flag has an environment variable; the flag wins."
     add_model(parser)
+    parser.add_argument("--reload", action="store_true", help="start again when the handler's code changes")
     for option in OPTIONS:
         if option.field == "model":
             continue
@@ -52,6 +53,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"WARNING: {variable} is no setting and has no effect; did you mean {meant}?", file=sys.stderr)
     flags = {option.field: getattr(arguments, option.field) for option in OPTIONS}
     settings = settle(os.environ, flags | {"model": given_model(arguments)})
+    if arguments.reload:
+        from .reload import serve_again
+
+        return serve_again(sys.argv[1:], settings.handler)
     configure_logging(settings.log_level)
     from medusa_runtime.instance import serve
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from medusa_runtime.errors import MedusaError, WeightsError
 
 from ..contract import Context, Request
+from ..deadline import client_gone
 from .code import UserCode
 from .loop import EventLoop
-from .model import Model, client_gone
+from .model import Model
 from .user_traceback import log_cause, user_traceback
 from .weights import Weights
 

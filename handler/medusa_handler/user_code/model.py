@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import dataclasses
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_runtime.engine.base import EngineInfo, GenerateRequest, SamplingParams
 
+from ..deadline import client_gone
 from ..model.embeddings import embeddings, floats
 from ..model.generation import Generation
 from ..model.structured_outputs import form_of
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from ..model.served_model import ServedModel
 
 Prompt = str | Sequence[int]
-
-client_gone: contextvars.ContextVar[Callable[[], bool]] = contextvars.ContextVar("client_gone")
-"""Whether the client of the running request has left; what the function asked of the model is then cancelled."""
 
 _FIELDS = {field.name for field in dataclasses.fields(SamplingParams)}
 

@@ -7,8 +7,6 @@ list of such objects or, in newer versions, a name and its arguments. vLLM's par
 
 from __future__ import annotations
 
-import random
-import string
 import uuid
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -49,7 +47,7 @@ def _call_id() -> str:
 
 def _short_id() -> str:
     """Mistral's templates take nine letters and digits only."""
-    return "".join(random.choices(string.ascii_letters + string.digits, k=9))
+    return uuid.uuid4().hex[:9]
 
 
 class _Parser:

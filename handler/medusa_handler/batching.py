@@ -1,0 +1,203 @@
+"""``@batch``: requests that come at the same time are given to the user's function as one list."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, get_args, get_origin
+
+from .deadline import client_gone
+
+if TYPE_CHECKING:
+    import asyncio
+
+_MOST = 4096
+
+
+def batch(*, max_size: int = 8, max_wait_ms: float = 5.0) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Have ``predict(self, requests)`` take a list, and return a list with a result for each, in order.
+
+    A batch runs when ``max_size`` requests wait or the first has waited ``max_wait_ms``; while one runs, the next
+    gathers. What the annotation says of the list's items (``requests: list[Body]``) each request's body must fit. An
+    exception among the results is raised for its own caller, one that the function raises for all of the batch.
+    """
+    if isinstance(max_size, bool) or not isinstance(max_size, int) or not 1 <= max_size <= _MOST:
+        raise ValueError(f"@batch: expected max_size as a whole number from 1 to {_MOST}, found {max_size!r}")
+    if isinstance(max_wait_ms, bool) or not isinstance(max_wait_ms, int | float) or not 0 <= max_wait_ms <= 60_000:
+        raise ValueError(f"@batch: expected max_wait_ms as a number from 0 to 60000, found {max_wait_ms!r}")
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        signature, name = _of_one(function)
+        if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
+            raise TypeError(f"@batch: {function.__qualname__} yields; expected one that returns a list")
+        waiting = _Loops(max_size, max_wait_ms / 1e3) if inspect.iscoroutinefunction(function) else None
+        threads = _Threads(max_size, max_wait_ms / 1e3)
+
+        @functools.wraps(function)
+        def call(*arguments: Any, **named: Any) -> Any:
+            item = named.pop(name) if name in named else arguments[-1]
+            owner = arguments[: len(signature.parameters) - 1]
+            run = functools.partial(function, *owner)
+            return threads.call(run, item) if waiting is None else waiting.call(run, item)
+
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+def _of_one(function: Callable[..., Any]) -> tuple[inspect.Signature, str]:
+    """The signature of a call with one item, and its parameter's name."""
+    try:
+        signature = inspect.signature(function, eval_str=True)
+    except NameError:
+        signature = inspect.signature(function)
+    parameters = list(signature.parameters.values())
+    if not 1 <= len(parameters) <= 2 or (len(parameters) == 2 and parameters[0].name != "self"):
+        raise TypeError(f"@batch: expected one parameter, a list of requests, found {function.__qualname__}{signature}")
+    last = parameters[-1]
+    kinds = get_args(last.annotation) if get_origin(last.annotation) is list else ()
+    last = last.replace(annotation=kinds[0] if kinds else inspect.Parameter.empty)
+    return signature.replace(parameters=[*parameters[:-1], last], return_annotation=Any), last.name
+
+
+class _Entry:
+    """A request that waits for its place in a batch, or for its result."""
+
+    def __init__(self, item: Any) -> None:
+        self.item = item
+        self.gone = client_gone.get(lambda: False)
+        self.came = time.monotonic()
+        self.done = False
+        self.result: Any = None
+
+
+def _share(entries: Sequence[_Entry], results: Any) -> None:
+    """Give each entry its result, or all of them what is wrong with the results."""
+    if not isinstance(results, BaseException):
+        try:
+            results = list(results)
+        except TypeError:
+            results = TypeError(f"@batch: expected a list of results, found {type(results).__name__}")
+    if isinstance(results, list) and len(results) != len(entries):
+        results = ValueError(f"@batch: expected {len(entries)} results, one for each request, found {len(results)}")
+    for number, entry in enumerate(entries):
+        entry.result = results[number] if isinstance(results, list) else results
+        entry.done = True
+
+
+def _given(result: Any) -> Any:
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+class _Threads:
+    """Batches of a plain function: the first of the waiting threads runs it for all."""
+
+    def __init__(self, max_size: int, max_wait_s: float) -> None:
+        self._max_size = max_size
+        self._max_wait_s = max_wait_s
+        self._changed = threading.Condition()
+        self._waiting: list[_Entry] = []
+        self._running = False
+
+    def call(self, run: Callable[[list[Any]], Any], item: Any) -> Any:
+        own = _Entry(item)
+        with self._changed:
+            self._waiting.append(own)
+            self._changed.notify_all()
+            while not own.done and not self._may_run(own):
+                self._changed.wait(self._left_s(own))
+            if own.done:
+                return _given(own.result)
+            entries = self._waiting[: self._max_size]
+            del self._waiting[: self._max_size]
+            self._running = True
+        token = client_gone.set(lambda: all(entry.gone() for entry in entries))
+        results: Any = None
+        try:
+            results = run([entry.item for entry in entries])
+        except BaseException as error:
+            results = error
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            client_gone.reset(token)
+            with self._changed:
+                _share(entries, results)
+                self._running = False
+                self._changed.notify_all()
+        return _given(own.result)
+
+    def _may_run(self, own: _Entry) -> bool:
+        if self._running or not self._waiting or self._waiting[0] is not own:
+            return False
+        return len(self._waiting) >= self._max_size or time.monotonic() - own.came >= self._max_wait_s
+
+    def _left_s(self, own: _Entry) -> float | None:
+        """How long to wait at most; None where another thread will say."""
+        if self._running or self._waiting[0] is not own:
+            return None
+        return max(0.0, own.came + self._max_wait_s - time.monotonic())
+
+
+class _Loops:
+    """Batches of an asynchronous function, all in the one event loop of user code."""
+
+    def __init__(self, max_size: int, max_wait_s: float) -> None:
+        self._max_size = max_size
+        self._max_wait_s = max_wait_s
+        self._waiting: list[tuple[_Entry, asyncio.Future[None]]] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def call(self, run: Callable[[list[Any]], Awaitable[Any]], item: Any) -> Any:
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        entry, done = _Entry(item), loop.create_future()
+        self._waiting.append((entry, done))
+        self._look(run)
+        try:
+            await done
+        except asyncio.CancelledError:  # its client has left
+            self._waiting = [each for each in self._waiting if each[0] is not entry]
+            raise
+        return _given(entry.result)
+
+    def _look(self, run: Callable[[list[Any]], Awaitable[Any]]) -> None:
+        """Begin a batch, or see to it that one begins in time."""
+        import asyncio
+
+        if self._task is not None or not self._waiting:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        left_s = self._waiting[0][0].came + self._max_wait_s - time.monotonic()
+        if len(self._waiting) >= self._max_size or left_s <= 0:
+            self._task = asyncio.get_running_loop().create_task(self._run(run))
+        else:
+            self._timer = asyncio.get_running_loop().call_later(left_s, self._look, run)
+
+    async def _run(self, run: Callable[[list[Any]], Awaitable[Any]]) -> None:
+        taken, self._waiting = self._waiting[: self._max_size], self._waiting[self._max_size :]
+        entries = [entry for entry, _ in taken]
+        token = client_gone.set(lambda: all(entry.gone() for entry in entries))
+        results: Any = None
+        try:
+            results = await run([entry.item for entry in entries])
+        except Exception as error:  # noqa: BLE001 - each caller raises it
+            results = error
+        finally:
+            client_gone.reset(token)
+            _share(entries, results)
+            for _, done in taken:
+                if not done.done():
+                    done.set_result(None)
+            self._task = None
+            self._look(run)

@@ -1,0 +1,96 @@
+"""`medusa build`: the Dockerfile that it makes, what it refuses, and an image by the tools that are here."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from medusa_adapters.cli.build import TOOLS
+
+
+def build(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "medusa_adapters", "build", *arguments]
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False, env={**os.environ, **environment}
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "handler.py").write_text("def handle(request):\n    return 1\n")
+    return tmp_path
+
+
+def test_the_dockerfile_of_a_folder(folder: Path) -> None:
+    assert build(folder, "--show").stdout == 'FROM medusa-runtime\nCOPY . ./\nENV MEDUSA_HANDLER="handler.py"\n'
+    (folder / "requirements.txt").write_text("numpy\n")
+    shown = build(folder, "--show", "--base", "b:1", "--handler", "handler.py:handle", "--model", "s3://b/m").stdout
+    assert shown.splitlines() == [
+        "FROM b:1", "COPY requirements.txt ./", "RUN medusa-install", "COPY . ./",
+        'ENV MEDUSA_HANDLER="handler.py:handle"', 'ENV MEDUSA_MODEL="s3://b/m"',
+    ]  # fmt: skip
+    (folder / "Dockerfile").write_text("FROM scratch\n")
+    assert build(folder, "--show").stdout == "FROM scratch\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("nowhere",), "expected a folder"),
+        (("--tag", "Upper Case"), "--tag: expected an image's name"),
+        (("--handler", "other.py"), "expected the file"),
+        (("--tool", "docker"), "expected docker on the PATH"),
+        ((), "expected podman, docker or buildah on the PATH"),
+    ],
+)
+def test_what_cannot_be_built_is_said(folder: Path, arguments: tuple[str, ...], text: str) -> None:
+    done = build(folder, *arguments, PATH="/nowhere")
+    assert done.returncode == 2
+    assert text in done.stderr
+
+
+def test_a_folder_with_nothing_to_serve_is_refused(tmp_path: Path) -> None:
+    done = build(tmp_path)
+    assert done.returncode == 2
+    assert "expected handler.py" in done.stderr
+
+
+def works(tool: str) -> bool:
+    """Whether the tool is there and, for docker, its daemon."""
+    return bool(shutil.which(tool)) and subprocess.run([tool, "info"], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.containers
+@pytest.mark.parametrize("tool", TOOLS)
+def test_an_image_is_built(folder: Path, tool: str) -> None:
+    if not works(tool):
+        pytest.skip(f"{tool} does not work here")
+    (folder / ".env").write_text("SECRET=1\n")
+    done = build(folder, "--base", "scratch", "--tag", "medusa-test-build:1", "--tool", tool)
+    assert done.returncode == 0, done.stderr
+    assert "built medusa-test-build:1" in done.stdout
+    other = "podman" if tool == "buildah" else tool
+    if other == "podman":
+        made = ["podman", "create", "medusa-test-build:1", "x"]
+        box = subprocess.run(made, capture_output=True, text=True, check=True).stdout.strip()
+        files = subprocess.run(
+            f"podman export {box} | tar t; podman rm {box}", shell=True, capture_output=True, text=True
+        )
+        assert "handler.py" in files.stdout
+        assert ".env" not in files.stdout
+    subprocess.run([other, "rmi", "medusa-test-build:1"], capture_output=True, check=False)
+
+
+@pytest.mark.containers
+@pytest.mark.parametrize("tool", TOOLS[:1])
+def test_a_build_that_fails_is_said(folder: Path, tool: str) -> None:
+    if not works(tool):
+        pytest.skip(f"{tool} does not work here")
+    (folder / "Dockerfile").write_text("FROM scratch\nCOPY missing ./\n")
+    done = build(folder, "--tag", "medusa-test-build:2", "--tool", tool)
+    assert done.returncode == 1
+    assert "ended with status" in done.stderr

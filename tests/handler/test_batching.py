@@ -1,0 +1,73 @@
+"""`@batch`: concurrent requests reach the user's function as one list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from medusa_handler import batch
+
+Serve = Callable[..., Any]
+TEXT = {"Content-Type": "text/plain"}
+
+
+def all_at_once(served: Any, bodies: list[Any], headers: dict[str, str] | None = None) -> list[tuple[int, Any]]:
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        return list(pool.map(lambda body: served.request("POST", "/", body, headers)[:2], bodies))
+
+
+def test_requests_that_come_together_are_one_batch(serve: Serve) -> None:
+    served = serve(handler="batched/handler.py")
+    served.wait_ready()
+    found = all_at_once(served, [b"0", b"1", b"2", b"3"], TEXT)
+    assert [answer["text"] for _, answer in found] == ["0", "1", "2", "3"]
+    assert max(answer["size"] for _, answer in found) > 1
+    many = all_at_once(served, [str(n).encode() for n in range(11)], TEXT)
+    assert [answer["text"] for _, answer in many] == [str(n) for n in range(11)]
+    assert max(answer["size"] for _, answer in many) == 4
+    assert served.request("POST", "/", b"alone", TEXT)[1] == {"size": 1, "text": "alone"}
+
+
+def test_an_error_among_the_results_is_its_callers_own(serve: Serve) -> None:
+    served = serve(handler="batched/handler.py")
+    served.wait_ready()
+    found = all_at_once(served, [b"tea", b"coffee", b"milk", b"water"], TEXT)
+    assert [status for status, _ in found] == [200, 418, 200, 200]
+    assert found[1][1] == {"error": "no coffee"}
+
+
+def test_an_asynchronous_function_is_given_batches_of_its_type(serve: Serve) -> None:
+    served = serve(handler="batched/handler.py:later")
+    served.wait_ready()
+    found = all_at_once(served, [{"number": n} for n in range(7)])
+    assert [answer["number"] for _, answer in found] == list(range(7))
+    assert max(answer["size"] for _, answer in found) in (2, 3)
+    assert served.request("POST", "/", [1])[0] == 422
+
+
+@pytest.mark.parametrize(("name", "status", "text"), [("short", 500, "one for each request"), ("broken", 409, "")])
+def test_what_fails_fails_for_the_batch(serve: Serve, name: str, status: int, text: str) -> None:
+    served = serve(handler=f"batched/handler.py:{name}")
+    served.wait_ready()
+    assert [found for found, _ in all_at_once(served, [b"a", b"b"], TEXT)] == [status, status]
+    assert text in served.output()
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_size": 0}, {"max_size": True}, {"max_size": 2.5}, {"max_wait_ms": -1}, {"max_wait_ms": "x"}]
+)
+def test_bad_limits_are_named(options: Any) -> None:
+    with pytest.raises(ValueError, match=f"@batch: expected {next(iter(options))}"):
+        batch(**options)
+
+
+def test_a_function_must_take_one_list() -> None:
+    with pytest.raises(TypeError, match="one parameter"):
+        batch()(lambda a, b: [])
+    with pytest.raises(TypeError, match="yields"):
+
+        @batch()
+        def stream(requests: list[Any]) -> Any:
+            yield requests
