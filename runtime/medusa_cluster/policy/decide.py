@@ -252,9 +252,12 @@ class _Tick:
 
     def _start(self, count: _Count, number: int) -> None:
         deployment = count.deployment
-        cold = count.current == 0 and count.role == "both" and self._options.largest_group > 1
+        cold = count.ready == 0 and count.role == "both" and self._options.largest_group > 1
+        scheme = _repeated(count) if cold else None
         while number > 0:
-            scheme = self._scheme(deployment, number) if cold else None
+            if scheme is None or not all(self._placement.free_slots(node) > 0 for node in scheme.nodes):
+                scheme = self._scheme(deployment, number) if cold else None
+            # Else the next group stands on the same nodes: those fetch the same layers, once for all groups.
             if scheme is not None and scheme.size > 1:
                 self._start_group(count, scheme)
                 number -= scheme.full
@@ -301,11 +304,12 @@ class _Tick:
         held = current_targets(self._index, deployment)
         for number, (node, layers) in enumerate(zip(scheme.nodes, parts(deployment.layers, scheme.size), strict=True)):
             self._placement.take(node)
-            if node not in held:
+            arriving = self._index.holders.get(deployment.url, {}).get(node)
+            if node not in held and (arriving is None or arriving.layers != layers):
                 self._fetch(deployment, node, scheme.size, layers)
             full = number < scheme.full
             start = StartInstance(self._id(deployment), deployment.name, node, count.role, layers, group, full)
-            self._starts.append(replace(start, reason=f"{scheme.size} workers, first token in {scheme.ttft_s:.2f} s"))
+            self._starts.append(replace(start, reason=f"one of {scheme.size} workers, for the first token's SLO"))
 
     def _fetch(
         self, deployment: Deployment, node: str, workers: int = 1, layers: tuple[int, int] | None = None
@@ -367,6 +371,17 @@ class _Tick:
             reason = "one is enough" if len(keep) == 1 else "the load needs several"
             decisions.append(Consolidate(group, model, keep, reason))
         return decisions
+
+
+def _repeated(count: _Count) -> Scheme | None:
+    """Return the scheme of the group that starts already, for another one on the same nodes."""
+    last = next((instance.group for instance in count.instances if instance.group is not None), None)
+    workers = [instance for instance in count.instances if instance.group == last and last is not None]
+    if not workers:
+        return None
+    workers.sort(key=lambda worker: worker.layers or (0, 0))
+    nodes = tuple(worker.node for worker in workers)
+    return Scheme(nodes, len(nodes), 0.0, 0.0, meets=True)
 
 
 _NEW = Monitor()

@@ -25,10 +25,11 @@ class Fetches:
     _targets: defaultdict[str, dict[str, Fetch]] = field(default_factory=lambda: defaultdict(dict))
 
     def want(self, node: str, url: str, *, pin: bool = False, layers: Layers | None = None, reason: str = "") -> None:
-        """Ask for a model on a node. Asked for twice, it is fetched once, and all of it if one of the two wants all."""
+        """Ask for a model on a node. Asked for twice, it is fetched once, with the layers that either of them wants."""
         found = self._targets[url].get(node)
         if found is not None:
-            layers = layers if found.layers is not None else None
+            both = (found.layers, layers) if found.layers is not None and layers is not None else None
+            layers = (min(both[0][0], both[1][0]), max(both[0][1], both[1][1])) if both is not None else None
             pin, reason = pin or found.pin, found.reason
         self._targets[url][node] = Fetch(node, url, (), pin, layers, reason)
 

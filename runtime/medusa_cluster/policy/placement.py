@@ -102,7 +102,7 @@ class Placement:
         for name in self._candidates():
             node = self.nodes[name]
             space = room(node) if node.memory_bytes else math.inf
-            if space >= deployment.size_bytes and self._can_run(name, deployment) and deployment.url not in _urls(node):
+            if space >= deployment.size_bytes and self._can_run(name, deployment):
                 return name
         return None
 

@@ -35,6 +35,7 @@ class Execution:
         self.counts: dict[str, int] = {}  # instances by model's name
         self._groups: dict[str, list[SimInstance]] = {}
         self._holders: dict[Server, list[SimInstance]] = {}
+        self._serving = 0  # instances, and workers of groups, that serve
 
     def do(self, decision: Decision) -> None:
         if isinstance(decision, Fetch):
@@ -92,7 +93,9 @@ class Execution:
         sim, node = self._sim, self._sim.nodes[fetch.node]
         deployment = sim.fleet.models[sim.numbers[fetch.url.removeprefix("m://")]]
         copy = node.copies.get(fetch.url)
-        if copy is not None and (copy.layers is not None or copy.complete):
+        if copy is not None and copy.layers is not None and fetch.layers is None:
+            copy.layers = None  # the rest, too
+        elif copy is not None and (copy.layers is not None or copy.complete):
             self._release(copy)
             copy = None
         if copy is None:
@@ -243,6 +246,7 @@ class Execution:
         )
         for worker in group:
             worker.server = server
+        self._serve(len(group))
         self._holders[server] = list(group)
         self._open(model, instance, server)
 
@@ -293,8 +297,11 @@ class Execution:
 
     def _complete(self, worker: SimInstance, done: Callable[[SimInstance], None]) -> None:
         copy = worker.node.copies.get(f"m://{worker.name}")
-        if copy is None or copy.complete or copy.flow is not None:
+        if copy is None or copy.complete:
             done(worker)
+            return
+        if copy.flow is not None:  # another group's worker on this node has asked for the rest
+            copy.then.append(lambda: done(worker))
             return
 
         def arrived() -> None:
@@ -321,11 +328,17 @@ class Execution:
             worker.since_s = self._env.now
             if worker is not kept[0]:
                 worker.server = None
+                self._serve(-1)
             self._touch(worker.node)
         self._holders[server] = [kept[0]]
         self._open(model, kept[0], server)
+        each = server.running // len(kept)
         for worker in kept[1:]:
             self._begin(worker)
+            if worker.server is not None:
+                for request, left in server.give(each):
+                    worker.server.take_over(request, left)
+        self._sim.dispatch(model)
         for other in others:
             self._end(other)
 
@@ -365,6 +378,8 @@ class Execution:
             other.server is instance.server for other in self._holders.get(instance.server, ()) if other is not instance
         ):
             self._holders.pop(instance.server, None)
+        if instance.server is not None:
+            self._serve(-1)
         sim.outcome.device_s += now - instance.began_s
         sim.outcome.instances.append((now, len(self.instances)))
         copy = node.copies.get(url)
@@ -392,6 +407,10 @@ class Execution:
             model.ready.pop(server.key, None)
             server.decoder = None
             model.decoders[server.key] = server
+
+    def _serve(self, more: int) -> None:
+        self._serving += more
+        self._sim.outcome.ready.append((self._env.now, self._serving))
 
     def _set(self, instance: SimInstance, state: str) -> None:
         instance.state, instance.since_s = state, self._env.now

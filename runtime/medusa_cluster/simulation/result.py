@@ -28,6 +28,7 @@ class Outcome:
     decide_s: float = 0.0  # of the processor
     decisions: int = 0
     instances: list[tuple[float, int]] = field(default_factory=list)  # (time, how many) at each change
+    ready: list[tuple[float, int]] = field(default_factory=list)  # the same of those that serve
     served: list[tuple[float, int]] = field(default_factory=list)  # (time, tokens), where it was asked for
 
     @property

@@ -79,13 +79,22 @@ class Server:
         if not self._batch:
             self._prefill()
 
-    def take_over(self, request: Served) -> None:
-        """Decode a request that another instance has prefilled."""
+    def take_over(self, request: Served, left: float | None = None) -> None:
+        """Decode a request that another instance has prefilled; ``left``: the tokens that it lacks, if not all."""
         self.running += 1
         self._settle()
-        self._join(request)
+        self._join(request, left)
         if not self._batch:
             self._decode()
+
+    def give(self, count: int) -> list[tuple[Served, float]]:
+        """Hand over requests that are decoded, with the tokens that each of them lacks."""
+        self._settle()
+        self._active.sort(reverse=True)
+        given = [(request, end - self._tokens) for end, _, request in self._active[:count]]
+        self._active = sorted(self._active[count:])
+        self.running -= len(given)
+        return given
 
     def become(self, size: int, hop_s: float) -> None:
         """Go on as an instance of its own, or as a larger group."""
@@ -137,9 +146,10 @@ class Server:
         else:
             self._decode()
 
-    def _join(self, request: Served) -> None:
+    def _join(self, request: Served, left: float | None = None) -> None:
         self._order += 1
-        heapq.heappush(self._active, (self._tokens + request.output_tokens - 1, self._order, request))
+        left = request.output_tokens - 1 if left is None else left
+        heapq.heappush(self._active, (self._tokens + left, self._order, request))
 
     def _decode(self) -> None:
         self._turn += 1

@@ -351,3 +351,15 @@ def test_without_care_for_links_nodes_are_taken_by_name() -> None:
     cluster = ClusterModel(made, [model()], Options(pool=False, contention_aware=False))
     cluster.load("m", waiting=32)
     assert [start.node for start in of(StartInstance, cluster.tick())] == ["n0", "n0", "n1", "n1"]
+
+
+def test_groups_that_start_together_share_what_their_nodes_fetch() -> None:
+    deployment = model(times=TIMES, layers=8, ttft_slo_s=0.7, max=16)
+    cluster = ClusterModel(nodes(4, devices=4), [deployment], Options(largest_group=4, pool=False))
+    cluster.load("m", waiting=128)
+    decisions = cluster.tick()
+    starts, fetches = of(StartInstance, decisions), of(Fetch, decisions)
+    assert len({start.group for start in starts}) == 4
+    held = {fetch.node: fetch.layers for fetch in fetches}
+    assert sorted(held.values()) == [(0, 2), (2, 4), (4, 6), (6, 8)]
+    assert all(held[start.node] == start.layers for start in starts)

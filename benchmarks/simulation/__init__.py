@@ -1,0 +1,1 @@
+"""The papers' evaluation figures, simulated with their constants: what was published beside what comes out."""

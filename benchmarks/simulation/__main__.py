@@ -1,0 +1,57 @@
+"""Draw the papers' figures from simulations: ``python -m benchmarks.simulation --figure paraserve-9``."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from medusa_runtime.errors import ConfigError
+
+from benchmarks import command_line
+from benchmarks.simulation import blitzscale, medusa, paraserve
+from benchmarks.simulation.figure import Figure
+
+FIGURES: dict[str, Callable[[float], Figure]] = {
+    "paraserve-7": paraserve.figure_7,
+    "paraserve-8": paraserve.figure_8,
+    "paraserve-9": paraserve.figure_9,
+    "paraserve-10": paraserve.figure_10,
+    "paraserve-11": paraserve.figure_11,
+    "paraserve-12": paraserve.figure_12,
+    "paraserve-14": paraserve.figure_14,
+    "blitzscale-17": blitzscale.figure_17,
+    "blitzscale-18": blitzscale.figure_18,
+    "blitzscale-19": blitzscale.figure_19,
+    "blitzscale-20": blitzscale.figure_20,
+    "blitzscale-21": blitzscale.figure_21,
+    "medusa-10": medusa.figure_10,
+    "medusa-11": medusa.figure_11,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write each figure as SVG and its table as Markdown, and print the table. Raises ConfigError for a bad option."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.simulation", description=(__doc__ or "").split(":")[0])
+    parser.add_argument("--figure", default="all", metavar="LIST", help=f"of {', '.join(FIGURES)}; all")
+    parser.add_argument("--out", type=Path, default=Path("out/figures"), metavar="FOLDER", help="out/figures")
+    parser.add_argument("--seconds", type=float, default=3600.0, metavar="S", help="length of the traces; 3600")
+    arguments = parser.parse_args(argv)
+    names = list(FIGURES) if arguments.figure == "all" else [name.strip() for name in arguments.figure.split(",")]
+    unknown = [name for name in names if name not in FIGURES]
+    if unknown:
+        raise ConfigError(f"--figure: expected names of {', '.join(FIGURES)}, found {', '.join(unknown)}")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        begun = time.monotonic()
+        figure = FIGURES[name](arguments.seconds)
+        (arguments.out / f"{name}.svg").write_text(figure.svg + "\n")
+        (arguments.out / f"{name}.md").write_text(figure.table())
+        print(figure.table())
+        print(f"{arguments.out / name}.svg, {time.monotonic() - begun:.1f} s\n", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    command_line.run(main)
