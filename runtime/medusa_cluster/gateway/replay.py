@@ -97,6 +97,8 @@ class Transcript:
         opening, record.opened = not record.opened, True
         known = self._compare(record, piece)
         if self.runs == 1:
+            # A token may have no text: it is a part of a letter, or marks an end.
+            self.tokens += not (piece.text or piece.tokens or "role" in choice.get("delta", {}))
             return choice
         text, tokens = piece.text[known.text :], piece.tokens[known.tokens :]
         others = piece.others[known.others :]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import shutil
 import signal
 import socket
@@ -223,7 +224,7 @@ def test_a_client_that_leaves_ends_its_work(
     assert connection.getresponse().readline().startswith(b"data: ")
     connection.close()
     until(lambda: gateway.metric("medusa_gateway_running", model=NAME) == 0)
-    until(lambda: not served[0].metric("medusa_requests_running"))
+    until(lambda: served[0].metric("medusa_engine_running") == served[0].metric("medusa_requests_in_flight") == 0)
     until(lambda: gateway.metric("medusa_gateway_requests_total", status="499") == 1)
     cluster.deploy("nowhere")
     until(lambda: len(gateway.get("/v1/models")[1]["data"]) == 2)
@@ -411,6 +412,21 @@ def test_a_connection_is_kept_for_the_next_request(gateway: GatewayProcess) -> N
         assert connection.getresponse().read()
         assert connection.sock.getsockname() == mine
     connection.close()
+
+
+def test_metrics_are_those_of_the_page(gateway: GatewayProcess) -> None:
+    assert gateway.post("/v1/completions", body(stream=True))[0] == 200
+    page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
+    rows = re.findall(r"^\| (`medusa_gateway_[^|]*) \| (\w+) \|", page, re.MULTILINE)
+    documented = {name: kind for names, kind in rows for name in re.findall(r"`(\w+)`", names)}
+    text = gateway.get("/metrics")[1]
+    assert dict(re.findall(r"(?m)^# TYPE (\S+) (\S+)$", text)) == documented
+    for line in text.splitlines():
+        assert line.startswith("#") or re.fullmatch(
+            r'medusa_gateway_\w+(\{\w+="[^"]*"(,\w+="[^"]*")*\})? [-\d.e+]+', line
+        ), line
+    assert gateway.metric("medusa_gateway_tokens_total", model=NAME) == 8
+    assert gateway.metric("medusa_gateway_time_to_first_token_seconds_count", model=NAME) == 1
 
 
 def test_a_burst_of_threads_ends(gateway: GatewayProcess) -> None:

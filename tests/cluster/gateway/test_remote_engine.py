@@ -138,7 +138,7 @@ def test_a_client_that_leaves_ends_the_work_at_the_instance(
     assert gateway.metric("medusa_gateway_running", model=NAME) > 0
     connection.close()
     until(lambda: gateway.metric("medusa_gateway_running", model=NAME) == 0)
-    until(lambda: served[0].metric("medusa_requests_running") in (0, None))
+    until(lambda: served[0].metric("medusa_engine_running") == served[0].metric("medusa_requests_in_flight") == 0)
 
 
 def test_the_other_gateway_is_used_when_one_ends(

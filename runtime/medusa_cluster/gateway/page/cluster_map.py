@@ -65,9 +65,9 @@ def _places(names: Sequence[str]) -> tuple[dict[str, _Place], float, float]:
     for rank, name in enumerate(names):
         row, column = divmod(rank, columns)
         column = column if row == 0 else columns - 1 - column
-        y = 70.0 + 150.0 * row
+        y = 65.0 + 150.0 * row
         places[name] = _Place(step * (column + 0.5), y, 0.0, -1.0 if row == 0 else 1.0)
-    return places, _WIDTH, 150.0 + 150.0 * (rows - 1)
+    return places, _WIDTH, 110.0 if rows == 1 else 290.0
 
 
 def _on_ellipse(names: Sequence[str]) -> dict[str, _Place]:
