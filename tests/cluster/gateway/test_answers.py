@@ -415,7 +415,7 @@ def test_a_connection_is_kept_for_the_next_request(gateway: GatewayProcess) -> N
 
 
 def test_metrics_are_those_of_the_page(gateway: GatewayProcess) -> None:
-    assert gateway.post("/v1/completions", body(stream=True))[0] == 200
+    assert gateway.post("/v1/completions", body(stream=True, ignore_eos=True))[0] == 200
     page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
     rows = re.findall(r"^\| (`medusa_gateway_[^|]*) \| (\w+) \|", page, re.MULTILINE)
     documented = {name: kind for names, kind in rows for name in re.findall(r"`(\w+)`", names)}
