@@ -65,9 +65,9 @@ class ChecksummedRegion:
         return int(self._words[Word.TOTAL_BYTES])
 
     @property
-    def times_ns(self) -> tuple[int, int]:
-        """When the fetch began and ended, as ``time.monotonic_ns``; 0 while it has not."""
-        return self._words[Word.STARTED_NS], self._words[Word.ENDED_NS]
+    def times_ns(self) -> tuple[int, int, int]:
+        """When the fetch began, its first chunk was there, and it ended, as ``time.monotonic_ns``; 0: not yet."""
+        return self._words[Word.STARTED_NS], self._words[Word.FIRST_NS], self._words[Word.ENDED_NS]
 
     @property
     def is_filled(self) -> bool:

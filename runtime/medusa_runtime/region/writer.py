@@ -94,7 +94,7 @@ class RegionWriter:
         kept_bytes = sum(self.chunks.size(chunk) for chunk in self._order if self.present(chunk))
         words[Word.FETCHED_BYTES] = words[Word.KEPT_BYTES] = kept_bytes
         words[Word.GENERATION] += 1
-        words[Word.ENDED_NS] = 0
+        words[Word.ENDED_NS] = words[Word.FIRST_NS] = 0
         words[Word.STARTED_NS] = time.monotonic_ns()
         self._raise_watermark(self.chunks)
         words[Word.STATE] = State.INDEXED
@@ -202,6 +202,7 @@ class RegionWriter:
                 self._memory.words_at(self._memory.words[Word.CHECKSUMS_OFFSET] + 8 * chunk)[0] = checksum
             self._memory.bytes[TABLE_OFFSET + chunk] = 1
             self._memory.words[Word.FETCHED_BYTES] += self.chunks.size(chunk)
+            self._memory.words[Word.FIRST_NS] = self._memory.words[Word.FIRST_NS] or time.monotonic_ns()
             self._raise_watermark(self.chunks)
 
     def _raise_watermark(self, chunks: Chunks) -> None:
