@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -154,6 +154,19 @@ class _Recorder:
         return _Recorded(work)
 
 
+class _HostRestorer:
+    def __init__(self, graphs: Any) -> None:
+        self._graphs = graphs
+
+    def begin(self, data: bytes) -> Sequence[int]:
+        return tuple(self._graphs.sizes)
+
+    def build(self, sizes: Sequence[int]) -> None: ...
+
+    def restore_sizes(self, sizes: Sequence[int], *, validate: str = "all") -> Mapping[int, Any]:
+        return {size: _Recorded(partial(self._graphs.step, size)) for size in sizes}
+
+
 class HostGpu(Gpu):
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -172,5 +185,5 @@ class HostGpu(Gpu):
     def working(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def restored(self, model: Any, graphs: Any, blueprints: bytes) -> Mapping[int, Any]:
-        return {size: _Recorded(partial(graphs.step, size)) for size in graphs.sizes}
+    def restorer(self, model: Any, graphs: Any) -> Any:
+        return _HostRestorer(graphs)

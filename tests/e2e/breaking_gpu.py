@@ -7,7 +7,7 @@ processes are forks, so what is put in place here is in place in each.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ class Context:
 class Bundle:
     """A region's files, among them graphs."""
 
-    def code(self, name: str) -> bytes:
+    def code(self, name: str, timeout_s: float | None = None) -> bytes:
         return b"graphs"
 
 
@@ -40,15 +40,21 @@ def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Any:
     from medusa_runtime.engine.gpu.device import BundledGraphs
     from medusa_runtime.engine.torch import engine as torch_engine
     from medusa_runtime.errors import DeviceError
+    from medusa_runtime.kernels import cuda
     from medusa_runtime.state.graphs.driver import CudaError
 
-    from benchmarks.gpu.machine import HostGpu
+    from benchmarks.gpu.machine import HostGpu, _HostRestorer
 
-    class BreakingGpu(HostGpu):
-        def restored(self, model: Any, graphs: Any, blueprints: bytes) -> Mapping[int, Any]:
+    class BreakingRestorer(_HostRestorer):
+        def restore_sizes(self, sizes: Sequence[int], *, validate: str = "all") -> Mapping[int, Any]:
             fault = CudaError("cuStreamSynchronize", 700, "CUDA_ERROR_ILLEGAL_ADDRESS (700)")
             raise DeviceError("a restored CUDA graph broke the context") from fault
 
+    class BreakingGpu(HostGpu):
+        def restorer(self, model: Any, graphs: Any) -> Any:
+            return BreakingRestorer(graphs)
+
+    cuda.triton_obstacle = lambda: "host memory in place of a GPU"  # type: ignore[assignment]
     torch_engine.open_gpu = lambda *_: BreakingGpu()
     torch_engine.graphs_of = lambda _, settings: BundledGraphs(Bundle(), settings)  # type: ignore[arg-type]
     return kinds.open_engine(region, settings, timeline)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -92,6 +92,9 @@ class Bundled:
         self.data, self.reason, self.writable = data, reason, writable
         self.noted: list[str] = []
 
+    def has_come(self) -> bool:
+        return True
+
     def read(self) -> bytes | None:
         if self.reason is not None:
             raise StateError(f"they broke the device's context before ({self.reason})")
@@ -102,12 +105,37 @@ class Bundled:
         return self.writable
 
 
+class HostRestorer:
+    """Restores graphs that are callables. The bundle ``7`` has three sizes, of which one does not fit."""
+
+    def __init__(self, gpu: HostGpu, graphs: DecodeGraphs) -> None:
+        self.gpu, self.graphs = gpu, graphs
+
+    def begin(self, data: bytes) -> tuple[int, ...]:
+        if data == b"damaged":
+            raise StateError("expected blueprints, found something else")
+        self.data = data
+        return self.graphs.sizes if b"breaks" in data else tuple(map(int, data.split()))
+
+    def build(self, sizes: Sequence[int]) -> None:
+        self.gpu.built.append(tuple(sizes))
+
+    def restore_sizes(self, sizes: Sequence[int], *, validate: str = "all") -> dict[int, Recorded]:
+        if self.data == b"breaks":
+            raise DeviceError("a restored CUDA graph broke the context")
+        if self.data == b"breaks later":
+            return {size: Recorded(self.gpu.fault) for size in sizes}
+        self.gpu.restores.append(tuple(sizes))
+        return {size: Recorded(partial(self.graphs.step, size)) for size in sizes if size != 1}
+
+
 class HostGpu(Gpu):
     def __init__(self, recorder: Recorder | None) -> None:
         self.device = torch.device("cpu")
         self.link: HostLink = HostLink()
         self.recorder = recorder
-        self.restores: list[int] = []
+        self.built: list[tuple[int, ...]] = []
+        self.restores: list[tuple[int, ...]] = []
         self.abandoned = threading.Event()
 
     def memory(self, name: str, size_bytes: int) -> Tensor:
@@ -120,15 +148,8 @@ class HostGpu(Gpu):
         self.abandoned.set()
         raise SystemExit  # of the engine's thread
 
-    def restored(self, model: Any, graphs: DecodeGraphs, blueprints: bytes) -> dict[int, Recorded]:
-        if blueprints == b"breaks":
-            raise DeviceError("a restored CUDA graph broke the context")
-        if blueprints == b"breaks later":
-            return {size: Recorded(self.fault) for size in graphs.sizes}
-        if blueprints == b"damaged":
-            raise StateError("expected blueprints, found something else")
-        self.restores.append(int(blueprints))
-        return {size: Recorded(partial(graphs.step, size)) for size in (2, 4) if graphs}
+    def restorer(self, model: Any, graphs: DecodeGraphs) -> HostRestorer:
+        return HostRestorer(self, graphs)
 
     def fault(self) -> None:
         raise DeviceError("an illegal address")
@@ -272,23 +293,42 @@ def test_restored_graphs_are_used_and_the_missing_ones_captured(
     start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = answers(start(None))
-    monkeypatch.setattr(torch_engine, "graphs_of", lambda region, settings: Bundled(b"7"))
+    monkeypatch.setattr(torch_engine, "graphs_of", lambda region, settings: Bundled(b"1 2 4"))
     gpu, recorder = HostGpu(recorder := Recorder()), recorder
     gpu.link.open.clear()
     served = start(gpu)
     graphs = runner_of(served).graphs
     assert graphs is not None
+    until(lambda: bool(gpu.built))
+    assert gpu.built == [(1, 2, 4)], "what needs no weights is done while they come"
     time.sleep(0.05)
     assert not gpu.restores, "what validates itself by replays needs the weights"
     assert not recorder.captured
     gpu.link.open.set()
     until(lambda: not graphs.pending)
-    assert gpu.restores == [7]
+    assert gpu.restores == [(1, 2, 4)]
     assert len(recorder.captured) == 2
     assert list(graphs.graphs) == [2, 4, 8, 1]
     assert answers(served) == expected
     (stage,) = [stage for stage in served.timeline.stages() if stage.name == "restore_graphs"]
     assert stage.detail == {"graphs": 2}
+
+
+def test_the_most_useful_graphs_are_restored_first_and_the_others_one_by_one(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundled = " ".join(map(str, sizes_for(32)))
+    monkeypatch.setattr(torch_engine, "graphs_of", lambda region, settings: Bundled(bundled.encode()))
+    gpu, recorder = HostGpu(recorder := Recorder()), recorder
+    served = start(gpu, max_concurrency=32)
+    graphs = runner_of(served).graphs
+    assert graphs is not None
+    until(lambda: not graphs.pending)
+    assert gpu.built == [(1, 2, 4, 8, 32)]
+    assert gpu.restores == [(1, 2, 4, 8, 32), (16,), (24,)]
+    assert len(recorder.captured) == 1, "the one that does not fit"
+    names = [stage.name for stage in served.timeline.stages() if stage.name.endswith("_graphs")]
+    assert names == ["prepare_graphs", *["restore_graphs"] * 3]
 
 
 @pytest.mark.parametrize("data", [b"damaged", None])

@@ -28,6 +28,7 @@ from .static_inputs import StaticInputs
 logger = logging.getLogger(__name__)
 
 BATCH_SIZES = (1, 2, 4, *range(8, 257, 8))
+_FIRST_SIZES = (1, 2, 4, 8)  # and the largest: with them every batch has a graph
 
 
 class Graph(Protocol):
@@ -45,6 +46,19 @@ class Capturer(Protocol):
 
     def capture(self, work: Callable[[], None]) -> Graph:
         """Record what ``work`` launches. All captures share one stream and one memory pool."""
+
+
+class Restorer(Protocol):
+    """Brings back a state bundle's graphs, in the engine's thread."""
+
+    def begin(self, data: bytes) -> Sequence[int]:
+        """Map the graphs' memory, and return the sizes that the bundle has. Raises StateError for a damaged one."""
+
+    def build(self, sizes: Sequence[int]) -> None:
+        """Do what needs no weights: load kernels, relocate, build the graphs of these sizes."""
+
+    def restore_sizes(self, sizes: Sequence[int], *, validate: str = "all") -> Mapping[int, Graph]:
+        """The graphs of these sizes, each checked by a replay, which needs the weights. Those that fit."""
 
 
 def sizes_for(max_concurrency: int) -> tuple[int, ...]:
@@ -97,6 +111,11 @@ class DecodeGraphs:
     def pending(self) -> list[int]:
         """The sizes without a graph, the largest first: the memory of a large graph serves the smaller ones."""
         return [] if self._disabled else [size for size in reversed(self.sizes) if size not in self.graphs]
+
+    @property
+    def first_sizes(self) -> tuple[int, ...]:
+        """The sizes that are restored before others: every batch fits the largest, and few requests the small ones."""
+        return tuple(size for size in self.sizes if size in _FIRST_SIZES or size == self.sizes[-1])
 
     def adopt(self, graphs: Mapping[int, Graph]) -> None:
         """Use graphs that were restored from a state bundle, for any of the sizes."""

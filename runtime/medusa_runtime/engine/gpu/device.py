@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # a start on a CPU does not import these
     from ...load.upload.link import Link
     from ...models import DecoderModel
     from ..torch.kv_cache import KvCache
-    from .decode_graphs import Capturer, DecodeGraphs, Graph
+    from .decode_graphs import Capturer, DecodeGraphs, Graph, Restorer
     from .runner import GpuRunner
 
 
@@ -55,6 +55,14 @@ class BundledGraphs:
         self._region = region
         self._quarantine = Quarantine(settings, os.environ)
         self._digest = ""
+
+    def has_come(self) -> bool:
+        """Whether ``read`` would not wait."""
+        try:
+            self._region.code(file_name(CUDA_GRAPHS.name), 0.0)
+        except TimeoutError:
+            return False
+        return True
 
     def read(self) -> bytes | None:
         """Wait for the blob; None where it does not come.
@@ -133,12 +141,18 @@ class Gpu:
         return CudaCapturer(self.device, keep_graph=self._keep_graph)
 
     def restored(self, model: DecoderModel, graphs: DecodeGraphs, blueprints: bytes) -> Mapping[int, Graph]:
-        """Restore the graphs of a state bundle: size → graph. Empty where none fits."""
+        """Restore all graphs of a state bundle: size → graph. Empty where none fits."""
+        restorer = self.restorer(model, graphs)
+        restorer.begin(blueprints)
+        return restorer.restore_sizes(graphs.sizes, validate="ends")
+
+    def restorer(self, model: DecoderModel, graphs: DecodeGraphs) -> Restorer:
+        """What restores a state bundle's graphs, a few at a time. Called in the thread that will use them."""
         from .graph_state import GraphState
 
         self.placed.make_current()
         self._state = GraphState(model, graphs, self.placed)  # owns the graphs' memory and kernels
-        return self._state.restore(blueprints)
+        return self._state
 
     def lost(self, error: Exception) -> bool:
         """Whether the context is broken, so that every further call fails. ``error``: what was raised last."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from ...state.graphs.materialization.images import ImageStore
 from ...state.graphs.materialization.materialize import Capture, materialize_graphs
 from ...state.graphs.mismatch import GraphMismatch, Reason
 from ...state.graphs.placement import Placement, place
-from ...state.graphs.restoration.restore import RestoredGraphs, restore_graphs
+from ...state.graphs.restoration.restore import Restoration, RestoredGraphs, log_reasons
 from ..torch.kv_cache import KV_CACHE
 from .capture import CudaCapturer, CudaGraph
 from .decode_graphs import DecodeGraphs
@@ -40,7 +40,8 @@ def key_of(size: int) -> str:
 class GraphState:
     """One engine's graphs.
 
-    ``dump`` and ``materialize`` are for the process that captured them, ``restore`` for one that did not.
+    ``dump`` and ``materialize`` are for the process that captured them, ``restore`` for one that did not. ``begin``,
+    ``build`` and ``restore_sizes`` are its parts, for an engine that restores a few graphs at a time.
     """
 
     def __init__(self, model: DecoderModel, graphs: DecodeGraphs, memory: PlacedMemory) -> None:
@@ -50,10 +51,18 @@ class GraphState:
         self._memory = memory
         self._driver: CudaDriver = memory.driver
         self._placement: Placement | None = None
+        self._stream: Any = None
+        self._restoration: Restoration | None = None
+        self._triggered: list[CudaGraph] = []  # kept, because their kernels are used
         self.restored: RestoredGraphs | None = None
 
     def restore(self, data: Blueprints | bytes, *, validate: str = "ends") -> dict[int, Any]:
         """Restore the graphs that fit: size → graph. Why others do not is logged once. Weights must be loaded."""
+        self.begin(data)
+        return self.restore_sizes(self._graphs.sizes, validate=validate)
+
+    def begin(self, data: Blueprints | bytes) -> tuple[int, ...]:
+        """Map the graphs' memory. Returns the sizes that the bundle has, which ``build`` and ``restore_sizes`` take."""
         blueprints = self._fitting(Blueprints.load(data) if isinstance(data, bytes) else data)
         used = blueprints.used_ranges()
         wanted = [
@@ -63,33 +72,52 @@ class GraphState:
             placement = place(self._driver, wanted, placed={one.name: one.address for one in self._named()})
         except GraphMismatch as mismatch:
             logger.warning("CUDA graphs are captured, not restored: %s", mismatch)
-            return {}
+            return ()
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
-        sizes = {key_of(size): size for size in self._graphs.sizes}
-        triggered: list[CudaGraph] = []  # kept until their kernels are found
-
-        def trigger(key: str) -> int:
-            # In a pool of its own, since what is captured here is never run.
-            capturer = CudaCapturer(self._memory.device, keep_graph=True, instantiate=False)
-            layer = self._graphs.capture_first_layer(sizes[key], capturer)
-            assert isinstance(layer, CudaGraph)
-            triggered.append(layer)
-            return int(layer.captured.raw_cuda_graph())
-
-        restored = restore_graphs(
+        # The graphs' memory must live as long as they do.
+        self._placement, self._stream = placement, stream
+        self._restoration = Restoration(
             self._driver,
             blueprints,
             placement,
-            keys=list(sizes),
             stream=stream.cuda_stream,
             fingerprint=self.fingerprint() | self._blocks(blueprints.fingerprint.get(KV_BLOCKS) == _ANY),
             current_stream=lambda: torch.cuda.current_stream().cuda_stream,
-            trigger=trigger,
-            validate=validate,
+            trigger=self._trigger,
         )
-        self._placement, self.restored = placement, restored  # the graphs' memory must live as long as they do
-        return {sizes[key]: graph for key, graph in restored.graphs.items()}
+        self.restored = self._restoration.restored
+        keys = set(self._restoration.keys)
+        return tuple(size for size in self._graphs.sizes if key_of(size) in keys)
+
+    def build(self, sizes: Sequence[int]) -> None:
+        """Load kernel images and build the graphs of these sizes, which needs no weights."""
+        if self._restoration is not None:
+            self._restoration.build([key_of(size) for size in sizes])
+
+    def restore_sizes(self, sizes: Sequence[int], *, validate: str = "all") -> dict[int, Any]:
+        """Build the graphs of these sizes, if that was not done yet, and check them: size → graph.
+
+        ``begin`` comes first, and the weights must be loaded. Why others do not fit is logged once for these sizes.
+        """
+        if self._restoration is None:
+            return {}
+        keys = {key_of(size): size for size in sizes}
+        torch.cuda.synchronize()
+        self._restoration.build(list(keys))
+        self._restoration.verify(list(keys), validate)
+        restored = self._restoration.restored
+        log_reasons(restored, keys)
+        return {size: restored.graphs[key] for key, size in keys.items() if key in restored.graphs}
+
+    def _trigger(self, key: str) -> int:
+        sizes = {key_of(size): size for size in self._graphs.sizes}
+        # In a pool of its own, since what is captured here is never run.
+        capturer = CudaCapturer(self._memory.device, keep_graph=True, instantiate=False)
+        layer = self._graphs.capture_first_layer(sizes[key], capturer)
+        assert isinstance(layer, CudaGraph)
+        self._triggered.append(layer)
+        return int(layer.captured.raw_cuda_graph())
 
     def dump(self, capturer: CudaCapturer, images: ImageStore) -> Blueprints:
         """All captured graphs (``keep_graph``) as they are. ``images``: of all modules loaded so far."""

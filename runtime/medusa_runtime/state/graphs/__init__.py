@@ -17,7 +17,7 @@ from .materialization.materialize import Capture, materialize_graphs
 from .mismatch import GraphMismatch, Reason
 from .placement import Placement, place
 from .restoration.kernels import Trigger
-from .restoration.restore import RestoredGraph, RestoredGraphs, restore_graphs
+from .restoration.restore import Restoration, RestoredGraph, RestoredGraphs, restore_graphs
 
 __all__ = [
     "Blueprints",
@@ -30,6 +30,7 @@ __all__ = [
     "Placement",
     "RangeKind",
     "Reason",
+    "Restoration",
     "RestoredGraph",
     "RestoredGraphs",
     "Trigger",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 
 from ....errors import DeviceError, StateError
@@ -60,17 +60,128 @@ class RestoredGraphs:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def reject_all(self, mismatch: GraphMismatch) -> None:
-        for key, graph in self.graphs.items():
-            graph.close()
+    def reject(self, keys: Sequence[str], mismatch: GraphMismatch) -> None:
+        for key in keys:
+            self.graphs.pop(key).close()
             self.reasons[key] = mismatch
-        self.graphs.clear()
 
     def close(self) -> None:
         while self.graphs:
             self.graphs.popitem()[1].close()
         if self._finder is not None:
             self._finder.close()
+
+
+class Restoration:
+    """Restores graphs of a bundle a few at a time: the first before there is work, the others when there is none.
+
+    ``placement``: where the memory ranges are now (``place``). ``stream``: for uploads and validation.
+    ``current_stream``: the stream for ``replay``, by default the same. ``trigger``: captures a first layer; called only
+    for a kernel that is in no saved image. Never raises for a bad bundle: each graph's reason is in ``restored``.
+    """
+
+    def __init__(
+        self,
+        driver: CudaDriver,
+        blueprints: Blueprints | bytes,
+        placement: Placement,
+        *,
+        stream: int,
+        fingerprint: Mapping[str, str],
+        current_stream: Callable[[], int] | None = None,
+        trigger: Trigger | None = None,
+    ) -> None:
+        self._driver, self._placement, self._stream = driver, placement, stream
+        self._current_stream = current_stream or (lambda: stream)
+        self._blueprints = Blueprints()
+        self._rejected: GraphMismatch | None = None  # why nothing of it fits here
+        self._filled = False  # whether permanent contents are in place
+        try:
+            self._blueprints = Blueprints.load(blueprints) if isinstance(blueprints, bytes) else blueprints
+            compare(self._blueprints.fingerprint, fingerprint)
+        except StateError as error:
+            self._rejected = GraphMismatch(Reason.CORRUPT, str(error))
+        except GraphMismatch as mismatch:
+            self._rejected = mismatch
+        self._finder = KernelFinder(driver, self._blueprints, trigger)
+        self.restored = RestoredGraphs(self._finder)
+
+    @property
+    def keys(self) -> list[str]:
+        """The graphs that the bundle has, and that fit here as far as is known."""
+        return [] if self._rejected else [graph.key for graph in self._blueprints.graphs]
+
+    def build(self, keys: Sequence[str]) -> None:
+        """Load images, relocate, and build graphs, which needs no weights: only their addresses."""
+        known = {graph.key: graph for graph in self._blueprints.graphs}
+        for key in keys:
+            if key in self.restored.graphs or key in self.restored.reasons:
+                continue
+            if self._rejected is not None:
+                self.restored.reasons[key] = self._rejected
+                continue
+            if key not in known:
+                absent = f"{Reason.ABSENT}: it was not materialized"
+                self.restored.reasons[key] = GraphMismatch.parse(self._blueprints.refused.get(key, absent))
+                continue
+            try:
+                handle = _restore(
+                    self._driver, self._blueprints, known[key], self._finder, self._placement, self._stream
+                )
+                self.restored.graphs[key] = RestoredGraph(self._driver, handle, self._current_stream)
+            except GraphMismatch as mismatch:
+                self.restored.reasons[key] = mismatch
+            except DeviceError as error:
+                self.restored.reasons[key] = GraphMismatch(Reason.DRIVER_CALL, str(error))
+
+    def verify(self, keys: Sequence[str], validate: str = "all") -> GraphMismatch | None:
+        """Replay graphs that were built and compare their outputs; the first difference, which rejects these keys.
+
+        The weights' bytes, and all else that the reference outputs depend on, must be there. ``validate``: see
+        ``restore_graphs``. Raises DeviceError when a replay breaks the context.
+        """
+        built = [key for key in keys if key in self.restored.graphs]
+        if not built:
+            return None
+        try:
+            replayer = Replayer(self._driver, self._at, self._stream)
+            if not self._filled:  # once: later, graphs have written there themselves
+                replayer.write(piece for piece in self._blueprints.contents if not self._unloaded(piece))
+                self._filled = True
+            wrong = self._differing(replayer, built, validate)
+        except GraphMismatch as mismatch:
+            wrong = mismatch
+        except CudaError as error:
+            if error.sticky:
+                raise DeviceError(
+                    f"a restored CUDA graph broke the context ({error}); start with --state none"
+                ) from error
+            wrong = GraphMismatch(Reason.DRIVER_CALL, str(error))
+        if wrong is not None:
+            self.restored.reject(built, wrong)
+        return wrong
+
+    def _differing(self, replayer: Replayer, keys: Sequence[str], validate: str) -> GraphMismatch | None:
+        """MEDUSA §4's validation, here before the first token."""
+        if validate != "all":
+            keys = list(dict.fromkeys((keys[0], keys[-1]))) if validate == "ends" else []
+        for key in [*keys] * _REPLAYS:
+            blueprint, graph = self._blueprints.graph(key), self.restored.graphs[key]
+            found = replayer.run(partial(graph.launch, self._stream), blueprint.inputs, blueprint.outputs)
+            if found != blueprint.outputs:
+                return GraphMismatch(Reason.OUTPUT, f"a replay of {key} did not give its stored outputs")
+        return None
+
+    def _at(self, piece: Piece) -> int:
+        memory_range = self._blueprints.ranges[piece.memory_range]
+        if memory_range.kind == RangeKind.MODULE:
+            return (self._finder.variable(memory_range.name) or 0) + piece.offset
+        return self._placement.address(memory_range, piece.offset)
+
+    def _unloaded(self, piece: Piece) -> bool:
+        """Whether a piece is in a variable of an image that is neither saved nor loaded here."""
+        memory_range = self._blueprints.ranges[piece.memory_range]
+        return memory_range.kind == RangeKind.MODULE and self._finder.variable(memory_range.name) is None
 
 
 def restore_graphs(
@@ -87,60 +198,36 @@ def restore_graphs(
 ) -> RestoredGraphs:
     """Restore the graphs of these keys that fit here. Never raises for a bad bundle: the reason is logged once.
 
-    ``placement``: where the memory ranges are now (``place``). The weights' bytes, and all else that the reference
-    outputs depend on, must be there already. ``stream``: for uploads and validation. ``current_stream``: the stream for
-    ``replay``, by default the same. ``trigger``: captures a first layer; called only for a kernel that is in no saved
-    image. ``validate``: which graphs to replay and compare with their stored outputs: "all", "ends" (the first and the
-    last of ``keys``) or "none". One difference rejects all graphs.
+    The weights' bytes, and all else that the reference outputs depend on, must be there already. ``validate``: which
+    graphs to replay and compare with their stored outputs: "all", "ends" (the first and the last of ``keys``) or
+    "none". One difference rejects all graphs. For the rest see ``Restoration``.
 
     Raises DeviceError when a replay breaks the context. Then nothing works in this process any more, and the next one
     has to start without the bundle.
     """
-    try:
-        loaded = Blueprints.load(blueprints) if isinstance(blueprints, bytes) else blueprints
-        compare(loaded.fingerprint, fingerprint)
-    except StateError as error:
-        return _rejected(keys, GraphMismatch(Reason.CORRUPT, str(error)))
-    except GraphMismatch as mismatch:
-        return _rejected(keys, mismatch)
-    finder = KernelFinder(driver, loaded, trigger)
-    restored = RestoredGraphs(finder)
-    known = {graph.key: graph for graph in loaded.graphs}
-    for key in keys:
-        if key not in known:
-            absent = f"{Reason.ABSENT}: it was not materialized"
-            restored.reasons[key] = GraphMismatch.parse(loaded.refused.get(key, absent))
-            continue
-        try:
-            handle = _restore(driver, loaded, known[key], finder, placement, stream)
-            restored.graphs[key] = RestoredGraph(driver, handle, current_stream or (lambda: stream))
-        except GraphMismatch as mismatch:
-            restored.reasons[key] = mismatch
-        except DeviceError as error:
-            restored.reasons[key] = GraphMismatch(Reason.DRIVER_CALL, str(error))
-    if restored.graphs:
-        try:
-            wrong = _validate(driver, loaded, restored, finder, placement, stream, validate)
-        except GraphMismatch as mismatch:
-            wrong = mismatch
-        if wrong is not None:
-            restored.reject_all(wrong)
-    return _logged(restored)
+    restoration = Restoration(
+        driver,
+        blueprints,
+        placement,
+        stream=stream,
+        fingerprint=fingerprint,
+        current_stream=current_stream,
+        trigger=trigger,
+    )
+    restoration.build(keys)
+    restoration.verify(keys, validate)
+    log_reasons(restoration.restored)
+    return restoration.restored
 
 
-def _rejected(keys: Sequence[str], mismatch: GraphMismatch) -> RestoredGraphs:
-    restored = RestoredGraphs()
-    restored.reasons = dict.fromkeys(keys, mismatch)
-    return _logged(restored)
-
-
-def _logged(restored: RestoredGraphs) -> RestoredGraphs:
-    reasons = Counter(str(mismatch) for mismatch in restored.reasons.values())
+def log_reasons(restored: RestoredGraphs, keys: Container[str] | None = None) -> None:
+    """Log in one line why graphs have to be captured; ``keys``: only these."""
+    found = [mismatch for key, mismatch in restored.reasons.items() if keys is None or key in keys]
+    reasons = Counter(str(mismatch) for mismatch in found)
     if reasons:
         first, _ = reasons.most_common(1)[0]
         more = f" (and {len(reasons) - 1} other reasons)" if len(reasons) > 1 else ""
-        logger.warning("%d CUDA graphs are captured, not restored: %s%s", len(restored.reasons), first, more)
-    return restored
+        logger.warning("%d CUDA graphs are captured, not restored: %s%s", len(found), first, more)
 
 
 def _restore(
@@ -179,44 +266,3 @@ def _check_pins(blueprints: Blueprints, graph: GraphBlueprint, placement: Placem
             raise GraphMismatch(
                 Reason.ADDRESS, f"expected {memory_range.name} at {memory_range.address:#x}, found it {where}"
             )
-
-
-def _validate(
-    driver: CudaDriver,
-    blueprints: Blueprints,
-    restored: RestoredGraphs,
-    finder: KernelFinder,
-    placement: Placement,
-    stream: int,
-    validate: str,
-) -> GraphMismatch | None:
-    """Write permanent contents, then replay: MEDUSA §4's validation, here before the first token."""
-
-    def at(piece: Piece) -> int:
-        memory_range = blueprints.ranges[piece.memory_range]
-        if memory_range.kind == RangeKind.MODULE:
-            return (finder.variable(memory_range.name) or 0) + piece.offset
-        return placement.address(memory_range, piece.offset)
-
-    replayer = Replayer(driver, at, stream)
-    keys = list(restored.graphs)
-    if validate != "all":
-        keys = list(dict.fromkeys((keys[0], keys[-1]))) if validate == "ends" else []
-    try:
-        replayer.write(piece for piece in blueprints.contents if not _unloaded(blueprints, piece, finder))
-        for key in keys * _REPLAYS:
-            blueprint, graph = blueprints.graph(key), restored.graphs[key]
-            found = replayer.run(partial(graph.launch, stream), blueprint.inputs, blueprint.outputs)
-            if found != blueprint.outputs:
-                return GraphMismatch(Reason.OUTPUT, f"a replay of {key} did not give its stored outputs")
-    except CudaError as error:
-        if error.sticky:
-            raise DeviceError(f"a restored CUDA graph broke the context ({error}); start with --state none") from error
-        return GraphMismatch(Reason.DRIVER_CALL, str(error))
-    return None
-
-
-def _unloaded(blueprints: Blueprints, piece: Piece, finder: KernelFinder) -> bool:
-    """Whether a piece is in a variable of an image that no graph has needed here."""
-    memory_range = blueprints.ranges[piece.memory_range]
-    return memory_range.kind == RangeKind.MODULE and finder.variable(memory_range.name) is None
