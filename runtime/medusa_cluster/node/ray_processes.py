@@ -26,7 +26,7 @@ _LIGHTER = {
     "RAY_task_events_report_interval_ms": "0",
     "RAY_enable_timeline": "0",
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
-    "RAY_agent_register_timeout_ms": "60000",  # its agents need 15 s to start where others have the cores
+    "RAY_agent_register_timeout_ms": "100000",  # its agents need 15 s to start where others have the cores
     "RAY_worker_niceness": "0",  # the control of a busy node must not wait behind its engines
 }
 
@@ -43,7 +43,7 @@ def ray_command(settings: NodeServerSettings, head_ray_address: str | None) -> l
     """The command line; ``head_ray_address`` is None on the head."""
     port = settings.ray_port
     labels = f"{NODE_LABEL}={settings.name}" + (f",{HEAD_LABEL}=true" if settings.is_head else "")
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+    command = [sys.executable, "-m", "medusa_cluster.node.ray_start", "start", "--block", "--disable-usage-stats"]
     if head_ray_address is None:
         command += ["--head", f"--port={port}", "--include-dashboard=false"]
         config = settings.autoscaling_config

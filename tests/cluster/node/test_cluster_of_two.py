@@ -188,11 +188,14 @@ def _instance_pid(node: ClusterNode, instance_id: str) -> int:
     return found
 
 
-def test_an_agent_that_is_killed_is_started_again(deployed: tuple[ClusterNode, ClusterNode]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_agent_that_is_killed_or_stopped_is_started_again(
+    deployed: tuple[ClusterNode, ClusterNode], number: signal.Signals
+) -> None:
     head, _ = deployed
     text = _serving(head)
     agent = next(pid for pid in head.processes() if "node\0--socket" in _command_line(pid))
-    os.kill(agent, signal.SIGKILL)
+    os.kill(agent, number)
     until(lambda: any("node\0--socket" in _command_line(pid) for pid in head.processes() if pid != agent), head.output)
     assert _serving(head) == text
 
