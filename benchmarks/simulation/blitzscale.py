@@ -44,7 +44,7 @@ def requests(trace: str, seconds: float) -> list[Request]:
 
 def run(system: str, trace: str, seconds: float) -> Outcome:
     strategy = with_bounds(strategy_named(system), _BOUNDS)
-    return Simulation(fleet(trace), strategy, requests(trace, seconds), tick_s=0.1).run()
+    return Simulation(fleet(trace), strategy, requests(trace, seconds), tick_s=0.1, details=True).run()
 
 
 def figure_17(seconds: float) -> Figure:
@@ -139,9 +139,7 @@ def figure_21(seconds: float) -> Figure:
     burst = [Request(40.0 + number / 60, 0, 2000, 4) for number in range(480)]
     for system in ("allcache", "s-llm+multicast", "blitzscale"):
         strategy = with_bounds(strategy_named(system), replace(_BOUNDS, keep_alive_s=100.0))
-        outcome = Simulation(
-            Fleet("scale", (machine,), (model,)), strategy, burst, tick_s=0.05, follow_tokens=True
-        ).run()
+        outcome = Simulation(Fleet("scale", (machine,), (model,)), strategy, burst, tick_s=0.05, details=True).run()
         begin = next(at for at, count in outcome.instances if count > 2)
         done[system] = next(at for at, count in outcome.ready if count >= 8) - begin
         series[system] = [

@@ -80,6 +80,15 @@ class Execution:
             sim.nodes[name].copies[url] = SimCopy(url, size, pinned=True, base=size, complete=True)
             self._touch(sim.nodes[name])
 
+    def cached_bytes(self) -> int:
+        """Return the bytes of copies that are there for later: the pool's, and those that no instance uses."""
+        return sum(
+            copy.total
+            for node in self._sim.nodes.values()
+            for copy in node.copies.values()
+            if copy.pinned or not any(f"m://{instance.name}" == copy.url for instance in node.instances.values())
+        )
+
     def close(self) -> None:
         for instance in list(self.instances.values()):
             self._sim.outcome.device_s += self._env.now - instance.began_s

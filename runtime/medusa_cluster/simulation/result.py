@@ -22,7 +22,7 @@ class Outcome:
     cold_starts: int = 0
     moved_bytes: float = 0.0
     store_bytes: float = 0.0
-    held_byte_s: float = 0.0  # weights in host memory × seconds
+    held_byte_s: float = 0.0  # weights kept for later in host memory × seconds
     largest_backlog: int = 0
     ticks: int = 0
     decide_s: float = 0.0  # of the processor

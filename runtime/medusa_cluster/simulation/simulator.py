@@ -41,7 +41,10 @@ class SimModel:
 
 
 class Simulation:
-    """One run of one strategy. ``progress`` is called with the simulated time, about once in a simulated minute."""
+    """One run of one strategy. ``progress`` is called with the simulated time, about once in a simulated minute.
+
+    ``details``: also record which tokens were served when, and the host memory that holds weights.
+    """
 
     def __init__(
         self,
@@ -51,7 +54,7 @@ class Simulation:
         *,
         tick_s: float = 0.1,
         progress: Callable[[float], None] | None = None,
-        follow_tokens: bool = False,
+        details: bool = False,
     ) -> None:
         try:
             import simpy
@@ -76,7 +79,7 @@ class Simulation:
         self._tick_s, self._tick_at, self._ticked_at = tick_s, math.inf, -math.inf
         self._next_request_s: float | None = 0.0
         self._progress, self._progress_at = progress, 0.0
-        self._follow_tokens = follow_tokens
+        self._details = details
         self._served: list[Served] = []
 
     def run(self) -> Outcome:
@@ -138,7 +141,7 @@ class Simulation:
             model = self.models[request.model]
             model.running -= 1
             self._active.add(request.model)
-            if self._follow_tokens:
+            if self._details:
                 self.outcome.served.append((request.first_s, request.prompt_tokens))
             self.dispatch(model)
         self._execution.freed(server)
@@ -156,6 +159,8 @@ class Simulation:
         if at != self._tick_at:
             return
         now = self.env.now
+        if self._details and math.isfinite(self._ticked_at):
+            self.outcome.held_byte_s += self._execution.cached_bytes() * (now - self._ticked_at)
         self._tick_at, self._ticked_at = math.inf, now
         for node in self.changed:
             self._seen[node.name] = node.seen()

@@ -1,0 +1,56 @@
+"""The command that draws the papers' figures from simulations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from medusa_runtime.errors import ConfigError
+
+from benchmarks.simulation import blitzscale
+from benchmarks.simulation.__main__ import FIGURES, main
+from benchmarks.simulation.figure import Figure, Line
+
+pytest.importorskip("simpy")
+
+
+def drawn(name: str, folder: Path) -> str:
+    assert main(["--figure", name, "--out", str(folder), "--seconds", "40"]) == 0
+    ElementTree.parse(folder / f"{name}.svg")
+    return (folder / f"{name}.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["paraserve-7", "paraserve-8", "paraserve-9", "paraserve-14", "blitzscale-21"])
+def test_a_figure_is_drawn_with_its_table(name: str, tmp_path: Path) -> None:
+    table = drawn(name, tmp_path)
+    assert "| what | published | simulated | unit |" in table
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted({*FIGURES} - {"paraserve-7", "paraserve-8", "paraserve-9", "paraserve-14"}))
+def test_the_others_are_drawn_too(name: str, tmp_path: Path) -> None:
+    assert "| what | published |" in drawn(name, tmp_path)
+
+
+def test_cold_starts_and_bursts_are_as_published() -> None:
+    assert FIGURES["paraserve-8"](0).worst() < 0.15
+    burst = {line.what: line for line in FIGURES["paraserve-14"](0).lines}
+    ratio = burst["TTFT at 128 requests, one over four"]
+    assert ratio.ours == pytest.approx(ratio.published, rel=0.2)
+
+
+def test_the_parts_of_blitzscale_help_in_the_papers_order() -> None:
+    steps = ("s-llm", "s-llm+network", "s-llm+multicast")
+    means = [blitzscale.run(step, "azure-conv", 30).mean_ttft_s() for step in steps]
+    assert means == sorted(means, reverse=True)
+
+
+def test_a_figures_deviation() -> None:
+    lines = [Line("a", 2.0, 1.0), Line("b", 1.0, 3.0), Line("c", 7.0)]
+    assert Figure("n", "t", "", lines, "").worst() == 2.0
+
+
+def test_unknown_figures_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected names of paraserve-7"):
+        main(["--figure", "paraserve-99", "--out", str(tmp_path)])
