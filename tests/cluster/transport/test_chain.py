@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from peer_nodes import Model, Node, percent, until
@@ -27,6 +29,21 @@ def test_a_chain_brings_every_node_the_bytes_and_the_origin_sends_them_once(
     assert third.held()["sources"]["received_bytes"] == {second.url: len(model.data), first.url: 0, "store": 0}
 
 
+def test_a_chain_may_begin_with_its_end(nodes: Callable[..., list[Node]], model: Model) -> None:
+    chain = nodes(3)
+    for place, node in enumerate(chain):
+        node.read_from(*reversed(chain[:place]))
+    with ThreadPoolExecutor(3) as threads:
+        fetches = []
+        for node in reversed(chain):
+            fetches.append(threads.submit(node.fetch, model.url))
+            time.sleep(0.2)
+        for fetch in fetches:
+            model.check(fetch.result())
+    assert model.copies() < 1.05
+    assert [node.held()["sources"]["received_bytes"]["store"] for node in chain] == [len(model.data), 0, 0]
+
+
 @pytest.mark.parametrize("at", [10, 50, 90])
 def test_a_relay_that_is_killed_costs_only_its_hop(nodes: Callable[..., list[Node]], model: Model, at: int) -> None:
     first, second, third = nodes(3)
@@ -46,6 +63,7 @@ def test_a_relay_that_is_killed_costs_only_its_hop(nodes: Callable[..., list[Nod
     assert received["store"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["relay", "its server", "its prefetcher"])
 def test_a_relay_that_is_stopped_costs_only_its_hop(nodes: Callable[..., list[Node]], model: Model, who: str) -> None:
     first, second, third = nodes(3)
