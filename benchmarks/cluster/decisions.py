@@ -71,6 +71,7 @@ def decisions(nodes: int, models: int) -> Iterator[tuple[str, float]]:
         reported[name] = replace(reported[name], egress_bytes_per_s=1.0)
     state = replace(state, nodes=reported)
     yield "status_of_1000_nodes", tick(state)
+    yield "status_of_all_nodes", tick(replace(state, nodes={name: _again(node) for name, node in reported.items()}))
     loads = dict(state.loads)
     loads["m1"] = Load(waiting=400, running=8, last_request_s=now_s)
     yield "burst_on_one_model", tick(replace(state, loads=loads))
@@ -109,6 +110,13 @@ def cluster(nodes: int, models: int) -> ClusterState:
             load = loads.get(name, Load())
             loads[name] = replace(load, running=load.running + 6, last_request_s=1000.0)
     return ClusterState(made, deployments, loads)
+
+
+def _again(node: Node) -> Node:
+    """Return the node as a controller makes it that parses each status anew."""
+    copies = tuple(replace(copy) for copy in node.copies)
+    instances = tuple(replace(instance) for instance in node.instances)
+    return replace(node, ingress_bytes_per_s=1.0, copies=copies, instances=instances)
 
 
 def _nodes(count: int) -> list[Node]:

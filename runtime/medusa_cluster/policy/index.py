@@ -62,6 +62,9 @@ class Index:
         changed = [(name, node) for name, node in nodes.items() if seen.get(name) is not node]
         for name, node in changed:
             last = seen.get(name)
+            if last is not None and _same(last, node):
+                seen[name] = node
+                continue
             self.joined |= last is None or last.state != node.state
             if last is None or last.link_bytes_per_s != node.link_bytes_per_s:
                 self._by_link = None
@@ -113,6 +116,18 @@ class Index:
             del self.pinned_bytes[node.name]
             self.slots -= node.slots
             self.free.pop(node.name, None)
+
+
+def _same(last: Node, node: Node) -> bool:
+    """Return whether nothing has changed that is indexed; the links' use, for one, changes all the time."""
+    return (
+        last.copies == node.copies
+        and last.instances == node.instances
+        and last.state == node.state
+        and last.devices == node.devices
+        and last.memory_bytes == node.memory_bytes
+        and last.link_bytes_per_s == node.link_bytes_per_s
+    )
 
 
 def _held(node: Node) -> tuple[object, ...]:
