@@ -21,7 +21,8 @@ from medusa_runtime.engine.gpu.graph_state import GraphState
 from medusa_runtime.engine.gpu.placed_memory import BASE, OTHER_BASE, PlacedMemory
 from medusa_runtime.engine.torch.kv_cache import KvCache, KvShape
 from medusa_runtime.errors import DeviceError
-from medusa_runtime.state.graphs.blueprint import Blueprints
+from medusa_runtime.state.graphs.blob_format import encode
+from medusa_runtime.state.graphs.blueprint import Blueprints, Piece
 from medusa_runtime.state.graphs.materialization.images import ImageStore
 from torch import Tensor
 from toy import MAGIC
@@ -109,11 +110,15 @@ def answers(cuda: FakeCuda, graphs: DecodeGraphs) -> dict[str, list[str]]:
     return found
 
 
+def _other(outputs: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    return tuple(piece._replace(data=bytes(len(piece.data))) for piece in outputs)
+
+
 def main(phase: str, options: dict[str, Any]) -> dict[str, Any]:
     cuda = FakeCuda()
     cuda.install()
     memory = PlacedMemory(cuda.driver, HOST, OTHER_BASE if phase == "dump" else options.get("base", BASE))
-    if phase != "restore":
+    if phase not in ("restore", "check"):
         cuda.driver.write(cuda.at["workspace"], MAGIC)
     numbers = random.Random(3)
     count = (2 * VOCAB + LAYERS * WIDTH) * WIDTH
@@ -122,9 +127,18 @@ def main(phase: str, options: dict[str, Any]) -> dict[str, Any]:
     cache = KvCache(KvShape(LAYERS, 1, WIDTH, torch.float32), options.get("blocks", 5), memory)
     slots = len(cache.slots[0][0]) if "told" in options else 0
     model = Model(cuda, weights, odd=options.get("odd", False), slots=slots)
-    capturer = CudaCapturer(HOST, keep_graph=phase != "restore")
+    capturer = CudaCapturer(HOST, keep_graph=phase not in ("restore", "check"))
     graphs = DecodeGraphs(model, cache, capturer, sizes=SIZES, max_model_len=64, memory=memory)  # type: ignore[arg-type]
     state = GraphState(model, graphs, memory)  # type: ignore[arg-type]
+    if phase == "check":  # what a third process does, offline
+        blueprints = Blueprints.load(Path(options["bundle"]).read_bytes())
+        if broken := options.get("broken"):
+            graphs_ = [
+                replace(one, outputs=_other(one.outputs)) if one.key == broken else one for one in blueprints.graphs
+            ]
+            blueprints = replace(blueprints, graphs=tuple(graphs_))
+        checked = state.check(encode(blueprints))
+        return {"kept": [graph.key for graph in checked.graphs], "refused": checked.refused}
     if phase == "restore":
         blueprints = Blueprints.load(Path(options["bundle"]).read_bytes())
         if options.get("without_images"):

@@ -51,6 +51,14 @@ def test_restored_elsewhere_without_running_a_layer(run: Run, bundle: dict[str, 
 
 
 @pytest.mark.timeout(600)
+def test_a_third_process_leaves_out_what_does_not_give_its_outputs(run: Run, bundle: dict[str, Any]) -> None:
+    """Offline, before any user: with a graph whose stored outputs are others."""
+    checked = run("check", 0x580000000000, bundle=bundle["path"], broken="decode 2")
+    assert checked["kept"] == ["decode 4", "decode 1"]
+    assert checked["refused"] == {"decode 2": "output: a replay of decode 2 did not give its stored outputs"}
+
+
+@pytest.mark.timeout(600)
 def test_kernels_without_an_image_are_found_by_capturing_the_first_layer(run: Run, bundle: dict[str, Any]) -> None:
     """MEDUSA §5.2 in the engine: it warms up and captures one layer, once, because its modules have all kernels."""
     restored = run("restore", 0x580000000000, bundle=bundle["path"], without_images=True)

@@ -1,7 +1,8 @@
 """Captures a model's decode graphs on this GPU and materializes them, offline (MEDUSA §3).
 
-Two processes capture the same graphs with all memory at different addresses, which proves what is a pointer. Each is a
-new process, because what the driver has loaded, and where, must not depend on what ran before.
+Two processes capture the same graphs with all memory at different addresses, which proves what is a pointer. A third
+one restores and replays all of them, so that none runs for the first time for a user. Each is a new process, because
+what the driver has loaded, and where, must not depend on what ran before.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +25,7 @@ from ...registry import engine_kind
 from ...state.kinds import CUDA_GRAPHS, KV_PLAN
 
 if TYPE_CHECKING:  # torch is imported after the recorder has begun
+    from .device import Gpu
     from .runner import GpuRunner
 
 logger = logging.getLogger(__name__)
@@ -45,20 +49,28 @@ def capture(model: str, settings: Settings, folder: Path) -> Path | None:
             "CUDA graphs are materialized for one GPU, found --tensor-parallel above 1; each start captures them"
         )
     asked = replace(settings, model=model, device="cuda", state="none")
-    second, result = folder / "second.dump", folder / CUDA_GRAPHS.name
+    second, made, result = folder / "second.dump", folder / "unchecked", folder / CUDA_GRAPHS.name
     run(asked, second)
-    run(asked, result, second)  # the torch engine's leaves a KV plan there, too
+    run(asked, made, second)  # the torch engine's leaves a KV plan there, too
+    if engine_kind(settings.engine).graph_capture == __name__:
+        run(asked, result, made, check=True)
+    else:
+        made.rename(result)  # vLLM's worker checks what it restores
     return result if result.exists() else None
 
 
-def run(settings: Settings, out: Path, second: Path | None = None) -> None:
-    """Run one capturing process. Raises EngineError with the end of its output when it fails."""
+def run(settings: Settings, out: Path, other: Path | None = None, *, check: bool = False) -> None:
+    """Run one process, with the second dump or, to ``check``, with the blueprints in ``other``.
+
+    Raises EngineError with the end of its output when it fails.
+    """
     command = [
         sys.executable,
         "-m",
         engine_kind(settings.engine).graph_capture,
         str(out),
-        *([str(second)] if second else []),
+        *([str(other)] if other else []),
+        *(["check"] if check else []),
     ]
     done = subprocess.run(
         command, input=json.dumps(asdict(settings)).encode(), capture_output=True, timeout=_TIMEOUT_S, check=False
@@ -72,28 +84,32 @@ def run(settings: Settings, out: Path, second: Path | None = None) -> None:
 def main(arguments: list[str]) -> int:
     """Write a dump to ``out``, or, given the dump ``second`` of another process, the blueprints.
 
-    The settings come as JSON on standard input.
+    With ``check`` as the third argument the second one is a file of blueprints, and those that can be restored are
+    written to ``out``. The settings come as JSON on standard input.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     settings = Settings(**json.load(sys.stdin))
-    out, second = Path(arguments[0]), Path(arguments[1]) if len(arguments) > 1 else None
+    out, other = Path(arguments[0]), Path(arguments[1]) if len(arguments) > 1 else None
+    if other is not None and arguments[2:] == ["check"]:
+        _check(settings, out, other)
+    else:
+        _capture(settings, out, other)
+    return 0
+
+
+def _capture(settings: Settings, out: Path, second: Path | None) -> None:
     from ...device.cupti import ModuleRecorder
 
     with ModuleRecorder() as recorder:  # before anything is loaded
         import torch
 
-        from ...fetch.prefetcher import prefetch
-        from ...region.reader import Region
         from ...state.graphs.blueprint import Blueprints
         from ...state.graphs.materialization.images import ImageStore
-        from ...timeline import Timeline
-        from ..torch.engine import TorchEngine
         from .capture import CudaCapturer
         from .device import Gpu
         from .footprint import CudaMemory
         from .graph_state import GraphState, summary
         from .placed_memory import BASE, OTHER_BASE
-        from .runner import GpuRunner
 
         class OtherGpu(Gpu):
             def blocks(self, planned: int) -> int:
@@ -102,41 +118,66 @@ def main(arguments: list[str]) -> int:
 
         gpu = (Gpu if second else OtherGpu)(base=BASE if second else OTHER_BASE, keep_graph=True)
         shifts = [] if second else [torch.empty(size, dtype=torch.uint8, device=gpu.device) for size in _SHIFTS]
-        timeline = Timeline.create("capture")
-        region = Region.create()
-        assert settings.model is not None
-        fetch = threading.Thread(
-            target=prefetch, args=(region, settings.model), kwargs={"settings": settings, "timeline": timeline}
-        )
-        fetch.start()
-        engine = TorchEngine(region, settings, timeline, gpu)
-        engine.wait_ready()
-        fetch.join()
-        runner = engine.runner
-        if not isinstance(runner, GpuRunner) or runner.graphs is None:
-            raise EngineError("this model's decode steps cannot be captured; see the warning above")
-        graphs = runner.graphs
-        capturer = graphs.capturer
-        assert isinstance(capturer, CudaCapturer)
-        memory = CudaMemory()
-        free = memory.free()
-        while graphs.pending:
-            graphs.capture_next()
-        inputs = sum(gpu.placed.ranges[name].size for name in ("graph inputs", "graph outputs"))
-        taken = free - memory.free() + inputs
-        state = GraphState(runner.model, graphs, gpu.placed)
-        images = ImageStore(recorder.images, recorder.handles)
-        if second is None:
-            state.dump(capturer, images).save(out)
-        else:
-            made = state.materialize(capturer, images, Blueprints.load(second.read_bytes()))
-            made.save(out)
-            print(summary(made))
-            taken += sum(map(len, made.images.values()))  # a restored kernel's image is loaded a second time
-            _measure(runner, settings, taken, out.with_name(KV_PLAN.name))
+        with _loaded(settings, gpu) as runner:
+            graphs = runner.graphs
+            assert graphs is not None
+            capturer = graphs.capturer
+            assert isinstance(capturer, CudaCapturer)
+            memory = CudaMemory()
+            free = memory.free()
+            while graphs.pending:
+                graphs.capture_next()
+            inputs = sum(gpu.placed.ranges[name].size for name in ("graph inputs", "graph outputs"))
+            taken = free - memory.free() + inputs
+            state = GraphState(runner.model, graphs, gpu.placed)
+            images = ImageStore(recorder.images, recorder.handles)
+            if second is None:
+                state.dump(capturer, images).save(out)
+            else:
+                made = state.materialize(capturer, images, Blueprints.load(second.read_bytes()))
+                made.save(out)
+                print(summary(made))
+                taken += sum(map(len, made.images.values()))  # a restored kernel's image is loaded a second time
+                _measure(runner, settings, taken, out.with_name(KV_PLAN.name))
         del shifts
-        engine.close()
-    return 0
+
+
+def _check(settings: Settings, out: Path, made: Path) -> None:
+    from .device import Gpu
+    from .graph_state import GraphState, summary
+
+    gpu = Gpu()
+    with _loaded(settings, gpu) as runner:
+        assert runner.graphs is not None
+        checked = GraphState(runner.model, runner.graphs, gpu.placed).check(made.read_bytes())
+        checked.save(out)
+        logger.info("restored in a process of its own: %s", summary(checked))
+
+
+@contextmanager
+def _loaded(settings: Settings, gpu: Gpu) -> Iterator[GpuRunner]:
+    """The runner of an engine whose weights are loaded. Raises EngineError where its decodes cannot be captured."""
+    from ...fetch.prefetcher import prefetch
+    from ...region.reader import Region
+    from ...timeline import Timeline
+    from ..torch.engine import TorchEngine
+    from .runner import GpuRunner
+
+    timeline = Timeline.create("capture")
+    region = Region.create()
+    assert settings.model is not None
+    fetch = threading.Thread(
+        target=prefetch, args=(region, settings.model), kwargs={"settings": settings, "timeline": timeline}
+    )
+    fetch.start()
+    engine = TorchEngine(region, settings, timeline, gpu)
+    engine.wait_ready()
+    fetch.join()
+    runner = engine.runner
+    if not isinstance(runner, GpuRunner) or runner.graphs is None:
+        raise EngineError("this model's decode steps cannot be captured; see the warning above")
+    yield runner
+    engine.close()
 
 
 def _measure(runner: GpuRunner, settings: Settings, graph_bytes: int, out: Path) -> None:

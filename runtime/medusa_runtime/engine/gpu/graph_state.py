@@ -110,6 +110,19 @@ class GraphState:
         log_reasons(restored, keys)
         return {size: restored.graphs[key] for key, size in keys.items() if key in restored.graphs}
 
+    def check(self, data: bytes) -> Blueprints:
+        """Restore and replay every graph of a bundle, and return it without those that do not give their outputs.
+
+        For a process that has captured nothing, offline: no graph is then run for the first time for a user. Raises
+        DeviceError when one breaks the context.
+        """
+        blueprints = Blueprints.load(data)
+        for size in self.begin(data):
+            self.restore_sizes([size])
+        reasons = {key: str(mismatch) for key, mismatch in self.restored.reasons.items()} if self.restored else {}
+        graphs = tuple(graph for graph in blueprints.graphs if graph.key not in reasons)
+        return replace(blueprints, graphs=graphs, refused={**blueprints.refused, **reasons})
+
     def _trigger(self, key: str) -> int:
         sizes = {key_of(size): size for size in self._graphs.sizes}
         # In a pool of its own, since what is captured here is never run.
