@@ -20,6 +20,7 @@ from torch import Tensor
 from medusa_runtime.checkpoint.index import PAGE_BYTES
 from medusa_runtime.device.driver import Driver
 from medusa_runtime.errors import DeviceError
+from medusa_runtime.load.upload.trial import Trial
 
 logger = logging.getLogger(__name__)
 
@@ -63,13 +64,14 @@ class CudaLink:
     ) -> None:
         """``memory`` allocates device memory by a name; without it torch does.
 
-        ``way`` is ``register``, ``staging``, or ``auto``, which registers until the driver refuses.
+        ``way`` is ``register``, ``staging``, or ``auto``, which tries both and keeps the faster one.
         """
         assert way in WAYS
         self.device = device
         self._memory = memory
         self.registered_bytes = 0
-        self._register = way != "staging"
+        self._trial = Trial(WAYS[1:])
+        self._trial.chosen = None if way == "auto" else way
         self._must_register = way == "register"
         urgent = [torch.cuda.Stream(device, priority=_URGENT) for _ in range(2)]  # type: ignore[no-untyped-call]
         background = [torch.cuda.Stream(device, priority=_BACKGROUND) for _ in range(2)]  # type: ignore[no-untyped-call]
@@ -109,9 +111,17 @@ class CudaLink:
 
     def _copy_bytes(self, target: Tensor, source: Tensor, stream: torch.cuda.Stream) -> None:
         begin, end = self._own_pages(source)
-        if end - begin < _LEAST_REGISTERED_BYTES or not self._registers(source[begin:end]):
+        if end - begin < _LEAST_REGISTERED_BYTES:
             self._stage(target, source, stream)
             return
+        way = self._trial.next()
+        with self._trial.timed(way, source.numel()):
+            if way == "staging" or not self._registers(source[begin:end]):
+                self._stage(target, source, stream)
+            else:
+                self._read_in_place(target, source, begin, end, stream)
+
+    def _read_in_place(self, target: Tensor, source: Tensor, begin: int, end: int, stream: torch.cuda.Stream) -> None:
         target[begin:end].copy_(source[begin:end], non_blocking=True)
         self._stage(target[:begin], source[:begin], stream)
         self._stage(target[end:], source[end:], stream)
@@ -126,8 +136,6 @@ class CudaLink:
         return (begin, end) if begin < end else (0, 0)
 
     def _registers(self, source: Tensor) -> bool:
-        if not self._register:
-            return False
         address, size = source.data_ptr(), source.numel()
         if self._registered.get(address) == size:
             return True
@@ -138,7 +146,7 @@ class CudaLink:
             if self._must_register:
                 raise
             logger.info("the region's pages cannot be registered, its bytes are staged: %s", error)
-            self._register = False
+            self._trial.give_up("register")
             return False
         self._registered[address] = size
         return True
