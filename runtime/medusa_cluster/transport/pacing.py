@@ -16,6 +16,7 @@ from contextlib import contextmanager
 _SO_MAX_PACING_RATE = 47
 _UNLIMITED = (1 << 64) - 1
 _PRIORITY_SERVING = 6  # the highest that needs no privilege
+_TAKES_NOTHING_MS = 10_000
 _TOS_SERVING, _TOS_WEIGHTS = 0xB8, 0x08  # expedited forwarding; throughput before delay
 
 
@@ -78,8 +79,10 @@ def mark_serving(connection: socket.socket) -> None:
 
 
 def mark_weights(connection: socket.socket) -> None:
-    """Mark a connection that carries weights."""
+    """Mark a connection that carries weights, and have the kernel end it when its reader takes nothing for long."""
     _mark(connection, _TOS_WEIGHTS)
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _TAKES_NOTHING_MS)
 
 
 def _mark(connection: socket.socket, tos: int) -> None:

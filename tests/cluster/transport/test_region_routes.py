@@ -41,10 +41,10 @@ SHARD = f"/regions/{quote(URL, safe='')}/shards/model.safetensors"
 class Served:
     """A region of one tensor behind a server in a thread. ``arrive`` publishes chunks."""
 
-    def __init__(self) -> None:
-        self.data = os.urandom(SIZE)
+    def __init__(self, size: int = SIZE) -> None:
+        self.data = os.urandom(size)
         index = WeightIndex(
-            [Shard("model.safetensors", START + SIZE, START, '"v1"')], {"w": TensorEntry(0, 0, SIZE, "U8", (SIZE,))}
+            [Shard("model.safetensors", START + size, START, '"v1"')], {"w": TensorEntry(0, 0, size, "U8", (size,))}
         )
         self.region = Region.create()
         self.writer: RegionWriter = self.region.writer()
@@ -301,6 +301,22 @@ def test_a_pace_is_shared_and_can_be_changed_while_weights_flow() -> None:
         mark_serving(left)
         assert left.getsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY) == 6
         assert left.getsockopt(socket.IPPROTO_IP, socket.IP_TOS) == 0xB8
+
+
+@pytest.mark.slow
+def test_a_reader_that_takes_nothing_is_given_up() -> None:
+    served = Served(48 << 20)  # more than the kernel holds for a connection
+    try:
+        served.arrive(192)
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(("127.0.0.1", served.port))
+            path = f"{SHARD}?start={START}&stop={START + (48 << 20)}"
+            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode())
+            until(lambda: served.using == 1)
+            until(lambda: served.using == 0)
+    finally:
+        served.close()
 
 
 def until(condition: Callable[[], bool]) -> None:
