@@ -32,9 +32,9 @@ def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Engin
     region.wait_index()
     if backend(region.file, settings).kind == "encoder":
         raise ModelError("an encoder cannot be split over several workers; expected one worker for it")
-    if plan.mode == "live":
+    if plan.mode != "pipeline":
         if settings.layers is not None:
-            raise ConfigError("both instances of a live pair come to hold all layers; expected no --layers")
+            raise ConfigError(f"the instances of a {plan.mode} group come to hold all layers; expected no --layers")
         return (Target if plan.rank else Source)(region, settings, timeline, plan)
     return (Part if plan.rank else Leader)(region, settings, timeline, plan)
 

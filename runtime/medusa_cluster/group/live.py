@@ -43,7 +43,7 @@ class Handover(NamedTuple):
     number: int
     done: int
     hidden: Tensor | None
-    caches: list[Tensor]  # [layers, 2, tokens, kv_heads, head_dim] of each prompt
+    caches: list[list[Tensor]]  # of each prompt, one behind the other: [layers, 2, tokens, kv_heads, head_dim]
 
 
 def grouped(spans: list[Span], tokens: int = BATCH_TOKENS) -> list[list[Span]]:
@@ -76,58 +76,69 @@ def prompts_of(message: Message) -> list[list[int]]:
     return found
 
 
+def send_cache(channel: Channel, group: int, number: int, cache: Tensor) -> None:
+    """Send the keys and values [layers, 2, tokens, kv_heads, head_dim] of a batch's next prompt or layers."""
+    flat = cache.flatten(3).flatten(0, 2)
+    dtype = DTYPES.index(str(cache.dtype).removeprefix("torch."))
+    channel.send(Message(Kind.BLOCK, group, number, 1, dtype, flat.shape[0], flat.shape[1], buffer_of(flat)))
+
+
 def send_handover(
-    channel: Channel, group: int, number: int, done: int, hidden: Tensor | None, caches: list[Tensor]
+    channel: Channel, group: int, number: int, parts: list[int], lengths: list[int], hidden: Tensor | None
 ) -> None:
-    """Send a batch of which ``done`` layers have run; ``hidden`` is None when that is none."""
-    channel.send(packed(Kind.HANDOVER, group, {"done": done, "lengths": [c.shape[2] for c in caches]}, step=number))
-    if hidden is None:
-        return
-    for cache in caches:
-        flat = cache.flatten(3).flatten(0, 2)
-        dtype = DTYPES.index(str(cache.dtype).removeprefix("torch."))
-        channel.send(Message(Kind.BLOCK, group, number, 1, dtype, flat.shape[0], flat.shape[1], buffer_of(flat)))
-    channel.send(hidden_states(group, number, 1, hidden))
+    """Send a batch whose keys and values have been sent: in ``parts`` of so many layers, each for every prompt."""
+    channel.send(packed(Kind.HANDOVER, group, {"parts": parts, "lengths": lengths}, step=number))
+    if hidden is not None:
+        channel.send(hidden_states(group, number, 1, hidden))
 
 
 class HandoverReader:
-    """Puts the messages of a handover together."""
+    """Puts the messages of handovers together; keys and values of several batches may come in turn."""
 
     def __init__(self) -> None:
-        self._head: dict[str, Any] | None = None
-        self._caches: list[Tensor] = []
+        self._heads: dict[int, dict[str, Any]] = {}
+        self._blocks: dict[int, list[Tensor]] = {}
 
     def take(self, message: Message, cache: KvCache) -> Handover | None:
         """Take the next message; the handover when it is complete. EngineError for what does not belong there."""
-        if message.kind is Kind.HANDOVER:
-            self._head, self._caches = message.values(), []
-            if not self._head.get("done"):
-                return Handover(message.step, 0, None, [])
-            return None
-        if self._head is None:
-            raise EngineError("expected the head of a handover, found a part of one")
-        done, lengths = int(self._head["done"]), self._head["lengths"]
+        number = message.step
         if message.kind is Kind.BLOCK:
-            shape = (done, 2, int(lengths[len(self._caches)]), cache.shape.kv_heads, cache.shape.head_dim)
-            self._caches.append(message.tensor().view(shape))
+            self._blocks.setdefault(number, []).append(message.tensor())
             return None
-        self._head = None
-        if len(self._caches) != len(lengths):
-            raise EngineError("expected the keys and values of every prompt of a batch, found fewer")
-        return Handover(message.step, done, message.tensor(), self._caches)
+        if message.kind is Kind.HANDOVER:
+            head = message.values()
+            if not head.get("parts"):
+                return Handover(number, 0, None, [])
+            self._heads[number] = head
+            return None
+        head = self._heads.pop(number, {})
+        parts, lengths = [int(part) for part in head.get("parts", ())], [int(one) for one in head.get("lengths", ())]
+        blocks = self._blocks.pop(number, [])
+        if not parts or len(blocks) != len(parts) * len(lengths):
+            raise EngineError("expected the keys and values of every prompt of a batch, found others")
+        kv_heads, head_dim = cache.shape.kv_heads, cache.shape.head_dim
+        rest = iter(blocks)
+        caches: list[list[Tensor]] = [[] for _ in lengths]
+        for part in parts:
+            for prompt, length in enumerate(lengths):
+                caches[prompt].append(next(rest).view(part, 2, length, kv_heads, head_dim))
+        return Handover(number, sum(parts), message.tensor(), caches)
 
 
-def read_in(cache: KvCache, sequence: Sequence, kv: Tensor) -> None:
-    """Write the keys and values of a sequence's first layers into its blocks."""
-    layers, length = kv.shape[0], kv.shape[2]
-    for number, start in zip(sequence.blocks, range(0, length, BLOCK_TOKENS), strict=False):
-        piece = kv[:, :, start : start + BLOCK_TOKENS]
-        cache.pool[:layers, :, number, : piece.shape[2]] = piece
+def read_in(cache: KvCache, sequence: Sequence, parts: list[Tensor]) -> None:
+    """Write the keys and values of a sequence's first layers, in parts one behind the other, into its blocks."""
+    first = 0
+    for kv in parts:
+        last = first + kv.shape[0]
+        for number, start in zip(sequence.blocks, range(0, kv.shape[2], BLOCK_TOKENS), strict=False):
+            piece = kv[:, :, start : start + BLOCK_TOKENS]
+            cache.pool[first:last, :, number, : piece.shape[2]] = piece
+        first = last
 
 
-def read_out(cache: KvCache, blocks: list[int], tokens: int, layers: int) -> Tensor:
-    """A copy of the keys and values of one prompt's first layers, [layers, 2, tokens, kv_heads, head_dim]."""
-    return cache.pool[:layers, :, torch.tensor(blocks)].flatten(2, 3)[:, :, :tokens].contiguous()
+def read_out(cache: KvCache, blocks: list[int], tokens: int, start: int, stop: int) -> Tensor:
+    """A copy of the keys and values of one prompt's layers [start, stop): [layers, 2, tokens, kv_heads, head_dim]."""
+    return cache.pool[start:stop, :, torch.tensor(blocks)].flatten(2, 3)[:, :, :tokens].contiguous()
 
 
 __all__ = [
@@ -140,5 +151,6 @@ __all__ = [
     "prompts_of",
     "read_in",
     "read_out",
+    "send_cache",
     "send_handover",
 ]

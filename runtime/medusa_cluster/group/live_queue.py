@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from ..policy.zigzag import PullQueue
@@ -91,8 +92,40 @@ class BestEffort:
         return self._done[batch]
 
 
+class Whole:
+    """Each batch through all layers, in order: a prefill instance, which hands over what is done (BlitzScale §5.4)."""
+
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
+        self._done: list[int] = []
+        self._first = 0
+
+    def add(self) -> int:
+        self._done.append(0)
+        return len(self._done) - 1
+
+    def next(self, loaded: int) -> int | None:
+        for batch in range(self._first, len(self._done)):
+            if self._done[batch] < self._layers:
+                return batch if self._done[batch] < loaded else None
+        return None
+
+    def ran(self, batch: int) -> None:
+        self._done[batch] += 1
+
+    def pull(self, loaded: int) -> int | None:
+        if self._first == len(self._done) or self._done[self._first] < self._layers:
+            return None
+        self._first += 1
+        return self._first - 1
+
+    def done(self, batch: int) -> int:
+        return self._done[batch]
+
+
 def layer_queue(schedule: str, layers: int) -> LayerQueue:
-    return BestEffort(layers) if schedule == "best-effort" else ZigZag(layers)
+    kinds: dict[str, Callable[[int], LayerQueue]] = {"best-effort": BestEffort, "whole": Whole, "zigzag": ZigZag}
+    return kinds[schedule](layers)
 
 
-__all__ = ["BestEffort", "LayerQueue", "ZigZag", "layer_queue"]
+__all__ = ["BestEffort", "LayerQueue", "Whole", "ZigZag", "layer_queue"]

@@ -1,4 +1,4 @@
-"""The overloaded side of a live pair: an instance that lets a new one run the first layers of its prefills."""
+"""An instance that lets others run layers of its prefills: an overloaded one, or one that only decodes."""
 
 from __future__ import annotations
 
@@ -26,16 +26,24 @@ from .plan import GroupPlan
 
 logger = logging.getLogger(__name__)
 
+_PLAN_S = 0.25  # between two looks at the group's file
+
 
 class _Pair:
     """The target that helps, and what it has of ours."""
 
-    def __init__(self, channel: TcpChannel) -> None:
+    def __init__(self, channel: TcpChannel, beats: Beats) -> None:
         self.channel = channel
+        self.beats = beats
         self.offered: dict[int, Batch] = {}
         self.arrived: deque[Handover] = deque()
         self.pulled = False  # a pull has not been answered yet
-        self.full = False  # it has all layers: it gets nothing more
+        self.leaving = False  # it gets nothing more
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens it has been offered and has not handed over."""
+        return sum(span.stop for batch in self.offered.values() for span in batch.spans)
 
 
 class Source(TorchEngine):
@@ -43,35 +51,52 @@ class Source(TorchEngine):
 
     def __init__(self, region: Region, settings: Settings, timeline: Timeline, plan: GroupPlan) -> None:
         self.plan = plan
-        self._pair: _Pair | None = None
-        self._beats: Beats | None = None
+        self._pairs: list[_Pair] = []
+        self._closing = threading.Event()
         self._next_batch = 1
         self.helped = 0  # layers of batches that targets have run
         super().__init__(region, settings, timeline)
         host, port = plan.leader_place
         link = Link(plan.link_bytes_per_s) if plan.link_bytes_per_s else None
         self._pair_listener = Listener(host, port, group=plan.number, token=plan.token, accept=self._accept, link=link)
+        if plan.mode == "disaggregated":
+            threading.Thread(target=self._follow_plan, name="live-plan", daemon=True).start()
 
     def stats(self) -> dict[str, Any]:
-        pair = self._pair
-        waiting = 0 if pair is None else len(pair.offered)
-        return super().stats() | {"paired": pair is not None, "offered": waiting, "layers_helped": self.helped}
+        pairs = list(self._pairs)
+        offered = sum(len(pair.offered) for pair in pairs)
+        return super().stats() | {"paired": len(pairs), "offered": offered, "layers_helped": self.helped}
+
+    def release(self) -> None:
+        """Let all partners become instances when they have handed over what they were offered; from any thread."""
+        for pair in list(self._pairs):
+            pair.leaving = True
 
     def close(self) -> None:
+        self._closing.set()
         self._pair_listener.close()
-        pair = self._pair
-        if pair is not None:
+        for pair in list(self._pairs):
             pair.channel.close()
-        if self._beats is not None:
-            self._beats.close()
+            pair.beats.close()
         super().close()
+
+    def _follow_plan(self) -> None:
+        """In a thread of its own: release the partners when the group's file says so."""
+        path = self._settings.group
+        while path is not None and not self._closing.wait(_PLAN_S):
+            try:
+                if GroupPlan.read(path).then == "up":
+                    self.release()
+            except MedusaError as error:
+                logger.warning("the group's file cannot be read any more: %s", error)
+                return
 
     def _accept(self, greeting: Greeting) -> None:
         """In the listener's thread: a new instance offers its help."""
         ours = identity_of(self._region, self._model.config, self._dtype, size=self.plan.size)
         reason = disagreement(ours, greeting.values)
-        if greeting.purpose != "live" or self._pair is not None:
-            reason = "this instance has a partner already"
+        if greeting.purpose != "live" or len(self._pairs) >= self.plan.size - 1:
+            reason = "this instance has its partners already"
         if reason is not None:
             error = EngineError(f"live scaling was refused: {reason}")
             logger.warning("%s", error)
@@ -79,16 +104,12 @@ class Source(TorchEngine):
             greeting.channel.flush(1.0)
             greeting.channel.close()
             return
-        pair = _Pair(greeting.channel)
+        pair = _Pair(greeting.channel, Beats(self.plan.number, 0, greeting.channel.send, dict))
         self._inbox.post(lambda: self._begin_pair(pair))
 
     def _begin_pair(self, pair: _Pair) -> None:
-        if self._pair is not None:
-            pair.channel.close()
-            return
-        self._pair = pair
+        self._pairs.append(pair)
         self._timeline.mark("paired")
-        self._beats = Beats(self.plan.number, 0, pair.channel.send, dict)
         threading.Thread(target=self._listen, args=(pair,), name="live-target", daemon=True).start()
 
     def _listen(self, pair: _Pair) -> None:
@@ -97,7 +118,7 @@ class Source(TorchEngine):
         try:
             while (message := pair.channel.receive()) is not None:
                 if message.kind is Kind.BEAT:
-                    pair.full = bool(message.values().get("full"))
+                    pair.leaving |= self.plan.mode == "live" and bool(message.values().get("full"))
                 elif message.kind is Kind.ERROR:
                     raise error_of(message)
                 elif (handover := reader.take(message, self._cache)) is not None:
@@ -111,46 +132,50 @@ class Source(TorchEngine):
     # From here on: the thread of run.
 
     def _turn(self) -> bool:
-        pair = self._pair
-        if pair is None:
+        if not self._pairs:
             return super()._turn()
-        if time.monotonic() - pair.channel.heard > self.plan.silent_s:
-            self._lose(pair, EngineError(f"it has been silent for {self.plan.silent_s:g} s"))
-            return True
-        worked = bool(pair.arrived)
-        if pair.arrived:
-            self._finish(pair, pair.arrived.popleft())
-        busy = {span.sequence for batch in pair.offered.values() for span in batch.spans}
-        busy |= {span.sequence for handover in pair.arrived for span in self._spans(pair, handover)}
+        worked = False
+        for pair in list(self._pairs):
+            if time.monotonic() - pair.channel.heard > self.plan.silent_s:
+                self._lose(pair, EngineError(f"it has been silent for {self.plan.silent_s:g} s"))
+            elif pair.arrived:
+                self._finish(pair, pair.arrived.popleft())
+                worked = True
+        busy = {span.sequence for pair in self._pairs for batch in pair.offered.values() for span in batch.spans}
         spans = self._scheduler.schedule(busy)
-        whole = [] if pair.full else [span for span in spans if _is_whole_prompt(span)]
+        helpful = [pair for pair in self._pairs if not pair.leaving]
+        whole = [span for span in spans if _is_whole_prompt(span)] if helpful else []
         ours = [span for span in spans if span not in whole]
-        try:
-            for group in grouped(whole):
-                self._offer(pair, group)
-            if ours:
-                self._step(ours)
-            if pair.offered and not pair.pulled and not pair.arrived:
-                pair.pulled = True
-                pair.channel.send(Message(Kind.PULL, self.plan.number))
-            elif pair.full and not pair.offered and not pair.arrived:
-                self._part_with(pair)
-        except EngineError as error:
-            self._lose(pair, error)
+        for group in grouped(whole):
+            self._offer(min(helpful, key=lambda pair: pair.tokens), group)
+        if ours:
+            self._step(ours)
+        for pair in list(self._pairs):
+            self._look_at(pair)
         return worked or bool(spans)
 
-    def _spans(self, pair: _Pair, handover: Handover) -> list[Span]:
-        batch = pair.offered.get(handover.number)
-        return [] if batch is None else batch.spans
+    def _look_at(self, pair: _Pair) -> None:
+        """Pull the partner's next batch, or part with it."""
+        if pair.offered and not pair.pulled and not pair.arrived:
+            pair.pulled = True
+            self._send(pair, Message(Kind.PULL, self.plan.number))
+        elif pair.leaving and not pair.offered:
+            self._part_with(pair)
+
+    def _send(self, pair: _Pair, message: Message) -> None:
+        try:
+            pair.channel.send(message)
+        except EngineError as error:
+            self._lose(pair, error)
 
     def _offer(self, pair: _Pair, spans: list[Span]) -> None:
         number, self._next_batch = self._next_batch, self._next_batch + 1
         batch = Batch(number, spans, [span.sequence.blocks for span in spans], time.monotonic_ns())
         pair.offered[number] = batch
-        pair.channel.send(offer(self.plan.number, batch))
+        self._send(pair, offer(self.plan.number, batch))
 
     def _take(self, pair: _Pair, handover: Handover) -> None:
-        if pair is self._pair:
+        if pair in self._pairs:
             pair.pulled = False
             pair.arrived.append(handover)
 
@@ -185,26 +210,25 @@ class Source(TorchEngine):
         self._give(alive, sequences, sampled, batch.began_ns)
 
     def _lose(self, pair: _Pair, error: MedusaError) -> None:
-        """Go on alone: the scheduler finds all that was offered where it was before."""
-        if pair is self._pair:
-            logger.warning("the new instance is lost: %s; going on alone", error)
+        """Go on without it: the scheduler finds all that it was offered where it was before."""
+        if pair in self._pairs:
+            logger.warning("a partner is lost: %s; going on without it", error)
             self._timeline.mark("unpaired", reason=str(error))
             self._end_pair(pair)
 
     def _part_with(self, pair: _Pair) -> None:
-        """The target has all layers and nothing of ours: from here on both are instances."""
+        """It has nothing of ours any more: from here on both are instances."""
         try:
             pair.channel.send(packed(Kind.RELEASE, self.plan.number, {"as": "instance"}))
             pair.channel.flush(1.0)
         except MedusaError:
             pass
-        self._timeline.mark("unpaired", reason="the new instance has all layers")
+        self._timeline.mark("unpaired", reason="both are instances")
         self._end_pair(pair)
 
     def _end_pair(self, pair: _Pair) -> None:
-        self._pair = None
-        if self._beats is not None:
-            self._beats.close()
+        self._pairs.remove(pair)
+        pair.beats.close()
         pair.channel.close()
 
 

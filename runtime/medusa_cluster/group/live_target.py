@@ -1,4 +1,4 @@
-"""The new side of a live pair: an instance that works with the layers that it has, while the others arrive."""
+"""An instance that runs layers of another one's prefills: a new one with those it has, or one that only prefills."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torch import Tensor
 from .channel import TcpChannel, connect, error_of
 from .identity import Beats, identity_of
 from .link import Link
-from .live import prompts_of, read_out, send_handover
+from .live import prompts_of, read_out, send_cache, send_handover
 from .live_queue import layer_queue
 from .message import Kind, Message
 from .plan import GroupPlan
@@ -37,7 +37,7 @@ _ARRIVAL_S = 0.005  # how often an idle target looks for a layer that has arrive
 
 
 class Target(TorchEngine):
-    """Helps its source until it has all layers and the source has taken back the last batch; then it is an instance."""
+    """Helps its source until the source lets go; then it is an instance."""
 
     def __init__(self, region: Region, settings: Settings, timeline: Timeline, plan: GroupPlan) -> None:
         self.plan = plan
@@ -46,7 +46,7 @@ class Target(TorchEngine):
 
     def add(self, request: GenerateRequest, sink: Sink) -> None:
         if not self._instance.is_set():
-            raise OverloadedError("this instance still loads its model and helps another; try again later")
+            raise OverloadedError("this instance works for another one; expected the request there")
         super().add(request, sink)
 
     def wait_ready(self) -> None:
@@ -86,6 +86,7 @@ class _Work:
         self.hidden: Tensor | None = None
         self.places: Tensor | None = None
         self.attention: PagedAttention | None = None
+        self.parts: list[int] = []  # of how many layers keys and values have been sent, each time
 
 
 class _Helper:
@@ -94,7 +95,7 @@ class _Helper:
     def __init__(self, target: Target) -> None:
         self._target = target
         self._plan = target.plan
-        self._queue = layer_queue(target.plan.schedule, target.layers.total)
+        self._queue = layer_queue(target.plan.queue, target.layers.total)
         self._works: dict[int, _Work] = {}  # by the queue's numbers
         self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._pull = False
@@ -160,7 +161,16 @@ class _Helper:
         done = self._queue.done(batch)
         work.hidden = target._model.run_layers(work.hidden, work.places, work.attention, done, done + 1)
         self._queue.ran(batch)
+        if self._plan.mode == "disaggregated":  # all of it will be needed, so it may as well leave now
+            self._send_layers(work, done, done + 1)
         return True
+
+    def _send_layers(self, work: _Work, start: int, stop: int) -> None:
+        assert self._channel is not None
+        for span in work.spans:
+            cache = read_out(self._target._cache, span.sequence.blocks, span.stop, start, stop)
+            send_cache(self._channel, self._plan.number, work.number, cache)
+        work.parts.append(stop - start)
 
     def _hand_over(self, channel: TcpChannel, loaded: int) -> None:
         batch = self._queue.pull(loaded)
@@ -168,9 +178,10 @@ class _Helper:
             return
         self._pull = False
         work, done = self._works.pop(batch), self._queue.done(batch)
-        cache = self._target._cache
-        caches = [read_out(cache, span.sequence.blocks, span.stop, done) for span in work.spans if done]
-        send_handover(channel, self._plan.number, work.number, done, work.hidden if done else None, caches)
+        if done and not work.parts:
+            self._send_layers(work, 0, done)
+        lengths = [span.stop for span in work.spans]
+        send_handover(channel, self._plan.number, work.number, work.parts, lengths, work.hidden if done else None)
         self._free(work)
 
     def _free(self, work: _Work) -> None:

@@ -14,7 +14,7 @@ Their bodies are JSON, but for tensors:
     stages     worker → leader: its timeline
     offer      source → target, in live scaling: prompts to prefill
     pull       source → target: hand over the first batch
-    handover   target → source: how far a batch is; its keys and values (block) and hidden states follow
+    handover   target → source: how far a batch is, behind its keys and values (block); hidden states follow
     error      both ways: why the sender gives up
 """
 

@@ -11,7 +11,7 @@ from typing import Any
 from medusa_runtime.errors import ConfigError
 
 THEN = ("down", "up", "stay")
-MODES = ("pipeline", "live")
+MODES = ("pipeline", "live", "disaggregated")
 SCHEDULES = ("zigzag", "best-effort")
 
 
@@ -29,7 +29,8 @@ class GroupPlan:
     keep: how many workers become instances with ``up``, the leader among them; 0: all that have the memory.
     form_s: how long the leader waits for the others before it goes on alone, and a worker for its leader.
     mode: ``pipeline``, workers with a range of layers each; or ``live``, where rank 0 is an instance with all layers,
-        and rank 1 a new one that helps it while it loads them.
+        and rank 1 a new one that helps it while it loads them; or ``disaggregated``, where rank 0 decodes, and the
+        others prefill for it until its file says ``up``.
     schedule: how a new instance helps: by ``zigzag``, or as a naive one would (``best-effort``), to compare.
     silent_s: after so many seconds without a sign of life a worker counts as dead.
     exit: whether a worker's process ends when it is released; otherwise it waits for SIGTERM.
@@ -80,6 +81,11 @@ class GroupPlan:
         plan = cls(**found)
         _check(plan, where)
         return plan
+
+    @property
+    def queue(self) -> str:
+        """How an instance that helps another chooses its work."""
+        return "whole" if self.mode == "disaggregated" else self.schedule
 
     @property
     def number(self) -> int:

@@ -86,7 +86,7 @@ def test_tokens_are_those_of_one_engine(
         assert [answer.tokens for answer in answers] == expected
     helped = made.leader.engine.stats()["layers_helped"]
     assert helped > 0
-    with pytest.raises(OverloadedError, match="still loads its model"):
+    with pytest.raises(OverloadedError, match="works for another one"):
         made.workers[1].ask("A")
     slow.arrive("norm")
     slow.arrive("lm_head")
@@ -165,3 +165,44 @@ def test_the_queues_decide_as_the_schedules_do(layers: int, load: int, batches: 
                 finish[taken] = source_free
                 left.discard(taken)
         assert sum(finish.values()) / batches <= expected.mean * 1.05
+
+
+def disaggregated(group: Callable[..., Group], prefilling: int) -> Group:
+    made = group(*["0:4"] * (1 + prefilling), mode="disaggregated")
+    for rank in range(1 + prefilling):
+        made.add(rank, layers=None, mode="disaggregated")
+    until(lambda: made.leader.engine.stats()["paired"] == prefilling)
+    return made
+
+
+@pytest.mark.parametrize("params", [{}, SEEDED])
+def test_others_prefill_and_become_instances(params: dict[str, Any], group: Callable[..., Group], serve: Any) -> None:
+    alone = serve()
+    expected = [alone.ask(prompt, max_tokens=12, **params).tokens for prompt in PROMPTS]
+    made = disaggregated(group, 2)
+    answers = [made.leader.ask(prompt, max_tokens=12, **params) for prompt in PROMPTS]
+    assert [answer.tokens for answer in answers] == expected
+    helped = made.leader.engine.stats()["layers_helped"]
+    assert helped > 0
+    assert helped % 4 == 0  # whole prefills
+    path = Path(made.leader.engine._settings.group or "")
+    path.write_text(path.read_text().replace('"stay"', '"up"'))
+    for worker in made.workers:
+        worker.engine.wait_ready()
+    until(lambda: made.leader.engine.stats()["paired"] == 0)
+    for worker in made.workers:
+        assert worker.ask(PROMPTS[0], max_tokens=12, **params).tokens == expected[0]
+        until(lambda worker=worker: worker.engine.stats()["kv_tokens_used"] == 0)  # type: ignore[misc]
+
+
+def test_a_prefill_instance_that_ends_costs_no_token(group: Callable[..., Group], serve: Any) -> None:
+    alone = serve()
+    expected = [alone.ask(prompt, max_tokens=12).tokens for prompt in PROMPTS]
+    made = disaggregated(group, 2)
+    answers = [made.leader.ask(prompt, max_tokens=12) for prompt in PROMPTS]
+    answers[0].next()
+    made.workers[2].stop.set()
+    assert [answer.tokens for answer in answers] == expected
+    until(lambda: made.leader.engine.stats()["paired"] == 1)
+    made.workers[1].stop.set()
+    assert made.leader.ask(PROMPTS[0], max_tokens=12).tokens == expected[0]
