@@ -14,6 +14,7 @@ import threading
 import time
 from typing import Any, NamedTuple
 
+import torch
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.serving.sequence import Sequence, Span
 from medusa_runtime.engine.torch.kv_cache import BLOCK_TOKENS
@@ -32,7 +33,7 @@ from .identity import Beats
 from .member import Member
 from .message import Kind, Message, hidden_states, packed
 from .plan import GroupPlan
-from .steps import StepWriter, sampled_of, take_back
+from .steps import StepWriter, packed_bits, sampled_of, take_back
 
 logger = logging.getLogger(__name__)
 
@@ -235,15 +236,35 @@ class Leader(Member):
             self._launch(spans)
         return bool(spans)
 
+    def _allowed(self, spans: list[Span]) -> dict[Sequence, bytes]:
+        """Which tokens may come next, for sequences that follow a grammar. Ends those that get no further token."""
+        following = [
+            sequence
+            for sequence, _, stop in spans
+            if sequence.params.structured_outputs is not None and stop == len(sequence.tokens)
+        ]
+        if not following:
+            return {}
+        self._constraints.begin(spans)
+        rows = torch.zeros(len(following), self.info.vocab_size)
+        for ended in self._constraints.apply(rows, following):
+            ended.sequence.cancelled = True
+            self._requests.end(ended.sequence, "error" if ended.error else "stop", ended.error)
+        return {sequence: packed_bits(row == 0) for sequence, row in zip(following, rows, strict=True)}
+
     def _launch(self, spans: list[Span]) -> None:
         """Begin a step: describe it to all workers, run the first layers, and hand their results on."""
         formation, step, number = self._formation, self._next_step, self.plan.number
         assert formation is not None
+        allowed = self._allowed(spans)
+        spans = [span for span in spans if not span.sequence.cancelled]
+        if not spans:
+            return
         self._next_step += 1
         ends = [sequence for sequence, _, stop in spans if stop == len(sequence.tokens)]
         self._flights[step] = Flight(spans, ends, time.monotonic_ns())
         self._busy.update(span.sequence for span in spans)
-        message = packed(Kind.STEP, number, self._writer.describe(spans), step=step)
+        message = packed(Kind.STEP, number, self._writer.describe(spans, allowed), step=step)
         try:
             for worker in formation.workers:
                 worker.channel.send(message)

@@ -7,10 +7,8 @@ import threading
 from typing import Any
 
 from medusa_runtime.config import Settings
-from medusa_runtime.engine.base import GenerateRequest
-from medusa_runtime.engine.serving.sequence import Constraint
 from medusa_runtime.engine.torch.engine import TorchEngine
-from medusa_runtime.errors import ConfigError, EngineError, MedusaError, RequestError
+from medusa_runtime.errors import ConfigError, EngineError, MedusaError
 from medusa_runtime.load.loader import Loader
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
@@ -75,15 +73,6 @@ class Member(TorchEngine):
         with self._rest_lock:
             if self._rest is not None:
                 self._rest.close()
-
-    def _constraint(self, request: GenerateRequest, generated: list[int] | None = None) -> Constraint | None:
-        if request.params.structured_outputs is not None:
-            raise RequestError(
-                "structured_outputs: a group of workers, whose last one samples, cannot constrain it yet; expected "
-                "--engine torch",
-                "structured_outputs",
-            )
-        return None
 
     def _cached_layers(self) -> range:
         # The pool takes memory only where it is written, so a worker that may come to hold all layers has it at once.

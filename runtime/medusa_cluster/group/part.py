@@ -26,7 +26,7 @@ from .identity import Beats
 from .member import Member
 from .message import Kind, Message, hidden_states, packed
 from .plan import GroupPlan
-from .steps import StepReader, ending, sampled_values
+from .steps import StepReader, ending, forbid, sampled_values
 
 logger = logging.getLogger(__name__)
 
@@ -186,6 +186,7 @@ class _Session:
             sampled = []
             if ends:
                 logits = part._model.logits(rows_of(hidden, spans, ends))
+                forbid(logits, values, ends)
                 sampled = sample(logits, [spans[place].sequence for place in ends])
             tokens = sampled_values(sampled)
             leader.send(packed(Kind.TOKENS, self._number, tokens, step=message.step, stage=self._plan.rank))

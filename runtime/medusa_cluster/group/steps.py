@@ -6,17 +6,22 @@ last worker samples, with the random number that the leader has drawn, so that s
 
 from __future__ import annotations
 
+import base64
+import binascii
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
+import torch
 from medusa_runtime.engine import frames
 from medusa_runtime.engine.base import GenerateRequest
 from medusa_runtime.engine.serving.sequence import Dice, Sequence, Span
 from medusa_runtime.engine.serving.transcript import Transcript
 from medusa_runtime.engine.torch.sampler import GREEDY, Sampled
 from medusa_runtime.errors import EngineError
+from torch import Tensor
 
 
 @dataclass(slots=True)
@@ -36,9 +41,15 @@ class StepWriter:
         self._known: dict[Sequence, _Known] = {}
         self._gone: list[int] = []
 
-    def describe(self, spans: list[Span]) -> dict[str, Any]:
-        """The body of a step message. Draws the random number of each sequence that gets a token in this step."""
+    def describe(self, spans: list[Span], allowed: Mapping[Sequence, bytes] = MappingProxyType({})) -> dict[str, Any]:
+        """The body of a step message. Draws the random number of each sequence that gets a token in this step.
+
+        ``allowed`` has a bit for each token that may come next, for sequences that follow a grammar.
+        """
         described = [self._span(span) for span in spans]
+        for said, span in zip(described, spans, strict=True):
+            if span.sequence in allowed:
+                said["allowed"] = base64.b64encode(allowed[span.sequence]).decode()
         gone, self._gone = self._gone, []
         return {"spans": described, "gone": gone}
 
@@ -128,6 +139,26 @@ def ending(values: dict[str, Any], spans: list[Span]) -> list[int]:
     return [place for place in range(len(spans)) if values["spans"][place].get("ends")]
 
 
+def packed_bits(allowed: Tensor) -> bytes:
+    """A boolean row as bits, the first one the lowest of the first byte."""
+    row = torch.nn.functional.pad(allowed.to(torch.uint8), (0, -allowed.shape[0] % 8)).view(-1, 8)
+    return bytes((row << torch.arange(8, dtype=torch.uint8)).sum(1, dtype=torch.uint8).tolist())
+
+
+def forbid(logits: Tensor, values: dict[str, Any], ends: list[int]) -> None:
+    """Leave only tokens that may come next, in the rows of sequences that follow a grammar. EngineError."""
+    for row, place in enumerate(ends):
+        given = values["spans"][place].get("allowed")
+        if given is None:
+            continue
+        try:
+            bits = torch.frombuffer(bytearray(base64.b64decode(given)), dtype=torch.uint8)
+        except (binascii.Error, TypeError, ValueError) as error:
+            raise EngineError(f"the tokens that a grammar allows could not be read: {error}") from None
+        allowed = (bits[:, None] >> torch.arange(8, dtype=torch.uint8) & 1).view(-1)[: logits.shape[1]].bool()
+        logits[row].masked_fill_(~allowed, float("-inf"))
+
+
 def sampled_values(sampled: list[Sampled]) -> dict[str, Any]:
     """The body of a tokens message."""
     return {"tokens": [[one.token, one.logprob, list(one.top)] for one in sampled]}
@@ -153,4 +184,13 @@ def take_back(sequence: Sequence) -> None:
         sequence.dice = Dice(sequence.dice.seed, sequence.dice.draws - 1)
 
 
-__all__ = ["StepReader", "StepWriter", "ending", "sampled_of", "sampled_values", "take_back"]
+__all__ = [
+    "StepReader",
+    "StepWriter",
+    "ending",
+    "forbid",
+    "packed_bits",
+    "sampled_of",
+    "sampled_values",
+    "take_back",
+]

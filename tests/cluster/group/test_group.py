@@ -115,3 +115,17 @@ def test_a_request_leaves_and_comes_back(group: Callable[..., Group], serve: Any
         target.import_request(exported, moving.incoming.put)
         moving.next()
     assert moving.tokens == expected
+
+
+def test_text_follows_its_grammar(group: Callable[..., Group], serve: Any) -> None:
+    pytest.importorskip("llguidance", reason="structured outputs need llguidance")
+    from medusa_runtime.engine.base import StructuredOutputs
+
+    forms = (StructuredOutputs("regex", "[0-9]{3}-[0-9]{4}"), StructuredOutputs("choice", '["yes", "no"]'))
+    made, alone = group("0:1", "1:2", "2:4").start(), serve()
+    for form in forms:
+        for params in PARAMS[:2]:
+            given = {"ignore_eos": False, "max_tokens": 40, "structured_outputs": form, **params}
+            assert seen(ask(made.leader, **given)) == seen(ask(alone, **given))
+    assert made.formed
+    until(lambda: made.leader.engine.stats()["kv_tokens_used"] == 0)

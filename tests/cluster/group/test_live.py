@@ -206,3 +206,14 @@ def test_a_prefill_instance_that_ends_costs_no_token(group: Callable[..., Group]
     until(lambda: made.leader.engine.stats()["paired"] == 1)
     made.workers[1].stop.set()
     assert made.leader.ask(PROMPTS[0], max_tokens=12).tokens == expected[0]
+
+
+def test_text_follows_its_grammar(group: Callable[..., Group], serve: Any) -> None:
+    pytest.importorskip("llguidance", reason="structured outputs need llguidance")
+    from medusa_runtime.engine.base import StructuredOutputs
+
+    given = {"ignore_eos": False, "structured_outputs": StructuredOutputs("regex", "[0-9]{3}-[0-9]{4}"), **SEEDED}
+    alone, made = serve(), disaggregated(group, 1)
+    expected = [alone.ask(prompt, max_tokens=40, **given).tokens for prompt in PROMPTS]
+    assert [made.leader.ask(prompt, max_tokens=40, **given).tokens for prompt in PROMPTS] == expected
+    assert made.leader.engine.stats()["layers_helped"] > 0
