@@ -5,6 +5,7 @@ Precedence: flag, environment, default. ``auto`` is resolved once, into a new ob
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 HOST_WEIGHTS = ("keep", "release")
 GRAPHS = ("capture", "restore")
+ACCESS_LOGS = ("off", "text", "json")
+TRACES = ("off", "otlp")
 TOOL_CALL_PARSERS = ("auto", "hermes", "llama3_json", "mistral", "none")
 COMPILE = ("auto", "always", "never")
 ENGINE_STARTS = ("now", "request")
@@ -77,6 +80,10 @@ class Settings:
     server_timing: str = "total"
     body_memory_mb: int | None = None
     token: str | None = field(default=None, repr=False)
+    api_key_file: str | None = None
+    cors_origins: str | None = None
+    access_log: str = "off"
+    traces: str = "off"
     log_level: str = "info"
 
 
@@ -158,6 +165,14 @@ def _token(value: str) -> str:
         # The error of every other option shows the value; a secret must not be shown.
         raise ConfigError("--token (MEDUSA_TOKEN) cannot be used: expected printable ASCII without spaces")
     return value
+
+
+def _origins(value: str) -> str:
+    """``*``, or origins as browsers send them: scheme, host and port."""
+    parts = [part.strip() for part in value.split(",")]
+    if parts != ["*"] and not all(re.fullmatch(r"https?://[^/\s,*]+/?", part) for part in parts):
+        raise ValueError("* or origins such as https://app.example, with commas between them")
+    return ",".join(parts)
 
 
 def trust_prefixes(value: str) -> str:
@@ -346,6 +361,10 @@ OPTIONS = (
         "memory for request bodies in sum; default: eight of the largest",
     ),
     Option("token", ("MEDUSA_TOKEN",), _token, "secret that requests must bear; better as variable than as flag"),
+    Option("api_key_file", ("MEDUSA_API_KEY_FILE",), _text, "file with a token a line; read again when it changes"),
+    Option("cors_origins", ("MEDUSA_CORS_ORIGINS",), _origins, "web pages that may call: origins with commas, or *"),
+    Option("access_log", ("MEDUSA_ACCESS_LOG",), OneOf(*ACCESS_LOGS), "a line on stderr for each answered request"),
+    Option("traces", ("MEDUSA_TRACES",), OneOf(*TRACES), "otlp: spans to OTEL_EXPORTER_OTLP_ENDPOINT (extra otel)"),
     Option("log_level", ("MEDUSA_LOG_LEVEL",), OneOf(*LOG_LEVELS), "how much to log"),
 )
 

@@ -34,11 +34,12 @@ _COMMANDS = (
     ("node", "medusa_adapters.cli.node", "keep models and warm engine processes for all functions of this node"),
     ("cluster", "medusa_adapters.cli.cluster.command", "run many machines as one: nodes, models, an entrance"),
     ("simulate", "medusa_adapters.cli.simulate", "simulate a fleet of machines that serves a trace"),
+    ("completion", "medusa_adapters.cli.completion", "print a script that completes commands in a shell"),
     ("doctor", "medusa_adapters.cli.doctor", "check this machine, and say what to do"),
 )
 
 # These also work without memfd, /proc and prctl.
-_ANYWHERE = ("run", "new", "build", "deploy", "inspect", "simulate")
+_ANYWHERE = ("run", "new", "build", "completion", "deploy", "inspect", "simulate")
 
 # The temporary files of these are removed when the command ends, however it ends.
 _WITH_SCRATCH = ("medusa_adapters.cli.materialize", "medusa_adapters.bench.command")
@@ -127,7 +128,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(
         prog="medusa", description="Serverless model functions that answer as soon as weights can be read."
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    parser.add_argument("-V", "--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(metavar="command", required=True)
     chosen: argparse.ArgumentParser = parser
     for name, module, text in _COMMANDS:
@@ -153,6 +154,19 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         flag = unknown[0].partition("=")[0]
         chosen.error(f"unrecognized arguments: {' '.join(unknown)}{_meant(flag, list(chosen._option_string_actions))}")
     return arguments
+
+
+def command_parsers() -> dict[str, argparse.ArgumentParser]:
+    """All commands with their parsers, for completion. Imports each command's module."""
+    found: dict[str, argparse.ArgumentParser] = {}
+    for name, module, text in _COMMANDS:
+        found[name] = _Parser(prog=f"medusa {name}", description=text[0].upper() + text[1:] + ".")
+        try:
+            importlib.import_module(module).add_arguments(found[name])
+        except (ImportError, AttributeError, OSError):  # where a command does not work, there is nothing to complete
+            continue
+        unify(found[name])
+    return found
 
 
 def _needs_linux(name: str) -> ConfigError:

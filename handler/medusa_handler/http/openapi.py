@@ -123,7 +123,7 @@ def describe(service: Service, probes: Mapping[str, str]) -> dict[str, Any]:
         "info": {"title": service.model.name if service.engine is not None else "function", "version": "1"},
         "paths": paths,
     }
-    if service.settings.token is not None:
+    if service.settings.token is not None or service.settings.api_key_file is not None:
         document["components"] = {"securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}}
         document["security"] = [{"token": []}]
     return document

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from medusa_runtime.errors import MedusaError
 from medusa_runtime.liveness import Heartbeats, Watchdog
 
 from ..platform import Platform
@@ -35,6 +36,7 @@ def serve(
 ) -> int:
     """Serve on ``listener`` until SIGTERM; returns the exit status. Runs in a forked process without threads."""
     platform = platform or Platform()
+    _check(settings)
     probes = Probes(settings, platform, instance.region, instance.heartbeats)
     _publish_start(probes, instance, settings)
     instance.heartbeats.enter("function")
@@ -61,6 +63,18 @@ def serve(
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0
     return 0
+
+
+def _check(settings: Settings) -> None:
+    """Raise the ConfigError of what each worker will need, before there is one."""
+    if settings.api_key_file is not None:
+        from .tokens import Tokens
+
+        Tokens(None, settings.api_key_file)
+    if settings.traces != "off":
+        from .tracing import check_installed
+
+        check_installed()
 
 
 def _publish_start(probes: Probes, instance: InstanceHandle, settings: Settings) -> None:
@@ -98,7 +112,11 @@ def _boot(
 
         return create_app(service, model_routes)
 
-    gateway = WsgiGateway(service, build)
+    try:
+        gateway = WsgiGateway(service, build)
+    except MedusaError as error:
+        instance.fail(error)
+        raise
     if settings.handler is not None:
         from ..user_code.function import UserFunction
 
@@ -126,6 +144,8 @@ def _boot(
         idle = service.admission.wait_idle(deadline - time.monotonic())
         if service.function is not None:
             service.function.close()
+        if gateway.tracer is not None:
+            gateway.tracer.close()
         return idle
 
     return gateway, drain

@@ -5,7 +5,6 @@ Importing Flask costs 100 to 200 ms; a probe that arrives before it is there mus
 
 from __future__ import annotations
 
-import hmac
 import itertools
 import json
 import threading
@@ -15,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 from ..faults import not_ready
 from ..http.environ import ARRIVED, WHOLE
 from ..probes import ProbeResponse
+from .tokens import Tokens
 
 if TYPE_CHECKING:
     from ..service import Service
+    from .tracing import Tracer
 
 Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
@@ -46,7 +47,23 @@ class WsgiGateway:
     def __init__(self, service: Service, build: Callable[[], Wsgi]) -> None:
         self._service = service
         self._build = build
-        self._token = service.settings.token
+        settings = service.settings
+        self._tokens = Tokens(settings.token, settings.api_key_file)
+        self.tracer: Tracer | None = None
+        self._outermost: Wsgi = self._answer
+        if settings.cors_origins is not None:
+            from .cors import with_cors
+
+            self._outermost = with_cors(self._outermost, settings.cors_origins)
+        if settings.traces != "off":
+            from .tracing import Tracer
+
+            self.tracer = Tracer(service)
+            self._outermost = self.tracer.around(self._outermost)
+        if settings.access_log != "off":
+            from .access_log import with_access_log
+
+            self._outermost = with_access_log(self._outermost, settings.access_log)
         self._app: Wsgi | None = None
         self._building = threading.Lock()
         # Locks are given in no order, so requests that wait for the app keep theirs in a number.
@@ -55,6 +72,9 @@ class WsgiGateway:
         self._room = threading.Semaphore(self._cap)
 
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        return self._outermost(environ, start_response)
+
+    def _answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         if WHOLE in environ and environ.get("CONTENT_LENGTH", "0") in ("", "0") and not _is_chunked(environ):
             environ[WHOLE]()
         # We know no other protocol; werkzeug would refuse a client that offers to go on with WebSocket.
@@ -65,7 +85,7 @@ class WsgiGateway:
                 answer = _json(start_response, "200 OK" if probe.good else "503 Service Unavailable", probe.status)
                 return [] if environ["REQUEST_METHOD"] == "HEAD" else answer
             environ["PATH_INFO"] = probe  # the platform asks the function itself
-        elif self._token is not None and not self._is_authorized(environ.get("HTTP_AUTHORIZATION", "")):
+        elif self._tokens.wanted and not self._tokens.accept(environ.get("HTTP_AUTHORIZATION", "")):
             return _json(start_response, "401 Unauthorized", _TOKEN_WANTED, ("WWW-Authenticate", "Bearer"))
         elif probe is not None:
             return _json(start_response, "405 Method Not Allowed", _PROBE_IS_READ_ONLY, ("Allow", "GET, HEAD"))
@@ -94,13 +114,6 @@ class WsgiGateway:
         error = not_ready(why, service.model.eta_s())
         body = error.body() if service.settings.handler is None else {"error": error.message}
         return _json(start_response, "503 Service Unavailable", body, *error.headers.items())
-
-    def _is_authorized(self, header: str) -> bool:
-        assert self._token is not None
-        scheme, _, given = header.partition(" ")
-        # A near miss takes as long as any other. Bytes, because compare_digest refuses text that is not ASCII.
-        same = hmac.compare_digest(given.strip().encode("latin-1", "replace"), self._token.encode())
-        return same and scheme.lower() == "bearer"
 
 
 def _is_chunked(environ: dict[str, Any]) -> bool:

@@ -1,0 +1,43 @@
+"""Cross-origin requests (CORS, the Fetch standard): which web pages may call this server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+Wsgi = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+
+_METHODS = "GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS"
+_EXPOSED = "X-Request-Id, Retry-After, Server-Timing"
+_MAX_AGE_S = "600"
+
+
+def with_cors(app: Wsgi, origins: str) -> Wsgi:
+    """Answer preflights, and let these origins (``*`` or a list with commas) read what ``app`` answers."""
+    allowed = frozenset(origin.strip().rstrip("/") for origin in origins.split(","))
+
+    def call(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        origin = environ.get("HTTP_ORIGIN", "")
+        if not origin or not (origin in allowed or "*" in allowed):
+            return app(environ, start_response)
+        shared = [("Access-Control-Allow-Origin", "*" if "*" in allowed else origin), ("Vary", "Origin")]
+        if environ["REQUEST_METHOD"] == "OPTIONS" and "HTTP_ACCESS_CONTROL_REQUEST_METHOD" in environ:
+            asked = environ.get("HTTP_ACCESS_CONTROL_REQUEST_HEADERS", "")
+            headers = [
+                *shared,
+                ("Access-Control-Allow-Methods", _METHODS),
+                ("Access-Control-Allow-Headers", asked or "Authorization, Content-Type"),
+                ("Access-Control-Max-Age", _MAX_AGE_S),
+            ]
+            start_response("204 No Content", headers)
+            return []
+
+        def start(status: str, headers: list[tuple[str, str]], *rest: Any) -> Any:
+            # A function that has its own rules keeps them.
+            if not any(name.lower() == "access-control-allow-origin" for name, _ in headers):
+                headers = [*headers, *shared, ("Access-Control-Expose-Headers", _EXPOSED)]
+            return start_response(status, headers, *rest)
+
+        return app(environ, start)
+
+    return call

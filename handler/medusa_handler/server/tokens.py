@@ -1,0 +1,94 @@
+"""The tokens that a request may bear: the one of the settings, and those of a file that can change meanwhile."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+
+from medusa_runtime.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 1.0
+
+
+class Tokens:
+    """``file`` has a token a line; empty lines and those that begin with # do not count.
+
+    It is read again when it has changed, so tokens are rotated without a restart: add the new one, let clients change
+    over, remove the old one. A change that cannot be used is logged, and the tokens before it stay.
+    """
+
+    def __init__(self, token: str | None, file: str | None) -> None:
+        """Raises ConfigError for a file that cannot be used."""
+        self._own = () if token is None else (token.encode(),)
+        self._path = None if file is None else Path(file)
+        self._lock = threading.Lock()
+        self._looked = 0.0
+        self._stamp = (0, 0, 0)
+        self._found: tuple[bytes, ...] = ()
+        if self._path is not None:
+            self._stamp = _stamp(self._path)
+            self._found = _read(self._path)
+            self._looked = time.monotonic()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether requests need one."""
+        return self._path is not None or bool(self._own)
+
+    def accept(self, header: str) -> bool:
+        """Whether an Authorization header bears one of the tokens."""
+        scheme, _, given = header.partition(" ")
+        # A near miss takes as long as any other. Bytes, because compare_digest refuses text that is not ASCII.
+        sent = given.strip().encode("latin-1", "replace")
+        same = [hmac.compare_digest(sent, token) for token in (*self._own, *self._current())]
+        return any(same) and scheme.lower() == "bearer"
+
+    def _current(self) -> tuple[bytes, ...]:
+        path = self._path
+        if path is None or time.monotonic() - self._looked < _LOOK_S:
+            return self._found
+        with self._lock:
+            if time.monotonic() - self._looked >= _LOOK_S:
+                self._looked = time.monotonic()
+                try:
+                    stamp = _stamp(path)
+                    if stamp != self._stamp:
+                        self._stamp, self._found = stamp, _read(path)
+                        logger.warning("%s has changed: %d tokens are valid", path, len(self._found))
+                except ConfigError as error:
+                    self._stamp = (0, 0, 0)
+                    logger.error("%s; the tokens before it stay valid", error)  # noqa: TRY400
+        return self._found
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    return found.st_mtime_ns, found.st_ino, found.st_size
+
+
+def _read(path: Path) -> tuple[bytes, ...]:
+    try:
+        lines = [line.strip() for line in path.read_bytes().splitlines()]
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    tokens = tuple(line for line in lines if line and not line.startswith(b"#"))
+    if not tokens or not all(_is_token(token) for token in tokens):
+        raise ConfigError(f"--api-key-file={path}: expected a token of printable ASCII without spaces on each line")
+    return tokens
+
+
+def _is_token(line: bytes) -> bool:
+    return all(0x21 <= byte <= 0x7E for byte in line)
+
+
+def _unreadable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"--api-key-file={path}: expected a file that can be read: {error.strerror}")

@@ -1,0 +1,187 @@
+"""Traces by OpenTelemetry: a span for each request, and the cold start with its stages.
+
+Requests only note what a span needs. A thread makes spans of it and sends them, and imports OpenTelemetry's packages
+(half a second) once the function is ready, so that no start waits for them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from medusa_runtime.errors import MissingPackageError
+
+from .access_log import Answer, Wsgi, watched
+
+if TYPE_CHECKING:
+    from ..service import Service
+
+logger = logging.getLogger(__name__)
+
+_PARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+_POLL_S = 0.25
+_SEND_S = 1.0
+_MOST = 10_000  # spans that wait; more are dropped
+_LAST_SEND_S = 3.0
+
+
+@dataclass
+class _Noted:
+    """A span to be made. Ids are hexadecimal, as in a traceparent."""
+
+    name: str
+    trace: str
+    span: str
+    parent: str
+    start_ns: int
+    end_ns: int
+    attributes: dict[str, Any]
+    failed: bool = False
+    inner: bool = False  # no request
+
+
+def check_installed() -> None:
+    """Raise MissingPackageError where OpenTelemetry is not installed."""
+    from importlib.util import find_spec
+
+    try:
+        found = find_spec("opentelemetry.exporter.otlp.proto.http")
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise MissingPackageError("--traces otlp needs optional packages: pip install 'medusa-runtime[otel]'")
+
+
+class Tracer:
+    """Notes requests and, in a thread of its own, sends their spans."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._noted: deque[_Noted] = deque(maxlen=_MOST)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
+        self._thread.start()
+
+    def around(self, app: Wsgi) -> Wsgi:
+        """Note each request, as a child of the span that its ``traceparent`` names, and pass its own on."""
+
+        def call(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+            given = _PARENT.fullmatch(environ.get("HTTP_TRACEPARENT", "").strip())
+            good = given is not None and given[1] != "ff" and int(given[2], 16) and int(given[3], 16)
+            trace, parent = (given[2], given[3]) if given is not None and good else (os.urandom(16).hex(), "")
+            span = os.urandom(8).hex()
+            sampled = not (given is not None and good) or bool(int(given[4], 16) & 1)
+            environ["HTTP_TRACEPARENT"] = f"00-{trace}-{span}-{int(sampled):02x}"
+            if not sampled:
+                return app(environ, start_response)
+
+            def ended(answer: Answer) -> None:
+                self._noted.append(_of_request(answer, trace, span, parent))
+
+            return watched(app, Answer(environ, ended), environ, start_response)
+
+        return call
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._stopping.set()
+        self._thread.join(_LAST_SEND_S)
+
+    def _run(self) -> None:
+        while not self._service.ready and not self._stopping.wait(_POLL_S):
+            pass
+        try:
+            export = _exporter(self._service.model.name if self._service.settings.model else "function")
+        except Exception:
+            logger.exception("traces cannot be sent")
+            return
+        self._noted.extendleft(reversed(self._cold_start()))
+        while True:
+            last = self._stopping.wait(_SEND_S)
+            batch = [self._noted.popleft() for _ in range(len(self._noted))]
+            if batch:
+                export(batch)
+            if last:
+                return
+
+    def _cold_start(self) -> list[_Noted]:
+        """The stages of the start as spans below one, all of the same trace."""
+        stages = [stage for stage in self._service.timeline.stages() if stage.end_ns >= stage.start_ns]
+        if not stages:
+            return []
+        offset_ns = time.time_ns() - time.monotonic_ns()
+        trace, root = os.urandom(16).hex(), os.urandom(8).hex()
+        start_ns, end_ns = min(stage.start_ns for stage in stages), max(stage.end_ns for stage in stages)
+        spans = [_Noted("cold start", trace, root, "", start_ns, end_ns, {}, inner=True)]
+        for stage in stages:
+            detail = {f"medusa.{name}": value for name, value in stage.detail.items() if _is_plain(value)}
+            detail["medusa.process"] = stage.process
+            spans.append(
+                _Noted(stage.name, trace, os.urandom(8).hex(), root, stage.start_ns, stage.end_ns, detail, inner=True)
+            )
+        for span in spans:
+            span.start_ns += offset_ns
+            span.end_ns += offset_ns
+        return spans
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, str | bool | int | float)
+
+
+def _of_request(answer: Answer, trace: str, span: str, parent: str) -> _Noted:
+    attributes = {
+        "http.request.method": answer.method,
+        "url.path": answer.path,
+        "http.response.status_code": answer.status,
+        "http.response.body.size": answer.sent_bytes,
+        "medusa.request_id": answer.request_id,
+    }
+    end_ns = answer.began_ns + int(answer.seconds * 1e9)
+    name = f"{answer.method} {answer.path}"
+    return _Noted(name, trace, span, parent, answer.began_ns, end_ns, attributes, failed=answer.status >= 500)
+
+
+def _exporter(name: str) -> Callable[[list[_Noted]], None]:
+    """What sends spans to where OTEL_EXPORTER_OTLP_ENDPOINT says. Imports OpenTelemetry."""
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
+    from opentelemetry.trace.status import Status, StatusCode
+
+    exporter = OTLPSpanExporter()
+    named = {} if os.environ.get("OTEL_SERVICE_NAME") else {"service.name": name}
+    resource = Resource.create(named)
+
+    def context(trace: str, span: str) -> Any:
+        return SpanContext(int(trace, 16), int(span, 16), is_remote=False, trace_flags=TraceFlags(1))
+
+    def export(noted: list[_Noted]) -> None:
+        spans = [
+            ReadableSpan(
+                name=each.name,
+                context=context(each.trace, each.span),
+                parent=context(each.trace, each.parent) if each.parent else None,
+                resource=resource,
+                attributes=each.attributes,
+                kind=SpanKind.INTERNAL if each.inner else SpanKind.SERVER,
+                status=Status(StatusCode.ERROR if each.failed else StatusCode.UNSET),
+                start_time=each.start_ns,
+                end_time=each.end_ns,
+            )
+            for each in noted
+        ]
+        try:
+            exporter.export(spans)
+        except Exception as error:  # noqa: BLE001 - whatever it is, requests go on
+            logger.warning("%d spans could not be sent: %s", len(spans), error)
+
+    return export

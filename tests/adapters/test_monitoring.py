@@ -1,0 +1,63 @@
+"""The Grafana dashboard and the Prometheus alerts: of metrics that a running function has."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+MONITORING = Path(__file__).parents[2] / "monitoring"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
+ALERTS = MONITORING / "prometheus-alerts.yaml"
+DASHBOARD = MONITORING / "grafana-dashboard.json"
+_METRIC = re.compile(r"\bmedusa_[a-z_]+")
+
+
+def expressions() -> list[str]:
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    rules = [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
+    return [target["expr"] for panel in panels for target in panel["targets"]] + [rule["expr"] for rule in rules]
+
+
+def test_they_ask_for_metrics_that_a_running_function_has(launch: Callable[..., Any]) -> None:
+    instance = launch("--model", str(EXAMPLE), MEDUSA_PLATFORM="local")
+    body = {"prompt": "a", "max_tokens": 2}
+    assert instance.request("POST", "/v1/completions", body).status == 200
+    page = instance.request("GET", "/metrics").body.decode()
+    there = {line.split("{")[0] for line in page.splitlines() if line and not line.startswith("#")}
+    labels = {name: set(re.findall(r'(\w+)="', line)) for line in page.splitlines() for name in [line.split("{")[0]]}
+    asked = {name for expression in expressions() for name in _METRIC.findall(expression)}
+    # Counters that begin with their first event.
+    later = {"medusa_process_restarts_total"}
+    assert asked - there <= later
+    for expression in expressions():
+        for grouped in re.findall(r"by \(([^)]*)\)", expression):
+            names = _METRIC.findall(expression)
+            for label in (each.strip() for each in grouped.split(",")):
+                assert any(label in labels.get(name, set()) for name in names) or set(names) & later, (
+                    label,
+                    expression,
+                )
+
+
+def test_every_alert_says_what_to_do_and_every_panel_has_its_place() -> None:
+    for group in yaml.safe_load(ALERTS.read_text())["groups"]:
+        for rule in group["rules"]:
+            assert {"alert", "expr", "labels", "annotations"} <= set(rule)
+            assert {"summary", "description"} == set(rule["annotations"])
+            assert rule["labels"]["severity"] in ("warning", "critical")
+    dashboard = json.loads(DASHBOARD.read_text())
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in dashboard["panels"]]
+    assert len(places) == len(set(places)) == len({panel["id"] for panel in dashboard["panels"]})
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_prometheus_takes_the_alerts() -> None:
+    subprocess.run(["promtool", "check", "rules", ALERTS], check=True, capture_output=True)

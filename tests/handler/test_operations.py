@@ -1,0 +1,184 @@
+"""Tokens that rotate, cross-origin requests, the access log and traces, against the real server."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from medusa_handler.server.tokens import Tokens
+from medusa_runtime.errors import ConfigError
+
+Serve = Callable[..., Any]
+PAGE = "https://app.example"
+
+
+def bearing(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+def test_tokens_of_a_file_are_rotated_without_a_restart(serve: Serve, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# of the team\nold\n\nother\n")
+    served = serve(api_key_file=str(file), token="own")
+
+    def status(token: str) -> int:
+        return int(served.request("GET", "/v1/models", headers=bearing(token))[0])
+
+    assert [status(token) for token in ("old", "other", "own", "new", "# of the team", "")] == [
+        200,
+        200,
+        200,
+        401,
+        401,
+        401,
+    ]
+    assert served.request("GET", "/v1/models")[0] == 401
+    assert served.request("GET", "/livez")[0] == 200
+    file.write_text("other\nnew\n")
+    served.until(lambda: status("new") == 200)
+    assert (status("old"), status("other")) == (401, 200)
+    file.write_text("")  # cannot be meant: what was valid stays so
+    time.sleep(1.2)
+    assert status("new") == 200
+    os.unlink(file)
+    time.sleep(1.2)
+    assert status("new") == 200
+    assert "new" not in served.output().replace("newer", "")
+
+
+@pytest.mark.parametrize("text", [None, "", "# none\n", "two words\n", "naïve\n"])
+def test_a_file_without_tokens_is_refused(tmp_path: Path, text: str | None) -> None:
+    file = tmp_path / "keys"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=r"--api-key-file=.*: expected"):
+        Tokens(None, str(file))
+
+
+def test_pages_of_other_origins_may_call(serve: Serve) -> None:
+    served = serve(cors_origins=f"{PAGE},http://localhost:3000", token="secret")
+    asked = {"Origin": PAGE, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    status, _, headers = served.request("OPTIONS", "/v1/chat/completions", headers=asked)
+    assert status == 204
+    assert headers["access-control-allow-origin"] == PAGE
+    assert headers["access-control-allow-headers"] == "authorization"
+    assert "POST" in headers["access-control-allow-methods"]
+    status, _, headers = served.request("GET", "/v1/models", headers={"Origin": PAGE, **bearing("secret")})
+    assert (status, headers["access-control-allow-origin"], headers["vary"]) == (200, PAGE, "Origin")
+    refused = served.request("GET", "/v1/models", headers={"Origin": PAGE})
+    assert refused[0] == 401
+    assert refused[2]["access-control-allow-origin"] == PAGE  # so that the page can read why
+    for origin in ("https://evil.example", f"{PAGE}.evil.example", "null"):
+        assert "access-control-allow-origin" not in served.request("GET", "/livez", headers={"Origin": origin})[2]
+        status, _, headers = served.request("OPTIONS", "/v1/models", headers={**asked, "Origin": origin})
+        assert "access-control-allow-origin" not in headers
+
+
+def test_without_the_setting_there_is_no_cors(serve: Serve) -> None:
+    headers = serve().request("GET", "/v1/models", headers={"Origin": PAGE})[2]
+    assert not any(name.startswith("access-control") for name in headers)
+
+
+def test_each_answer_is_a_line_of_the_access_log(serve: Serve) -> None:
+    served = serve(access_log="json")
+    served.complete()
+    served.request("GET", "/v1/no%0Athing?key=secret", headers={"X-Request-Id": "mine"})
+    served.until(lambda: len(served.output().splitlines()) >= 2)
+    first, second = (json.loads(line) for line in served.output().splitlines()[:2])
+    assert (first["method"], first["path"], first["status"]) == ("POST", "/v1/completions", 200)
+    assert first["bytes"] > 50
+    assert first["seconds"] >= 0
+    assert (second["path"], second["status"], second["request_id"]) == ("/v1/no\nthing", 404, "mine")
+    assert "secret" not in served.output()
+    text = serve(access_log="text")
+    assert text.request("GET", "/v1/no%0Athing")[0] == 404
+    text.until(lambda: "\n" in text.output())
+    assert "GET /v1/no\\nthing 404 " in text.output()
+
+
+class Collector:
+    """What receives spans over OTLP, as a real collector would."""
+
+    def __init__(self) -> None:
+        self.spans: list[Any] = []
+        self.service = ""
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                import gzip
+
+                from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                if self.headers.get("Content-Encoding") == "gzip":
+                    body = gzip.decompress(body)
+                request = ExportTraceServiceRequest.FromString(body)
+                for resource in request.resource_spans:
+                    names = {a.key: a.value.string_value for a in resource.resource.attributes}
+                    outer.service = names["service.name"]
+                    for scope in resource.scope_spans:
+                        outer.spans += scope.spans
+                self.send_response(200)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def log_message(self, *_: Any) -> None: ...
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def named(self, name: str) -> list[Any]:
+        return [span for span in self.spans if span.name == name]
+
+
+@pytest.fixture
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    pytest.importorskip("opentelemetry.sdk", reason="traces need OpenTelemetry")
+    collector = Collector()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.server.server_port}")
+    yield collector
+    collector.server.shutdown()
+    collector.server.server_close()
+
+
+def test_requests_and_the_start_are_spans(serve: Serve, collector: Collector) -> None:
+    served = serve(traces="otlp")
+    trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    served.request("GET", "/v1/models", headers={"traceparent": f"00-{trace}-{parent}-01"})
+    served.request("GET", "/v1/models", headers={"traceparent": f"00-{trace}-{parent}-00"})  # not sampled
+    served.request("GET", "/v1/nothing", headers={"traceparent": "nonsense"})
+    served.until(lambda: len(collector.named("GET /v1/nothing")) == 1)
+    [span] = collector.named("GET /v1/models")
+    assert (span.trace_id.hex(), span.parent_span_id.hex()) == (trace, parent)
+    assert {a.key: a.value.int_value for a in span.attributes}["http.response.status_code"] == 200
+    assert span.end_time_unix_nano >= span.start_time_unix_nano > 1.6e18
+    assert collector.named("GET /v1/nothing")[0].parent_span_id == b""
+    [start] = collector.named("cold start")
+    stages = [span for span in collector.spans if span.parent_span_id == start.span_id]
+    assert {"server", "app"} <= {stage.name for stage in stages}
+    assert collector.service == "words"
+    served.complete()
+    assert served.stop() == 0
+    assert len(collector.named("POST /v1/completions")) == 1  # sent before the end
+
+
+def test_a_function_passes_the_trace_on(serve: Serve, collector: Collector) -> None:
+    served = serve(handler="traced/handler.py", traces="otlp")
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    given = served.request("POST", "/", b"", {"traceparent": f"00-{trace}-b7ad6b7169203331-01"})[1]["traceparent"]
+    served.until(lambda: len(collector.named("POST /")) == 1)
+    assert given == f"00-{trace}-{collector.named('POST /')[0].span_id.hex()}-01"
+
+
+def test_without_the_setting_a_trace_is_passed_on_as_it_came(serve: Serve) -> None:
+    given = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    answer = serve(handler="traced/handler.py").request("POST", "/", b"", {"traceparent": given})[1]
+    assert answer == {"traceparent": given, "imported": []}
