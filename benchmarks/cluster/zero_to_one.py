@@ -2,6 +2,9 @@
 
 Both take the region and a warm engine from the same agent. The difference is what the cluster adds: the gateway, the
 controller, the node actor, the node server, and the request's way through them.
+
+Where other work disturbs both, two rows say more than the difference: from the request to the exec of `medusa serve`
+(``before_exec_ms``), and from its first token to the client's (``after_token_ms``).
 """
 
 from __future__ import annotations
@@ -12,15 +15,17 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from medusa_adapters.bench.openai_client import stream
+from medusa_adapters.bench.served_instance import stages_from_json
 from medusa_cluster.json_lines import call
-from medusa_cluster.lab.cluster import LabCluster
+from medusa_cluster.lab.cluster import DATA_PORT, LabCluster
 from medusa_cluster.lab.laboratory import SWITCH, Laboratory
 from medusa_cluster.lab.link import Link
 from medusa_runtime.errors import LabError
+from medusa_runtime.timeline import Stage
 
 from benchmarks.cluster.options import Options, row
 
@@ -43,15 +48,24 @@ def rows(options: Options) -> list[dict[str, Any]]:
             alone, through = _samples(lab, cluster, options.runs)
         finally:
             cluster.stop()
-    added = [one - other for one, other in zip(through, alone, strict=True)]
     return [
-        row("zero_to_one", "added_ms", "ms", added),
-        row("zero_to_one", "ttft_ms", "ms", through),
+        row("zero_to_one", "added_ms", "ms", [one.ttft_ms - other for one, other in zip(through, alone, strict=True)]),
+        row("zero_to_one", "ttft_ms", "ms", [sample.ttft_ms for sample in through]),
         row("zero_to_one", "alone_ttft_ms", "ms", alone),
+        row("zero_to_one", "before_exec_ms", "ms", [sample.before_exec_ms for sample in through]),
+        row("zero_to_one", "after_token_ms", "ms", [sample.after_token_ms for sample in through]),
     ]
 
 
-def _samples(lab: Laboratory, cluster: LabCluster, runs: int) -> tuple[list[float], list[float]]:
+class Sample(NamedTuple):
+    """A start through the cluster. The clock is the machine's, for all its processes."""
+
+    ttft_ms: float
+    before_exec_ms: float
+    after_token_ms: float
+
+
+def _samples(lab: Laboratory, cluster: LabCluster, runs: int) -> tuple[list[float], list[Sample]]:
     alone, through = [], []
     url = f"{lab.origin_url}/{_NAME}"
     socket = str(lab.node_folder(_NODE) / "node.sock")
@@ -68,12 +82,12 @@ def _samples(lab: Laboratory, cluster: LabCluster, runs: int) -> tuple[list[floa
                 runner.stdin.flush()
                 took_ms, text = json.loads(_line(runner))
                 _settle(lab, cluster)
-                cluster_ms, cluster_text = _through_gateway(lab)
+                sample, cluster_text = _through_gateway(lab, cluster)
                 if text != cluster_text:
                     raise LabError(f"the cluster answered {cluster_text!r}; expected {text!r}")
                 if number:  # the first ones fetch the model, and read code from disk
                     alone.append(took_ms)
-                    through.append(cluster_ms)
+                    through.append(sample)
         finally:
             runner.stdin.close()
     return alone, through
@@ -96,7 +110,7 @@ def _settle(lab: Laboratory, cluster: LabCluster) -> None:
     time.sleep(_QUIET_S)
 
 
-def _through_gateway(lab: Laboratory) -> tuple[float, str]:
+def _through_gateway(lab: Laboratory, cluster: LabCluster) -> tuple[Sample, str]:
     connection = http.client.HTTPConnection(lab.address(SWITCH), _GATEWAY_PORT, timeout=_WITHIN_S)
     with lab.network(SWITCH):
         connection.connect()
@@ -105,7 +119,25 @@ def _through_gateway(lab: Laboratory) -> tuple[float, str]:
         completion = stream(connection, _PROMPT | {"model": _NAME})
     finally:
         connection.close()
-    return (completion.first_token_ns - began_ns) / 1e6, completion.text
+    stages = _stages(lab, cluster)
+    exec_ns = next(stage.start_ns for stage in stages if (stage.process, stage.name) == ("supervisor", "exec"))
+    token_ns = min(stage.end_ns for stage in stages if stage.name == "first_token")
+    times = (completion.first_token_ns - began_ns, exec_ns - began_ns, completion.first_token_ns - token_ns)
+    return Sample(*(nanoseconds / 1e6 for nanoseconds in times)), completion.text
+
+
+def _stages(lab: Laboratory, cluster: LabCluster) -> Sequence[Stage]:
+    """The stages of the start of the one instance, as it reports them itself."""
+    (instance,) = cluster.call("routes")["models"][_NAME]["instances"]
+    connection = http.client.HTTPConnection(lab.address(_NODE), DATA_PORT, timeout=_WITHIN_S)
+    with lab.network(SWITCH):
+        connection.connect()
+    try:
+        path = f"/instances/{instance['id']}/timeline"
+        connection.request("GET", path, headers={"Authorization": f"Bearer {cluster.token}"})
+        return stages_from_json(json.loads(connection.getresponse().read()))
+    finally:
+        connection.close()
 
 
 def _line(process: subprocess.Popen[str]) -> str:
