@@ -113,8 +113,8 @@ class CudaDriver(Driver):
         super().__init__(library)
         self._bound: dict[str, Any] = {}
 
-    def result(self, function: str, *arguments: Any) -> int:
-        """Call a function that may fail, and return its CUresult."""
+    def bound(self, function: str) -> Any:
+        """The function itself, which returns its CUresult: for loops of tens of thousands of calls."""
         bound = self._bound.get(function)
         if bound is None:
             try:
@@ -125,11 +125,19 @@ class CudaDriver(Driver):
                 ) from None
             bound.argtypes = [_LETTERS[letter] for letter in SIGNATURES[function]]
             self._bound[function] = bound
-        return int(bound(*arguments))
+        return bound
+
+    def check(self, function: str, code: int) -> None:
+        """Raise CudaError for a CUresult of this function that is not 0."""
+        if code:
+            raise CudaError(function, code, self._name(code))
+
+    def result(self, function: str, *arguments: Any) -> int:
+        """Call a function that may fail, and return its CUresult."""
+        return int(self.bound(function)(*arguments))
 
     def call(self, function: str, *arguments: Any) -> None:
-        if code := self.result(function, *arguments):
-            raise CudaError(function, code, self._name(code))
+        self.check(function, self.result(function, *arguments))
 
     def handle(self, function: str, *arguments: Any) -> int:
         """Call a function that writes a handle or an address to its first argument, and return that."""

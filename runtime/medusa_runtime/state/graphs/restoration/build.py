@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import addressof, byref, c_uint64
 
-from ..blueprint import Blueprints, Edge, GraphBlueprint, Node, NodeKind
+from ..blueprint import AttributeSet, Blueprints, Edge, GraphBlueprint, Node, NodeKind
 from ..driver import CudaDriver, CudaError
 from ..mismatch import GraphMismatch, Reason
 from ..structs import KERNEL_NODE, PROGRAMMATIC, InstantiateParams
@@ -60,23 +60,20 @@ def construct(
     context = driver.current_context()
     made = driver.handle("cuGraphCreate", 0)
     node: Node | None = None
+    nodes = (c_uint64 * max(len(graph.nodes), 1))()
+    first, add_kernel = addressof(nodes), driver.bound("cuGraphAddKernelNode_v2")
+    pointers, params = _packed(blueprints, graph, kernels, base, context)
+    at = addressof(params)
     try:
-        nodes = (c_uint64 * max(len(graph.nodes), 1))()
-        params = ctypes.create_string_buffer(KERNEL_NODE.size)
         for number, node in enumerate(graph.nodes):
-            out = addressof(nodes) + 8 * number
+            out = first + 8 * number
             if node.kind == NodeKind.KERNEL:
-                pointers = _pointers(blueprints, node, base)
-                func, kern = kernels[node.kernel]
-                KERNEL_NODE.pack_into(
-                    params, 0, func, *node.grid, *node.block, node.shared_bytes, addressof(pointers), 0, kern, context
-                )
-                driver.call("cuGraphAddKernelNode_v2", out, made, None, 0, params)
-                for attribute, value in blueprints.attribute_sets[node.attributes]:
-                    if attribute == PROGRAMMATIC:  # the edges say the same; a driver may know it of launches only
-                        driver.result("cuGraphKernelNodeSetAttribute", nodes[number], attribute, value)
-                    else:
-                        driver.call("cuGraphKernelNodeSetAttribute", nodes[number], attribute, value)
+                # Not driver.call: a start does this tens of thousands of times.
+                if code := add_kernel(out, made, None, 0, at):
+                    driver.check("cuGraphAddKernelNode_v2", code)
+                at += KERNEL_NODE.size
+                if node.attributes:
+                    _set_attributes(driver, nodes[number], blueprints.attribute_sets[node.attributes])
             elif node.kind == NodeKind.MEMSET:
                 driver.call("cuGraphAddMemsetNode", out, made, None, 0, base + node.start, context)
             elif node.kind == NodeKind.MEMCPY:
@@ -88,6 +85,7 @@ def construct(
     except CudaError as error:
         driver.result("cuGraphDestroy", made)
         raise GraphMismatch(Reason.DRIVER_CALL, f"{error}: {_about(blueprints, node)}") from error
+    del pointers  # until here the driver reads them
     return made
 
 
@@ -109,10 +107,30 @@ def _replace_map(driver: CudaDriver, data: memoryview, address: int) -> None:
     data[:] = replaced
 
 
-def _pointers(blueprints: Blueprints, node: Node, base: int) -> ctypes.Array[c_uint64]:
-    """The array for kernelParams. The buffer has the whole layout, so the driver needs no sizes."""
-    layout = blueprints.kernels[node.kernel].parameters
-    return (c_uint64 * max(len(layout), 1))(*[base + node.start + offset for offset, _ in layout])
+def _packed(
+    blueprints: Blueprints, graph: GraphBlueprint, kernels: Sequence[KernelHandle], base: int, context: int
+) -> tuple[ctypes.Array[c_uint64], ctypes.Array[ctypes.c_char]]:
+    """All kernel nodes' arrays for kernelParams, one behind the other, and their parameters, which point into them.
+
+    The blob has each whole layout, so the driver needs no sizes.
+    """
+    offsets = [[offset for offset, _ in kernel.parameters] or [0] for kernel in blueprints.kernels]
+    launched = [node for node in graph.nodes if node.kind == NodeKind.KERNEL]
+    addresses = [base + node.start + offset for node in launched for offset in offsets[node.kernel]]
+    pointers = (c_uint64 * max(len(addresses), 1))(*addresses)
+    at, packed = addressof(pointers), []
+    for node in launched:
+        func, kern = kernels[node.kernel]
+        packed.append(KERNEL_NODE.pack(func, *node.grid, *node.block, node.shared_bytes, at, 0, kern, context))
+        at += 8 * len(offsets[node.kernel])
+    return pointers, ctypes.create_string_buffer(b"".join(packed), max(KERNEL_NODE.size * len(packed), 1))
+
+
+def _set_attributes(driver: CudaDriver, node: int, attributes: AttributeSet) -> None:
+    for attribute, value in attributes:
+        code = driver.result("cuGraphKernelNodeSetAttribute", node, attribute, value)
+        if attribute != PROGRAMMATIC:  # the edges say the same; a driver may know it of launches only
+            driver.check("cuGraphKernelNodeSetAttribute", code)
 
 
 def _connect(driver: CudaDriver, graph: GraphBlueprint, made: int, nodes: ctypes.Array[c_uint64]) -> None:
