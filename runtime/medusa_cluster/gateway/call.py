@@ -13,10 +13,11 @@ from .faults import Fault
 _SEED_BITS = 48  # exact in every JSON parser
 _PROMPT_BYTES, _MOST_FOR_PROMPT = 8192, 4.0  # a body of so many bytes counts as one more sequence, up to so many
 
-# What an instance answers, and whether tokens are drawn for it.
-SAMPLING = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
+# What an instance answers. The first take a seed, which makes a second run draw the same tokens.
+SAMPLING = frozenset({"/v1/completions", "/v1/chat/completions"})
 OTHERS = frozenset(
     {
+        "/v1/responses", "/v1/messages",
         "/v1/embeddings", "/v1/rerank", "/v1/score", "/rerank", "/score", "/classify", "/pooling",
         "/tokenize", "/detokenize", "/medusa/describe", "/medusa/call",
     }

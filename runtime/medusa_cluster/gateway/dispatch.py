@@ -162,6 +162,12 @@ class Dispatch:
         if not lost:
             self._advance_all()
 
+    def refuse_waiting(self, fault: Fault) -> None:
+        """End all requests that wait."""
+        for model in self._models.values():
+            for waiter in model.waiting:
+                _refuse(waiter, fault)
+
     # What others read
 
     def busy(self) -> list[Instance]:

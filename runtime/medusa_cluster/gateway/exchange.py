@@ -147,7 +147,7 @@ def _breaking() -> Iterator[None]:
 def _judge(status: int, body: bytes) -> None:
     """Raise LostError or BusyError for an error that another instance would not give."""
     code = error_code(body)
-    if code in _ABSENT_CODES or (status == 404 and not code):
+    if code in _ABSENT_CODES:
         raise LostError(f"its node server answers {code or status}", began=False)
     if status == 429 or (status == 503 and code in _BUSY_CODES):
         raise BusyError

@@ -20,6 +20,8 @@ from .server import Server
 
 logger = logging.getLogger(__name__)
 
+_REFUSED_S = 1.0  # for refusals to be written
+
 
 async def serve(options: GatewayOptions, listener: socket.socket, on_listening: Callable[[], None]) -> int:
     """Serve on ``listener`` until SIGTERM or SIGINT, then drain; returns the exit status."""
@@ -74,7 +76,11 @@ async def _drain(server: Server, site: web.SockSite, stop: asyncio.Event, drain_
     if not idle.done():
         idle.cancel()
         return 1
-    return 0 if idle.result() else 1
+    if idle.result():
+        return 0
+    server.refuse_waiting()
+    await server.wait_idle(_REFUSED_S)
+    return 1
 
 
 def _url(options: GatewayOptions, listener: socket.socket) -> str:

@@ -19,7 +19,8 @@ from .exchange import Answer, BusyError, Exchange, exchange
 from .faults import Fault
 from .health import Health, LostError
 from .metrics import Metrics, ModelMetrics
-from .replay import DivergedError, Transcript
+from .other_events import DivergedError
+from .replay import Transcript
 
 logger = logging.getLogger(__name__)
 

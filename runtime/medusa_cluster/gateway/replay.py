@@ -12,13 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .other_events import DivergedError, OtherEvents
 from .sse import event
 
 _SILENT = ("role", "content", "refusal")  # fields of a chat's delta that are compared as text, or say nothing
-
-
-class DivergedError(Exception):
-    """Another run of a request gave another answer than the one that was begun."""
 
 
 @dataclass
@@ -56,11 +53,12 @@ class Transcript:
         self.tokens = 0  # how many were sent
         self._choices: dict[int, _Choice] = {}
         self._head: dict[str, Any] = {}
-        self._sent_usage = False
+        self._others = OtherEvents()
 
     def begin(self) -> None:
         """Note that the request is run, or run again."""
         self.runs += 1
+        self._others.rewind()
         for choice in self._choices.values():
             choice.rewind()
 
@@ -74,18 +72,17 @@ class Transcript:
             raise ValueError("expected an object as an event's data, found something else")  # noqa: TRY004
         if chunk.get("type") == "delta":
             return self._take_frame(raw, chunk)
-        return raw if "error" in chunk else self._take_chunk(raw, chunk)
+        if "error" in chunk:
+            return raw
+        if chunk.get("choices"):
+            return self._take_chunk(raw, chunk)
+        sent = self._others.take(raw, data, chunk)
+        return sent if sent is None or self.runs == 1 or not self._head else event(chunk | self._head)
 
     def _take_chunk(self, raw: bytes, chunk: dict[str, Any]) -> bytes | None:
         if not self._head:
             self._head = {name: chunk[name] for name in ("id", "created") if name in chunk}
-        choices = chunk.get("choices") or []
-        if not choices:
-            if self._sent_usage:
-                return None
-            self._sent_usage = True
-            return raw if self.runs == 1 else event(chunk | self._head)
-        rest = [cut for choice in choices if (cut := self._new_part(choice)) is not None]
+        rest = [cut for choice in chunk["choices"] if (cut := self._new_part(choice)) is not None]
         if self.runs == 1:
             return raw
         return event(chunk | self._head | {"choices": rest}) if rest else None

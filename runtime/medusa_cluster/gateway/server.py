@@ -45,7 +45,7 @@ class Server:
     def application(self) -> web.Application:
         limit = self._options.max_body_mb * 10**6
         app = web.Application(middlewares=[self._guard], client_max_size=limit)
-        app.on_response_prepare.append(_name_server)
+        app.on_response_prepare.append(self._finish_head)
         for route in sorted(ROUTES):
             app.router.add_post(route, self._answer)
         app.router.add_get("/v1/models", self._models)
@@ -65,6 +65,12 @@ class Server:
         except TimeoutError:
             return False
         return True
+
+    def refuse_waiting(self) -> None:
+        """Answer the requests that still wait for an instance: it will not come in time."""
+        self._gateway.dispatch.refuse_waiting(
+            Fault(503, "this gateway is stopping; try again", code="not_ready", retry_after_s=1.0)
+        )
 
     # Requests for a model
 
@@ -196,6 +202,12 @@ class Server:
             logger.exception("request %s failed", number)
             return _error(Fault(500, f"internal error; the log has the details under {number}", code="internal"))
 
+    async def _finish_head(self, _: web.Request, response: web.StreamResponse) -> None:
+        response.headers["Server"] = "medusa-runtime"  # and not the versions of what it is made of
+        if self.draining:
+            response.force_close()
+            response.headers["Connection"] = "close"
+
     def _check_token(self, request: web.Request) -> None:
         token = self._options.client_token
         if token is None or request.path in _OPEN_PATHS:
@@ -248,10 +260,6 @@ class _Client:
                 await asyncio.sleep(_HEARTBEAT_S)
                 if time.monotonic() - self._sent_at >= _HEARTBEAT_S:
                     await self.send(sse.HEARTBEAT)
-
-
-async def _name_server(_: web.Request, response: web.StreamResponse) -> None:
-    response.headers["Server"] = "medusa-runtime"  # and not the versions of what it is made of
 
 
 def _model(name: str) -> dict[str, Any]:

@@ -301,6 +301,18 @@ def test_sigterm_lets_requests_end(gateway: GatewayProcess) -> None:
         gateway.get("/livez")
 
 
+def test_what_still_waits_at_the_end_is_told(cluster: StandIn, start_gateway: Start) -> None:
+    cluster.deploy(NAME)
+    gateway = start_gateway("--drain-s", "1")
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(gateway.exchange, "POST", "/v1/completions", body())
+        until(lambda: gateway.metric("medusa_gateway_waiting", model=NAME) == 1)
+        assert gateway.stop() == 1
+        status, headers, answer = held.result(60)
+    assert (status, answer["error"]["code"]) == (503, "not_ready")
+    assert headers["connection"] == "close"
+
+
 def test_a_second_signal_ends_at_once(gateway: GatewayProcess, cluster: StandIn) -> None:
     cluster.deploy("nowhere")
     until(lambda: len(gateway.get("/v1/models")[1]["data"]) == 2)

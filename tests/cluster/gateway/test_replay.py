@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from medusa_cluster.gateway.replay import DivergedError, Transcript
+from medusa_cluster.gateway.other_events import DivergedError
+from medusa_cluster.gateway.replay import Transcript
 from medusa_cluster.gateway.sse import Splitter, event
 
 
@@ -123,7 +124,8 @@ def test_an_end_that_was_sent_is_not_sent_again_but_the_usage_is_once() -> None:
     first(completion("a", finish_reason="length"))
     second = Run(transcript, "second")
     assert second(completion("a", finish_reason="length")) is None
-    assert second(usage={"total_tokens": 1}) is not None
+    usage = second(usage={"total_tokens": 1})
+    assert usage == {"id": "first", "created": 5, "choices": [], "usage": {"total_tokens": 1}}
     third = Run(transcript, "third")
     assert third(completion("a", finish_reason="length")) is None
     assert third(usage={"total_tokens": 1}) is None
@@ -185,6 +187,31 @@ def test_frames_are_compared_by_their_token_ids() -> None:
     transcript.begin()
     with pytest.raises(DivergedError):
         transcript.take(b"raw", frame("", [4]))
+
+
+def test_events_of_other_interfaces_are_compared_one_by_one_and_keep_their_ids() -> None:
+    def events(run: str) -> list[tuple[bytes, bytes]]:
+        values: list[dict[str, Any]] = [
+            {"type": "response.created", "response": {"id": f"resp-{run}", "created_at": len(run)}},
+            {"type": "response.output_text.delta", "item_id": f"msg-{run}", "delta": "a"},
+            {"type": "response.output_text.delta", "item_id": f"msg-{run}", "delta": "b"},
+            {"type": "response.completed", "response": {"id": f"resp-{run}", "output": [{"id": f"msg-{run}"}]}},
+        ]
+        datas = [json.dumps(value, separators=(",", ":")).encode() for value in values]
+        return [(b"event: x\ndata: %s\n\n" % data, data) for data in datas]
+
+    transcript = Transcript()
+    transcript.begin()
+    first = events("first")
+    assert [transcript.take(raw, data) for raw, data in first[:2]] == [raw for raw, _ in first[:2]]
+    transcript.begin()
+    second = [transcript.take(raw, data) for raw, data in events("second one")]
+    assert second == [None, None, first[2][0], first[3][0]]
+    transcript.begin()
+    raw, data = events("third")[0]
+    assert transcript.take(raw, data) is None
+    with pytest.raises(DivergedError):
+        transcript.take(*events("third")[2])
 
 
 def test_events_are_whole_however_the_bytes_come() -> None:

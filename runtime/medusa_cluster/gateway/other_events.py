@@ -1,0 +1,80 @@
+"""Events of a stream that are no choices: the usage, and those of other interfaces, such as the Responses API."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from .faults import compact
+
+# What is made anew in each run.
+_IDS = ("id", "item_id", "response_id", "call_id", "message_id")
+_TIMES = ("created", "created_at", "completed_at")
+
+
+class DivergedError(Exception):
+    """Another run of a request gave another answer than the one that was begun."""
+
+
+class OtherEvents:
+    """All that were sent, and how many of them the present run has repeated.
+
+    A second run has to give the same events one by one. Its ids become those of the first.
+    """
+
+    def __init__(self) -> None:
+        self._sent: list[bytes] = []
+        self._repeated = 0
+        self._ids: list[str] = []  # in the order of their first appearance
+        self._new_ids: dict[str, int] = {}  # of the present run, with their places in that order
+
+    def rewind(self) -> None:
+        self._repeated = 0
+        self._new_ids = {}
+
+    def take(self, raw: bytes, data: bytes, value: dict[str, Any]) -> bytes | None:
+        """What to send for an event, or None when the client has it. Raises DivergedError."""
+        self._note_ids(value)
+        digest = hashlib.sha256(json.dumps(_lasting(value), sort_keys=True).encode()).digest()[:16]
+        self._repeated += 1
+        if self._repeated <= len(self._sent):
+            if self._sent[self._repeated - 1] != digest:
+                raise DivergedError
+            return None
+        self._sent.append(digest)
+        names = {new: self._ids[place] for new, place in self._new_ids.items() if self._ids[place] != new}
+        return raw.replace(data, compact(_renamed(value, names))) if names else raw
+
+    def _note_ids(self, value: Any) -> None:
+        if isinstance(value, list):
+            for part in value:
+                self._note_ids(part)
+        elif isinstance(value, dict):
+            for name, part in value.items():
+                if name in _IDS and isinstance(part, str) and part:
+                    place = self._new_ids.setdefault(part, len(self._new_ids))
+                    if place == len(self._ids):
+                        self._ids.append(part)
+                else:
+                    self._note_ids(part)
+
+
+def _lasting(value: Any) -> Any:
+    """A value without what is made anew in each run."""
+    if isinstance(value, list):
+        return [_lasting(part) for part in value]
+    if isinstance(value, dict):
+        return {name: _lasting(part) for name, part in value.items() if name not in _IDS and name not in _TIMES}
+    return value
+
+
+def _renamed(value: Any, names: dict[str, str]) -> Any:
+    if isinstance(value, list):
+        return [_renamed(part, names) for part in value]
+    if isinstance(value, dict):
+        return {
+            name: names.get(part, part) if name in _IDS and isinstance(part, str) else _renamed(part, names)
+            for name, part in value.items()
+        }
+    return value
