@@ -30,6 +30,7 @@ MOST_BYTES = 64 << 20
 _ROOTS = [str(ROOT / name) for name in ("runtime", "handler", "adapters")]
 _FAKE_DRIVER = ROOT / "tests/runtime/state/graphs/fakecuda"
 _UPLOAD_BYTES = 1 << 30
+_SANITIZER = "/usr/local/cuda/bin/compute-sanitizer"
 _GROUPS = (("first", "second"), ("restore", "restore-elsewhere"), ("upload",), ("environment",), ("memcheck",))
 _LIMITS = {"first": 75.0, "second": 60.0, "restore": 30.0, "restore-elsewhere": 30.0, "memcheck": 40.0}
 _OF_THE_MACHINE = ("memory at chosen addresses", "upload, 85 % of pinned", "compute-sanitizer")
@@ -84,7 +85,7 @@ class Probe:
         fake = ["--library", self._library] if self._library else []
         python = [sys.executable, "-m"]
         if name == "memcheck":
-            sanitizer = shutil.which("compute-sanitizer")
+            sanitizer = shutil.which("compute-sanitizer") or shutil.which(_SANITIZER)
             if sanitizer is None or not (self._folder / "bundle").exists():
                 return None
             checked = self._folder / "memcheck"

@@ -50,8 +50,8 @@ class DeviceGround:
         self._keys, self._values = (self._named(name, _BLOCKS, 16, 8, 128) for name in ("keys", "values"))
         self._x = self._named(INPUTS, _ROWS, _WIDTH)
         self._out = self._named(OUTPUTS, _ROWS, _WIDTH)
-        self._tables = self.memory("tables", 4 * _BLOCKS).view(torch.int32).view(2, -1)
-        self._contexts = self.memory("contexts", 16).view(torch.int64)
+        self._tables = self.memory("tables", 4 * _BLOCKS).view(torch.int32).view(4, -1)
+        self._contexts = self.memory("contexts", 4 * 8).view(torch.int64)
         self.cases: Mapping[str, Callable[[], None]] = self._cases()
 
     def _named(self, name: str, *shape: int) -> Tensor:
@@ -63,8 +63,8 @@ class DeviceGround:
         for tensor in (self._weight, self._gain, self._keys, self._values, self._x):
             tensor.copy_((torch.randn(tensor.shape, generator=dice) / 64).to(torch.bfloat16))
         self._out.zero_()
-        self._tables.copy_(torch.arange(_BLOCKS, dtype=torch.int32).view(2, -1))
-        self._contexts.copy_(torch.tensor([37, 200]))
+        self._tables.copy_(torch.arange(_BLOCKS, dtype=torch.int32).view(4, -1))
+        self._contexts.copy_(torch.tensor([37, 100, 128, 1]))
         torch.cuda.synchronize()
 
     def _cases(self) -> dict[str, Callable[[], None]]:

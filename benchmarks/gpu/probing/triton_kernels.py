@@ -34,11 +34,11 @@ def programmatic_pair(x: Tensor, out: Tensor) -> None:
 
 
 def attention(x: Tensor, keys: Tensor, values: Tensor, tables: Tensor, contexts: Tensor, out: Tensor) -> None:
-    """Decode attention of two sequences, with one number of splits and then another."""
-    for rows in (2, 1):
+    """Decode attention of four sequences and of one, which split their contexts into different numbers of parts."""
+    for rows in (4, 1):
         q = x[:rows].view(rows, 32, 128)
         found = paged_triton.decode(q, keys, values, tables[:rows], contexts[:rows], scale=0.1, window=None)
-        out[2 - rows : 2].copy_(found.view(rows, -1))
+        out[4 - rows : 4].copy_(found.view(rows, -1))
 
 
 __all__ = ["attention", "programmatic_pair", "variants"]
