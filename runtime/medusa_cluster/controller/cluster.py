@@ -30,8 +30,10 @@ from .view import Loads, policy_state
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.2
+_LONG_TICK_S = 0.02
 _MEMBERS_S = 0.5  # between two looks at who lives
 _STATUS_S = 0.25  # between two looks at one node
+_OFTEN_ASKED = 64  # nodes; of more, each is asked less often
 _STATUS_WITHIN_S = 3.0
 _SILENT_S = 4.0  # without a status
 _RECOVERS_WITHIN_S = 5.0  # after a start, for the nodes to say what runs on them
@@ -65,6 +67,7 @@ class Cluster:
         self._pollers: dict[str, asyncio.Task[None]] = {}
         self._looks: dict[str, asyncio.Task[None]] = {}
         self._began = time.monotonic()
+        self._tick_took_s = 0.0
         self._recovered = False
 
     # What runs all the time.
@@ -123,7 +126,7 @@ class Cluster:
                 await self._look_at_silence(node)
             else:
                 self._take_status(node, found)
-            await asyncio.sleep(_STATUS_S)
+            await asyncio.sleep(_STATUS_S * max(len(self.nodes) / _OFTEN_ASKED, 1))
 
     def _take_status(self, node: KnownNode, found: Mapping[str, Any]) -> None:
         if node.lost_at is not None:
@@ -232,6 +235,7 @@ class Cluster:
             self.execution.begin(decision)
         self.publish()
         self._look_at_drained()
+        self._tick_took_s = time.monotonic() - now
 
     def _knows_enough(self) -> bool:
         """Whether the nodes have said what runs on them, so that nothing is started twice after a restart."""
@@ -377,7 +381,8 @@ class Cluster:
         self.gateways[name] = Gateway(name, arguments.get("url"), time.time(), now, loads)
         serving = {item.model for item in self.instances.values() if item.state != "draining"}
         if any(load.get("waiting") and model not in serving for model, load in loads.items()):
-            self._tick()  # nothing is to be waited for: an instance must start
+            # Nothing is to be waited for: an instance must start. Unless ticks take long, as in a very large cluster.
+            self.wake() if self._tick_took_s > _LONG_TICK_S else self._tick()
         return self.routes.current
 
     def _sources(self, arguments: Mapping[str, Any]) -> list[str]:
