@@ -48,7 +48,11 @@ class Pair:
     ("path", "body"),
     [
         ("/v1/completions", {"prompt": PROMPT, **GREEDY}),
-        ("/v1/completions", {"prompt": [PROMPT, "The value"], "n": 2, "logprobs": 1, **SEEDED}),
+        pytest.param(
+            "/v1/completions",
+            {"prompt": [PROMPT, "The value"], "n": 2, "logprobs": 1, **SEEDED},
+            marks=pytest.mark.slow,
+        ),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPT}], "n": 2, **SEEDED}),
     ],
 )
@@ -67,6 +71,7 @@ def test_a_stream_goes_on_after_its_instance_was_killed(pair: Pair, path: str, b
     assert pair.gateway.metric("medusa_gateway_retries_total", reason="lost") == 1
 
 
+@pytest.mark.slow
 def test_a_stream_without_a_seed_gets_one_and_goes_on(pair: Pair) -> None:
     stream = Stream(pair.gateway, "/v1/completions", {"prompt": PROMPT, "ignore_eos": True, "max_tokens": 120})
     stream.take(20)
@@ -77,6 +82,7 @@ def test_a_stream_without_a_seed_gets_one_and_goes_on(pair: Pair) -> None:
     assert pair.gateway.metric("medusa_gateway_retries_total", reason="diverged") == 0
 
 
+@pytest.mark.slow
 def test_log_probabilities_come_once_for_each_token(pair: Pair) -> None:
     body = {"prompt": PROMPT, "logprobs": 2, **GREEDY}
     stream = Stream(pair.gateway, "/v1/completions", body)
@@ -178,6 +184,7 @@ def test_the_last_routes_serve_while_the_controller_is_away(pair: Pair) -> None:
     until(lambda: pair.gateway.metric("medusa_gateway_controller_away_seconds") == 0)
 
 
+@pytest.mark.slow
 def test_the_end_of_one_gateway_is_nothing_to_the_other(pair: Pair, start_gateway: Start) -> None:
     second = start_gateway("--name", "second")
     body = {"prompt": PROMPT, **GREEDY, "max_tokens": 300}
