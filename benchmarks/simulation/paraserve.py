@@ -144,8 +144,8 @@ def figure_10(seconds: float) -> Figure:
         found,
         "The paper draws its requests from the Azure Functions trace, which is not published in the form that it uses. "
         "Here each model has Gamma arrivals of its own, and all models are asked for alike, so more requests of a "
-        "burst meet a cold model; that costs the systems with slow starts most. Another seed moves an hour with a CV of 8 "
-        "by several points.",
+        "burst meet a cold model; that costs the systems with slow starts most. Another seed moves an hour with a "
+        "CV of 8 by several points.",
     )
 
 
