@@ -14,6 +14,7 @@ from tempfile import gettempdir
 from medusa_runtime.config import Settings
 from medusa_runtime.region.reader import Region
 
+from .cpu.amx import ask_for_tiles
 from .lean_imports import functions_as_they_are, lean_imports
 from .version import check_version
 
@@ -63,6 +64,8 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
         _import_all()
     from vllm.platforms import current_platform
 
+    if current_platform.is_cpu():
+        ask_for_tiles()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it touches every name of every module, deprecated ones included
         current_platform.register_triton_kernel_overrides()

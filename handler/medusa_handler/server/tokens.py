@@ -7,7 +7,6 @@ import logging
 import os
 import threading
 import time
-from pathlib import Path
 
 from medusa_runtime.errors import ConfigError
 
@@ -26,7 +25,7 @@ class Tokens:
     def __init__(self, token: str | None, file: str | None) -> None:
         """Raises ConfigError for a file that cannot be used."""
         self._own = () if token is None else (token.encode(),)
-        self._path = None if file is None else Path(file)
+        self._path = file
         self._lock = threading.Lock()
         self._looked = 0.0
         self._stamp = (0, 0, 0)
@@ -67,7 +66,7 @@ class Tokens:
         return self._found
 
 
-def _stamp(path: Path) -> tuple[int, int, int]:
+def _stamp(path: str) -> tuple[int, int, int]:
     try:
         found = os.stat(path)
     except OSError as error:
@@ -75,9 +74,10 @@ def _stamp(path: Path) -> tuple[int, int, int]:
     return found.st_mtime_ns, found.st_ino, found.st_size
 
 
-def _read(path: Path) -> tuple[bytes, ...]:
+def _read(path: str) -> tuple[bytes, ...]:
     try:
-        lines = [line.strip() for line in path.read_bytes().splitlines()]
+        with open(path, "rb") as file:
+            lines = [line.strip() for line in file.read().splitlines()]
     except OSError as error:
         raise _unreadable(path, error) from None
     tokens = tuple(line for line in lines if line and not line.startswith(b"#"))
@@ -90,5 +90,5 @@ def _is_token(line: bytes) -> bool:
     return all(0x21 <= byte <= 0x7E for byte in line)
 
 
-def _unreadable(path: Path, error: OSError) -> ConfigError:
+def _unreadable(path: str, error: OSError) -> ConfigError:
     return ConfigError(f"--api-key-file={path}: expected a file that can be read: {error.strerror}")
