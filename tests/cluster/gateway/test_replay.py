@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import pytest
@@ -187,6 +188,42 @@ def test_frames_are_compared_by_their_token_ids() -> None:
     transcript.begin()
     with pytest.raises(DivergedError):
         transcript.take(b"raw", frame("", [4]))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_whatever_is_lost_whenever_the_client_gets_the_answer_once(seed: int) -> None:
+    """Runs of random length, whose chunks are cut and mixed anew, make one whole answer."""
+    chance = random.Random(seed)
+    answers = [[chance.choice(("a", "é", "", "字", "bc ")) for _ in range(chance.randrange(1, 30))] for _ in range(3)]
+    transcript = Transcript()
+    texts, tokens, ends = [""] * 3, [list[str]() for _ in range(3)], [0] * 3
+    for number in range(6):
+        run = Run(transcript, f"run {number}")
+        chunks = _mixed(chance, answers)
+        for chunk in chunks if number == 5 else chunks[: chance.randrange(len(chunks) + 1)]:
+            for sent in (run(chunk) or {"choices": []})["choices"]:
+                texts[sent["index"]] += sent["text"]
+                tokens[sent["index"]] += sent["logprobs"]["tokens"]
+                ends[sent["index"]] += sent["finish_reason"] is not None
+    assert texts == ["".join(answer) for answer in answers]
+    assert tokens == answers
+    assert ends == [1] * 3
+
+
+def _mixed(chance: random.Random, answers: list[list[str]]) -> list[dict[str, Any]]:
+    """The chunks of one run: each choice's in order, of one to three tokens, in any order among choices."""
+    queues = []
+    for index, answer in enumerate(answers):
+        left, queue = list(answer), []
+        while left:
+            taken, left = left[: (count := chance.randint(1, 3))], left[count:]
+            end = None if left else "length"
+            queue.append(completion("".join(taken), index, logprobs=logprobs(*taken), finish_reason=end))
+        queues.append(queue)
+    found = []
+    while queues := [queue for queue in queues if queue]:
+        found.append(chance.choice(queues).pop(0))
+    return found
 
 
 def test_events_of_other_interfaces_are_compared_one_by_one_and_keep_their_ids() -> None:
