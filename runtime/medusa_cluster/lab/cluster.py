@@ -10,7 +10,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +28,19 @@ _SHOWN_LINES = 5
 class LabCluster:
     """The first node is the head. Node servers end with the laboratory, or in order with ``stop``.
 
-    ``flags`` are further flags of `medusa cluster start`, for all nodes.
+    ``flags`` are further flags of `medusa cluster start`, and ``environment`` further variables, for all nodes.
     """
 
-    def __init__(self, lab: Laboratory, flags: Sequence[str] = ()) -> None:
+    def __init__(
+        self, lab: Laboratory, flags: Sequence[str] = (), environment: Mapping[str, str] | None = None
+    ) -> None:
         self.lab = lab
         self.head = lab.nodes[0]
         self.servers: dict[str, subprocess.Popen[bytes]] = {}
         self.gateways: list[subprocess.Popen[bytes]] = []
         self.token_file = lab.node_folder(SWITCH) / "token"
         self._flags = tuple(flags)
+        self._environment = dict(environment or {})
         self.token = secrets.token_hex(32)
         self.token_file.touch(0o600)
         self.token_file.write_text(self.token)
@@ -46,10 +49,14 @@ class LabCluster:
         """Start all nodes; returns when each of them can reach the controller."""
         self.start_node(self.head)
         self.wait_ready(self.head)
-        for node in self.lab.nodes[1:]:
-            self.start_node(node)
-        for node in self.lab.nodes[1:]:
-            self.wait_ready(node)
+        # A few at a time: on a machine that is too busy, Ray's own start times out, after 30 s.
+        others, at_once = self.lab.nodes[1:], max(len(os.sched_getaffinity(0)) // 2, 1)
+        for first in range(0, len(others), at_once):
+            group = others[first : first + at_once]
+            for node in group:
+                self.start_node(node)
+            for node in group:
+                self.wait_ready(node)
 
     def start_node(self, node: str) -> None:
         """Start the node's server, also again after it has ended."""
@@ -128,7 +135,7 @@ class LabCluster:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environment | {"PYTHONUNBUFFERED": "1"},
+                env=environment | self._environment | {"PYTHONUNBUFFERED": "1"},
             )
 
     def _answers(self, port: int) -> bool:
