@@ -20,6 +20,9 @@ from medusa_runtime.errors import MedusaError
 from process_tree import process_name
 
 PATIENCE_S = 150.0
+NAMES = [f"m{number}" for number in range(12)]  # models of test_weight_faults.py
+LARGE = "large"  # one that no node has room for
+BUDGET_MB = 300  # of each node
 PROMPT = {"prompt": "This function returns", "max_tokens": 24, "temperature": 0}
 
 

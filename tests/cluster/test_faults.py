@@ -7,11 +7,9 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from faulty_cluster import FaultyCluster, Traffic, start, until
-from medusa_cluster.lab.laboratory import Laboratory
+from faulty_cluster import FaultyCluster, Traffic, until
 
 pytestmark = [
     pytest.mark.cluster,
@@ -21,7 +19,6 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make namespaces"),
 ]
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
 MODEL = "pydoc-lm"
 HEAD, OTHER = "n1", "n2"
 # Where a process runs, and by what it is found in its command line or as its name.
@@ -59,9 +56,9 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Cluster]:
-    with Laboratory(3, "400mbit", origin={MODEL: EXAMPLE}) as lab:
-        yield Cluster(start(lab))
+def running(faulty_cluster: FaultyCluster) -> Iterator[Cluster]:
+    yield Cluster(faulty_cluster)
+    faulty_cluster.call("remove", name=MODEL)
 
 
 @pytest.fixture

@@ -41,6 +41,7 @@ class LabCluster:
         self.token_file = lab.node_folder(SWITCH) / "token"
         self._flags = tuple(flags)
         self._environment = dict(environment or {})
+        self._began: dict[str, int] = {}  # node → where the log of its running server begins
         self.token = secrets.token_hex(32)
         self.token_file.touch(0o600)
         self.token_file.write_text(self.token)
@@ -65,11 +66,14 @@ class LabCluster:
         command += ["--dir", str(self.lab.node_folder(node)), "--token-file", str(self.token_file)]
         if self.lab.link:
             command += ["--link-bytes-per-s", f"{self.lab.link.bytes_per_s:.0f}"]
-        self.servers[node] = self._medusa(node, [*command, *self._flags], self.log(node))
+        log = self.log(node)
+        self._began[node] = log.stat().st_size if log.exists() else 0
+        self.servers[node] = self._medusa(node, [*command, *self._flags], log)
 
     def wait_ready(self, node: str) -> None:
         server = self.servers[node]
-        self._until(lambda: "\nready\n" in "\n" + self.log(node).read_text(), server, self.log(node))
+        log, began = self.log(node), self._began[node]
+        self._until(lambda: b"\nready\n" in log.read_bytes()[began:], server, log)
 
     def stop(self) -> None:
         """End gateways and nodes as SIGTERM does, the head last. What does not end goes with the laboratory."""

@@ -1,0 +1,23 @@
+"""The cluster whose parts the tests of faults kill, stop and cut off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from faulty_cluster import BUDGET_MB, LARGE, NAMES, FaultyCluster, start
+from medusa_cluster.lab.laboratory import Laboratory
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
+
+
+@pytest.fixture(scope="session")
+def faulty_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyCluster]:
+    """Three nodes on links of 8 MB/s. The origin has the example, and folders for models that tests write."""
+    root = tmp_path_factory.mktemp("models")
+    folders = {name: root / name for name in (*NAMES, LARGE)}
+    for folder in folders.values():
+        folder.mkdir()
+    with Laboratory(3, "64mbit", origin={"pydoc-lm": EXAMPLE, **folders}) as lab:
+        yield start(lab, f"--memory-budget={BUDGET_MB}MB")
