@@ -45,6 +45,10 @@ def test_the_evidence_is_what_a_failure_is_reproduced_with(evidence: Path) -> No
     wanted = ("first.json", "first.log", "first.dump", "second.dump", "bundle", "restore.json", "probe.json")
     assert {f"probe/{name}" for name in wanted} <= names
     first = json.loads((evidence / "probe/first.json").read_text())
+    images = {path.stem for path in (evidence / "probe/images").iterdir()}
+    assert len(images) == 4, "with one that might have been it"
+    used = {node["image"]["by handle"] for key in KEYS for node in first[f"graph {key}"]["nodes"] if "image" in node}
+    assert used <= images
     pair = first["graph programmatic pair"]
     assert pair["edges"][1][2] == "0100010000000000"
     cluster = pair["nodes"][2]

@@ -107,8 +107,18 @@ def capture(ground: Ground, step: Step, folder: Path, *, first: bool) -> None:
 
         step.attempt(f"graph {graph.key}", facts)
     if first:
+        _save_images(dump, images, folder / "images")
         _in_this_process(ground, step, dump, captured, images)
         _materialize(ground, step, dump, captured, images, folder)
+
+
+def _save_images(dump: Blueprints, images: ImageStore, folder: Path) -> None:
+    """Keep each image that defines a captured kernel, also where it is not known which of several is the one."""
+    folder.mkdir(exist_ok=True)
+    names = {kernel.name for kernel in dump.kernels}
+    for digest, data in images.data.items():
+        if names & images.cubin(digest).kernels.keys():
+            (folder / f"{digest}.cubin").write_bytes(data)
 
 
 def _in_this_process(
