@@ -271,7 +271,7 @@ def test_a_second_node_server_in_the_same_folder_is_refused(nodes: tuple[Cluster
     assert f"a node server runs in {head.folder} already (process {head.process.pid})" in done.stderr
 
 
-def test_ctrl_c_lets_a_running_request_finish_and_leaves_nothing(deployed: tuple[ClusterNode, ClusterNode]) -> None:
+def test_ctrl_c_ends_a_node_and_leaves_nothing(deployed: tuple[ClusterNode, ClusterNode]) -> None:
     head, other = deployed
     head.call("drain", node="head")
     until(lambda: (head.ready_instance(NAME) or {}).get("node") == "n1", head.output)
