@@ -13,6 +13,8 @@ from medusa_runtime.errors import MedusaError, RequestError
 from medusa_runtime.region.reader import Region
 
 from .checkpoint_folder import CheckpointFolder
+from .imports import no_cache_folder
+from .lean_imports import functions_as_they_are
 
 _BACKEND = "guidance"  # nothing to compile, so that a request does not wait for its grammar
 _TOKENIZER = ("tokenizer.json", "special_tokens_map.json")
@@ -42,7 +44,8 @@ class StructuredCore:
         """Make the manager once, and check a form. Raises RequestError for what cannot be followed."""
         with self._lock:
             if self._folder is None:
-                self._make(core)
+                with functions_as_they_are(), no_cache_folder():
+                    self._make(core)
         from vllm.sampling_params import SamplingParams
         from vllm.v1.structured_output.backend_guidance import validate_guidance_grammar
 
@@ -56,7 +59,9 @@ class StructuredCore:
         """Read the tokenizer and import what applies masks, then swap the manager between two steps."""
         if self._region.file("tokenizer.json") is None:
             raise RequestError(f"{PARAM}: this checkpoint has no tokenizer.json, so its tokens have no text", PARAM)
-        import xgrammar  # noqa: F401 - a second, in which the engine would make no token
+        import llguidance.hf
+        import llguidance.torch  # noqa: F401 - at the first mask, these would hold up the engine
+        import xgrammar  # noqa: F401
         from vllm.v1.structured_output import StructuredOutputManager
 
         folder = CheckpointFolder(self._region)
