@@ -107,8 +107,9 @@ class FaultyCluster(LabCluster):
     """A cluster with eyes for its processes and its state."""
 
     def node(self, name: str) -> dict[str, Any]:
-        """What the status says of a node."""
-        return next(node for node in self.status()["nodes"] if node["name"] == name)
+        """What the status says of a node; a controller that has just begun does not know it yet."""
+        unknown = {"name": name, "state": "unknown", "models": [], "instances": []}
+        return next((node for node in self.status()["nodes"] if node["name"] == name), unknown)
 
     def model(self, name: str) -> dict[str, Any]:
         return next(model for model in self.status()["models"] if model["name"] == name)
