@@ -22,7 +22,8 @@ from .message import HEADER_BYTES, LARGEST_BYTES, LARGEST_GREETING_BYTES, Kind, 
 
 logger = logging.getLogger(__name__)
 
-_USER_TIMEOUT_MS = 2000  # unacknowledged bytes for so long mean that the other node is gone
+# Unacknowledged bytes for so long mean that the other node is gone. Less, and a link that is full of weights breaks it.
+_USER_TIMEOUT_MS = 10_000
 _GREETING_S = 5.0
 _PIECE_BYTES = 64 << 10
 _PRIORITY, _TOS = 6, 0xB8  # the highest without privileges; expedited forwarding (RFC 3246)

@@ -116,6 +116,8 @@ class Leader(Member):
         for worker in formation.workers:
             threading.Thread(target=self._listen, args=(worker,), name="group-worker", daemon=True).start()
 
+        threading.Thread(target=self._watch_hidden, args=(formation,), name="group-next", daemon=True).start()
+
         def send(message: Message) -> None:
             for worker in formation.workers:
                 try:
@@ -124,6 +126,15 @@ class Leader(Member):
                     pass  # its reader notices it, too
 
         self._beats = Beats(number, 0, send, dict)
+
+    def _watch_hidden(self, formation: Formation) -> None:
+        """In a thread of its own: nothing comes from the next worker but the end of the connection."""
+        try:
+            while formation.hidden.receive() is not None:
+                pass
+        except MedusaError:
+            pass
+        self._inbox.post(lambda: self._lose(formation.workers[0], EngineError("the connection to it broke")))
 
     def _listen(self, worker: Worker) -> None:
         """In a thread of its own: read what a worker sends."""
@@ -187,7 +198,7 @@ class Leader(Member):
                 take_back(sequence)
         self._flights.clear()
         self._busy.clear()
-        for sequence in self._scheduler.running:
+        for sequence in list(self._scheduler.running):
             self._scheduler.restart(sequence, 0 if move is None else move.held_tokens(sequence))
         self._release(self.plan.size if self.plan.then == "up" else 1)
         self._alone(reason)

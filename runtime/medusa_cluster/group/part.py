@@ -161,6 +161,7 @@ class _Session:
                 deadline=time.monotonic() + plan.silent_s, stopped=self._stopped, link=self._part.link,
             )  # fmt: skip
             self._channels.append(self._next)
+            threading.Thread(target=self._watch_next, args=(self._next,), name="group-next", daemon=True).start()
 
     def _step(self, message: Message, leader: TcpChannel) -> None:
         """Run this worker's layers over the step's spans, and pass on what comes of it."""
@@ -242,7 +243,21 @@ class _Session:
                 self._hidden.put(message)
         except MedusaError as error:
             logger.warning("the worker before this one sent something that is no message: %s", error)
-        # Its death reaches this worker through the leader, which sees to the requests.
+        self._broken()
+
+    def _watch_next(self, channel: TcpChannel) -> None:
+        """Nothing comes from the next worker but the end of the connection."""
+        try:
+            while channel.receive() is not None:
+                pass
+        except MedusaError:
+            pass
+        self._broken()
+
+    def _broken(self) -> None:
+        """A connection to a neighbour has ended: give up, so that the leader sees to the requests."""
+        self._hidden.put(None)
+        self._steps.put(None)
 
     def _state(self) -> dict[str, Any]:
         return {"loaded": self._part.loaded, "full": self._part.full.is_set(), "echo": self._echo}

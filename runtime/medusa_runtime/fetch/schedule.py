@@ -65,18 +65,29 @@ class Schedule:
                 if self.exhausted:
                     return None
                 wanted = self.wanted()
-                if wanted or not self._must_wait():
-                    first = (*wanted, *self._writer.hinted())
-                    return self._take(next((chunk for chunk in first if not self._taken[chunk]), None), takers)
+                first = (*wanted, *self._writer.hinted())
+                asked = next((chunk for chunk in first if not self._taken[chunk]), None)
+                if not self._leaves_room(asked, wanted) and (wanted or not self._must_wait()):
+                    return self._take(asked, takers)
             time.sleep(_YIELD_S)
+
+    def _leaves_room(self, asked: int | None, wanted: Collection[int]) -> bool:
+        """Whether to wait because urgent chunks are under way, from which any other would take bandwidth.
+
+        When the last of them has come, the load goes on in the background.
+        """
+        chunk = self._pending[self._next] if asked is None else asked
+        if not self._urgent or chunk in self._urgent or asked in wanted:
+            return False
+        self._urgent = frozenset(chunk for chunk in self._urgent if not self._writer.present(chunk))
+        if not self._urgent and self._load is not None:
+            self._load.demote()
+        return bool(self._urgent)
 
     def _must_wait(self) -> bool:
         if self._writer.unreleased_bytes > _UNRELEASED_BYTES:
             return True
         load = self._load
-        if self._urgent and load is not None and self._pending[self._next] not in self._urgent:
-            self._urgent = frozenset()
-            load.demote()
         if load is None or not load.background:
             return False
         if self._writer.demand.promoted:
@@ -87,7 +98,8 @@ class Schedule:
     def _take(self, asked: int | None, takers: int) -> Span:
         first = self._pending[self._next] if asked is None else asked
         most = self.flights.most_bytes(takers, _LARGEST_SPAN_BYTES) // self._chunks.chunk_bytes
-        most = max(min(most, (len(self._pending) - self._next) // (2 * takers)), 1)
+        left = sum(not self._taken[chunk] for chunk in self._urgent) if first in self._urgent else 0
+        most = max(min(most, (left or len(self._pending) - self._next) // (2 * takers)), 1)
         count = 1
         while count < most and self._follows(first, count, in_order=asked is None):
             count += 1
@@ -99,7 +111,7 @@ class Schedule:
     def _follows(self, first: int, count: int, *, in_order: bool) -> bool:
         """Whether a range of ``count`` chunks may have one more."""
         chunk, position = first + count, self._next + count
-        if chunk >= self._chunks.count or self._taken[chunk]:
+        if chunk >= self._chunks.count or self._taken[chunk] or (chunk in self._urgent) != (first in self._urgent):
             return False
         if self._chunks.place(chunk).shard != self._chunks.place(first).shard:
             return False

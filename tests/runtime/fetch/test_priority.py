@@ -263,6 +263,18 @@ def test_a_workers_layers_are_fetched_first_and_the_others_in_the_background(ser
     check(region)
 
 
+def test_many_connections_take_no_bandwidth_from_a_workers_layers(served: Any, region: Region) -> None:
+    served.bytes_per_s = 2e6  # of each connection
+    thread = fetching(region, served.url + "/m", Timeline.create("test"), connections=12, layers="9:12")
+    region.wait_index()
+    for number in range(9, 12):
+        region.wait_tensor(f"layers.{number}.w")
+    assert not any(region.has(f"layers.{number}.w") for number in range(8))
+    region.wait_tensor("layers.8.w")
+    thread.join()
+    check(region)
+
+
 def test_the_ends_of_a_model_belong_to_its_first_and_last_layers() -> None:
     layers = [f"layers.{number}.w" for number in range(4)]
     untied = ["embed_tokens.weight", *layers, "norm.weight", "lm_head.weight"]

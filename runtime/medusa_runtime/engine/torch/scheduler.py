@@ -65,8 +65,18 @@ class Scheduler:
         return decodes + prefills
 
     def restart(self, sequence: Sequence, computed: int) -> None:
-        """Count only ``computed`` tokens of a running sequence as computed, because the others' values are lost."""
+        """Count only ``computed`` tokens of a running sequence as computed, because the others' values are lost.
+
+        Its blocks reach to its last token afterwards; where there are none left, it waits.
+        """
         sequence.computed = min(computed, sequence.computed)
+        taken = self._pool.take(max(blocks_for(len(sequence.tokens)) - len(sequence.blocks), 0))
+        if taken is not None:
+            sequence.blocks += taken
+            return
+        self.running.remove(sequence)
+        self._free(sequence)
+        self.waiting.appendleft(sequence)
 
     def _admit(self, budget: int, prefills: list[Span], busy: Collection[Sequence]) -> None:
         while self.waiting and budget > 0 and len(self.running) < self._max_concurrency:
