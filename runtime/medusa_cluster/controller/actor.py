@@ -77,6 +77,7 @@ class RayNodes:
             method = getattr(actor, request["op"])
             answer = await asyncio.wait_for(_of(method.remote(**arguments)), timeout_s)
         except TimeoutError:
+            self._actors.pop(node, None)
             raise ClusterError(f"the node {node} did not answer {request['op']} within {timeout_s:.0f} s") from None
         except RayError as error:
             self._actors.pop(node, None)
