@@ -20,7 +20,7 @@ def completed(line: str) -> list[str]:
     words = line.split(" ")
     quoted = " ".join(f"'{word}'" for word in words)
     script = (
-        f"source /dev/stdin <<'EOF'\n{medusa('completion', 'bash').stdout}EOF\n"
+        f"{medusa('completion', 'bash').stdout}\n"
         f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _medusa; printf '%s\\n' \"${{COMPREPLY[@]}}\""
     )
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)

@@ -12,6 +12,7 @@ from medusa_handler.http.environ import ARRIVED
 from medusa_handler.platform import Platform
 from medusa_handler.probes import Probes
 from medusa_handler.server.wsgi_gateway import WsgiGateway
+from medusa_runtime.config import Settings
 from medusa_runtime.liveness import Heartbeats
 
 
@@ -56,7 +57,7 @@ def test_requests_beyond_the_cap_are_refused_before_the_app_is_there() -> None:
         may_build.wait(60)
         return app
 
-    settings: Any = SimpleNamespace(token=None, max_waiting=1, max_concurrency=1, handler="handler.py")
+    settings = Settings(max_waiting=1, max_concurrency=1, handler="handler.py")
     service: Any = SimpleNamespace(
         settings=settings,
         probes=Probes(settings, Platform(), None, Heartbeats()),

@@ -91,7 +91,7 @@ def test_an_error_before_the_first_token_has_its_status(serve: Serve) -> None:
     for asked in (False, True):
         status, answer, _ = served.complete(prompt="a " * 200, stream=asked)
         assert status == 400
-        assert "200 tokens" in answer["error"]["message"]
+        assert "the prompt has 200" in answer["error"]["message"]
     served.control(full=True)
     served.until(lambda: served.complete(stream=True)[0] == 429)
     assert served.complete()[2]["retry-after"] == "7"

@@ -22,7 +22,7 @@ from ..config import (
 )
 from ..errors import ConfigError
 from ..limits import memory_available_bytes, memory_limit_bytes
-from ..registry import engine_names
+from ..registry import engine_names, is_remote
 from ..storage.places import canonical
 
 if TYPE_CHECKING:
@@ -135,8 +135,9 @@ def _prewarm(text: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for part in _parts(text):
         kind, _, count = part.partition("=")
-        if kind not in engine_names() or not count.isdigit() or int(count) > _MOST_WARM:
-            known = ", ".join(engine_names())
+        kinds = [name for name in engine_names() if not is_remote(name)]
+        if kind not in kinds or not count.isdigit() or int(count) > _MOST_WARM:
+            known = ", ".join(kinds)
             raise ValueError(f"engine=count such as torch=2,vllm=1 with engines {known}, at most 64 of each")
         found[kind] = int(count)
     return found

@@ -87,9 +87,9 @@ def test_workers_that_do_not_fit_are_refused(
 ) -> None:
     made = group("0:2", "2:4", form_s=30.0, kv_cache_mb=8, max_concurrency=64)
     made.add(0)
-    made.add(1, **changes)
     if "max_model_len" in changes:
-        made.workers[1].engine._cache.blocks.limit(2)
+        made.leader.engine._cache.blocks.limit(2)
+    made.add(1, **changes)
     assert made.leader.ask("A").last.finish_reason == "length"
     import re
 

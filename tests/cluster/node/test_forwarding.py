@@ -186,10 +186,10 @@ def test_without_the_token_there_is_only_a_sign_of_life(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
-def test_an_instance_that_has_ended_gives_502(tmp_path: Path) -> None:
+def test_an_instance_that_has_ended_gives_404(tmp_path: Path) -> None:
     async def scenario(session: aiohttp.ClientSession, url: str, _: Upstream) -> None:
         async with session.get(f"{url}/instances/ended/echo") as answer:
-            assert (answer.status, (await answer.json())["error"]["code"]) == (502, "Cluster.Instance")
+            assert (answer.status, (await answer.json())["error"]["code"]) == (404, "Cluster.NoInstance")
 
     run(tmp_path, scenario)
 

@@ -31,7 +31,7 @@ def test_flags_win_over_variables() -> None:
     ("field", "text", "message"),
     [
         ("prewarm", "torch", "--prewarm='torch' cannot be used: expected engine=count"),
-        ("prewarm", "jax=1", "engines torch, vllm"),
+        ("prewarm", "jax=1", "engines torch, group, vllm"),
         ("prewarm", "torch=1000", "at most 64"),
         ("memory_budget_bytes", "0", "a size above 0"),
         ("memory_budget_bytes", "-1GB", "a size above 0"),

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    require_extra()
+    require_extra(["aiohttp"])
     from medusa_cluster.gateway.gateway import GatewayOptions
     from medusa_cluster.gateway.process import run as serve
     from medusa_runtime.storage.peer_access import read_token

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,18 +51,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    settings = _settings(arguments)
     require_extra()
     from medusa_cluster.node.server import serve
 
     from ..serve import configure_logging
 
     configure_logging(arguments.log_level or os.environ.get("MEDUSA_LOG_LEVEL") or "info")
-    return serve(_settings(arguments), lambda line: print(line, flush=True))
+    return serve(settings, lambda line: print(line, flush=True))
 
 
-def require_extra() -> None:
-    """Raises MissingPackageError without the extra `cluster`."""
-    for package in _NEEDED:
+def require_extra(packages: Sequence[str] = _NEEDED) -> None:
+    """Raises MissingPackageError without these packages of the extra `cluster`."""
+    for package in packages:
         if importlib.util.find_spec(package) is None:
             raise MissingPackageError(f"medusa cluster needs {package}: {INSTALL}")
 
