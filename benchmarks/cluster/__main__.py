@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-from medusa_adapters.bench.result import Result, Row, Target, targets_table
 from medusa_runtime.errors import ConfigError
 
 from benchmarks import command_line
 from benchmarks.cluster.options import Options
 from benchmarks.make_checkpoint import size
-
-
-class Promise(NamedTuple):
-    """A row's metric that is compared with a bound, from below (``at_least``) or above."""
-
-    module: str
-    metric: str
-    bound: float
-    at_least: bool
-    text: str
-
+from benchmarks.promised import Promise, check_checkpoint, chosen_rows, report
 
 # Name → the module of this folder whose ``rows(options)`` measures it, and what was promised of it.
 ROWS: dict[str, Promise] = {
@@ -45,13 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cluster", description=(__doc__ or "").partition(":")[0])
     add_arguments(parser)
     arguments = parser.parse_args(argv)
-    result = measure(options_of(arguments))
-    print(result.table())
-    targets = find_targets(result)
-    if targets:
-        print("\n" + targets_table(targets))
-    if arguments.json:
-        result.write(arguments.json)
+    report("benchmarks.cluster", ROWS, options_of(arguments), arguments)
     return 0
 
 
@@ -67,20 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def options_of(arguments: argparse.Namespace) -> Options:
-    rows = tuple(name.strip() for name in arguments.rows.split(",") if name.strip())
-    unknown = [name for name in rows if name not in ROWS]
-    if unknown or not rows:
-        raise ConfigError(f"--rows: expected names of {', '.join(ROWS)}, found {', '.join(unknown) or 'none'}")
+    rows = chosen_rows(arguments.rows, ROWS)
     if arguments.nodes < 2 or arguments.runs < 1:
         raise ConfigError(
             f"expected --nodes of 2 and --runs of 1 at least, found {arguments.nodes} and {arguments.runs}"
         )
     for folder in (arguments.model, arguments.large_model):
-        if folder is not None and not (folder / "config.json").is_file():
-            raise ConfigError(
-                f"expected a checkpoint in {folder}, found no config.json there; make one with "
-                "python -m benchmarks.make_checkpoint --shape llama-57m --out out/llama-57m"
-            )
+        if folder is not None:
+            check_checkpoint(folder)
     return Options(
         model=arguments.model.resolve(),
         rows=rows,
@@ -90,25 +64,6 @@ def options_of(arguments: argparse.Namespace) -> Options:
         runs=arguments.runs,
         large_model=arguments.large_model.resolve() if arguments.large_model else None,
     )
-
-
-def measure(options: Options) -> Result:
-    """Have each module that a wanted row needs measure its rows, one module after the other."""
-    result = Result()
-    for name in dict.fromkeys(ROWS[row].module for row in options.rows):
-        print(f"{name} …", file=sys.stderr, flush=True)
-        module = importlib.import_module(f"benchmarks.cluster.{name}")
-        result.rows += [Row(**found) for found in module.rows(options)]
-    return result
-
-
-def find_targets(result: Result) -> list[Target]:
-    found = []
-    for name, promise in ROWS.items():
-        median = result.median(name, promise.metric)
-        if median is not None:
-            found.append(Target(f"{name}: {promise.text}", median, promise.bound, promise.at_least))
-    return found
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+
+from ..cli.subcommands import add_subcommands, run_subcommand
 
 _PLATFORMS = (
     ("knative", "medusa_adapters.deploy.knative", "print a Knative Service, or apply it with kubectl"),
@@ -19,13 +20,8 @@ _PLATFORMS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    platforms = parser.add_subparsers(metavar="platform", required=True)
-    for name, module, text in _PLATFORMS:
-        platform = platforms.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        platform.set_defaults(platform_module=module)
-        importlib.import_module(module).add_arguments(platform)
+    add_subcommands(parser, _PLATFORMS, metavar="platform")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    status: int = importlib.import_module(arguments.platform_module).run(arguments)
-    return status
+    return run_subcommand(arguments)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 
-# Name, module with ``add_arguments(parser)`` and ``run(arguments) -> int``, and a line of help. Only the chosen one is
-# imported.
+from ..subcommands import add_subcommands, run_subcommand
+
 _COMMANDS = (
     ("start", "medusa_adapters.cli.cluster.start", "start this machine's node, as the head or at a head's address"),
     ("deploy", "medusa_adapters.cli.cluster.deploy", "make a model known to the cluster under a name"),
@@ -20,17 +19,8 @@ _COMMANDS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(metavar="command", required=True)
-    for name, module, text in _COMMANDS:
-        command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        command.set_defaults(cluster_module=module)
-        try:
-            importlib.import_module(module).add_arguments(command)
-        except ModuleNotFoundError as error:
-            if error.name != module:
-                raise
+    add_subcommands(parser, _COMMANDS, metavar="command")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    status: int = importlib.import_module(arguments.cluster_module).run(arguments)
-    return status
+    return run_subcommand(arguments)

@@ -1,0 +1,82 @@
+"""Benchmarks whose rows have promised bounds, each measured by a module of the benchmark's folder."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from medusa_adapters.bench.result import Result, Row, Target, targets_table
+from medusa_runtime.errors import ConfigError
+
+
+class Promise(NamedTuple):
+    """A row's metric that is compared with a bound, from below (``at_least``) or above.
+
+    ``module`` is the one in the benchmark's folder whose ``rows(options)`` measures it.
+    """
+
+    module: str
+    metric: str
+    bound: float
+    at_least: bool
+    text: str
+
+
+class Options(Protocol):
+    """What a benchmark hands to its modules."""
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """The names of the rows that are wanted."""
+
+
+def chosen_rows(text: str, promises: Mapping[str, Promise]) -> tuple[str, ...]:
+    """Parse the value of ``--rows``. Raises ConfigError for unknown names, and for none."""
+    rows = tuple(name.strip() for name in text.split(",") if name.strip())
+    unknown = [name for name in rows if name not in promises]
+    if unknown or not rows:
+        raise ConfigError(f"--rows: expected names of {', '.join(promises)}, found {', '.join(unknown) or 'none'}")
+    return rows
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Raises ConfigError for a folder without a checkpoint."""
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"expected a checkpoint in {folder}, found no config.json there; make one with "
+            "python -m benchmarks.make_checkpoint --shape llama-57m --out out/llama-57m"
+        )
+
+
+def report(package: str, promises: Mapping[str, Promise], options: Options, arguments: argparse.Namespace) -> None:
+    """Measure the wanted rows, print their medians and what was promised of them, and write ``--json``."""
+    result = _measure(package, promises, options)
+    print(result.table())
+    targets = _targets(promises, result)
+    if targets:
+        print("\n" + targets_table(targets))
+    if arguments.json:
+        result.write(arguments.json)
+
+
+def _measure(package: str, promises: Mapping[str, Promise], options: Options) -> Result:
+    """Have each module that a wanted row needs measure its rows, one module after the other."""
+    result = Result()
+    for name in dict.fromkeys(promises[row].module for row in options.rows):
+        print(f"{name} …", file=sys.stderr, flush=True)
+        module: Any = importlib.import_module(f"{package}.{name}")
+        result.rows += [Row(**found) for found in module.rows(options)]
+    return result
+
+
+def _targets(promises: Mapping[str, Promise], result: Result) -> list[Target]:
+    found = []
+    for name, promise in promises.items():
+        median = result.median(name, promise.metric)
+        if median is not None:
+            found.append(Target(f"{name}: {promise.text}", median, promise.bound, promise.at_least))
+    return found
