@@ -1,1 +1,1 @@
-"""What a cluster reaches: rows that each module of this folder measures by itself."""
+"""The benchmark of a cluster: each module of this folder measures rows of its own."""

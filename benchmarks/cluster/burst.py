@@ -44,7 +44,7 @@ def rows(options: Options) -> list[dict[str, Any]]:
 
 @dataclass
 class _Burst:
-    """What happened in one burst."""
+    """The counts and times of one burst."""
 
     requests: int = 0
     lost: int = 0

@@ -1,4 +1,4 @@
-"""What the cluster's rows are measured with, and the form in which a module hands them back."""
+"""The options of the cluster benchmark, and the form of the rows that its modules return."""
 
 from __future__ import annotations
 

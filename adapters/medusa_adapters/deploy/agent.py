@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def wanted(arguments: argparse.Namespace) -> bool:
-    """Whether the function uses a node agent."""
+    """Return True if the function uses a node agent."""
     return bool(arguments.node_agent or arguments.node_agent_of_cluster)
 
 

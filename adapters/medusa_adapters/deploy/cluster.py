@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _cluster(arguments: argparse.Namespace) -> RayCluster:
-    """What is to be rendered, checked. ConfigError names the flag that cannot be used."""
+    """Return the validated values for the manifests. ConfigError names a flag that cannot be used."""
     if len(values.name(arguments.name)) > _LONGEST_NAME:
         raise ConfigError(f"NAME={arguments.name!r} cannot be used: expected at most {_LONGEST_NAME} characters")
     most = arguments.nodes if arguments.max_nodes is None else arguments.max_nodes

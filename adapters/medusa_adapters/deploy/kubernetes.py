@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 def described(
     arguments: argparse.Namespace, *, node_agent: bool = False
 ) -> tuple[Function, Placement, kubernetes.Scaling]:
-    """What is to be rendered, checked. ConfigError names the flag that cannot be used."""
+    """Return the validated values for the manifests. ConfigError names a flag that cannot be used."""
     values.within(arguments.timeout, 1, _MOST_TIMEOUT_S, "--timeout-s", "seconds")
     placed = placement(arguments, node_agent=node_agent)
     for host in arguments.host:

@@ -163,7 +163,7 @@ def _link(arguments: argparse.Namespace, host: str) -> float:
 
 
 def _device_rate(host: str) -> float | None:
-    """What the network device with this address says of itself, in bytes a second; None if it says nothing."""
+    """Return the speed that the kernel reports for the device with this address, in bytes a second, or None."""
     import fcntl
     import struct
 
