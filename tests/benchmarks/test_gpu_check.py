@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from process_tree import alive
 
 from benchmarks.gpu import run, summary
 from benchmarks.gpu.figures import report
@@ -157,7 +158,7 @@ def test_what_a_part_has_started_ends_with_it(tmp_path: Path) -> None:
     assert "timeout" in checking.results["slow"]["failed"]
     child = int(started.read_text())
     deadline = time.monotonic() + 60
-    while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split():
+    while alive(child):
         assert time.monotonic() < deadline, "the child of a part outlived it"
         time.sleep(0.02)
 

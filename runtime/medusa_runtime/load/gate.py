@@ -99,7 +99,8 @@ class Gate:
             raise self.error
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
-        return self  # the copied module drops the hook at its first call
+        self.wait()
+        return _opened_gate(self.name)
 
     def __reduce__(self) -> Any:
         self.wait()
@@ -118,7 +119,10 @@ class Gate:
 
 
 def _opened_gate(name: str) -> Gate:
-    """The gate of a module that was pickled, with all its values, and is unpickled in another process."""
+    """The gate of a copy that was made between a tensor's arrival and the gate's opening: it keeps no module alive.
+
+    The copied module drops it at its first call.
+    """
     gate = Gate(name, nn.Module(), [], None, hooked=False)
     gate.open()
     return gate
