@@ -72,7 +72,7 @@ def decide(
 
     Deterministic. ``now_s`` is on the clock of the state's times. The controller may drop a memory and begin anew.
     """
-    memory.index.update(state.nodes)
+    memory.index.update(state.nodes, state.changed)
     tick = _Tick(state, now_s, memory, options or Options())
     return tick.run()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from .state import Copy, Deployment, Instance, Node
@@ -41,6 +41,14 @@ class Index:
         self._seen: dict[str, Node] = {}
         self._catalog = Catalog({})
         self._by_link: list[str] | None = None
+        self._by_name: list[str] | None = None
+
+    @property
+    def by_name(self) -> list[str]:
+        """The nodes' names in order."""
+        if self._by_name is None:
+            self._by_name = sorted(self._seen)
+        return self._by_name
 
     @property
     def by_link(self) -> list[str]:
@@ -57,17 +65,20 @@ class Index:
             self.touched = None
         return self._catalog
 
-    def update(self, nodes: Mapping[str, Node]) -> None:
+    def update(self, nodes: Mapping[str, Node], changed: Collection[str] | None = None) -> None:
+        """Bring it up to these nodes. ``changed``: the names to look at, see ``ClusterState.changed``."""
         seen = self._seen
-        changed = [(name, node) for name, node in nodes.items() if seen.get(name) is not node]
-        for name, node in changed:
+        names = changed if changed is not None and seen else nodes
+        for name, node in [
+            (name, nodes[name]) for name in names if name in nodes and seen.get(name) is not nodes[name]
+        ]:
             last = seen.get(name)
             if last is not None and _same(last, node):
                 seen[name] = node
                 continue
             self.joined |= last is None or last.state != node.state
             if last is None or last.link_bytes_per_s != node.link_bytes_per_s:
-                self._by_link = None
+                self._by_link = self._by_name = None
             if self.touched is not None and (last is None or _held(last) != _held(node)):
                 self.touched.update(copy.url for one in (last, node) if one is not None for copy in one.copies)
             if last is not None:
@@ -76,7 +87,8 @@ class Index:
             seen[name] = node
         if len(seen) != len(nodes):
             for name in [name for name in seen if name not in nodes]:
-                last, self._by_link = seen.pop(name), None
+                last = seen.pop(name)
+                self._by_link = self._by_name = None
                 if self.touched is not None:
                     self.touched.update(copy.url for copy in last.copies)
                 self._forget(last)

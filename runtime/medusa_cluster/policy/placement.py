@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 
 from .contention import Fetching, newcomer_bytes_per_s
 from .index import Index
@@ -31,7 +32,9 @@ class Placement:
     contention_aware: bool = True
     _taken: dict[str, int] = field(default_factory=dict)
     _added: defaultdict[str, list[Fetching]] = field(default_factory=lambda: defaultdict(list))
-    _ordered: list[str] | None = None
+    _ordered: deque[str] = field(default_factory=deque)  # candidates that were looked at
+    _further: Iterator[str] | None = None
+    _offers: dict[str, Server] = field(default_factory=dict)  # what a node has for one fetch more
 
     def free_slots(self, name: str) -> int:
         return self.index.free.get(name, 0) - self._taken.get(name, 0)
@@ -41,6 +44,7 @@ class Placement:
 
     def add_fetch(self, name: str, url: str, size_bytes: float, deadline_s: float) -> None:
         self._added[name].append(Fetching(url, size_bytes, deadline_s))
+        self._offers.pop(name, None)
 
     def bytes_per_s(self, name: str) -> float:
         """Return what one fetch more gets on a node; 0 where it would make another one late."""
@@ -71,13 +75,17 @@ class Placement:
     def others(self, deployment: Deployment) -> Iterator[Server]:
         """Yield nodes with a free slot and room for the weights, the fastest links first."""
         for name in self._candidates():
-            node = self.nodes[name]
-            if not self._can_run(name, deployment) or deployment.url in _urls(node):
+            if not self._can_run(name, deployment) or self.nodes[name].copy(deployment.url) is not None:
                 continue
-            rate = self.bytes_per_s(name)
-            space = room(node) if node.memory_bytes else math.inf
-            if rate > 0 and space > 0:
-                yield Server(name, rate, node.load_bytes_per_s, float(space))
+            server = self._offers.get(name) or self._offer(name)
+            if server.fetch_bytes_per_s > 0 and server.free_bytes > 0:
+                yield server
+
+    def _offer(self, name: str) -> Server:
+        node = self.nodes[name]
+        space = float(room(node)) if node.memory_bytes else math.inf
+        server = self._offers[name] = Server(name, self.bytes_per_s(name), node.load_bytes_per_s, space)
+        return server
 
     def choose(self, deployment: Deployment, planned: str | None = None) -> str | None:
         """Return the node for a whole instance; None where no slot is free or the weights fit nowhere.
@@ -112,19 +120,30 @@ class Placement:
         return not deployment.device_kind or deployment.device_kind == self.nodes[name].device_kind
 
     def _candidates(self) -> Iterator[str]:
-        """Yield nodes on which nothing is fetched, then the others, each in falling order of bandwidth."""
-        if self._ordered is None and not self.contention_aware:
-            self._ordered = sorted(self.index.free, reverse=True)
-        if self._ordered is None:
-            free, fetching = self.index.free, {name for name, _ in self.index.arriving}
-            self._ordered = [name for name in self.index.by_link if name in free and name not in fetching]
-            busy = {name: self.bytes_per_s(name) for name in fetching if name in free}
-            self._ordered += sorted(busy, key=lambda name: (-busy[name], name))
-            self._ordered.reverse()
+        """Yield nodes with a free slot: those on which nothing is fetched, then the others, the fastest links first."""
+        if self._further is None:
+            self._further = self._in_order()
         ordered = self._ordered
-        while ordered and self.free_slots(ordered[-1]) <= 0:
-            ordered.pop()
-        return reversed(ordered)
+        while ordered and self.free_slots(ordered[0]) <= 0:
+            ordered.popleft()
+        for position in count():
+            if position == len(ordered):
+                found = next(self._further, None)
+                if found is None:
+                    return
+                ordered.append(found)
+            yield ordered[position]
+
+    def _in_order(self) -> Iterator[str]:
+        """Yield the candidates in order; few of a large cluster's nodes are ever looked at."""
+        free = self.index.free
+        if not self.contention_aware:
+            yield from (name for name in self.index.by_name if name in free)
+            return
+        fetching = {name for name, _ in self.index.arriving}
+        busy = {name: self.bytes_per_s(name) for name in fetching if name in free}
+        yield from (name for name in self.index.by_link if name in free and name not in fetching)
+        yield from sorted(busy, key=lambda name: (-busy[name], name))
 
     def _fetching(self, node: Node) -> list[Fetching]:
         found = list(self._added[node.name]) if node.name in self._added else []
@@ -140,7 +159,3 @@ class Placement:
             return math.inf
         share = node.link_bytes_per_s / max(len(self._fetching(node)), 1)
         return share * max(deployment.size_bytes, missing) / missing
-
-
-def _urls(node: Node) -> set[str]:
-    return {copy.url for copy in node.copies}

@@ -7,7 +7,7 @@ model. Times are seconds on the caller's clock, the same for all of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -135,11 +135,15 @@ class ClusterState:
 
     What was decided before must be visible here at the next call, also when its node has not confirmed it yet: an
     instance as "starting", a copy with its sources and 0 bytes.
+
+    ``changed``: names of nodes, among them all that are other objects than at the last call with the same memory. It
+    saves a look at each node of a large cluster. None: any may be another.
     """
 
     nodes: Mapping[str, Node] = field(default_factory=dict)
     deployments: Mapping[str, Deployment] = field(default_factory=dict)
     loads: Mapping[str, Load] = field(default_factory=dict)  # by deployment
+    changed: Collection[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

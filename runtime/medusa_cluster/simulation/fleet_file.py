@@ -44,7 +44,10 @@ class Workload:
             found = trace.read_csv(self.folder / self.arrivals, [model.name for model in models])
         if rate > 0:
             found = trace.scale(found, rate, self.seed)
-        return list(trace.repeat(found, self.seconds)) if self.seconds else found
+        found = list(trace.repeat(found, self.seconds)) if self.seconds else found
+        if self.arrivals in trace.AZURE:
+            found = trace.dealt(found, trace.popularity(len(models), 1.0, self.popularity), self.seed)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,7 @@ def parse(content: Any, folder: Path = Path(), name: str = "fleet") -> Plan:
             top.amount("store", math.inf),
         ),
         tuple(lengths for _, lengths in pairs),
-        _workload(requests, folder, len(pairs)),
+        _workload(requests, folder),
         strategies,
         top.number("tick_s", 0.25, least=0.01),
         top.number("device_hour", 0.0),
@@ -171,7 +174,7 @@ def _profile(item: _Section) -> Profile:
     return Profile(int(item.amount("size", None)), item.whole("layers", None), stages, speed)
 
 
-def _workload(item: _Section, folder: Path, models: int) -> Workload:
+def _workload(item: _Section, folder: Path) -> Workload:
     arrivals = item.word("arrivals", "gamma")
     if arrivals == "poisson":
         arrivals, item.content["cv"] = "gamma", 1
@@ -187,8 +190,6 @@ def _workload(item: _Section, folder: Path, models: int) -> Workload:
     )
     if recorded and arrivals not in trace.AZURE and not arrivals.endswith(".csv"):
         raise item.wrong("arrivals", f"gamma, poisson, {', '.join(trace.AZURE)} or a file *.csv", arrivals)
-    if arrivals in trace.AZURE and models != 1:
-        raise item.wrong("arrivals", "another source: the Azure traces name no models, so they serve one", arrivals)
     item.end()
     return workload
 

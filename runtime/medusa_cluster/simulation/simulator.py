@@ -162,11 +162,12 @@ class Simulation:
         if self._details and math.isfinite(self._ticked_at):
             self.outcome.held_byte_s += self._execution.cached_bytes() * (now - self._ticked_at)
         self._tick_at, self._ticked_at = math.inf, now
+        names = [node.name for node in self.changed]
         for node in self.changed:
             self._seen[node.name] = node.seen()
         self.changed = {node for node in self.changed if node.dirty}
         self._take_loads()
-        state = ClusterState(self._seen, self.deployments, self._loads)
+        state = ClusterState(self._seen, self.deployments, self._loads, names)
         begun = time.thread_time()
         decisions, self._memory = decide(state, now, self._memory, self.strategy.policy)
         self.outcome.decide_s += time.thread_time() - begun

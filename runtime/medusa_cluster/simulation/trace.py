@@ -103,6 +103,14 @@ def azure(name: str) -> list[Request]:
     return [Request(at - begin, 0, max(prompt, 1), max(output, 1)) for at, prompt, output in found]
 
 
+def dealt(requests: Sequence[Request], weights: Sequence[float], seed: int = 1) -> list[Request]:
+    """Give each request of a trace that names no models one, drawn by these weights."""
+    if len(weights) == 1:
+        return list(requests)
+    models = random.Random(seed).choices(range(len(weights)), weights, k=len(requests))
+    return [request._replace(model=model) for request, model in zip(requests, models, strict=True)]
+
+
 def read_csv(path: Path, models: Sequence[str]) -> list[Request]:
     """Read a trace with the columns timestamp, input_tokens, output_tokens and, for several models, model.
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from medusa_cluster.policy.decide import Memory, Options, decide
 from medusa_cluster.policy.state import (
     ChangeRole,
+    ClusterState,
     Consolidate,
     Deployment,
     Drop,
@@ -363,3 +364,23 @@ def test_groups_that_start_together_share_what_their_nodes_fetch() -> None:
     held = {fetch.node: fetch.layers for fetch in fetches}
     assert sorted(held.values()) == [(0, 2), (2, 4), (4, 6), (6, 8)]
     assert all(held[start.node] == start.layers for start in starts)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.sets(st.integers(0, 5)), min_size=1, max_size=6), st.data())
+def test_a_state_that_names_what_changed_is_decided_as_one_that_does_not(
+    steps: list[set[int]], data: st.DataObject
+) -> None:
+    """Named are more nodes than have changed, too; one of them may be gone."""
+    known = {node.name: node for node in nodes(6)}
+    deployments = {"m": model()}
+    named = unnamed = Memory()
+    for step, numbers in enumerate(steps):
+        for number in numbers:
+            link = data.draw(st.sampled_from([50e6, 100e6]))
+            known[f"n{number}"] = Node(f"n{number}", link_bytes_per_s=link, memory_bytes=1000 * MB)
+        loads = {"m": Load(waiting=step, last_request_s=float(step))}
+        names = [f"n{number}" for number in (*numbers, 0)]
+        first, named = decide(ClusterState(dict(known), deployments, loads, names), float(step), named)
+        second, unnamed = decide(ClusterState(dict(known), deployments, loads), float(step), unnamed)
+        assert first == second

@@ -26,6 +26,21 @@ def test_the_papers_example_by_the_integer_program() -> None:
     assert is_feasible(PAPER, found.on_target)
 
 
+def test_the_integer_program_of_a_real_model() -> None:
+    pytest.importorskip("scipy")
+    scaling = Scaling.equal(32, 6, 8)
+    found = solve(scaling, time_limit_s=60.0)
+    assert (found.mean, found.gap) == (schedule(scaling).mean, 0.0)
+
+
+def test_an_integer_program_that_is_cut_short_says_so() -> None:
+    pytest.importorskip("scipy")
+    scaling = Scaling.equal(40, 4, 12)
+    found = solve(scaling, time_limit_s=0.01)
+    assert found.finish == schedule(scaling).finish
+    assert 0.0 < found.gap <= 1.0
+
+
 def test_the_papers_example_by_best_effort_and_alone() -> None:
     found = best_effort(PAPER)
     assert found.on_target == (1, 1, 1, 1, 1, 1, 2, 2)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import Counter
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
+from medusa_cluster.simulation.experiment import simulate
 from medusa_cluster.simulation.fleet_file import parse, read_plan
 from medusa_cluster.simulation.profiles import PROFILES
 from medusa_cluster.simulation.strategy import STRATEGIES
@@ -99,7 +102,6 @@ def test_a_mistake_is_named_with_its_place_and_the_schema_sees_it_too(path: str,
     ("path", "value", "message"),
     [
         ("models.0.device", "h100", r"models\[0\]\.device: expected a device of the machines \(a10\), found 'h100'"),
-        ("requests.arrivals", "azure-code", r"requests\.arrivals: expected another source"),
         ("models", [{"name": "m", "profile": "llama2-7b@a10"}] * 2, "expected different names, found 'm' twice"),
     ],
 )
@@ -132,3 +134,16 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
     path.write_text("- 1")
     with pytest.raises(ConfigError, match="expected a mapping"):
         read_plan(path)
+
+
+def test_a_recorded_trace_is_dealt_among_the_models_of_a_fleet_of_ten_thousand_devices() -> None:
+    plan = read_plan(EXAMPLE.with_name("ten-thousand-devices.yaml"))
+    assert plan.fleet.devices == 10_000
+    assert plan.workload.seconds == 86_400
+    workload = replace(plan.workload, seconds=60)
+    requests = workload.requests(plan.fleet.models, plan.lengths, 20, 1)
+    counts = Counter(request.model for request in requests)
+    assert len(requests) > 500
+    assert len(counts) > 100
+    assert counts.most_common(1)[0][0] == 0
+    assert simulate(replace(plan, workload=workload), "medusa", 20, 1).unanswered == 0
