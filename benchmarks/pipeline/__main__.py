@@ -51,6 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--load-s", type=float, default=60.0, metavar="S", help="how long a live target loads; 60")
 
 
+    parser.add_argument("--imports", action="store_true", help="count imports, too; without, processes are warm")
+
+
 def options_of(arguments: argparse.Namespace) -> Options:
     rows = chosen_rows(arguments.rows, ROWS)
     if arguments.runs < 1 or arguments.prompt_tokens < 2 or arguments.tokens < 8 or arguments.load_s <= 0:
@@ -65,6 +68,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
         prompt_tokens=arguments.prompt_tokens,
         tokens=arguments.tokens,
         load_s=arguments.load_s,
+        warm=not arguments.imports,
     )
 
 

@@ -12,7 +12,10 @@ from medusa_adapters.bench.result import Row
 
 @dataclass(frozen=True)
 class Options:
-    """``model`` is a checkpoint's folder. ``cpus`` is each node's share of the cores, or None without a limit."""
+    """``model`` is a checkpoint's folder. ``cpus`` is each node's share of the cores, or None without a limit.
+
+    ``warm``: processes have imported before they are told to start, as a node agent's have.
+    """
 
     model: Path
     rows: tuple[str, ...]
@@ -22,6 +25,7 @@ class Options:
     prompt_tokens: int = 512
     tokens: int = 96
     load_s: float = 60.0
+    warm: bool = True
 
     def wants(self, name: str) -> bool:
         return name in self.rows

@@ -99,6 +99,8 @@ class Workers:
         self.folder = Path(self._stack.enter_context(_temporary()))
         self.began = time.monotonic()
         self.processes = [self._start(rank, plan, layers[rank], urls) for rank, plan in enumerate(plans)]
+        if site.options.warm:
+            self._go()
         self.clients = [self._client(rank) for rank in range(len(plans))]
 
     @classmethod
@@ -124,6 +126,7 @@ class Workers:
         command = [sys.executable, "-m", "medusa_cluster.group.worker", "--die-with-parent"]
         command += ["--model", urls.get(f"url_{rank}", self.site.url), "--socket", str(self.folder / f"{rank}.sock")]
         command += ["--timeline", str(self.folder / f"{rank}.timeline")]
+        command += ["--warm"] if self.site.options.warm else []
         if layers is not None:
             command += ["--layers", layers]
         if plan is not None:
@@ -138,7 +141,20 @@ class Workers:
         if f"url_{rank}" in urls:
             environment["MEDUSA_CONNECTIONS"] = "1"
         node = self.site.laboratory.nodes[rank]
-        return self.site.laboratory.popen(node, command, env=environment, stdout=log, stderr=log)
+        pipe = subprocess.PIPE
+        return self.site.laboratory.popen(node, command, env=environment, stdin=pipe, stdout=pipe, stderr=log)
+
+    def _go(self) -> None:
+        """Wait until all are warm, and start them."""
+        for rank, process in enumerate(self.processes):
+            assert process.stdout is not None
+            if process.stdout.readline() != b"warm\n":
+                raise EngineError(f"worker {rank} did not start: {self.log(rank)}")
+        self.began = time.monotonic()
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write(b"\n")
+            process.stdin.close()
 
     def _client(self, rank: int) -> EngineClient:
         path = self.folder / f"{rank}.sock"

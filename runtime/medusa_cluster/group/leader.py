@@ -125,7 +125,13 @@ class Leader(Member):
                 except MedusaError:
                     pass  # its reader notices it, too
 
-        self._beats = Beats(number, 0, send, dict)
+        self._beats = Beats(number, 0, send, self._state)
+
+    def _state(self) -> dict[str, Any]:
+        """What the leader's signs of life say."""
+        if self.loaded and not self._pace.group_loaded:
+            self._inbox.post(self._look_served)
+        return {"served": self._pace.group_loaded}
 
     def _watch_hidden(self, formation: Formation) -> None:
         """In a thread of its own: nothing comes from the next worker but the end of the connection."""
@@ -183,6 +189,7 @@ class Leader(Member):
             if self.full.is_set() or self._rest_error is not None:
                 self._served.set()
         elif self.loaded and all(worker.loaded for worker in formation.workers):
+            self._pace.group_loaded = True
             self._served.set()
 
     def _lose(self, worker: Worker, error: MedusaError) -> None:
@@ -206,6 +213,7 @@ class Leader(Member):
     def _alone(self, reason: str) -> None:
         logger.warning("%s; going on alone with all layers", reason)
         self._timeline.mark("alone", reason=reason)
+        self._pace.alone()
         self.load_rest_now()
         self._look_served()
 
@@ -213,6 +221,7 @@ class Leader(Member):
         """Dissolve the group: the first ``keep`` workers become instances, this one among them, and the others end."""
         formation, self._formation = self._formation, None
         assert formation is not None
+        self._pace.alone()
         if self._beats is not None:
             self._beats.close()
         if self._move is not None:
@@ -272,6 +281,7 @@ class Leader(Member):
         if not spans:
             return
         self._next_step += 1
+        self._pace.used()
         ends = [sequence for sequence, _, stop in spans if stop == len(sequence.tokens)]
         self._flights[step] = Flight(spans, ends, time.monotonic_ns())
         self._busy.update(span.sequence for span in spans)

@@ -15,6 +15,7 @@ from medusa_runtime.timeline import Timeline
 
 from .identity import identity_of
 from .link import Link
+from .pace import Pace
 from .plan import GroupPlan
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ class Member(TorchEngine):
         self._closing = threading.Event()
         self.full = threading.Event()
         super().__init__(region, settings, timeline)
+        self._pace = Pace(region, lambda: self.loaded)
         if plan.full:
             threading.Thread(target=self._load_rest, name="group-rest", daemon=True).start()
 
@@ -69,6 +71,7 @@ class Member(TorchEngine):
 
     def close(self) -> None:
         self._closing.set()
+        self._pace.alone()
         super().close()
         with self._rest_lock:
             if self._rest is not None:
@@ -99,6 +102,7 @@ class Member(TorchEngine):
                 self._rest_error = EngineError(f"the other layers could not be loaded: {error}")
         else:
             self._timeline.mark("full")
+            self._pace.alone()
             self.full.set()
             self._inbox.post(self.on_full)
 

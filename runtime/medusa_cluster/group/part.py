@@ -70,6 +70,7 @@ class Part(Member):
             logger.error("%s; this worker becomes an instance", error)  # noqa: TRY400
             self.released = "instance"
         if self.released == "instance" and not stop.is_set():
+            self._pace.alone()
             self.load_rest_now()
             self._instance.set()
             super().run(stop)
@@ -172,6 +173,7 @@ class _Session:
             return
         if given.step != message.step:
             raise EngineError(f"expected the hidden states of step {message.step}, found those of {given.step}")
+        part._pace.used()
         began = time.monotonic_ns()
         attention = PagedAttention(part._cache, spans)
         layers = part.layers
@@ -213,7 +215,9 @@ class _Session:
         try:
             while (message := leader.receive()) is not None:
                 if message.kind is Kind.BEAT:
-                    self._echo = int(message.values().get("sent", 0)), time.monotonic_ns()
+                    values = message.values()
+                    self._echo = int(values.get("sent", 0)), time.monotonic_ns()
+                    self._part._pace.group_loaded = bool(values.get("served"))
                     continue
                 self._steps.put(message)
                 if message.kind is Kind.RELEASE:

@@ -45,17 +45,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
             group=options.group,
             device="cpu",
         )
-        return run(settings, options.socket, options.timeline)
+        if options.warm:
+            _wait_warm(settings)
+        return run(settings, options.socket, options.timeline, warm=options.warm)
     except MedusaError as error:
         print(f"{error.code}: {error}", file=sys.stderr)
         return 2
 
 
-def run(settings: Settings, path: str, timeline_path: str | None = None) -> int:
-    """Fork the prefetcher and the engine, and wait for the engine's end. Raises what ended either of them."""
+def _wait_warm(settings: Settings) -> None:
+    """Import what the engine needs, as a node agent's idle processes have, and wait for a line on the standard input.
+
+    The file of the group may be written until then.
+    """
+    from .preimport import preimport
+
+    preimport(settings)
+    print("warm", flush=True)
+    sys.stdin.readline()
+
+
+def run(settings: Settings, path: str, timeline_path: str | None = None, *, warm: bool = False) -> int:
+    """Fork the prefetcher and the engine, and wait for the engine's end. Raises what ended either of them.
+
+    ``warm``: the start is counted from now on, and not from the process's.
+    """
     share_cores()
     timeline = Timeline.create("worker")
-    timeline.record("exec", process_start_ns(), time.monotonic_ns())
+    timeline.record("exec", time.monotonic_ns() if warm else process_start_ns(), time.monotonic_ns())
     reports = ReportPipe()
     region = Region.create()
     listener = _listen(path)
@@ -134,6 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", metavar="START:STOP", help="the layers that this worker of a pipeline holds first")
     parser.add_argument("--socket", required=True, metavar="PATH", help="the Unix socket to serve the engine on")
     parser.add_argument("--timeline", metavar="PATH", help="write the timeline to this file at the end")
+    parser.add_argument("--warm", action="store_true", help="import first, print a line, and start at one on stdin")
     parser.add_argument("--die-with-parent", action="store_true", help="end when the process ends that started this")
     return parser
 

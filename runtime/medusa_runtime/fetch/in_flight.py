@@ -120,6 +120,13 @@ class InFlightRanges:
     def count(self) -> int:
         return len(self._flying)
 
+    @property
+    def average_bytes_per_s(self) -> float | None:
+        """Bytes a second since the first range was begun; None before anything has come."""
+        with self._lock:
+            done_bytes = self._done_bytes + sum(flight.done_bytes for flight in self._flying)
+            return done_bytes / max(time.monotonic() - self._began, _BURST_S) if done_bytes else None
+
     def most_bytes(self, takers: int, largest: int) -> int:
         """Return how many bytes a range may have for one of ``takers`` connections to receive it soon."""
         now = time.monotonic()

@@ -14,6 +14,8 @@ _LARGEST_SPAN_BYTES = 8 << 20
 # Where a reader gives memory back as it copies, a fetch is at most this far in front of it.
 _UNRELEASED_BYTES = 256 << 20
 _YIELD_S = 0.005
+_PACED_YIELD_S = 0.02  # many connections wait, and one of them is to go on
+_LATE_S = 0.1  # how much of a paced fetch's delay is made up for
 
 
 class Schedule:
@@ -22,7 +24,8 @@ class Schedule:
     What a forward waits for comes first, then what readers would like next (a module's construction order, where no
     execution order was recorded), then the rest in the index's order.
     A background load keeps to one range at a time while interactive ones are under way on this machine, and is one of
-    them as soon as somebody waits for all of it.
+    them as soon as somebody waits for all of it. Readers may leave what nobody waits for a share of the link: then it
+    comes chunk by chunk over one connection, so that other traffic never stands behind more than one chunk.
     """
 
     def __init__(self, writer: RegionWriter, load: Load | None = None, urgent: Collection[int] = ()) -> None:
@@ -39,6 +42,8 @@ class Schedule:
         self._next = 0
         self._lock = threading.Lock()
         self._stopped = False
+        self._link_bytes_per_s: float | None = None  # as it was before the fetch was paced
+        self._paced_until = 0.0
         self.flights = InFlightRanges()
 
     @property
@@ -61,6 +66,7 @@ class Schedule:
         Waits while a load that is more important has the right of way, or memory must be given back first.
         """
         while True:
+            pause_s = _YIELD_S
             with self._lock:
                 if self.exhausted:
                     return None
@@ -68,8 +74,13 @@ class Schedule:
                 first = (*wanted, *self._writer.hinted())
                 asked = next((chunk for chunk in first if not self._taken[chunk]), None)
                 if not self._leaves_room(asked, wanted) and (wanted or not self._must_wait()):
-                    return self._take(asked, takers)
-            time.sleep(_YIELD_S)
+                    share = self._share(asked, wanted)
+                    if share == 1.0:
+                        return self._take(asked, takers)
+                    if share and not self.flights.count and time.monotonic() >= self._paced_until:
+                        return self._take_paced(asked, share)
+                    pause_s = _PACED_YIELD_S
+            time.sleep(pause_s)
 
     def _leaves_room(self, asked: int | None, wanted: Collection[int]) -> bool:
         """Whether to wait because urgent chunks are under way, from which any other would take bandwidth.
@@ -83,6 +94,23 @@ class Schedule:
         if not self._urgent and self._load is not None:
             self._load.demote()
         return bool(self._urgent)
+
+    def _share(self, asked: int | None, wanted: Collection[int]) -> float:
+        """The share of the link that the next range may have. All of it for what somebody waits for, or hints at."""
+        first = self._pending[self._next] if asked is None else asked
+        share = 1.0 if first in self._urgent or asked is not None else self._writer.demand.share
+        if share == 1.0 and not wanted:
+            self._link_bytes_per_s = None
+        elif self._link_bytes_per_s is None:
+            self._link_bytes_per_s = self.flights.average_bytes_per_s
+        return share
+
+    def _take_paced(self, asked: int | None, share: float) -> Span:
+        span = self._take(asked, len(self._pending))
+        if self._link_bytes_per_s:
+            seconds = span.length * self._chunks.chunk_bytes / self._link_bytes_per_s / share
+            self._paced_until = max(self._paced_until, time.monotonic() - _LATE_S) + seconds
+        return span
 
     def _must_wait(self) -> bool:
         if self._writer.unreleased_bytes > _UNRELEASED_BYTES:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from .layout import HEADER_BYTES, RING_OFFSET, RING_WORDS
+from .layout import HEADER_BYTES, PACE_OFFSET, RING_OFFSET, RING_WORDS
 
 if TYPE_CHECKING:
     from .memory import WriterMemory
@@ -24,6 +25,8 @@ _FIRST_MASK = (1 << _FIRST_BITS) - 1
 _HINT = 1 << 63
 _PROMOTE_WORD = 0  # its index in a ``demand_memory``
 _MOST = RING_WORDS // 2  # what one reader may have in the ring
+_SHARE_BITS = 10
+_WHOLE = 1000  # of the link, in a pace's word; the bits above it are the millisecond in which it ends
 
 
 def runs(chunks: Iterable[int]) -> list[range]:
@@ -62,6 +65,19 @@ def hint(fd: int, chunks: Sequence[int]) -> None:
     _ask(fd, [_HINT | (place << _FIRST_BITS) | (chunk + 1) for place, chunk in enumerate(chunks)], _MOST)
 
 
+def pace(fd: int, share: float, lease_s: float) -> None:
+    """Have what nobody waits for fetched with this share of the link; 0: not at all. It counts for ``lease_s``.
+
+    A reader renews it as long as it wants it, so that one that has ended holds nothing up.
+    """
+    ends_ms = int((time.monotonic() + lease_s) * 1e3)
+    word = ends_ms << _SHARE_BITS | round(min(max(share, 0.0), 1.0) * _WHOLE)
+    try:
+        os.pwrite(fd, word.to_bytes(8, "little"), PACE_OFFSET)
+    except OSError:
+        pass
+
+
 def _ask(fd: int, words: Sequence[int], behind: int) -> None:
     slot = os.getpid() * 7 + threading.get_native_id() + behind
     for number, word in enumerate(words[:_MOST]):
@@ -86,6 +102,15 @@ class DemandRings:
     def promoted(self) -> bool:
         """Whether a reader has begun to wait for the whole region, which was fetched in the background."""
         return self._outside is not None and bool(self._outside[_PROMOTE_WORD])
+
+    @property
+    def share(self) -> float:
+        """The share of the link for what nobody waits for, as readers want it now; 1 without a wish."""
+        now_ms = time.monotonic() * 1e3
+        place = PACE_OFFSET // 8
+        words = [memory[place] for memory in (self._memory.words, self._outside) if memory is not None]
+        shares = [word & (1 << _SHARE_BITS) - 1 for word in words if word >> _SHARE_BITS > now_ms]
+        return min(shares, default=_WHOLE) / _WHOLE
 
     def demanded(self, count: int) -> list[range]:
         """Return the runs of chunks that forwards wait for, within the region's ``count``; some may have come since."""

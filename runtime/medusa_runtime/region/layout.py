@@ -58,6 +58,7 @@ class Word(IntEnum):
 
 
 RING_OFFSET, RING_WORDS = 512, 64  # requests of readers; see demand.py
+PACE_OFFSET = RING_OFFSET + 8 * RING_WORDS  # one word: how fast what nobody waits for may come; see demand.py
 TABLE_OFFSET = HEADER_BYTES  # the chunk table, one byte a chunk
 
 

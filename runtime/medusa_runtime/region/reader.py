@@ -16,7 +16,7 @@ from ..checkpoint.index import PAGE_BYTES, Shard, WeightIndex
 from ..errors import MedusaError, ObjectChangedError, StorageError, WeightsError, from_code
 from ..storage.local import file_version
 from .chunks import Chunks
-from .demand import demand, hint
+from .demand import demand, hint, pace
 from .layout import ERROR_OFFSET, HEADER_BYTES, TABLE_OFFSET, Late, State, Word, reopen
 from .lock import is_locked
 from .pages import address_of, drop
@@ -274,6 +274,10 @@ class Region:
             wanted = dict.fromkeys(chunk for name in names for chunk in self._chunks.of_tensor(name))
             missing = [chunk for chunk in wanted if not self._present(range(chunk, chunk + 1))]
             hint(self.fd if self.demand_fd < 0 else self.demand_fd, missing)
+
+    def pace(self, share: float, lease_s: float) -> None:
+        """Have what nobody waits for fetched with this share of the link, for ``lease_s``; see ``demand.pace``."""
+        pace(self.fd if self.demand_fd < 0 else self.demand_fd, share, lease_s)
 
     def release(self, name: str) -> None:
         """Drop the memory of a tensor that nobody will read again, here or in another process."""

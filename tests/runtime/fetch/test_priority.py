@@ -17,7 +17,7 @@ from medusa_runtime.fetch.in_flight import InFlightRanges, Span
 from medusa_runtime.fetch.load_priority import Load, interactive_load
 from medusa_runtime.fetch.prefetcher import prefetch
 from medusa_runtime.fetch.schedule import Schedule
-from medusa_runtime.region.demand import demand_memory, promote
+from medusa_runtime.region.demand import demand_memory, pace, promote
 from medusa_runtime.region.reader import Region
 from medusa_runtime.storage.retry import RetryPolicy
 from medusa_runtime.timeline import Timeline
@@ -66,6 +66,45 @@ def test_what_is_asked_for_is_fetched_first(served: Any, region: Region) -> None
     assert not region.has("layers.9.w")
     served.bytes_per_s = None
     thread.join(60)
+    check(region)
+
+
+def test_what_nobody_waits_for_is_held_back_as_long_as_a_reader_says_so(served: Any, region: Region) -> None:
+    outside = demand_memory()
+    pace(outside, 0.0, 60.0)
+    writer = region.writer()
+    writer.demand.listen(outside)
+    settings = Settings(connections=4, layers="0:3")
+    arguments = {"settings": settings, "timeline": Timeline.create("test"), "writer": writer}
+    thread = threading.Thread(target=prefetch, args=(region, served.url + "/m"), kwargs=arguments)
+    thread.start()
+    try:
+        for number in range(3):
+            region.wait_tensor(f"layers.{number}.w", timeout_s=30)
+        time.sleep(0.2)
+        assert region.progress().fetched_bytes <= 7 * MIB  # a chunk may have bytes of two layers
+        region.demand([LAST])  # a forward waits for it
+        region.wait_tensor(LAST, timeout_s=30)
+        assert region.progress().fetched_bytes <= 10 * MIB
+        pace(outside, 0.5, 0.3)  # and it ends with its reader
+        thread.join(30)
+        check(region)
+    finally:
+        pace(outside, 1.0, 60.0)
+        thread.join(30)
+        os.close(outside)
+
+
+def test_a_paced_fetch_takes_its_share_of_the_link(served: Any, region: Region) -> None:
+    served.bytes_per_s = 80e6
+    region.pace(0.25, 60.0)
+    began = time.monotonic()
+    thread = fetching(region, served.url + "/m", Timeline.create("test"), connections=2, layers="0:6")
+    region.wait_index()
+    region.wait_tensor("layers.5.w", timeout_s=30)
+    own_s = time.monotonic() - began
+    thread.join(60)
+    assert time.monotonic() - began - own_s > 2 * own_s
     check(region)
 
 

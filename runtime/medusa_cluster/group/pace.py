@@ -1,0 +1,62 @@
+"""How fast the layers are fetched that a worker does not need yet (ParaServe §4.2, §6.1).
+
+Its own layers come first. Those of the others are held back until the whole group has its own, as all of them read from
+the same store, and then leave room on the link for hidden states while there are requests.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from medusa_runtime.region.reader import Region
+
+BUSY_SHARE = 0.85  # of the link, beside hidden states
+_BUSY_S = 1.0  # after a step
+_LEASE_S, _RENEW_S = 1.0, 0.25
+_SHORTEST_HOLD_S = 1.0
+
+
+class Pace:
+    """Tells the prefetcher, until the worker is ``alone``. ``used`` is called at each step; ``loaded`` is the worker's.
+
+    ``group_loaded`` is set when every worker has its layers. A group that takes more than twice as long as this worker
+    is not waited for: it may never come.
+    """
+
+    def __init__(self, region: Region, loaded: Callable[[], bool]) -> None:
+        self.group_loaded = False
+        self._region, self._loaded = region, loaded
+        self._alone = threading.Event()
+        self._began = time.monotonic()
+        self._loaded_at: float | None = None
+        self._used_at = 0.0
+        threading.Thread(target=self._run, name="group-pace", daemon=True).start()
+
+    def used(self) -> None:
+        self._used_at = time.monotonic()
+
+    def alone(self) -> None:
+        """From now on nothing is held back. May be called twice."""
+        self._alone.set()
+
+    def share(self, now: float) -> float:
+        """Of the link, for the layers of the other workers."""
+        if not self._loaded():
+            return 0.0
+        if self._loaded_at is None:
+            self._loaded_at = now
+        longest_s = max(self._loaded_at - self._began, _SHORTEST_HOLD_S)
+        if not self.group_loaded and now - self._loaded_at < longest_s:
+            return 0.0
+        return BUSY_SHARE if now - self._used_at < _BUSY_S else 1.0
+
+    def _run(self) -> None:
+        while not self._alone.is_set():
+            self._region.pace(self.share(time.monotonic()), _LEASE_S)
+            self._alone.wait(_RENEW_S)
+        self._region.pace(1.0, _LEASE_S)
+
+
+__all__ = ["BUSY_SHARE", "Pace"]
