@@ -50,7 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=96, metavar="N", help="that a stream gets meanwhile; 96")
     parser.add_argument("--load-s", type=float, default=60.0, metavar="S", help="how long a live target loads; 60")
 
-
     parser.add_argument("--imports", action="store_true", help="count imports, too; without, processes are warm")
 
 

@@ -376,8 +376,8 @@ class Leader(Member):
             self._fall_back(str(error))
         elif move.ended(self._scheduler.running, self._settled):
             self._timeline.record("gather", move.began_ns, time.monotonic_ns(), **move.detail())
-            self._release(move.keep)
             self._timeline.mark("consolidated", kept=move.keep)
+            self._release(move.keep)
 
     # Requests that come from other engines, or go to them: without keys and values, which are in many places.
 

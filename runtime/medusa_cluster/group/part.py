@@ -31,6 +31,7 @@ from .steps import StepReader, ending, forbid, sampled_values
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.2
+_GRACE_S = 1.0  # for the leader's word, when a neighbour has gone: it may have heard it first
 
 
 class LostError(EngineError):
@@ -115,6 +116,7 @@ class _Session:
         self._beats: Beats | None = None
         self._echo: tuple[int, int] | None = None  # the leader's newest clock, and ours when it came
         self._released = False  # the leader has dissolved the group; steps that are under way have no results
+        self._leader_said = threading.Event()  # what becomes of this worker, or that the leader has ended
         self._told = 0  # how many stages of the timeline the leader has
         self.joined = False
         self._listener = Listener(
@@ -222,9 +224,11 @@ class _Session:
                 self._steps.put(message)
                 if message.kind is Kind.RELEASE:
                     self._released = True
+                    self._leader_said.set()
                     self._hidden.put(None)
         except (MedusaError, TypeError, ValueError) as error:
             logger.warning("the leader sent something that is no message: %s", error)
+        self._leader_said.set()
         self._steps.put(None)
         self._hidden.put(None)
 
@@ -259,7 +263,11 @@ class _Session:
         self._broken()
 
     def _broken(self) -> None:
-        """A connection to a neighbour has ended: give up, so that the leader sees to the requests."""
+        """A connection to a neighbour has ended: give up, so that the leader sees to the requests.
+
+        When a group is dissolved, a neighbour may be gone before the leader's message is here.
+        """
+        self._leader_said.wait(_GRACE_S)
         self._hidden.put(None)
         self._steps.put(None)
 
