@@ -10,7 +10,7 @@ import subprocess
 
 _COMPILE = """
 import compileall, importlib.util
-for name in ("medusa_runtime", "medusa_vllm", "medusa_handler", "medusa_adapters"):
+for name in ("medusa_runtime", "medusa_vllm", "medusa_cluster", "medusa_handler", "medusa_adapters"):
     spec = importlib.util.find_spec(name)
     for folder in spec.submodule_search_locations if spec else ():
         compileall.compile_dir(folder, quiet=2)

@@ -125,47 +125,59 @@ def _open_standard_streams() -> None:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    command = next((command for command in _COMMANDS if command[0] in argv[:1]), None)
+    if command is None:
+        return _parse_without_command(argv)
+    name, module, _ = command
+    if sys.platform != "linux" and name not in _ANYWHERE:
+        raise _needs_linux(name)
+    parser = _parser(command)
+    parser.set_defaults(module=module)
+    arguments, unknown = parser.parse_known_args(argv[1:])
+    announce_renamed(argv, parser)
+    if unknown:
+        flag = unknown[0].partition("=")[0]
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_meant(flag, list(parser._option_string_actions))}")
+    return arguments
+
+
+def _parse_without_command(argv: Sequence[str]) -> argparse.Namespace:
+    """Show the help or the version and exit. Raises ConfigError for everything else."""
     parser = _Parser(
         prog="medusa", description="Serverless model functions that answer as soon as weights can be read."
     )
     parser.add_argument("-V", "--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(metavar="command", required=True)
-    chosen: argparse.ArgumentParser = parser
-    for name, module, text in _COMMANDS:
-        command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        command.set_defaults(module=module)
-        if name in argv[:1]:
-            chosen = command
-            if sys.platform != "linux" and name not in _ANYWHERE:
-                raise _needs_linux(name)
-            importlib.import_module(module).add_arguments(command)
-            unify(command)
+    for name, _, text in _COMMANDS:
+        commands.add_parser(name, help=text)
     if not argv:
         parser.print_help(sys.stderr)
         raise SystemExit(2)
-    if chosen is parser and not argv[0].startswith("-"):
+    if not argv[0].startswith("-"):
         names = [name for name, *_ in _COMMANDS]
         raise ConfigError(
             f"{argv[0]!r} is no command{_meant(argv[0], names) or '.'} Expected one of {', '.join(names)}"
         )
-    arguments, unknown = parser.parse_known_args(argv)
-    announce_renamed(argv, chosen)
-    if unknown:
-        flag = unknown[0].partition("=")[0]
-        chosen.error(f"unrecognized arguments: {' '.join(unknown)}{_meant(flag, list(chosen._option_string_actions))}")
-    return arguments
+    parser.parse_args(argv)
+    raise ConfigError("expected the command first: medusa COMMAND …; see medusa --help")
+
+
+def _parser(command: tuple[str, str, str]) -> _Parser:
+    """The parser of one command, whose module is imported for it."""
+    name, module, text = command
+    parser = _Parser(prog=f"medusa {name}", description=text[0].upper() + text[1:] + ".")
+    importlib.import_module(module).add_arguments(parser)
+    unify(parser)
+    return parser
 
 
 def command_parsers() -> dict[str, argparse.ArgumentParser]:
     """All commands with their parsers, for completion. Imports each command's module."""
     found: dict[str, argparse.ArgumentParser] = {}
-    for name, module, text in _COMMANDS:
-        found[name] = _Parser(prog=f"medusa {name}", description=text[0].upper() + text[1:] + ".")
-        try:
-            importlib.import_module(module).add_arguments(found[name])
-        except (ImportError, AttributeError, OSError):  # where a command does not work, there is nothing to complete
-            continue
-        unify(found[name])
+    for command in _COMMANDS:
+        # Where a command does not work, there is nothing to complete.
+        with suppress(ImportError, AttributeError, OSError):
+            found[command[0]] = _parser(command)
     return found
 
 

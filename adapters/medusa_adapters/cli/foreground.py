@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -47,7 +45,7 @@ def run_in_child(command: Callable[[], int], leftovers: Iterable[Removable], *, 
     if not child:
         die_with_parent(parent)
         if folder is not None:
-            tempfile.tempdir = str(folder)
+            _use_scratch(folder)
         signal.signal(signal.SIGINT, _interrupt)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return command()
@@ -60,6 +58,8 @@ def run_in_child(command: Callable[[], int], leftovers: Iterable[Removable], *, 
             return INTERRUPTED
     finally:
         if folder is not None:
+            import shutil
+
             shutil.rmtree(folder, ignore_errors=True)
     if status < 0:
         _die_of(-status)
@@ -80,10 +80,18 @@ def _interrupt(_number: int, _frame: object) -> None:
 
 def _scratch() -> Path | None:
     """Make a folder for the command's temporary files; None where that fails, which the command itself reports."""
+    import tempfile  # not for the commands that need no such folder
+
     try:
         return Path(tempfile.mkdtemp(prefix="medusa-"))
     except OSError:
         return None
+
+
+def _use_scratch(folder: Path) -> None:
+    import tempfile
+
+    tempfile.tempdir = str(folder)
 
 
 def _wait(child: int) -> tuple[int, bool]:

@@ -84,9 +84,11 @@ def settle(environ: Mapping[str, str], flags: Mapping[str, Any]) -> Settings:
 
 def _is_host(name: str, environ: Mapping[str, str]) -> bool:
     """Whether models are loaded by request, so that none need be given now."""
+    if name != "sagemaker":
+        return False
     from ..platforms import sagemaker
 
-    return name == "sagemaker" and sagemaker.is_multi_model(environ)
+    return sagemaker.is_multi_model(environ)
 
 
 def configure_logging(level: str) -> None:

@@ -3,28 +3,51 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 if TYPE_CHECKING:
     from medusa_handler.platform import Platform
     from medusa_runtime.config import Settings
 
-# In the order in which ``detect`` is called; the last one always says yes.
+
+class Place(NamedTuple):
+    """An adapter's module, and how its platform is recognized before it is imported.
+
+    By any of these variables that is set (with ``*`` at its end: any whose name begins so), or by this folder.
+    """
+
+    module: str
+    variables: tuple[str, ...] = ()
+    folder: str = ""
+
+    def is_here(self, environ: Mapping[str, str]) -> bool:
+        for name in self.variables:
+            if environ.get(name) or (name.endswith("*") and any(each.startswith(name[:-1]) for each in environ)):
+                return True
+        return bool(self.folder) and os.path.isdir(self.folder)
+
+
+_LOCAL = "local"
+# In the order in which they are looked for.
 ADAPTERS = {
-    "knative": "medusa_adapters.platforms.knative",
-    "openfaas": "medusa_adapters.platforms.openfaas",
-    "sagemaker": "medusa_adapters.platforms.sagemaker",
-    "lambda": "medusa_adapters.platforms.lambda_",
-    "local": "medusa_adapters.platforms.local",
+    "knative": Place("medusa_adapters.platforms.knative", ("K_SERVICE", "K_REVISION")),
+    "openfaas": Place(
+        "medusa_adapters.platforms.openfaas",
+        (
+            *("OPENFAAS_NAME", "OPENFAAS_NAMESPACE", "fprocess", "exec_timeout", "read_timeout", "write_timeout"),
+            *("max_inflight", "healthcheck_interval", "ready_path", "suppress_lock"),
+        ),
+    ),
+    "sagemaker": Place("medusa_adapters.platforms.sagemaker", ("SAGEMAKER_*",), "/opt/ml/model"),
+    "lambda": Place("medusa_adapters.platforms.lambda_", ("AWS_LAMBDA_RUNTIME_API",)),
+    _LOCAL: Place("medusa_adapters.platforms.local"),
 }
 
 
 class Adapter(Protocol):
     """A module of this package; pure translation, and imports nothing heavy."""
-
-    def detect(self, environ: Mapping[str, str]) -> bool:
-        """Whether the environment is this platform's."""
 
     def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Translate the platform's own variables into ours (docs/environment.md).
@@ -37,11 +60,11 @@ class Adapter(Protocol):
 
 
 def load(name: str) -> Adapter:
-    return cast("Adapter", importlib.import_module(ADAPTERS[name]))
+    return cast("Adapter", importlib.import_module(ADAPTERS[name].module))
 
 
 def resolve(name: str, environ: Mapping[str, str]) -> str:
     """The platform's name; ``auto`` is resolved from the environment."""
     if name != "auto":
         return name
-    return next(name for name in ADAPTERS if load(name).detect(environ))
+    return next((name for name, place in ADAPTERS.items() if place.is_here(environ)), _LOCAL)

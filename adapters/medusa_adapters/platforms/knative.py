@@ -21,10 +21,6 @@ _STRUCTURED = "application/cloudevents"
 _METHODS = "GET, POST, PUT, PATCH, DELETE, OPTIONS"
 
 
-def detect(environ: Mapping[str, str]) -> bool:
-    return bool(environ.get("K_SERVICE") or environ.get("K_REVISION"))
-
-
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {}  # PORT is ours, too
 

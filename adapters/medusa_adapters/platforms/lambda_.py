@@ -34,10 +34,6 @@ _WARM = "provisioned-concurrency"
 _server: Server | None = None  # awslambdaric calls a function of a module, which has no other place for it
 
 
-def detect(environ: Mapping[str, str]) -> bool:
-    return bool(environ.get("AWS_LAMBDA_RUNTIME_API"))
-
-
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {"MEDUSA_DRAIN": f"{_DRAIN_S:g}"}
 

@@ -10,10 +10,6 @@ if TYPE_CHECKING:
     from medusa_runtime.config import Settings
 
 
-def detect(environ: Mapping[str, str]) -> bool:
-    return True
-
-
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {}
 

@@ -21,16 +21,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MARKS = (
-    *("OPENFAAS_NAME", "OPENFAAS_NAMESPACE", "fprocess", "exec_timeout", "read_timeout", "write_timeout"),
-    *("max_inflight", "healthcheck_interval", "ready_path", "suppress_lock"),
-)
 _WRITE_TIMEOUT_S = 30.0
 _METRICS_PORT = 8081
-
-
-def detect(environ: Mapping[str, str]) -> bool:
-    return any(environ.get(mark) for mark in _MARKS)
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:

@@ -22,10 +22,6 @@ _TEXTUAL = ("", "application/json", "text/plain", "application/octet-stream", "a
 _JSON_LINES = ("application/jsonlines", "application/x-jsonlines", "application/jsonl")
 
 
-def detect(environ: Mapping[str, str]) -> bool:
-    return any(name.startswith("SAGEMAKER_") for name in environ) or os.path.isdir(_MODEL)
-
-
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
     meant = {"MEDUSA_DRAIN": f"{_DRAIN_S:g}"}
     if environ.get("SAGEMAKER_BIND_TO_PORT"):

@@ -24,7 +24,6 @@ _MOST_PICKLE_BYTES = 16 << 20
 _MOST_READ_BYTES = 16 << 20  # at a time: a directory of 100,000 records, and more
 _MOST_NOTE_BYTES = 64  # of byteorder and .storage_alignment
 _TAIL_BYTES = 256 << 10
-SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 Read = Callable[[int, int], bytes]  # bytes [start, stop) of the file
 

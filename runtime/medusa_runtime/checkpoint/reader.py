@@ -16,11 +16,11 @@ from urllib.parse import urlsplit, urlunsplit
 
 from ..errors import ConfigError, CorruptError, ForbiddenError, ObjectNotFoundError
 from ..storage.base import ObjectInfo, Store, open_store, redacted, scheme_of
-from .archive import SUFFIXES, read_archive
 from .header import PREFIX_BYTES, HeaderEntry, header_bytes, parse_header, shown
 from .index import Shard, TensorEntry, WeightIndex
 
 SINGLE, SHARDED = "model.safetensors", "model.safetensors.index.json"
+ARCHIVE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")  # of what archive.py reads
 ARCHIVE, ARCHIVES = "pytorch_model.bin", "pytorch_model.bin.index.json"
 DIFFUSION, DIFFUSIONS = "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.safetensors.index.json"
 MODULES, SENTENCES = "modules.json", "sentence_bert_config.json"  # of sentence-transformers
@@ -105,7 +105,7 @@ def open_checkpoint(url: str, known: Known | None = None, store: Store | None = 
 
 def split(url: str) -> tuple[str, str | None]:
     """Split ``url`` into its folder and, if it names a single file of weights, that file's name."""
-    suffixes = (".safetensors", *SUFFIXES)
+    suffixes = (".safetensors", *ARCHIVE_SUFFIXES)
     if not scheme_of(url):
         if not url.endswith(suffixes) or os.path.isdir(url):
             return url, None
@@ -131,7 +131,7 @@ class _Reader:
         self._known = known
 
     def read(self, name: str | None) -> Checkpoint:
-        if name is not None and name.endswith(SUFFIXES):
+        if name is not None and name.endswith(ARCHIVE_SUFFIXES):
             shard, entries = self._archive(name)
             index = WeightIndex.from_headers([shard], [entries])
             config = self._small(SMALL_FILES[0])
@@ -233,6 +233,8 @@ class _Reader:
 
         def read(start: int, stop: int) -> bytes:
             return self._store.read(name, start, stop, info.version)[0]
+
+        from .archive import read_archive  # most checkpoints have none
 
         tensors = read_archive(name, info.size, head, read)
         path = self._store.local_path(name)

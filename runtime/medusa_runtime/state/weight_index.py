@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from ..checkpoint.archive import SUFFIXES, directory_start
+from ..checkpoint.archive import directory_start
 from ..checkpoint.checksums import ALGORITHMS, Checksums, checksum_function
 from ..checkpoint.header import DTYPE_BITS
 from ..checkpoint.index import Shard, WeightIndex
-from ..checkpoint.reader import KnownArchive
+from ..checkpoint.reader import ARCHIVE_SUFFIXES, KnownArchive
 from ..errors import CorruptError, StateError
 from ..region.chunks import Chunks, chunk_bytes_for
 from ..region.reader import Region
@@ -166,7 +166,7 @@ def _directories(region: Region) -> dict[str, tuple[int, str]]:
     return {
         shard.name: _directory(shard, region.shard(number))
         for number, shard in enumerate(region.wait_index().shards)
-        if shard.name.endswith(SUFFIXES)
+        if shard.name.endswith(ARCHIVE_SUFFIXES)
     }
 
 
