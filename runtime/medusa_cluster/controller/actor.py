@@ -12,9 +12,7 @@ import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from http import HTTPStatus
 from pathlib import Path
-from ssl import SSLContext
 from typing import Any
 
 from aiohttp import ClientError, ClientSession, ClientTimeout
@@ -23,13 +21,13 @@ from medusa_runtime.storage.peer_access import PeerAccess
 
 from ..json_lines import JsonLinesServer
 from ..node.actor import NAMESPACE, NodeActor, actor_name
-from ..node.ray_processes import CONTROL_SOCKET_VARIABLE, NODE_LABEL, NODE_RESOURCE
+from ..node.ray_processes import CONTROL_SOCKET_VARIABLE, NODE_LABEL, NODE_RESOURCE, PORT_LABEL
 from .cluster import Cluster
 
 logger = logging.getLogger(__name__)
 
 CONTROLLER_NAME = "controller"
-_HEALTH_S = 1.0
+_MAKERS = 8  # threads
 
 
 class Controller:
@@ -48,46 +46,64 @@ class Controller:
 
 
 class RayNodes:
-    """The nodes of Ray's cluster, and one actor on each of them that passes calls on."""
+    """The nodes of Ray's cluster, and one actor on each of them that passes orders on to its node server."""
 
     def __init__(self) -> None:
-        self._actors: dict[str, Any] = {}
+        self._actors: dict[str, asyncio.Future[Any]] = {}
+        self._access = _access(os.environ)
+        self._ssl = self._access.client_context() or True
         self._session: ClientSession | None = None
-        self._ssl = _client_context(os.environ)
-        # ray.nodes() waits while the head's GCS is away.
-        self._thread = ThreadPoolExecutor(1, "ray-nodes")
+        # ray.nodes() and the search for an actor wait while the head's GCS is away.
+        self._lister = ThreadPoolExecutor(1, "ray-nodes")
+        self._makers = ThreadPoolExecutor(_MAKERS, "ray-actors")
 
-    async def names(self) -> set[str] | None:
-        """The names of the nodes that Ray sees alive."""
+    async def servers(self) -> dict[str, str] | None:
+        """The nodes that Ray sees alive, with the URLs of their node servers."""
         import ray
 
-        nodes = await asyncio.get_running_loop().run_in_executor(self._thread, ray.nodes)
-        labels = [node.get("Labels") or {} for node in nodes if node.get("Alive")]
-        return {found[NODE_LABEL] for found in labels if NODE_LABEL in found}
+        nodes = await asyncio.get_running_loop().run_in_executor(self._lister, ray.nodes)
+        return dict(_server(node, self._access.tls) for node in nodes if _is_member(node))
+
+    async def status(self, node: str, url: str, timeout_s: float) -> Mapping[str, Any]:
+        """Ask the node server itself, without Ray."""
+        if self._session is None:
+            self._session = ClientSession(headers={"Authorization": f"Bearer {self._access.token}"})
+        try:
+            timeout = ClientTimeout(total=timeout_s)
+            async with self._session.get(f"{url}/status", ssl=self._ssl, timeout=timeout) as answer:
+                found = await answer.json(content_type=None)
+        except (ClientError, OSError, TimeoutError, ValueError) as error:
+            raise ClusterError(f"{url} did not answer: {str(error) or type(error).__name__}") from None
+        if not isinstance(found, dict) or found.get("name") != node:
+            raise ClusterError(f"expected the node {node} at {url}, found {str(found)[:200]}")
+        return found
 
     async def call(self, node: str, request: dict[str, Any], timeout_s: float) -> Any:
         """Raises ClusterError when the node's actor does not answer, and the error that its node server answered."""
-        from ray.exceptions import RayError
+        from ray.exceptions import ActorDiedError, RayError
 
         from ..json_lines import result_of
 
+        arguments = {name: value for name, value in request.items() if name != "op"}
         try:
-            actor = await self._actor(node)
-            arguments = {name: value for name, value in request.items() if name != "op"}
-            method = getattr(actor, request["op"])
-            answer = await asyncio.wait_for(_of(method.remote(**arguments)), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                actor = await self._actor(node)
+                answer = await getattr(actor, request["op"]).remote(**arguments)
         except TimeoutError:
-            self._actors.pop(node, None)
             raise ClusterError(f"the node {node} did not answer {request['op']} within {timeout_s:.0f} s") from None
         except RayError as error:
-            self._actors.pop(node, None)
+            if isinstance(error, ActorDiedError):  # for ever; of all others Ray starts the actor again
+                self._actors.pop(node, None)
             raise ClusterError(f"the actor of the node {node} cannot be reached: {type(error).__name__}") from error
         return result_of(answer)
 
     async def _actor(self, node: str) -> Any:
-        if node not in self._actors:
-            self._actors[node] = await asyncio.get_running_loop().run_in_executor(None, _make_actor, node)
-        return self._actors[node]
+        """The node's actor. It is searched once, however many calls wait for it."""
+        found = self._actors.get(node)
+        if found is None or (found.done() and (found.cancelled() or found.exception() is not None)):
+            found = asyncio.get_running_loop().run_in_executor(self._makers, _make_actor, node)
+            self._actors[node] = found
+        return await asyncio.shield(found)
 
     async def forget(self, node: str) -> None:
         """End the node's actor: Ray would wait for a node of this name for ever."""
@@ -98,17 +114,7 @@ class RayNodes:
                 ray.kill(ray.get_actor(actor_name(node), NAMESPACE))
 
         self._actors.pop(node, None)
-        await asyncio.get_running_loop().run_in_executor(None, kill)
-
-    async def answers(self, node_url: str) -> bool:
-        """Ask the node server itself, without Ray."""
-        if self._session is None:
-            self._session = ClientSession(timeout=ClientTimeout(total=_HEALTH_S))
-        try:
-            async with self._session.get(f"{node_url}/healthz", ssl=self._ssl) as answer:
-                return answer.status == HTTPStatus.OK
-        except (ClientError, OSError, TimeoutError):
-            return False
+        await asyncio.get_running_loop().run_in_executor(self._makers, kill)
 
     async def request_more(self, count: int) -> None:
         """Ask Ray's autoscaler, where there is one, for so many nodes beside those there are."""
@@ -125,16 +131,23 @@ class RayNodes:
             raise ClusterError(f"Ray's autoscaler could not be asked for nodes: {error}") from error
 
 
-def _client_context(environ: Mapping[str, str]) -> SSLContext | bool:
-    """The certificates that Ray uses are also the node servers'."""
-    if environ.get("RAY_USE_TLS") != "1":
-        return True
-    names = ("RAY_AUTH_TOKEN_PATH", "RAY_TLS_CA_CERT", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY")
-    return PeerAccess.of(*(environ[name] for name in names)).client_context() or True
+def _access(environ: Mapping[str, str]) -> PeerAccess:
+    """The token and the certificates that Ray uses are also the node servers'."""
+    names = (
+        ("RAY_TLS_CA_CERT", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY") if environ.get("RAY_USE_TLS") == "1" else ()
+    )
+    return PeerAccess.of(environ["RAY_AUTH_TOKEN_PATH"], *(environ[name] for name in names))
 
 
-async def _of(reference: Any) -> Any:
-    return await reference
+def _is_member(node: Mapping[str, Any]) -> bool:
+    return bool(node.get("Alive")) and {NODE_LABEL, PORT_LABEL} <= (node.get("Labels") or {}).keys()
+
+
+def _server(node: Mapping[str, Any], tls: bool) -> tuple[str, str]:
+    """The name and the URL of the node server of a node that Ray lists."""
+    labels, host = node["Labels"], str(node["NodeManagerAddress"])
+    host = f"[{host}]" if ":" in host else host
+    return labels[NODE_LABEL], f"{'https' if tls else 'http'}://{host}:{labels[PORT_LABEL]}"
 
 
 def _make_actor(node: str) -> Any:

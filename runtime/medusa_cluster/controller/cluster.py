@@ -14,12 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from medusa_runtime.errors import ClusterError, ConfigError, MedusaError, NoControllerError, UnknownNameError
+from medusa_runtime.errors import ClusterError, ConfigError, NoControllerError, UnknownNameError
 from medusa_runtime.node.regions.model_key import absolute, model_key
 
 from ..deployment import Deployment
 from ..policy.decide import Memory, decide
 from .execution import Execution
+from .members import Members
 from .nodes import Gateway, KnownInstance, KnownNode, Nodes
 from .plan_file import Plan, read_plan, write_plan
 from .routes import Routes
@@ -31,14 +32,7 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.2
 _LONG_TICK_S = 0.02
-_MEMBERS_S = 0.5  # between two looks at who lives
-_STATUS_S = 0.25  # between two looks at one node
-_OFTEN_ASKED = 64  # nodes; of more, each is asked less often
-_STATUS_WITHIN_S = 3.0
-_SILENT_S = 4.0  # without a status
 _RECOVERS_WITHIN_S = 5.0  # after a start, for the nodes to say what runs on them
-_GIVE_UP_S = 60.0  # after a node's loss
-_FORGET_LOST_S = 3600.0  # and the status shows it no more
 _KEPT_EVENTS = 500
 _LONGEST_WAIT_S = 30.0
 
@@ -47,7 +41,6 @@ class Cluster:
     """What the cluster should do, and what it is seen to do."""
 
     def __init__(self, nodes: Nodes, plan_path: Path) -> None:
-        self._way = nodes
         self._plan_path = plan_path
         plan = read_plan(plan_path)
         self.deployments: dict[str, Deployment] = dict(plan.deployments)
@@ -61,11 +54,9 @@ class Cluster:
         self.loads = Loads()
         self.routes = Routes()
         self.execution = Execution(self, nodes)
+        self._members = Members(self, nodes)
         self._memory = Memory()
         self._wake = asyncio.Event()
-        self._members: set[str] = set()
-        self._pollers: dict[str, asyncio.Task[None]] = {}
-        self._looks: dict[str, asyncio.Task[None]] = {}
         self._began = time.monotonic()
         self._tick_took_s = 0.0
         self._recovered = False
@@ -74,91 +65,26 @@ class Cluster:
 
     async def run(self) -> None:
         """Work until cancelled."""
-        tasks = [asyncio.create_task(self._follow_members()), asyncio.create_task(self._tick_for_ever())]
+        tasks = [asyncio.create_task(self._members.run()), asyncio.create_task(self._tick_for_ever())]
         try:
             await asyncio.gather(*tasks)
         finally:
-            for task in (*tasks, *self._pollers.values(), *self._looks.values()):
+            for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self.execution.close()
 
     def wake(self) -> None:
         """Have the next tick come at once."""
         self._wake.set()
 
-    async def _follow_members(self) -> None:
-        while True:
-            try:
-                names = await self._way.names()
-            except Exception:
-                logger.exception("the cluster's members could not be listed")
-                names = None
-            if names is not None:
-                self._take_members(names)
-            await asyncio.sleep(_MEMBERS_S)
-
-    def _take_members(self, names: set[str]) -> None:
-        for name in names:
-            self.nodes.setdefault(name, KnownNode(name))
-        for name, node in list(self.nodes.items()):
-            if name not in self._pollers or self._pollers[name].done():
-                self._pollers[name] = asyncio.create_task(self._follow_node(node))
-            lost_s = 0.0 if node.lost_at is None else time.monotonic() - node.lost_at
-            if lost_s > _GIVE_UP_S and name not in names and not node.given_up:
-                node.given_up = True
-                self._looks[name] = asyncio.create_task(self._way.forget(name))
-            if lost_s > _FORGET_LOST_S:
-                del self.nodes[name]
-                self._pollers.pop(name).cancel()
-            elif name not in names and node.lost_at is None and (name not in self._looks or self._looks[name].done()):
-                self._looks[name] = asyncio.create_task(self._look_at_silence(node))
-        self._members = names
-
-    async def _follow_node(self, node: KnownNode) -> None:
-        """Ask a node for its status again and again. It is lost when neither its actor nor its server answers."""
-        while True:
-            try:
-                if node.name not in self._members and node.lost_at is not None:
-                    raise ClusterError("Ray does not list it")
-                found = await self._way.call(node.name, {"op": "status"}, _STATUS_WITHIN_S)
-            except MedusaError as error:
-                logger.debug("the node %s did not answer: %s", node.name, error)
-                await self._look_at_silence(node)
-            else:
-                self._take_status(node, found)
-            await asyncio.sleep(_STATUS_S * max(len(self.nodes) / _OFTEN_ASKED, 1))
-
-    def _take_status(self, node: KnownNode, found: Mapping[str, Any]) -> None:
-        if node.lost_at is not None:
-            node.lost_at, node.given_up = None, False
-            self.tell("node-back", f"the node {node.name} is back", node=node.name)
-        elif not node.status:
-            self.tell("node-joined", f"the node {node.name} has joined", node=node.name)
-            self.wake()
-        node.silent = False
-        node.status, node.seen_at = found, time.monotonic()
+    def take_status(self, node: KnownNode) -> None:
+        """Take over what a node's status says of its instances and models."""
         self._take_instances(node)
         self._take_models(node)
 
-    async def _look_at_silence(self, node: KnownNode) -> None:
-        """Find out whether a node that does not answer, or that Ray lists no more, is lost."""
-        gone = node.name not in self._members
-        if node.lost_at is not None or not node.status:
-            return
-        if not gone and time.monotonic() - node.seen_at < _SILENT_S:
-            return
-        answers = await self._way.answers(node.url)
-        if node.lost_at is not None:  # noticed elsewhere meanwhile
-            return
-        if answers:
-            if not node.silent and time.monotonic() - node.seen_at > _SILENT_S:
-                node.silent = True
-                self.tell("node-silent", f"the node {node.name} serves, but cannot be told anything", node=node.name)
-            return
-        self._lose(node)
-
-    def _lose(self, node: KnownNode) -> None:
-        node.lost_at = time.monotonic()
+    def lose_node(self, node: KnownNode) -> None:
+        """Forget the instances of a node that was lost."""
         gone = [item for item in self.instances.values() if item.node == node.name]
         for item in gone:
             del self.instances[item.id]
@@ -241,7 +167,8 @@ class Cluster:
         """Whether the nodes have said what runs on them, so that nothing is started twice after a restart."""
         if not self._recovered:
             late = time.monotonic() - self._began > _RECOVERS_WITHIN_S
-            self._recovered = bool(self.nodes) and (late or all(node.status for node in self.nodes.values()))
+            known = all(node.status and node.reached for node in self.nodes.values())
+            self._recovered = bool(self.nodes) and (late or known)
         return self._recovered
 
     def leaving(self) -> set[str]:
@@ -367,8 +294,10 @@ class Cluster:
     def node_state(self, node: KnownNode) -> str:
         if node.lost_at is not None:
             return "lost"
-        if not node.status:
+        if not node.joined:
             return "joining"
+        if node.silent or not node.reached:
+            return "silent"
         if node.name in self.draining:
             return "drained" if self.is_drained(node.name) else "draining"
         return "draining" if node.name in self.leaving() else "alive"

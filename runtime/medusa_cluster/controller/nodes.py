@@ -10,14 +10,14 @@ from typing import Any, Protocol
 class Nodes(Protocol):
     """The way to the nodes; in a cluster it leads through Ray's actors."""
 
-    async def names(self) -> set[str] | None:
-        """The nodes that live; None when that cannot be found out now."""
+    async def servers(self) -> dict[str, str] | None:
+        """The nodes that live, each with the URL of its node server; None when that cannot be found out now."""
+
+    async def status(self, node: str, url: str, timeout_s: float) -> Mapping[str, Any]:
+        """Ask a node server for its status, past what carries orders. Raises ClusterError when it does not answer."""
 
     async def call(self, node: str, request: dict[str, Any], timeout_s: float) -> Any:
         """Have a node server answer a request of its control socket. Raises ClusterError when it cannot be reached."""
-
-    async def answers(self, node_url: str) -> bool:
-        """Whether a node server answers requests, so that its instances can be used."""
 
     async def forget(self, node: str) -> None:
         """Give up a node that was lost. Should it come back, it is as if it were new."""
@@ -30,14 +30,17 @@ class Nodes(Protocol):
 class KnownNode:
     """A node as it was seen last. Times are on the monotonic clock.
 
-    ``lost_at``: when it was no longer there. ``silent``: it serves requests, but cannot be told anything, because Ray
-    is away on it.
+    ``lost_at``: when it was no longer there. ``joined``: it was seen and could be told something. ``reached``: orders
+    have reached it since it was there. ``silent``: it serves requests, but orders have not reached it for a while,
+    because Ray is away on it.
     """
 
     name: str
     status: Mapping[str, Any] = field(default_factory=dict)
     seen_at: float = 0.0  # monotonic, of the status
     lost_at: float | None = None
+    joined: bool = False
+    reached: bool = False
     silent: bool = False
     given_up: bool = False
     drained_told: bool = False

@@ -76,7 +76,8 @@ def _policy_node(
     node: KnownNode, instances: list[KnownInstance], fetches: list[KnownFetch], draining: bool, offset: float
 ) -> policy.Node:
     status = node.status
-    state: policy.NodeState = "lost" if node.lost_at is not None or node.silent else "draining" if draining else "alive"
+    away = node.lost_at is not None or node.silent or not node.reached
+    state: policy.NodeState = "lost" if away else "draining" if draining else "alive"
     return policy.Node(
         name=node.name,
         address=str(status.get("address", "")),

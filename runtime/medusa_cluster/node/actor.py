@@ -44,8 +44,8 @@ class NodeActor:
         self._socket = os.environ[CONTROL_SOCKET_VARIABLE]
 
     @_group("control")
-    async def status(self) -> dict[str, Any]:
-        return await self._pass_on({"op": "status"})
+    async def ping(self) -> dict[str, Any]:
+        return {"ok": {}}
 
     @_group("control")
     async def fetch(self, url: str, sources: list[str], pin: bool, version: str = "") -> dict[str, Any]:

@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
 _STATUS_WAITS = 100  # of 10 ms
+_STATUS_WITHIN_S = 0.5
 _FETCHES = 16
 
 
@@ -32,6 +33,7 @@ class Agent:
         self._threads = ThreadPoolExecutor(_FETCHES, "agent")
         self._kept = KeptAlive(self._start, self._ended)
         self._fetches: dict[str, asyncio.Task[None]] = {}
+        self._asking: asyncio.Task[dict[str, Any]] | None = None
         self.failures: dict[str, str] = {}  # URL → why the last fetch of this model failed
         self.last_status: dict[str, Any] = {}
 
@@ -73,12 +75,18 @@ class Agent:
 
     async def status(self) -> dict[str, Any]:
         """What the agent holds; the last that was known while it does not answer."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask_status())
+        # The controller takes a late status for a lost node.
+        answered, _ = await asyncio.wait({self._asking}, timeout=_STATUS_WITHIN_S)
+        return self._asking.result() if answered else self.last_status | {"away": True}
+
+    async def _ask_status(self) -> dict[str, Any]:
         try:
-            found = await self._ask(self._status_thread, lambda client: client.status(), _STATUS_WAITS)
+            self.last_status = await self._ask(self._status_thread, lambda client: client.status(), _STATUS_WAITS)
         except NodeError:
             return self.last_status | {"away": True}
-        self.last_status = found
-        return found
+        return self.last_status
 
     def fetch(self, url: str, *, pin: bool, version: str) -> None:
         """Begin to fetch a model, again if the agent has another version of it. How far it is stands in the status."""

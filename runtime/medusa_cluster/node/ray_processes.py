@@ -14,6 +14,7 @@ from contextlib import suppress
 from .settings import NodeServerSettings
 
 NODE_LABEL = "medusa-node"
+PORT_LABEL = "medusa-port"  # of the node server, on the address that Ray knows
 HEAD_LABEL = "medusa-head"  # a new head may have another name; the controller is to run there all the same
 NODE_RESOURCE = "medusa_node"  # one on each node, so that Ray's autoscaler can be asked for more nodes
 CONTROL_SOCKET_VARIABLE = "MEDUSA_CLUSTER_CONTROL_SOCKET"
@@ -42,7 +43,9 @@ _HEALTH = {
 def ray_command(settings: NodeServerSettings, head_ray_address: str | None) -> list[str]:
     """The command line; ``head_ray_address`` is None on the head."""
     port = settings.ray_port
-    labels = f"{NODE_LABEL}={settings.name}" + (f",{HEAD_LABEL}=true" if settings.is_head else "")
+    labels = f"{NODE_LABEL}={settings.name},{PORT_LABEL}={settings.data_port}" + (
+        f",{HEAD_LABEL}=true" if settings.is_head else ""
+    )
     command = [sys.executable, "-m", "medusa_cluster.node.ray_start", "start", "--block", "--disable-usage-stats"]
     if head_ray_address is None:
         command += ["--head", f"--port={port}", "--include-dashboard=false"]

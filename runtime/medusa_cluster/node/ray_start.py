@@ -10,6 +10,7 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
 from typing import Any
 
 _PATIENCE_S = 120.0
@@ -18,14 +19,23 @@ _PAUSE_S = 0.2
 
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit status of `ray`."""
-    from ray._private import services
-    from ray.scripts import scripts
-
-    if hasattr(services, "get_node"):  # it is no public name
-        services.get_node = _patient(services.get_node)
+    if not be_patient():
+        print("this version of Ray gives a raylet no more than 30 s to start", file=sys.stderr)
+    (command,) = entry_points(group="console_scripts", name="ray")
     sys.argv = ["ray", *arguments]
-    status = scripts.main()
-    return int(status or 0)
+    return int(command.load()() or 0)
+
+
+def be_patient() -> bool:
+    """Change the function by which `ray start` looks for its raylet. Returns whether this Ray has it: it is private."""
+    try:
+        from ray._private import services
+
+        get_node = services.get_node
+    except (ImportError, AttributeError):
+        return False
+    services.get_node = _patient(get_node)
+    return True
 
 
 def _patient(get_node: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import IO
 
+from aiohttp import web
 from medusa_runtime.errors import ConfigError, NoControllerError
 
 from ..json_lines import JsonLinesServer
@@ -36,6 +37,7 @@ _DRAIN_S = 30.0
 _RAY_GRACE_S = 8.0
 _LOOK_S = 0.5
 _LAUNCH_PAUSE_S = 1.0
+_TOLD = ("alive", "draining", "drained")  # states of a node that the controller can tell what to do
 
 
 class NodeServer:
@@ -71,7 +73,8 @@ class NodeServer:
             self._instances = Instances(settings)
             peers = RegionRoutes(self._regions, pacer)
             self._operations = Operations(settings, self._agent, self._instances, self._line, peers, pacer)
-            self._listener = Listener(settings, access, Forwarder(self._instances), self._line, peers.routes())
+            routes = [*peers.routes(), web.get("/status", self._status)]
+            self._listener = Listener(settings, access, Forwarder(self._instances), self._line, routes)
             self._control = JsonLinesServer(settings.control_socket, self._operations.answer)
             self._ray = KeptAlive(self._start_ray, self._ray_ended)
             try:
@@ -116,6 +119,10 @@ class NodeServer:
             self._show(f"other nodes: medusa cluster start --address {settings.address} --token-file FILE")
             self._show(f"(FILE: a copy of {settings.token_file})")
 
+    async def _status(self, _: web.Request) -> web.Response:
+        """For the controller, which takes the answer for a sign of life."""
+        return web.json_response(await self._operations.answer({"op": "status"}))
+
     def _start_ray(self) -> Child:
         settings = self._settings
         forget_address(settings)
@@ -139,7 +146,7 @@ class NodeServer:
             with suppress(NoControllerError):
                 await self._line.call("routes", {})
                 nodes = (await self._line.call("status", {}))["nodes"]
-                if any(node["name"] == self._settings.name and node["state"] != "joining" for node in nodes):
+                if any(node["name"] == self._settings.name and node["state"] in _TOLD for node in nodes):
                     break
             await asyncio.sleep(_LOOK_S)
         self._show("ready")

@@ -26,6 +26,8 @@ class StandInNode:
         self.models: dict[str, dict[str, Any]] = {}
         self.calls: list[dict[str, Any]] = []
         self.starts: asyncio.Event | None = None  # a start waits for it
+        self.answers: asyncio.Event | None = None  # a status waits for it
+        self.asked = False  # and one does
         self.refuses: str | None = None  # why no instance starts
         self.state = "alive"
         self.store_is_away = False
@@ -34,11 +36,14 @@ class StandInNode:
         self.server = JsonLinesServer(self.path, self.answer)
 
     async def answer(self, request: dict[str, Any]) -> Any:
-        if request["op"] != "status":
+        if request["op"] not in ("status", "ping"):
             self.calls.append(request)
         return await getattr(self, request["op"])(request)
 
     async def status(self, _: dict[str, Any]) -> dict[str, Any]:
+        if self.answers is not None:
+            self.asked = True
+            await self.answers.wait()
         return {
             "name": self.name,
             "address": f"{self.name}:8114",
@@ -51,6 +56,9 @@ class StandInNode:
             "instances": list(self.instances.values()),
             "failed_fetches": self.failed_fetches,
         }
+
+    async def ping(self, _: dict[str, Any]) -> dict[str, Any]:
+        return {}
 
     async def fetch(self, request: dict[str, Any]) -> dict[str, Any]:
         url = request["url"]
@@ -97,19 +105,25 @@ class Net:
         self.serving: set[str] = set()  # of those, answer requests
         self.requested = 0
 
-    async def names(self) -> set[str] | None:
-        return set(self.listed)
+    async def servers(self) -> dict[str, str] | None:
+        return {name: f"http://{name}:8114" for name in self.listed}
+
+    async def status(self, node: str, url: str, timeout_s: float) -> Any:
+        assert url == f"http://{node}:8114"
+        if node in self.cut - self.serving:
+            raise ClusterError(f"{node} does not answer")
+        return await self._ask(node, {"op": "status"}, timeout_s)
 
     async def call(self, node: str, request: dict[str, Any], timeout_s: float) -> Any:
         if node in self.cut:
             raise ClusterError(f"{node} cannot be reached")
+        return await self._ask(node, request, timeout_s)
+
+    async def _ask(self, node: str, request: dict[str, Any], timeout_s: float) -> Any:
         try:
             return await asyncio.wait_for(call(self.nodes[node].path, request), timeout_s)
         except OSError as error:
             raise ClusterError(f"{node}: {error}") from error
-
-    async def answers(self, node_url: str) -> bool:
-        return any(node_url == f"http://{name}:8114" for name in self.serving)
 
     async def forget(self, node: str) -> None:
         self.nodes.pop(node)

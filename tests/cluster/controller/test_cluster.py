@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from medusa_cluster.controller import members
 from medusa_cluster.controller.cluster import Cluster
 from medusa_runtime.errors import ConfigError, NoControllerError, UnknownNameError
 
@@ -175,7 +177,11 @@ def test_what_a_node_had_is_elsewhere_after_its_death(run: Run) -> None:
     run(scenario, "a", "b")
 
 
-def test_a_node_that_serves_but_cannot_be_told_anything_keeps_its_requests(run: Run) -> None:
+def test_a_node_that_serves_but_cannot_be_told_anything_keeps_its_requests(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(members, "_SILENT_AFTER_S", 0.3)
+
     async def scenario(net: Net, cluster: Cluster) -> None:
         await deploy(cluster, min=1, max=2)
         (before,) = await until(lambda: ready(cluster))
@@ -299,5 +305,42 @@ def test_more_nodes_are_asked_for_when_instances_lack_room(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         await deploy(cluster, min=3, max=3)
         await until(lambda: net.requested == 2)
+
+    run(scenario, "a")
+
+
+def test_a_node_that_answers_no_more_is_lost_though_ray_lists_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members, "_LOST_AFTER_S", 0.4)
+
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        await deploy(cluster, min=1)
+        await until(lambda: ready(cluster))
+        node = instances(cluster)[0]["node"]
+        net.cut.add(node)
+        await until(lambda: "node-lost" in kinds(cluster))
+        await until(lambda: [item for item in instances(cluster) if item["node"] != node and item["state"] == "ready"])
+        # Its server answers again, but orders do not reach it yet: its instance serves.
+        net.serving.add(node)
+        await until(lambda: "node-back" in kinds(cluster))
+        assert cluster.node_state(cluster.nodes[node]) == "silent"
+        assert node in {item["node"] for item in instances(cluster)}
+        net.cut.discard(node)
+        await until(lambda: cluster.node_state(cluster.nodes[node]) == "alive")
+
+    run(scenario, "a", "b")
+
+
+def test_a_controller_that_was_stopped_for_a_while_loses_no_node(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members, "_LOST_AFTER_S", 0.2)
+    monkeypatch.setattr(members, "_ANSWERS_WITHIN_S", 0.1)
+
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        node = net.nodes["a"]
+        node.answers = asyncio.Event()
+        await until(lambda: node.asked)
+        time.sleep(0.5)
+        node.answers.set()
+        await asyncio.sleep(0.5)
+        assert "node-lost" not in kinds(cluster)
 
     run(scenario, "a")

@@ -46,7 +46,10 @@ def test_a_new_token_can_be_read_by_its_user_alone(tmp_path: Path) -> None:
 def test_ray_gets_pinned_ports_and_none_of_our_environment(tmp_path: Path) -> None:
     settings = NodeServerSettings("n1", tmp_path, "10.0.0.2", tmp_path / "token", head_url="http://10.0.0.1:8114")
     command = ray_command(settings, "10.0.0.1:6379")
-    ports = [word.partition("=")[2] for word in command if "port=" in word]
+    ports = [
+        word.partition("=")[2] for word in command if "-port=" in word and word[:2] == "--" and "label" not in word
+    ]
+    assert "--labels=medusa-node=n1,medusa-port=8114" in command
     assert ports == ["6380", "6381", "6382", "6383", "6384", "6385", "6389", "6418"]
     found = ray_environment(settings, {"MEDUSA_TOKEN": "x", "RAY_ADDRESS": "y", "PATH": "/bin"})
     assert "MEDUSA_TOKEN" not in found

@@ -1,0 +1,158 @@
+"""Who is in the cluster, and who of them answers: heartbeats of our own, beside Ray's list of the nodes.
+
+Each node server is asked for its status a few times a second, past Ray; the answers are the heartbeat. Ray's list says
+where the node servers are, and a call through Ray, once a second, whether orders reach a node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from medusa_runtime.errors import MedusaError
+
+from .nodes import KnownNode, Nodes
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
+
+logger = logging.getLogger(__name__)
+
+_LIST_S = 0.5  # between two looks at Ray's list
+_STATUS_S = 0.25  # between two looks at one node
+_OFTEN_ASKED = 64  # nodes; of more, each is asked less often
+_ANSWERS_WITHIN_S = 1.5
+_LOST_AFTER_S = 3.0  # without an answer
+_LEAST_FAILURES = 2  # a controller that was stopped for a while finds its last question unanswered
+_REACH_S = 1.0  # between two calls through Ray
+_REACHED_WITHIN_S = 3.0
+_SILENT_AFTER_S = 4.0  # without an order that reached it
+_GIVE_UP_S = 60.0  # after a node's loss
+_FORGET_LOST_S = 3600.0  # and the status shows it no more
+
+
+class Members:
+    """Follows every node that Ray has listed once, until it was lost for long."""
+
+    def __init__(self, cluster: Cluster, nodes: Nodes) -> None:
+        self._cluster = cluster
+        self._way = nodes
+        self._urls: dict[str, str] = {}  # of each node's server, as Ray listed it last
+        self._listed: set[str] = set()
+        self._following: dict[str, list[asyncio.Task[None]]] = {}
+        self._forgetting: dict[str, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        try:
+            while True:
+                try:
+                    found = await self._way.servers()
+                except Exception:
+                    logger.exception("the cluster's members could not be listed")
+                    found = None
+                if found is not None:
+                    self._take_list(found)
+                await asyncio.sleep(_LIST_S)
+        finally:
+            for task in (*(task for tasks in self._following.values() for task in tasks), *self._forgetting.values()):
+                task.cancel()
+
+    def _take_list(self, servers: Mapping[str, str]) -> None:
+        nodes = self._cluster.nodes
+        self._listed = set(servers)
+        self._urls.update(servers)
+        for name in servers:
+            if name not in nodes:
+                node = nodes[name] = KnownNode(name)
+                follow = (self._follow_status(node), self._follow_orders(node))
+                self._following[name] = [asyncio.create_task(work) for work in follow]
+        for name, node in list(nodes.items()):
+            lost_s = 0.0 if node.lost_at is None else time.monotonic() - node.lost_at
+            if lost_s > _GIVE_UP_S and name not in servers and not node.given_up:
+                node.given_up = True
+                self._forgetting[name] = asyncio.create_task(self._way.forget(name))
+            if lost_s > _FORGET_LOST_S:
+                del nodes[name]
+                for task in self._following.pop(name):
+                    task.cancel()
+
+    def _pause_s(self) -> float:
+        return max(len(self._cluster.nodes) / _OFTEN_ASKED, 1)
+
+    async def _follow_status(self, node: KnownNode) -> None:
+        """Ask a node server for its status again and again."""
+        failing_since, failures = 0.0, 0
+        while True:
+            began = time.monotonic()
+            try:
+                found = await self._way.status(node.name, self._urls[node.name], _ANSWERS_WITHIN_S)
+            except MedusaError as error:
+                logger.debug("the node %s did not answer: %s", node.name, error)
+                failing_since, failures = failing_since or began, failures + 1
+                away = node.name not in self._listed or time.monotonic() - failing_since > _LOST_AFTER_S
+                if node.lost_at is None and node.status and failures >= _LEAST_FAILURES and away:
+                    self._lose(node)
+            else:
+                failing_since, failures = 0.0, 0
+                self._take_status(node, found)
+            await asyncio.sleep(_STATUS_S * self._pause_s())
+
+    async def _follow_orders(self, node: KnownNode) -> None:
+        """Find out again and again whether orders reach a node. This keeps its actor ready, too."""
+        failing_since = 0.0
+        while True:
+            began = time.monotonic()
+            if await self._reaches(node):
+                failing_since = 0.0
+                self._reach(node)
+            else:
+                failing_since = failing_since or began
+                if time.monotonic() - failing_since > _SILENT_AFTER_S and not node.silent and node.lost_at is None:
+                    self._silence(node)
+            await asyncio.sleep(_REACH_S * self._pause_s() if node.reached else _STATUS_S)
+
+    async def _reaches(self, node: KnownNode) -> bool:
+        if node.name not in self._listed:
+            return False
+        try:
+            await self._way.call(node.name, {"op": "ping"}, _REACHED_WITHIN_S)
+        except MedusaError as error:
+            logger.debug("orders do not reach the node %s: %s", node.name, error)
+            return False
+        return True
+
+    def _take_status(self, node: KnownNode, found: Mapping[str, Any]) -> None:
+        back, new = node.lost_at is not None, not node.status
+        node.lost_at, node.given_up = None, False
+        node.status, node.seen_at = found, time.monotonic()
+        if back:
+            self._cluster.tell("node-back", f"the node {node.name} is back", node=node.name)
+        elif new and node.reached:
+            self._joined(node)
+        self._cluster.take_status(node)
+
+    def _reach(self, node: KnownNode) -> None:
+        first, node.reached, node.silent = not node.reached, True, False
+        if first and node.status:
+            self._joined(node)
+
+    def _joined(self, node: KnownNode) -> None:
+        if not node.joined:
+            node.joined = True
+            self._cluster.tell("node-joined", f"the node {node.name} has joined", node=node.name)
+        self._cluster.wake()
+
+    def _silence(self, node: KnownNode) -> None:
+        node.silent = True
+        if node.reached:
+            text = f"the node {node.name} serves, but cannot be told anything"
+            self._cluster.tell("node-silent", text, node=node.name)
+            self._cluster.wake()
+
+    def _lose(self, node: KnownNode) -> None:
+        node.lost_at, node.reached = time.monotonic(), False
+        self._cluster.lose_node(node)
