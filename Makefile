@@ -15,11 +15,13 @@ OSV ?= https://api.osv.dev/v1/query
 VLLM_VENV ?= .venv-vllm
 
 BIN := $(VENV)/bin
+# CI lets a few failed tests run once more, alone: PYTEST=".venv/bin/python .ci/pytest".
+PYTEST ?= $(BIN)/python -m pytest
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-cluster test-vllm vllm-cpu test-root test-slow check format bench bench-cluster image audit test-containers test-sagemaker clean fuzz wheels test-imports docs
+.PHONY: help setup setup-dev demo test test-cluster test-vllm vllm-cpu test-root test-slow test-failed check format bench bench-cluster image audit test-containers test-sagemaker clean fuzz wheels test-imports docs
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -47,14 +49,14 @@ demo: setup ## Serve the bundled model, stream one completion, show where the st
 
 test: setup-dev ## Run the CPU test suite (12 minutes on two cores)
 	@echo "the tests take about 12 minutes on two cores; make test WORKERS=8 runs more of them at a time"
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not gpu and not containers and not vllm and not cluster"
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow and not gpu and not containers and not vllm and not cluster"
 
 $(VENV)/.cluster: $(VENV)/.dev
 	$(INSTALL) -e ".[cluster]"
 	@touch $@
 
 test-cluster: $(VENV)/.cluster ## Run the tests that start Ray or, as root, network namespaces
-	$(BIN)/python -m pytest -m "cluster and not slow"
+	$(PYTEST) -m "cluster and not slow"
 
 $(VLLM_VENV)/.vllm: pyproject.toml
 	$(PYTHON) -m venv $(VLLM_VENV)
@@ -70,10 +72,13 @@ test-vllm: vllm-cpu ## Test the vLLM engine with vLLM on this machine's CPU
 	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm $(wildcard tests/e2e/test_vllm_*.py)
 
 test-root: setup-dev ## Run the tests that need root, which others skip
-	$(BIN)/python -m pytest -m "root and not slow and not cluster"
+	$(PYTEST) -m "root and not slow and not cluster"
 
 test-slow: setup-dev ## Run the tests that take longer
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) -m slow
+
+test-failed: setup-dev ## Run the tests that failed last once more, one at a time
+	$(PYTEST) --lf --lfnf=none
 
 fuzz: setup-dev ## Give each parser of what strangers send 100,000 inputs (hours)
 	FUZZ_INPUTS=100000 $(BIN)/python -m pytest -s --timeout 7200 -k "fuzz and not attack" tests/runtime/storage \
@@ -137,12 +142,12 @@ audit: image ## List what the images hold (out/sbom-*.json) and look for known v
 	  out/audit/bin/python images/audit.py --osv-url $(OSV) out/requirements-$$variant.txt || exit 1; done
 
 test-containers: setup-dev ## Build the slim image and a function on it, and run them confined
-	$(BIN)/python -m pytest -m containers tests/containers
+	$(PYTEST) -m containers tests/containers
 
 test-sagemaker: setup-dev ## Serve the slim image through the SageMaker SDK's local mode
 	$(PYTHON) -m venv out/sagemaker
 	out/sagemaker/bin/pip install --quiet --disable-pip-version-check "sagemaker<3" podman-compose
-	$(BIN)/python -m pytest -m containers tests/containers/test_sagemaker_sdk.py
+	$(PYTEST) -m containers tests/containers/test_sagemaker_sdk.py
 
 clean: ## Remove the environment and everything made by the targets
 	rm -rf $(VENV) $(VLLM_VENV) out build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
