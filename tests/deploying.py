@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import os
+import functools
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import yaml
+from medusa_command import medusa
 
-MEDUSA = Path(sys.executable).with_name("medusa")
 CRD = Path(__file__).parent / "adapters" / "schemas" / "knative_service_crd.yaml"
 
 
 def deploy(platform: str, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("MEDUSA_")}
-    command = [MEDUSA, "deploy", platform, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=clean | environ, timeout=90, check=False)
+    return medusa("deploy", platform, *arguments, environ=environ)
 
 
 def rendered(platform: str, *arguments: str) -> tuple[str, list[dict[str, Any]]]:
     done = deploy(platform, *arguments)
     assert done.returncode == 0, done.stderr
-    return done.stdout, list(yaml.safe_load_all(done.stdout))
+    return done.stdout, list(yaml.load_all(done.stdout, yaml.CSafeLoader))
 
 
 def refused(platform: str, *arguments: str, **environ: str) -> str:
@@ -50,13 +48,16 @@ def strict(schema: Any) -> Any:
     return found
 
 
-def knative_schema() -> Any:
+@functools.cache
+def knative_service() -> jsonschema.Draft202012Validator:
     """Knative's own schema of a Service, strict."""
-    (version,) = yaml.safe_load(CRD.read_text())["spec"]["versions"]
+    (version,) = yaml.load(CRD.read_text(), yaml.CSafeLoader)["spec"]["versions"]
     schema = version["schema"]["openAPIV3Schema"]
     # The API server itself knows these; the CRD leaves them out.
     schema["properties"] |= {key: {"type": "string"} for key in ("apiVersion", "kind")}
     texts = {"type": "object", "additionalProperties": {"type": "string"}}
     metadata = {"name": {"type": "string"}, "namespace": {"type": "string"}, "labels": texts, "annotations": texts}
     schema["properties"]["metadata"] = {"type": "object", "properties": metadata}
-    return strict(schema)
+    schema = strict(schema)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema)

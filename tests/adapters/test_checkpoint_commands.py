@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import medusa_command
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -51,6 +52,8 @@ def origin(model: Path) -> Iterator[str]:
 
 
 def medusa(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    if arguments[0] == "inspect":  # the other has a process that fetches
+        return medusa_command.medusa(*arguments)
     return subprocess.run([MEDUSA, *arguments], capture_output=True, text=True, timeout=60)
 
 

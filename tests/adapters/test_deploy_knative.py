@@ -13,7 +13,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from deploying import CRD, knative_schema
+from deploying import CRD, knative_service
 from medusa_adapters.deploy.manifests import features, node_agent, scaling
 from medusa_adapters.deploy.manifests.measured import Measured, measure
 from medusa_runtime.errors import ConfigError, NodeRefusedError
@@ -56,20 +56,15 @@ rendered = partial(deploying.rendered, "knative")
 refused = partial(deploying.refused, "knative")
 
 
-@pytest.fixture(scope="module")
-def schema() -> Any:
-    return knative_schema()
-
-
 @pytest.mark.parametrize("arguments", [[], EVERYTHING])
-def test_service_fits_the_crd(schema: Any, arguments: list[str], tmp_path: Path) -> None:
+def test_service_fits_the_crd(arguments: list[str], tmp_path: Path) -> None:
     _, documents = rendered(
         "qwen", "--image=registry.example:5000/a/qwen:1", *arguments, f"--timeline={timeline(tmp_path)}"
     )
-    jsonschema.validate(documents[-1], schema)
+    knative_service().validate(documents[-1])
 
 
-def test_the_check_against_the_crd_is_strict(schema: Any) -> None:
+def test_the_check_against_the_crd_is_strict() -> None:
     _, (service,) = rendered("qwen", "--image=qwen:1")
     for path, key, value in [
         (("spec", "template", "spec"), "timeoutSecond", 3),
@@ -84,7 +79,7 @@ def test_the_check_against_the_crd_is_strict(schema: Any) -> None:
             inner = inner[step]
         inner[key] = value
         with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(broken, schema)
+            knative_service().validate(broken)
 
 
 def test_what_knatives_own_admission_checks() -> None:
@@ -213,13 +208,13 @@ def test_credentials_of_the_agent_are_given_or_said_to_be_missing() -> None:
     kubernetes_validate.validate(documents[-2], "1.30", strict=True)
 
 
-def test_pull_secrets_labels_annotations_and_one_entry_of_a_secret(schema: Any) -> None:
+def test_pull_secrets_labels_annotations_and_one_entry_of_a_secret() -> None:
     _, (service,) = rendered(
         *("qwen", "--image=qwen:1", "--pull-secret=registry", "--label=team=search"),
         *("--annotation=example.com/note=a b", "--annotation=autoscaling.knative.dev/initial-scale=2"),
         *("--secret=HF_TOKEN=hub/token", "--secret=aws-keys"),
     )
-    jsonschema.validate(service, schema)
+    knative_service().validate(service)
     template = service["spec"]["template"]
     assert template["spec"]["imagePullSecrets"] == [{"name": "registry"}]
     assert service["metadata"]["labels"]["team"] == template["metadata"]["labels"]["team"] == "search"

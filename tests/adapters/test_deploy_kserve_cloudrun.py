@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import deploying
-import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from deploying import knative_schema
+from deploying import knative_service
 
 kserve = partial(deploying.rendered, "kserve")
 cloudrun = partial(deploying.rendered, "cloudrun")
@@ -79,8 +78,7 @@ MORE = [
 @pytest.mark.parametrize("arguments", [[], MORE])
 def test_a_cloud_run_service_is_a_knative_one_without_what_cloud_run_refuses(arguments: list[str]) -> None:
     _, (service,) = cloudrun(*BASE, *arguments)
-    schema = knative_schema()
-    jsonschema.validate(service, schema)
+    knative_service().validate(service)
     spec = service["spec"]["template"]["spec"]
     # The fields of Cloud Run's YAML reference; of a container as of its revision.
     assert set(spec) <= {"containerConcurrency", "timeoutSeconds", "serviceAccountName", "containers", "nodeSelector"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from deploying import MEDUSA
 
 rendered = partial(deploying.rendered, "kubernetes")
 refused = partial(deploying.refused, "kubernetes")
@@ -241,5 +239,5 @@ def test_helm_is_called_and_files_are_kept(tmp_path: Path) -> None:
     (out / "values.yaml").write_text("mine: 1\n")
     assert "--force" in deploying.refused("helm", *BASE, f"--out={out}")
     assert "--apply needs --out" in deploying.refused("helm", *BASE, "--apply")
-    printed = subprocess.run([MEDUSA, "deploy", "helm", *BASE], capture_output=True, text=True, timeout=60, check=True)
+    printed = deploying.deploy("helm", *BASE)
     assert "# File: templates/deployment.yaml" in printed.stdout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -13,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 from medusa_adapters.trial import Trial
+from medusa_command import medusa
 
-MEDUSA = Path(sys.executable).with_name("medusa")
 # The fields of a function in stack.yaml (faas-cli's schema); an unknown one would be dropped without a word.
 FIELDS = {
     *("lang", "handler", "image", "fprocess", "environment", "environment_file", "secrets", "constraints", "labels"),
@@ -25,16 +24,7 @@ SCALING = {"min", "max", "type", "target", "target-proportion", "zero", "zero-du
 
 
 def deploy(*arguments: str, folder: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("MEDUSA_")}
-    return subprocess.run(
-        [MEDUSA, "deploy", "openfaas", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env=clean | environ,
-        timeout=60,
-        check=False,
-    )
+    return medusa("deploy", "openfaas", *arguments, folder=folder, environ=environ)
 
 
 def stack(*arguments: str) -> tuple[str, dict[str, Any]]:
@@ -136,7 +126,7 @@ def test_a_function_that_is_there_is_kept(tmp_path: Path) -> None:
 def test_a_folder_with_its_own_dockerfile(tmp_path: Path) -> None:
     line = refused("qwen", "--image=q:1", f"--out={tmp_path}", "--lang=dockerfile")
     assert "medusa new qwen" in line
-    made = subprocess.run([MEDUSA, "new", "qwen"], cwd=tmp_path, capture_output=True, timeout=60, check=False)
+    made = medusa("new", "qwen", folder=tmp_path)
     assert made.returncode == 0
     assert deploy("qwen", "--image=q:1", f"--out={tmp_path}", "--lang=dockerfile").returncode == 0
     assert not (tmp_path / "template").exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -16,11 +15,11 @@ import pytest
 from medusa_adapters.deploy.endpoint import EndpointClient
 from medusa_adapters.deploy.manifests import sagemaker
 from medusa_adapters.deploy.manifests.service_model import check_call
+from medusa_command import medusa
 from medusa_runtime.errors import ConfigError, DeployError
 from moto.sagemaker.responses import SageMakerResponse
 from moto.server import ThreadedMotoServer
 
-MEDUSA = Path(sys.executable).with_name("medusa")
 ROLE = "arn:aws:iam::123456789012:role/function"
 IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/qwen:1"
 BASE = ("qwen", f"--image={IMAGE}", f"--role={ROLE}", "--poll-s=0.05")
@@ -58,9 +57,7 @@ def aws(server: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def deploy(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("MEDUSA_")}
-    command = [MEDUSA, "deploy", "sagemaker", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=clean | environ, timeout=90, check=False)
+    return medusa("deploy", "sagemaker", *arguments, environ=environ)
 
 
 def refused(*arguments: str, **environ: str) -> str:

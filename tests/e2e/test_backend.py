@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from subprocess import CompletedProcess
 
+import medusa_command
 import pytest
+from medusa_adapters.cli import doctor as doctor_command
 
 from .command import medusa
 
 OURS = "def handle(request):\n    return 'ok'\n"
+
+
+@pytest.fixture
+def quick_doctor(monkeypatch: pytest.MonkeyPatch) -> Callable[..., CompletedProcess[str]]:
+    """`medusa doctor` without its last check, which takes seconds to import torch in full."""
+    monkeypatch.setattr(doctor_command, "_torch", lambda: iter(()))
+    return partial(medusa_command.medusa, "doctor", "--port", "0")
 
 
 def checkpoint(folder: Path, example: Path, **changes: object) -> Path:
@@ -28,7 +40,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_all_commands_refuse_what_serve_refuses(name: str, tmp_path: Path, example: Path) -> None:
+def test_all_commands_refuse_what_serve_refuses(
+    name: str, tmp_path: Path, example: Path, quick_doctor: Callable[..., CompletedProcess[str]]
+) -> None:
     changes, words = REFUSED[name]
     model = checkpoint(tmp_path / "model", example, **changes)
     serve = medusa("serve", "--model", model, "--host", "127.0.0.1", "--port", "0")
@@ -37,26 +51,28 @@ def test_all_commands_refuse_what_serve_refuses(name: str, tmp_path: Path, examp
     materialize = medusa("materialize", "--model", model)
     assert (materialize.returncode, words in materialize.stderr) == (serve.returncode, True)
     assert not (model / ".medusa").exists()
-    doctor = medusa("doctor", "--model", model, "--port", "0")
+    doctor = quick_doctor("--model", model)
     assert doctor.returncode == 1
     assert words in next(line for line in doctor.stdout.splitlines() if line.startswith("fail  runs"))
-    inspect = medusa("inspect", model)
+    inspect = medusa_command.medusa("inspect", model)
     assert inspect.returncode == 0  # it shows what is there
     assert words in next(line for line in inspect.stdout.splitlines() if line.startswith("  runs"))
 
 
-def test_a_module_of_the_handlers_own_needs_no_config(tmp_path: Path, example: Path) -> None:
+def test_a_module_of_the_handlers_own_needs_no_config(
+    tmp_path: Path, example: Path, quick_doctor: Callable[..., CompletedProcess[str]]
+) -> None:
     model = tmp_path / "model"
     model.mkdir()
     shutil.copy(example / "model.safetensors", model)
     (tmp_path / "handler.py").write_text(OURS)
     own = ("--model", model, "--engine", "none", "--handler", f"{tmp_path}/handler.py:handle")
-    doctor = medusa("doctor", *own, "--port", "0")
+    doctor = quick_doctor(*own)
     assert (doctor.returncode, "the handler's own module" in doctor.stdout) == (0, True), doctor.stdout
     assert medusa("materialize", *own).returncode == 0
-    without = medusa("doctor", "--model", model, "--engine", "none", "--port", "0")
+    without = quick_doctor("--model", model, "--engine", "none")
     assert (without.returncode, "expected --handler" in without.stdout) == (1, True)
-    torch = medusa("doctor", "--model", model, "--port", "0")
+    torch = quick_doctor("--model", model)
     assert (torch.returncode, "say --engine none" in torch.stdout) == (1, True)
 
 
