@@ -33,7 +33,11 @@ def checkpoint(folder: Path, example: Path, **changes: object) -> Path:
 
 
 REFUSED = {
-    "architecture": ({"architectures": ["GPT2LMHeadModel"]}, "does not know the architecture GPT2LMHeadModel"),
+    "architecture": ({"architectures": ["NoSuchLM"]}, "does not know the architecture NoSuchLM"),
+    "encoder-decoder": (
+        {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "is_encoder_decoder": True},
+        "T5ForConditionalGeneration is an encoder and a decoder",
+    ),
     "quantized": ({"quantization_config": {"bits": 4}}, "runs no quantized weights"),
     "no-list": ({"architectures": "Llama"}, "expected architectures to be a list"),
 }

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 
 from ..config import Settings
+from ..errors import MedusaError
 from ..region.reader import Region
 
 logger = logging.getLogger(__name__)
 
+_PATIENCE_S = 1.0  # for the small files, which come while torch is imported
 
-def preimport(settings: Settings, _region: Region | None = None) -> None:
+
+def preimport(settings: Settings, region: Region | None = None) -> None:
     """Import torch, leanly on a CPU, and every model family; see ``registry.EngineKind``."""
     if settings.device == "cuda":
         if settings.torch_import == "lean":
@@ -22,3 +25,21 @@ def preimport(settings: Settings, _region: Region | None = None) -> None:
     from ..models.registry import import_families
 
     import_families()
+    if region is not None:
+        _import_foreign(region)
+
+
+def _import_foreign(region: Region) -> None:
+    """Import the model's module of transformers, where the region's model needs one and is known by now.
+
+    What is wrong with the model is reported by the engine.
+    """
+    from ..models.backend import read_object
+    from ..models.transformers.config import preimport as preimport_class
+
+    try:
+        config = read_object(lambda name: region.file(name, _PATIENCE_S), "config.json")
+        if config is not None:
+            preimport_class(config)
+    except (MedusaError, TimeoutError):
+        logger.debug("the model is not known yet; its module is imported by the engine")

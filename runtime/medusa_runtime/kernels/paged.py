@@ -17,8 +17,13 @@ def attention(
     *,
     scale: float,
     window: int | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Like ``paged_attention``, on any device and in any floating point dtype."""
+    """Like ``paged_attention``, on any device and in any floating point dtype.
+
+    ``softcap`` bounds the scores (Gemma 2), and ``sinks`` [heads] are scores of a place that holds nothing (GPT-OSS).
+    """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     block_size = keys.shape[1]
     runs, lengths = torch.unique_consecutive(sequences, return_counts=True)
@@ -35,8 +40,36 @@ def attention(
         if window:
             mask &= positions >= seen - window
         key, value = (pool[blocks].flatten(0, 1)[: len(positions)].transpose(0, 1) for pool in (keys, values))
-        found = F.scaled_dot_product_attention(
-            q[part].transpose(0, 1), key, value, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != keys.shape[2]
-        )
+        query = q[part].transpose(0, 1)
+        if softcap is None and sinks is None:
+            grouped = q.shape[1] != keys.shape[2]
+            found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
+        else:
+            found = weighed(query, key, value, mask, scale=scale, softcap=softcap, sinks=sinks)
         out[part] = found.transpose(0, 1)
     return out
+
+
+def weighed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Like ``attention``, for one sequence: query [heads, tokens, size], key and value [kv_heads, places, size]."""
+    group = query.shape[0] // key.shape[0]
+    key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
+    scores = query @ key.transpose(1, 2) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is None:
+        return scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ value
+    empty = sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
+    together = torch.cat((scores, empty), -1)
+    together = together - together.amax(-1, keepdim=True)
+    return together.softmax(-1)[..., :-1].to(query.dtype) @ value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from medusa_runtime.models.registry import ARCHITECTURES, family, model_config
+from medusa_runtime.models.registry import ARCHITECTURES, model_config
 
 if TYPE_CHECKING:
     from medusa_runtime.models.base import Attention, DecoderModel, ModelConfig
@@ -25,7 +25,4 @@ def __getattr__(name: str) -> Any:
 
 def build_model(config: ModelConfig) -> DecoderModel:
     """The model that ``config`` describes, in evaluation mode; its parameters have no memory yet (load/skeleton.py)."""
-    from medusa_runtime.load.skeleton import skeleton
-
-    with skeleton():
-        return family(config.architecture)(config).eval()
+    return config.model()

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from ..config import Settings, require_handler
 from ..errors import CorruptError, MismatchError, ModelError
 from .fields import Fields
-from .registry import ARCHITECTURES, architecture_of, is_encoder, model_config, unsupported
+from .registry import architecture_of, has_family, is_encoder, model_config
+from .transformers.catalog import known
 
 ReadFile = Callable[[str], bytes | None]
 
@@ -20,17 +21,22 @@ ReadFile = Callable[[str], bytes | None]
 class Backend(NamedTuple):
     """What runs a checkpoint.
 
-    ``kind``: decoder or encoder of the torch engine, vllm, or handler, whose code runs the model itself.
+    ``kind``: decoder, encoder or classifier of the torch engine, vllm, or handler, whose code runs the model itself.
+    ``foreign``: the torch engine runs it by transformers' code.
     """
 
     kind: str
     architecture: str = ""
+    foreign: bool = False
 
     def __str__(self) -> str:
         if self.kind == "handler":
             return "the handler's own module (--engine none)"
         if self.kind == "vllm":
             return f"the vllm engine, if it knows {self.architecture}"
+        if self.foreign:
+            what = "" if self.kind == "decoder" else f" as {'an' if self.kind == 'encoder' else 'a'} {self.kind}"
+            return f"the torch engine, by transformers' {self.architecture}{what}"
         return f"the torch engine, as {'an encoder' if self.kind == 'encoder' else self.architecture}"
 
 
@@ -55,10 +61,11 @@ def backend(read: ReadFile, settings: Settings) -> Backend:
     architecture = architecture_of(config)
     if settings.engine == "vllm":
         return Backend("vllm", architecture)
-    if architecture not in ARCHITECTURES:
-        raise unsupported(architecture)
     Fields(config).refuse_quantized()
-    return Backend("decoder", architecture)
+    if has_family(config):
+        return Backend("decoder", architecture)
+    found = known(config)
+    return Backend(found.kind, found.name, foreign=True)
 
 
 def verify(read: ReadFile, settings: Settings) -> Backend:

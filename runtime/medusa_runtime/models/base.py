@@ -9,6 +9,8 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor, nn
 
+from medusa_runtime.load.applier import Applier
+from medusa_runtime.load.skeleton import skeleton
 from medusa_runtime.models.fields import Fields
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -33,8 +35,10 @@ class Attention(Protocol):
 class ModelConfig:
     """What an engine must know about a model; each family adds what its layers need.
 
-    ``windows`` has the sliding window of each layer, or None.
+    ``windows`` has the sliding window of each layer, or None. A model is foreign when transformers has its code.
     """
+
+    is_foreign: ClassVar[bool] = False
 
     architecture: str
     vocab_size: int
@@ -53,6 +57,13 @@ class ModelConfig:
     def read(cls, architecture: str, fields: Fields) -> Self:
         """The configuration of this family that ``fields`` describe; see ``registry.model_config``."""
         raise NotImplementedError
+
+    def model(self) -> DecoderModel:
+        """The model itself, in evaluation mode; its parameters have no memory yet (load/skeleton.py)."""
+        from medusa_runtime.models.registry import family
+
+        with skeleton():
+            return family(self.architecture)(self).eval()
 
     @staticmethod
     def common(architecture: str, fields: Fields, *, tied: bool, kv_heads: int | None = None) -> dict[str, Any]:
@@ -118,6 +129,17 @@ class DecoderModel(nn.Module):
         """hidden [rows, hidden] of the last layer → [rows, vocab], through the final norm and the head."""
         raise NotImplementedError
 
+    def run(self, token_ids: Tensor, positions: Tensor, attention: Attention, rows: Tensor | None) -> Tensor | None:
+        """token_ids and positions [tokens] through the whole model; the logits [rows, vocab] of these rows, if any."""
+        hidden = self.run_layers(self.embed(token_ids, positions), positions, attention)
+        if rows is None:
+            return None
+        return self.logits(hidden if len(rows) == len(hidden) else hidden[rows])
+
     def rename(self, name: str) -> str | None:
         """The parameter that a checkpoint's tensor belongs to, or None for one that is not needed."""
         raise NotImplementedError
+
+    def applier(self, dtype: torch.dtype) -> Applier:
+        """What fills the model from a region, with floats of ``dtype``."""
+        return Applier(self, dtype=dtype)

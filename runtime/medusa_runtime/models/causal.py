@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from medusa_runtime.kernels.paged import weighed
+
 
 class CausalAttention:
     """Attention for a forward over one whole sequence; the plainest implementation of ``Attention``."""
@@ -13,11 +15,24 @@ class CausalAttention:
     def __init__(self, tokens: int) -> None:
         self.lengths = torch.full((tokens,), tokens)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         tokens, heads, _ = q.shape
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
         place = torch.arange(tokens, device=q.device)
         distance = place[:, None] - place[None, :]
         mask = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+        if softcap is not None or sinks is not None:
+            return weighed(q[0], k[0], v[0], mask, scale=scale, softcap=softcap, sinks=sinks).transpose(0, 1)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)[0].transpose(0, 1)

@@ -35,6 +35,12 @@ def is_encoder(raw: Mapping[str, Any]) -> bool:
     return raw.get("model_type") in ENCODERS and not known
 
 
+def has_family(raw: Mapping[str, Any]) -> bool:
+    """Whether a decoder's config.json describes one of ours; transformers may run the others."""
+    # Falcon's first small models have ALiBi, which ours does not.
+    return architecture_of(raw) in ARCHITECTURES and not (raw.get("model_type") == "falcon" and raw.get("alibi"))
+
+
 def family(architecture: str) -> type[DecoderModel]:
     """The model class of an architecture. Raises ModelError, which lists the known ones."""
     if architecture not in ARCHITECTURES:
@@ -50,14 +56,18 @@ def model_config(raw: Mapping[str, Any]) -> ModelConfig:
     Raises ModelError (an architecture or feature we do not have) and ConfigError (a key is missing or wrong).
     """
     architecture = architecture_of(raw)
+    if not has_family(raw):
+        from medusa_runtime.models.transformers.config import TransformersConfig
+
+        return TransformersConfig.of(raw)
     return family(architecture).config_class.read(architecture, Fields(raw))
 
 
-def unsupported(architecture: str) -> ModelError:
+def unsupported(architecture: str, reason: str = "transformers has no such class") -> ModelError:
     """The error for an architecture that the torch engine does not run."""
     return ModelError(
-        f"the torch engine does not know the architecture {architecture}; it knows {', '.join(ARCHITECTURES)}. "
-        "For others use --engine vllm."
+        f"the torch engine does not know the architecture {architecture}, and {reason}; expected one of "
+        f"{', '.join(ARCHITECTURES)}, one that transformers knows, or --engine vllm"
     )
 
 

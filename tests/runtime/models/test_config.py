@@ -58,10 +58,16 @@ def test_windows_of_each_layer() -> None:
     assert llama(**qwen, use_sliding_window=True, layer_types=kinds).windows == (None, 8, None, 8)
 
 
+def test_a_recurrent_model_is_refused() -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(ModelError, match="MambaForCausalLM keeps a recurrent state"):
+        model_config({"architectures": ["MambaForCausalLM"], "model_type": "mamba"})
+
+
 def test_an_unknown_architecture_lists_the_known_ones() -> None:
     with pytest.raises(ModelError) as caught:
-        llama(architectures=["MambaForCausalLM"])
-    assert "MambaForCausalLM" in str(caught.value)
+        llama(architectures=["NoSuchForCausalLM"])
+    assert "NoSuchForCausalLM" in str(caught.value)
     assert all(name in str(caught.value) for name in ARCHITECTURES)
     assert "--engine vllm" in str(caught.value)
 

@@ -11,12 +11,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ...config import Settings
-from ...errors import EngineError, MedusaError, RequestError
+from ...errors import EngineError, MedusaError, ModelError, RequestError
 from ...limits import cpu_count
 from ...load.applier import Applier
 from ...load.loader import Loader
@@ -64,7 +65,13 @@ class TorchEngine:
         with timeline.stage("config"):
             torch.set_num_threads(settings.threads or cpu_count())
             config = read_config(region)
+            if gpu is not None and config.is_foreign:
+                raise ModelError(
+                    f"{config.architecture} runs by transformers, which the torch engine does on CPUs only; expected "
+                    "--device cpu, or --engine vllm"
+                )
         dtype = config.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
+        config = replace(config, dtype=dtype)
         with timeline.stage("skeleton", architecture=config.architecture):
             self._model = build_model(config)
         self._dtype = dtype
@@ -211,7 +218,7 @@ class TorchEngine:
     def _applier(self, *, rest: bool = False) -> Applier:
         """What applies this engine's layers; with ``rest`` the other ones."""
         if self.layers.first and self.layers.last:
-            return Applier(self._model, dtype=self._dtype)
+            return self._model.applier(self._dtype)
         return PartApplier(self._model, lambda name: self.layers.needs(self._model, name), dtype=self._dtype, rest=rest)
 
     def _constraint(self, request: GenerateRequest, generated: list[int] | None = None) -> Constraint | None:

@@ -14,7 +14,8 @@ class PagedAttention:
     """The models' Attention, made anew for each step: where its new tokens go, and what each of them sees."""
 
     def __init__(self, cache: KvCache, spans: list[Span]) -> None:
-        self._cache = cache
+        self.spans = spans
+        self.cache = cache
         width = max(len(span.sequence.blocks) for span in spans)
         tables: list[list[int]] = []
         slots: list[int] = []
@@ -33,10 +34,24 @@ class PagedAttention:
         self._rows = torch.tensor(rows, dtype=torch.int32)
         self._contexts = torch.tensor(contexts, dtype=torch.int32)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """The seam of models/base.py; the new keys and values are written before anything is read."""
-        self._cache.write(layer, self._slots, k, v)
-        keys, values = self._cache.layers[layer]
-        return kernels.paged_attention(
-            q, keys, values, self._tables, self._rows, self._contexts, scale=scale, window=window
-        )
+        self.cache.write(layer, self._slots, k, v)
+        keys, values = self.cache.layers[layer]
+        places = (self._tables, self._rows, self._contexts)
+        if softcap is not None or sinks is not None:
+            return kernels.paged.attention(
+                q, keys, values, *places, scale=scale, window=window, softcap=softcap, sinks=sinks
+            )
+        return kernels.paged_attention(q, keys, values, *places, scale=scale, window=window)

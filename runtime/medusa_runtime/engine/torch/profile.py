@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 
 from ...config import Settings
-from ...load.applier import Applier
 from ...load.loader import Loader
 from ...load.plan import Rename
 from ...load.trace import record_execution_order
@@ -46,9 +45,10 @@ def profile(region: Region, settings: Settings) -> Profile:
         return Profile(_encoder_order(region), None)
     config = read_config(region)
     dtype = config.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    model = build_model(config)
+    model = build_model(replace(config, dtype=dtype))
     timeline = Timeline.create("profile")
-    loader = Loader(region, Applier(model, dtype=dtype), timeline=timeline)
+    applier = model.applier(dtype)
+    loader = Loader(region, applier, timeline=timeline)
     try:
         loader.wait()
         with torch.inference_mode():
@@ -77,8 +77,9 @@ def _encoder_order(region: Region) -> list[str]:
 
 def _order(model: DecoderModel, region: Region, config: ModelConfig) -> list[str]:
     def forward(token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        hidden = model.run_layers(model.embed(token_ids, positions), positions, CausalAttention(_ORDER_TOKENS))
-        return model.logits(hidden)
+        logits = model.run(token_ids, positions, CausalAttention(_ORDER_TOKENS), positions)
+        assert logits is not None
+        return logits
 
     model.forward = forward  # a decoder has none: engines call its parts
     try:

@@ -56,12 +56,12 @@ def run_step(
     device = cache.pool.device
     attention = attend(cache, spans)
     places = positions_of(spans).to(device)
-    hidden = model.run_layers(model.embed(tokens_of(spans).to(device), places), places, attention)
+    ends = [place for place, (sequence, _, stop) in enumerate(spans) if stop == len(sequence.tokens)]
+    rows = last_rows(spans, ends).to(device) if ends else None
+    logits = model.run(tokens_of(spans).to(device), places, attention, rows)
     for span in spans:
         span.sequence.computed = span.stop
-    ends = [place for place, (sequence, _, stop) in enumerate(spans) if stop == len(sequence.tokens)]
-    finished = [spans[place].sequence for place in ends]
-    return (model.logits(rows_of(hidden, spans, ends)) if ends else None), finished
+    return logits, [spans[place].sequence for place in ends]
 
 
 def tokens_of(spans: list[Span]) -> Tensor:
@@ -74,12 +74,18 @@ def positions_of(spans: list[Span]) -> Tensor:
     return torch.tensor([place for _, start, stop in spans for place in range(start, stop)])
 
 
-def rows_of(hidden: Tensor, spans: list[Span], ends: list[int]) -> Tensor:
-    """The hidden states of the last tokens of the spans ``ends``, of ``hidden`` [tokens, hidden]."""
+def last_rows(spans: list[Span], ends: list[int]) -> Tensor:
+    """The rows of the last tokens of the spans ``ends`` among the tokens of all spans."""
     rows: list[int] = []
     row = -1
     for place, (_, start, stop) in enumerate(spans):
         row += stop - start
         if place in ends:
             rows.append(row)
-    return hidden if len(rows) == len(hidden) else hidden[torch.tensor(rows).to(hidden.device)]
+    return torch.tensor(rows)
+
+
+def rows_of(hidden: Tensor, spans: list[Span], ends: list[int]) -> Tensor:
+    """The hidden states of the last tokens of the spans ``ends``, of ``hidden`` [tokens, hidden]."""
+    rows = last_rows(spans, ends)
+    return hidden if len(rows) == len(hidden) else hidden[rows.to(hidden.device)]

@@ -1,0 +1,164 @@
+"""Applies a checkpoint of transformers to a module of transformers: names and fused tensors as ``from_pretrained``."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...checkpoint.index import WeightIndex
+from ...errors import MismatchError
+from ...load.factory.applier import FactoryApplier
+from ...load.factory.options import BuildOptions
+from ...load.plan import Place, Plan, plan
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Fused:
+    """Tensors of a checkpoint that together become one or more of the module, such as a layer's experts."""
+
+    converter: Any
+    target: str
+    sources: dict[str, tuple[str, int]] = field(default_factory=dict)  # the checkpoint's name → pattern, its number
+    arrived: dict[str, Tensor] = field(default_factory=dict)
+
+
+class TransformersApplier(FactoryApplier):
+    """Tensors that the module has no place for are left out, as transformers does; a missing one is an error."""
+
+    def __init__(self, module: nn.Module, factory: Callable[[], nn.Module], dtype: torch.dtype) -> None:
+        keep_wide(module)
+        super().__init__(module, factory, BuildOptions(rename=self.target, exact=dtype.itemsize > 2))
+        self._names = _Names(module)
+        self._fused: dict[Place, tuple[_Fused, str]] = {}
+
+    def target(self, name: str) -> str | None:
+        """The module's tensor that a tensor of the checkpoint belongs to, or is a part of."""
+        target, _, _ = self._names.of(name)
+        return target if target in self._places else None
+
+    def plan(self, index: WeightIndex) -> Plan:
+        groups: dict[str, _Fused] = {}
+        for name in sorted(index.tensors, key=_natural):
+            target, pattern, converter = self._names.of(name)
+            if converter is not None and pattern is not None and target in self._places:
+                group = groups.setdefault(target, _Fused(converter, target))
+                group.sources[name] = (pattern, len(group.sources))
+        if not groups:
+            return super().plan(index)
+        return self._fused_plan(index, groups)
+
+    def _fused_plan(self, index: WeightIndex, groups: dict[str, _Fused]) -> Plan:
+        """Like ``plan``; each source of a fused tensor gets a place of its own, with the owners of the fused one."""
+        fused: dict[str, Place] = {}
+        made: set[str] = set()
+        for group in groups.values():
+            results = self._results(group)
+            owners = tuple(owner for name in results for owner in self._places[name].owners)
+            made.update(results)
+            for name in group.sources:
+                place = Place(f"{group.target} of {name}", owners, self._places[group.target].tensor, False)
+                fused[name] = place
+                self._fused[place] = (group, name)
+        rest = {name: place for name, place in self._places.items() if place.name not in made}
+
+        def rename(name: str) -> str | None:
+            target = None if name in fused else self.target(name)
+            return target if target in rest else None
+
+        found = plan(index, rest, rename, built=True)
+        todo = {**found.todo, **fused}
+        rank = {name: number for number, name in enumerate(self._places)}
+
+        def at(item: tuple[str, Place]) -> int:
+            group = self._fused.get(item[1])
+            return rank[item[1].name if group is None else group[0].target]
+
+        order = sorted(todo.items(), key=at) if not index.recorded else [(n, todo[n]) for n in index.order if n in todo]
+        return Plan(dict(order), found.missing)
+
+    def _results(self, group: _Fused) -> list[str]:
+        """The names of the module's tensors that a group becomes."""
+        targets = group.converter.target_patterns
+        first = next((pattern for pattern in targets if pattern in group.target), None)
+        names = [group.target] if first is None else [group.target.replace(first, pattern, 1) for pattern in targets]
+        absent = [name for name in names if name not in self._places]
+        if absent:
+            raise MismatchError(f"the checkpoint has weights for {', '.join(absent)}, which the model does not have")
+        return names
+
+    def apply(self, place: Place, tensor: Tensor) -> bool:
+        if place not in self._fused:
+            return super().apply(place, tensor)
+        group, name = self._fused[place]
+        group.arrived[name] = tensor
+        if len(group.arrived) < len(group.sources):
+            return False
+        for target, value in self._converted_group(group).items():
+            whole = self._places[target]
+            if tuple(value.shape) != tuple(whole.tensor.shape):
+                raise MismatchError(
+                    f"{target}: expected {list(whole.tensor.shape)}, found {list(value.shape)} in the checkpoint"
+                )
+            super().apply(whole, value)
+        return False
+
+    def _converted_group(self, group: _Fused) -> dict[str, Tensor]:
+        converter = copy.deepcopy(group.converter)
+        for name, (pattern, _) in sorted(group.sources.items(), key=lambda item: item[1][1]):
+            converter.add_tensor(group.target, name, pattern, group.arrived[name])
+        group.arrived.clear()
+        found = converter.convert(group.target, model=self.module, config=self.module.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+
+
+class _Names:
+    """Where the tensors of a checkpoint go in a module of transformers."""
+
+    def __init__(self, module: Any) -> None:
+        from transformers import core_model_loading
+        from transformers.conversion_mapping import get_model_conversion_mapping
+
+        self._loading = core_model_loading
+        self._prefix = module.base_model_prefix
+        named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+        self._own = {name: True for name, _ in named}
+        mapping = get_model_conversion_mapping(module)
+        self._converters = [one for one in mapping if isinstance(one, core_model_loading.WeightConverter)]
+        self._renamings = [one for one in mapping if not isinstance(one, core_model_loading.WeightConverter)]
+        self._by_pattern = {pattern: one for one in self._converters for pattern in one.source_patterns}
+        self._found: dict[str, tuple[str, str | None, Any]] = {}
+
+    def of(self, name: str) -> tuple[str, str | None, Any]:
+        """The name in the module, and the pattern and converter through which the tensor goes, if any."""
+        if name not in self._found:
+            rename = self._loading.rename_source_key
+            target, pattern = rename(name, self._renamings, self._converters, self._prefix, self._own)
+            if target not in self._own and name in self._own:
+                target, pattern = rename(name, [], [], self._prefix, self._own)
+            self._found[name] = target, pattern, None if pattern is None else self._by_pattern[pattern]
+        return self._found[name]
+
+
+def keep_wide(module: Any) -> None:
+    """Give the parameters that transformers always keeps in float32 that type."""
+    parts = set(getattr(module, "_keep_in_fp32_modules_strict", None) or ())
+    for name, parameter in list(module.named_parameters()):
+        if parts & set(name.split(".")) and parameter.dtype in (torch.bfloat16, torch.float16):
+            owner, _, attribute = name.rpartition(".")
+            held = module.get_submodule(owner)._parameters
+            held[attribute] = nn.Parameter(parameter.to(torch.float32), parameter.requires_grad)
+
+
+def _natural(name: str) -> list[Any]:
+    return [(1, int(part), "") if part.isdigit() else (0, 0, part) for part in name.split(".")]
+
+
+__all__ = ["TransformersApplier"]

@@ -1,0 +1,59 @@
+"""Our attention behind transformers' interface for it; its modules call it with their new keys and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...errors import EngineError
+from ..base import Attention
+
+NAME = "medusa"
+STEP = "medusa_step"  # the attribute of an attention module of transformers that holds its ``Step``
+
+
+class Step:
+    """What the attention modules of one model share: the engine's attention for the step that runs."""
+
+    attention: Attention
+    head_dim: int
+    kv_heads: int
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """query [1, heads, tokens, head_dim], key and value alike with kv heads → [1, tokens, heads, value's head_dim].
+
+    The tokens are those of all sequences of a step, one behind the other. A value may be smaller than a key; it is
+    padded in the cache.
+    """
+    step: Step | None = getattr(module, STEP, None)
+    if step is None or attention_mask is not None or key.shape[1] != step.kv_heads or key.shape[3] != step.head_dim:
+        raise EngineError(
+            f"{type(module).__name__} of transformers attends in a way that the torch engine does not support (keys of "
+            f"{list(key.shape)}); expected --engine vllm for this model"
+        )
+    size = value.shape[3]
+    if size != step.head_dim:
+        value = F.pad(value, (0, step.head_dim - size))
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    more = {"softcap": softcap, "sinks": s_aux} if softcap is not None or s_aux is not None else {}
+    out = step.attention.attend(module.layer_idx, q, k, v, scale=scale, window=sliding_window, **more)  # type: ignore[arg-type]
+    return out[..., :size].unsqueeze(0), None
+
+
+__all__ = ["NAME", "STEP", "Step", "attend"]

@@ -1,0 +1,99 @@
+"""What the installed transformers can run, read from its files: importing it takes seconds, looking takes milliseconds.
+
+transformers keeps a model's classes in ``models/<name>/modeling_<name>.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...errors import MissingPackageError, ModelError
+from ..registry import architecture_of, unsupported
+
+_HEADS = ("SequenceClassification",)
+_RECURRENT = frozenset({"linear_attention", "mamba", "conv", "recurrent", "hybrid", "moe", "mamba2", "attention_mamba"})
+INSTALL = 'pip install "medusa-runtime[transformers]"'
+
+
+class Known(NamedTuple):
+    """A class of transformers: its module, its name, and what it is: decoder, encoder or classifier."""
+
+    module: str
+    name: str
+    kind: str
+
+
+def known(raw: Mapping[str, Any]) -> Known:
+    """The class of transformers that runs the model of a parsed config.json.
+
+    Raises ModelError for an architecture that it does not have or that this engine cannot run, and MissingPackageError
+    where transformers is not installed.
+    """
+    architecture = architecture_of(raw)
+    folder = installed()
+    if folder is None:
+        raise MissingPackageError(
+            f"{architecture} is none of the models that the torch engine has itself; transformers can run it, and is "
+            f"not installed: {INSTALL}, or use --engine vllm"
+        )
+    found = _file_of(architecture, str(raw.get("model_type", "")), folder)
+    if found is None:
+        if raw.get("auto_map"):
+            raise unsupported(architecture, "it brings its own code, which is not run")
+        raise unsupported(architecture)
+    kind = _kind(architecture, raw)
+    source = found.read_text()
+    if "_is_stateful = True" in source:
+        raise _refused(architecture, "keeps a recurrent state, for which the torch engine has no cache")
+    return Known(f"transformers.models.{found.parent.name}.{found.stem}", architecture, kind)
+
+
+_OTHERS = "expected another model, or --engine vllm"
+
+
+def _kind(architecture: str, raw: Mapping[str, Any]) -> str:
+    """What kind of model this is. Raises ModelError for one that this engine cannot run, with the reason."""
+    if any(raw.get(name) is not None for name in ("vision_config", "audio_config", "text_config")):
+        raise _refused(architecture, "takes pictures or sound")
+    if raw.get("is_encoder_decoder") or architecture.endswith("ForConditionalGeneration"):
+        raise _refused(architecture, "is an encoder and a decoder, and the torch engine runs models with one of them")
+    if _RECURRENT & set(raw.get("layer_types") or ()):
+        raise _refused(architecture, "has recurrent layers, for which the torch engine has no cache")
+    if architecture.endswith(("ForCausalLM", "LMHeadModel")):
+        return "decoder"
+    if architecture.endswith(_HEADS):
+        return "classifier"
+    if architecture.endswith(("Model", "ForMaskedLM")):
+        return "encoder"
+    raise _refused(architecture, "neither continues, embeds nor classifies text")
+
+
+def _refused(architecture: str, reason: str) -> ModelError:
+    return ModelError(f"{architecture} {reason}; {_OTHERS}")
+
+
+def installed() -> Path | None:
+    """The folder of the installed transformers, without importing it."""
+    spec = importlib.util.find_spec("transformers")
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
+@functools.cache
+def _file_of(architecture: str, model_type: str, folder: Path) -> Path | None:
+    """The file that defines a class of this name."""
+    if not re.fullmatch(r"\w+", architecture):
+        return None
+    usual = model_type.replace("-", "_").replace(".", "_").removesuffix("_text")
+    files = [folder / "models" / usual / f"modeling_{usual}.py"] if re.fullmatch(r"\w+", usual) else []
+    for file in (*files, *sorted((folder / "models").glob("*/modeling_*.py"))):
+        if file.is_file() and f"\nclass {architecture}(" in file.read_text():
+            return file
+    return None
+
+
+__all__ = ["INSTALL", "Known", "installed", "known"]

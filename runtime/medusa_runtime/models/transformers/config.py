@@ -1,0 +1,110 @@
+"""What an engine must know about a model of transformers, from transformers' own configuration class."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from ...errors import ConfigError, ModelError
+from ..base import DTYPES, ModelConfig
+from ..fields import Fields
+from ..registry import has_family, is_encoder
+from .catalog import Known, known
+
+if TYPE_CHECKING:
+    from .decoder import TransformersDecoder
+
+_LONGEST = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformersConfig(ModelConfig):
+    """``raw`` is the parsed config.json, and ``known`` the class that runs it."""
+
+    is_foreign: ClassVar[bool] = True
+    raw: Mapping[str, Any]
+    known: Known
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any]) -> Self:
+        """Raises what ``catalog.known`` raises, and ConfigError for a config.json that transformers refuses."""
+        found = known(raw)
+        fields = Fields(raw)
+        fields.refuse_quantized()
+        config = own_config(found, raw)
+        heads, hidden = config.num_attention_heads, config.hidden_size
+        dtype = "dtype" if fields.get("dtype") is not None else "torch_dtype"
+        return cls(
+            architecture=found.name,
+            vocab_size=config.vocab_size,
+            hidden_size=hidden,
+            num_layers=config.num_hidden_layers,
+            num_heads=heads,
+            num_kv_heads=_kv_heads(config, heads),
+            head_dim=_head_dim(config, hidden, heads),
+            max_positions=next(
+                (value for name in _LONGEST if isinstance(value := getattr(config, name, None), int)), 2048
+            ),
+            tie_word_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
+            dtype=DTYPES[fields.choice(dtype, DTYPES, default="float32")],
+            eos_token_ids=fields.ids("eos_token_id"),
+            windows=(None,) * config.num_hidden_layers,
+            raw=raw,
+            known=found,
+        )
+
+    def model(self) -> TransformersDecoder:
+        from .decoder import TransformersDecoder
+
+        return TransformersDecoder(self)
+
+
+def preimport(raw: Mapping[str, Any]) -> None:
+    """Import the module of a model that transformers runs; nothing for others. Raises what ``catalog.known`` raises."""
+    if not (is_encoder(raw) or has_family(raw)):
+        own_class(known(raw))
+
+
+def own_class(found: Known) -> Any:
+    """The class itself. Imports transformers, as far as this class needs it."""
+    from .imports import import_transformers
+
+    import_transformers()
+    return getattr(importlib.import_module(found.module), found.name)
+
+
+def own_config(found: Known, raw: Mapping[str, Any]) -> Any:
+    """A model's configuration as transformers reads it. Raises ConfigError where it does not accept config.json."""
+    kind = own_class(found).config_class
+    try:
+        return kind.from_dict(dict(raw))
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise ConfigError(
+            f"config.json: expected one that transformers accepts for {found.name}, found: {text}"
+        ) from error
+
+
+def _kv_heads(config: Any, heads: int) -> int:
+    if getattr(config, "kv_lora_rank", None):  # latent attention: each head has its own keys once they are computed
+        return heads
+    multi_query = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
+    if multi_query:
+        return 1
+    return int(
+        next((n for name in ("num_key_value_heads", "num_kv_heads") if (n := getattr(config, name, None))), heads)
+    )
+
+
+def _head_dim(config: Any, hidden: int, heads: int) -> int:
+    if getattr(config, "kv_lora_rank", None):
+        return int(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    found = getattr(config, "head_dim", None) or hidden // heads
+    if not isinstance(found, int):
+        raise ModelError(f"config.json: expected head_dim to be one number for all layers, found {found}")
+    return found
+
+
+__all__ = ["TransformersConfig", "own_class", "own_config"]

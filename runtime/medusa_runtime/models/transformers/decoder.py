@@ -1,0 +1,118 @@
+"""A decoder of transformers, behind the interface of our own families."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...load.skeleton import skeleton
+from ..base import Attention, DecoderModel
+from ..linear import Linear
+from .applier import TransformersApplier
+from .attention import NAME, STEP, Step, attend
+from .config import TransformersConfig, own_class, own_config
+from .gathered import run_gathered
+
+# Classes that say they take any attention, and then need masks or biases that only their own attention adds.
+_OWN_ATTENTION = frozenset({"FalconForCausalLM"})
+
+
+class TransformersDecoder(DecoderModel):
+    """The module of transformers, and what it needs to run over flat batches.
+
+    Where it takes any attention, it gets the engine's. Others run their own over keys and values that are gathered from
+    the engine's cache.
+    """
+
+    config: TransformersConfig
+
+    def __init__(self, config: TransformersConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.module, self.gathers = build(config)
+        accepted = inspect.signature(type(self.module).forward).parameters
+        base = inspect.signature(type(self.module.base_model).forward).parameters
+        self._takes_positions = "position_ids" in accepted or "position_ids" in base
+        self._applier: TransformersApplier | None = None
+        self._step = Step()
+        self._step.kv_heads, self._step.head_dim = config.num_kv_heads, config.head_dim
+        for part in self.module.modules():
+            if isinstance(getattr(part, "layer_idx", None), int):
+                setattr(part, STEP, self._step)
+        use_our_products(self.module)
+
+    def run(self, token_ids: Tensor, positions: Tensor, attention: Attention, rows: Tensor | None) -> Tensor | None:
+        if self.gathers and hasattr(attention, "spans"):
+            return run_gathered(self, token_ids, positions, attention, rows)
+        self._step.attention = attention
+        keep = torch.empty(0, dtype=torch.long) if rows is None else rows
+        logits = self.call(token_ids.unsqueeze(0), positions.unsqueeze(0), logits_to_keep=keep, use_cache=False)[0]
+        return None if rows is None else logits
+
+    def call(self, token_ids: Tensor, positions: Tensor, **options: Any) -> Tensor:
+        """The logits of the module for token ids and positions [sequences, tokens]."""
+        if self._takes_positions:
+            options["position_ids"] = positions
+        logits: Tensor = self.module(input_ids=token_ids, return_dict=True, **options).logits
+        return logits
+
+    def rename(self, name: str) -> str | None:
+        target = None if self._applier is None else self._applier.target(name)
+        return None if target is None else f"module.{target}"
+
+    def applier(self, dtype: torch.dtype) -> TransformersApplier:
+        self._applier = TransformersApplier(self.module, lambda: build(self.config)[0], dtype)
+        return self._applier
+
+
+def build(config: TransformersConfig) -> tuple[Any, bool]:
+    """The module that a config describes, without memory for its parameters; whether it needs its own attention."""
+    kind = own_class(config.known)
+    own = own_config(config.known, config.raw)
+    gathers = not kind._supports_attention_backend or config.known.name in _OWN_ATTENTION
+    own._attn_implementation = own_attention(kind) if gathers else NAME
+    return construct(kind, own, config.dtype), gathers
+
+
+def own_attention(kind: Any) -> str:
+    """The attention of transformers with which a class that cannot take another runs."""
+    return "sdpa" if kind._supports_sdpa else "eager"
+
+
+def construct(kind: Any, own: Any, dtype: torch.dtype) -> Any:
+    """A class's module without memory for its parameters, in evaluation mode."""
+    from transformers import initialization
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register(NAME, attend)
+    with skeleton(), default_dtype(dtype):
+        with initialization.no_init_weights():  # which also leaves out that weights are tied
+            module = kind(own).eval()
+        module.tie_weights()
+    return module
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Modules that are constructed in this context have parameters of ``dtype``."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def use_our_products(module: nn.Module) -> None:
+    """Have the linear layers inside compute with our kernels, which are faster for 16-bit weights on a CPU."""
+    for part in module.modules():
+        if type(part) is nn.Linear:
+            part.__class__ = Linear
+
+
+__all__ = ["TransformersDecoder", "build", "construct", "own_attention", "use_our_products"]

@@ -1,0 +1,112 @@
+"""Architectures without a family of ours: the same greedy tokens as transformers' own ``generate``, from its files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_fixtures import SETTINGS, Served
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+transformers = pytest.importorskip("transformers")
+transformers.utils.logging.disable_progress_bar()
+
+PROMPTS = ([5, 17, 2, 88, 41, 41, 9, 60, 3, 71, 12, 33, 90, 7, 54, 29], [8, 30, 77], [64, 4, 21, 9, 80, 15, 3])
+TOKENS = 10
+SHAPE = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+GATED = SHAPE | {"intermediate_size": 48, "max_position_embeddings": 64, "num_key_value_heads": 2}
+GPT = {"vocab_size": 97, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
+PLAIN = SHAPE | {"intermediate_size": 48, "max_position_embeddings": 64}
+MOE = GATED | {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LATENT = GATED | {
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+    "v_head_dim": 12, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2LMHead", GPT),
+    "gemma": ("GemmaForCausalLM", GATED | {"head_dim": 8}),
+    "gemma2": ("Gemma2ForCausalLM", GATED | {"head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 8}),
+    "gemma3": ("Gemma3ForCausalLM", GATED | {"head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 8}),
+    "phi": ("PhiForCausalLM", PLAIN),
+    "phi3": ("Phi3ForCausalLM", GATED | {"sliding_window": 6}),
+    "mixtral": ("MixtralForCausalLM", GATED | {"num_local_experts": 4}),
+    "gpt-neox": ("GPTNeoXForCausalLM", PLAIN),
+    "olmo": ("OlmoForCausalLM", GATED),
+    "olmo2": ("Olmo2ForCausalLM", GATED),
+    "olmoe": ("OlmoeForCausalLM", GATED | {"num_experts": 4, "num_experts_per_tok": 2}),
+    "granite": ("GraniteForCausalLM", GATED | {"logits_scaling": 3.0, "residual_multiplier": 0.5}),
+    "starcoder2": ("Starcoder2ForCausalLM", GATED | {"sliding_window": 6}),
+    "deepseek-v2": ("DeepseekV2ForCausalLM", LATENT),
+    "deepseek-v3": ("DeepseekV3ForCausalLM", LATENT),
+    "falcon-alibi": ("FalconForCausalLM", SHAPE | {"alibi": True}),
+    "bloom": ("BloomForCausalLM", {"vocab_size": 97, "hidden_size": 32, "n_layer": 3, "n_head": 4}),
+    "mpt": ("MptForCausalLM", {"vocab_size": 97, "d_model": 32, "n_layers": 3, "n_heads": 4, "max_seq_len": 64}),
+    "stablelm": ("StableLmForCausalLM", GATED),
+    "cohere": ("CohereForCausalLM", GATED),
+    "cohere2": ("Cohere2ForCausalLM", GATED | {"sliding_window": 6}),
+    "gptj": ("GPTJForCausalLM", GPT | {"rotary_dim": 4}),
+    "gpt-neo": ("GPTNeoForCausalLM", {"vocab_size": 97, "hidden_size": 32, "num_layers": 2, "num_heads": 4,
+                                      "attention_types": [[["global", "local"], 1]], "window_size": 6,
+                                      "max_position_embeddings": 64}),
+    "gpt-bigcode": ("GPTBigCodeForCausalLM", GPT),
+    "codegen": ("CodeGenForCausalLM", GPT | {"rotary_dim": 4}),
+    "qwen2-moe": ("Qwen2MoeForCausalLM", MOE | {"num_experts": 4, "shared_expert_intermediate_size": 24}),
+    "qwen3-moe": ("Qwen3MoeForCausalLM", MOE | {"num_experts": 4, "head_dim": 8}),
+    "glm": ("GlmForCausalLM", GATED | {"head_dim": 8, "pad_token_id": 0}),
+    "glm4": ("Glm4ForCausalLM", GATED | {"head_dim": 8, "pad_token_id": 0}),
+    "nemotron": ("NemotronForCausalLM", GATED),
+    "smollm3": ("SmolLM3ForCausalLM", GATED | {"pad_token_id": 0}),
+    "exaone4": ("Exaone4ForCausalLM", GATED | {"sliding_window": 6}),
+    "ernie4.5": ("Ernie4_5ForCausalLM", GATED),
+    "helium": ("HeliumForCausalLM", GATED | {"head_dim": 8}),
+    "persimmon": ("PersimmonForCausalLM", PLAIN),
+    "xglm": ("XGLMForCausalLM", {"vocab_size": 97, "d_model": 32, "ffn_dim": 48, "num_layers": 2,
+                                 "attention_heads": 4, "max_position_embeddings": 64}),
+    "biogpt": ("BioGptForCausalLM", PLAIN),
+    "phimoe": ("PhimoeForCausalLM", GATED | {"num_local_experts": 4}),
+    "arcee": ("ArceeForCausalLM", GATED),
+    "gpt-oss": ("GptOssForCausalLM", GATED | {"head_dim": 8, "num_local_experts": 4, "sliding_window": 6}),
+    "granitemoe": ("GraniteMoeForCausalLM", GATED | {"num_local_experts": 4}),
+}  # fmt: skip
+
+
+def write(case: str, folder: Path, **changes: Any) -> Any:
+    """A random model of transformers, saved to ``folder``."""
+    name, values = CASES[case]
+    kind = getattr(transformers, name + ("Model" if name.endswith("LMHead") else ""))
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = kind.config_class(**tokens | values | changes)
+    torch.manual_seed(len(case))
+    capped = {"attn_implementation": "eager"} if case == "gemma2" else {}  # its sdpa leaves out that scores are bounded
+    model = kind._from_config(config, **capped).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3 + (1.0 if "norm" in name or "ln_" in name else 0.0))
+    model.save_pretrained(folder)
+    return model
+
+
+def expected(model: Any, prompt: list[int], count: int = TOKENS) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+QUICK = ("gpt2", "gemma2", "mixtral", "bloom")  # a mask by position, a bound, fused experts, attention of its own
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
+)
+def test_greedy_tokens_are_those_of_transformers(case: str, tmp_path: Path, serve: Callable[..., Served]) -> None:
+    model = write(case, tmp_path)
+    served = serve(tmp_path, max_batched_tokens=max(12, SETTINGS.max_concurrency))  # prompts come in chunks
+    answers = [served.ask(prompt, max_tokens=TOKENS, logit_bias={2: -100.0}) for prompt in PROMPTS]
+    assert [answer.tokens for answer in answers] == [expected(model, prompt) for prompt in PROMPTS]
