@@ -252,6 +252,7 @@ class Execution:
             sim.ended,
             size=size,
             hop_s=sim.fleet.hop_s if size > 1 else 0.0,
+            batch_tokens=model.model.batch_tokens,
         )
         for worker in group:
             worker.server = server
@@ -357,12 +358,19 @@ class Execution:
         self._set(instance, "draining")
         server = instance.server
         if server is None:
-            self._end(instance)
+            self._end_soon(instance)
             return
         model = self._sim.models[instance.model]
         model.ready.pop(server.key, None)
         model.decoders.pop(server.key, None)
         self.freed(server)
+
+    def _end_soon(self, instance: SimInstance) -> None:
+        delay_s = self._sim.fleet.models[instance.model].profile.stages.end_s
+        if delay_s > 0:
+            call_after(self._env, delay_s, lambda: self._end(instance))
+        else:
+            self._end(instance)
 
     def freed(self, server: Server) -> None:
         """End the instances of a server that drains once its last request has gone."""
@@ -370,7 +378,7 @@ class Execution:
             return
         for instance in self._holders.get(server, ()):
             if instance.state == "draining":
-                self._end(instance)
+                self._end_soon(instance)
 
     def _end(self, instance: SimInstance) -> None:
         sim, now = self._sim, self._env.now

@@ -41,6 +41,7 @@ class Model:
     tokens_per_s: float = 0.0  # prompts that one instance bears; 0: only requests count
     disaggregated: bool = False
     prompt_tokens: float = 512.0  # typical, for predictions
+    batch_tokens: int = 8192  # prompts that are prefilled together
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ class Stages:
     """A start's stages: those before any weights are needed, and those after they have come.
 
     ``init_s`` and ``init_s_per_gb``: an engine that skips profiling and takes tensors as they arrive (ParaServe §7).
-    ``plain_…``: stock vLLM's, which fills a dummy model first. ``loader_…``: ServerlessLLM's.
+    ``plain_…``: stock vLLM's, which fills a dummy model first. ``loader_…``: ServerlessLLM's. ``end_s``: from the
+    order to end, once nothing runs, until the device is free.
     """
 
     container_s: float = 1.4
@@ -29,6 +30,7 @@ class Stages:
     plain_init_s_per_gb: float = 0.36
     loader_init_s: float = 4.0
     loader_init_s_per_gb: float = 0.187
+    end_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

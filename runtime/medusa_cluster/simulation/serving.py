@@ -14,8 +14,6 @@ from typing import Any
 from .network import call_after
 from .profiles import Speed
 
-_BATCH_TOKENS = 8192  # prompts that are prefilled together
-
 
 class Served:
     """A request on its way. Times are those of the simulation; -1: not yet."""
@@ -42,7 +40,7 @@ class Server:
     """One instance, or a group of ``size`` workers that pass activations on and work on ``size`` batches at once.
 
     ``decoder``: takes a request after its first token, where prefill and decode are separate. ``prefill_gain``: how
-    much faster a prefill is while a new instance relieves this one.
+    much faster a prefill is while a new instance relieves this one. ``batch_tokens``: of prompts prefilled together.
     """
 
     def __init__(
@@ -55,10 +53,11 @@ class Server:
         *,
         size: int = 1,
         hop_s: float = 0.0,
+        batch_tokens: int = 8192,
     ) -> None:
         self._env, self._ended = env, ended
         self.key, self.speed, self.concurrency = key, speed, concurrency
-        self.size, self.hop_s = size, hop_s
+        self.size, self.hop_s, self._batch_tokens = size, hop_s, batch_tokens
         self.decoder: Callable[[Served], None] | None = None
         self.prefill_gain: Callable[[], float] | None = None
         self.running = 0
@@ -115,7 +114,7 @@ class Server:
     def _prefill(self) -> None:
         self._settle()
         tokens = 0
-        while self._waiting and (not self._batch or tokens + self._waiting[0].prompt_tokens <= _BATCH_TOKENS):
+        while self._waiting and (not self._batch or tokens + self._waiting[0].prompt_tokens <= self._batch_tokens):
             request = self._waiting.popleft()
             tokens += request.prompt_tokens
             self._batch.append(request)

@@ -43,6 +43,7 @@ class SimModel:
 class Simulation:
     """One run of one strategy. ``progress`` is called with the simulated time, about once in a simulated minute.
 
+    Ticks come ``tick_s`` after one another while something happens, and ``quiet_s`` while instances only wait.
     ``details``: also record which tokens were served when, and the host memory that holds weights.
     """
 
@@ -53,6 +54,7 @@ class Simulation:
         requests: Iterable[Request],
         *,
         tick_s: float = 0.1,
+        quiet_s: float = 1.0,
         progress: Callable[[float], None] | None = None,
         details: bool = False,
     ) -> None:
@@ -77,6 +79,7 @@ class Simulation:
         self._execution = Execution(self)
         self._requests = iter(requests)
         self._tick_s, self._tick_at, self._ticked_at = tick_s, math.inf, -math.inf
+        self._quiet_s = max(quiet_s, tick_s)
         self._next_request_s: float | None = 0.0
         self._progress, self._progress_at = progress, 0.0
         self._details = details
@@ -187,7 +190,7 @@ class Simulation:
         elif self._execution.instances or any(node.dirty for node in self.changed):
             patient = self._next_request_s is not None or self.env.now < self._last_s() + _PATIENCE_S
             if patient:
-                at = self.env.now + max(1.0, self._tick_s)
+                at = self.env.now + self._quiet_s
                 self._tick_at = at
                 call_after(self.env, at - self.env.now, lambda: self._tick(at))
 

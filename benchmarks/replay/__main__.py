@@ -1,0 +1,214 @@
+"""Replay traces on real processes, beside the simulator: ``python -m benchmarks.replay``.
+
+Without options it takes less than two minutes. ``--full`` has more systems, more scenarios and minutes of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from medusa_adapters.bench.bytecode import compile_packages
+from medusa_adapters.bench.result import Result, Target, targets_table
+from medusa_cluster.simulation.result import Outcome, percentile
+from medusa_cluster.simulation.trace import Request
+from medusa_runtime.errors import ConfigError
+
+from benchmarks import command_line
+from benchmarks.promised import check_checkpoint
+from benchmarks.replay import lab, scenario
+from benchmarks.replay.calibration import Samples, calibrate, sample
+from benchmarks.replay.machine import Machine, Replayed, unanswered
+from benchmarks.replay.prediction import simulate
+from benchmarks.replay.systems import MEANING, SYSTEMS, System, system_named
+
+_NEAR = 0.15  # of what was measured
+_COMPARED = ("ttft_p50", "ttft_p99", "node_s")
+_SHORT = {"scenarios": "azure-code,poisson-2", "systems": "medusa,medusa-bundle,medusa-agent", "seconds": 10.0}
+_FULL = {
+    "scenarios": "azure-code,azure-conv,gamma,poisson-2,poisson-10",
+    "systems": "medusa,medusa-bundle,medusa-agent,transformers,vllm-eager,vllm-warm-cache",
+    "seconds": 120.0,
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """How each scenario is replayed."""
+
+    slots: int
+    keep_alive_s: float
+    ttft_slo_s: float
+    tpot_slo_s: float
+    context: int
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parsed(argv)
+    check_checkpoint(arguments.model)
+    context = json.loads((arguments.model / "config.json").read_text())["max_position_embeddings"]
+    shape = scenario.Shape(
+        arguments.seconds, arguments.lengths, context, arguments.rate, arguments.cv, arguments.begin, arguments.seed
+    )
+    traces = {name: scenario.requests(name, shape) for name in listed(arguments.scenarios)}
+    names = listed(arguments.systems.strip("-"))
+    if arguments.lab and os.geteuid():
+        raise ConfigError("--lab: expected to run as root, which can make network namespaces")
+    for name in names:
+        if name not in SYSTEMS:
+            raise ConfigError(f"--systems: expected names of {', '.join(SYSTEMS)}, found {name!r}")
+    options = Options(arguments.slots, arguments.keep_alive, arguments.ttft_slo, arguments.tpot_slo, context)
+    compile_packages(sys.executable)
+    result = Result()
+    for name in names:
+        with closing(system_named(name, arguments.model, arguments.vllm_python)) as system:
+            measure(result, system, traces, options)
+    if arguments.lab:
+        names.append(lab.LabSystem.name)
+        with lab.cluster_of(arguments.model, arguments.lab) as cluster:
+            measure_lab(result, cluster, traces, options, arguments.lab, arguments.model)
+    print(result.machine["cpu"], f"{result.machine['cores']} cores", arguments.model, sep=", ", end="\n\n")
+    print(table(result, traces, names))
+    targets = nearness(result, traces, names)
+    print("\n" + targets_table(targets))
+    if arguments.json:
+        result.write(arguments.json)
+    return 0
+
+
+def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.replay", description=(__doc__ or "").split(":")[0])
+    parser.add_argument("--model", type=Path, default=Path("examples/pydoc-lm"), metavar="DIR", help="a checkpoint")
+    parser.add_argument("--full", action="store_true", help="all scenarios and systems, two minutes of each")
+    parser.add_argument("--scenarios", metavar="LIST", help=f"of {', '.join(scenario.SCENARIOS)}, and files *.csv")
+    parser.add_argument("--systems", metavar="LIST", help=f"of {', '.join(SYSTEMS)}; - for none, with --lab")
+    parser.add_argument("--seconds", type=float, metavar="S", help="length of each scenario")
+    parser.add_argument(
+        "--begin", type=float, default=186.0, metavar="S", help="where in a recorded trace it begins; 186"
+    )
+    parser.add_argument("--rate", type=float, default=2.0, help="requests a second of recorded and Gamma arrivals; 2")
+    parser.add_argument("--cv", type=float, default=4.0, help="coefficient of variation of Gamma arrivals; 4")
+    parser.add_argument("--lengths", type=float, default=0.1, metavar="X", help="of a trace's tokens; 0.1")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--slots", type=int, default=1, metavar="N", help="instances at the same time; 1")
+    parser.add_argument("--lab", type=int, default=0, metavar="N", help="also a cluster of N nodes in a laboratory")
+    parser.add_argument("--keep-alive", type=float, default=2.0, metavar="S", help="of an idle instance; 2")
+    parser.add_argument("--ttft-slo", type=float, default=1.0, metavar="S", help="1")
+    parser.add_argument("--tpot-slo", type=float, default=0.1, metavar="S", help="0.1")
+    parser.add_argument("--vllm-python", default=".venv-vllm/bin/python", metavar="PATH", help="that has vLLM")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file")
+    arguments = parser.parse_args(argv)
+    for name, value in (_FULL if arguments.full else _SHORT).items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    return arguments
+
+
+def listed(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def measure(result: Result, system: System, traces: dict[str, list[Request]], options: Options) -> None:
+    """Calibrate, replay each trace and calibrate again, so that a machine that gets slower is noticed by both."""
+    samples = Samples()
+    print(f"{system.name}: {MEANING[system.name]}", file=sys.stderr, flush=True)
+    sample(system, options.context, Samples())  # fills caches
+    sample(system, options.context, samples)
+    replayed = {}
+    for name, requests in traces.items():
+        system.settle()
+        print(f"  {name}: {len(requests)} requests …", file=sys.stderr, flush=True)
+        machine = Machine(system, slots=options.slots, keep_alive_s=options.keep_alive_s)
+        replayed[name] = machine.replay(requests)
+        sample(system, options.context, samples)
+    calibration = calibrate(samples)
+    for stage, seconds in calibration.recorded.items():
+        result.add(system.name, f"recorded {stage}", "s", [seconds])
+    for name, requests in traces.items():
+        outcome = simulate(
+            calibration,
+            requests,
+            slots=options.slots,
+            concurrency=system.concurrency,
+            keep_alive_s=options.keep_alive_s,
+        )
+        add_both(result, f"{name}, {system.name}", replayed[name], outcome, options)
+
+
+def measure_lab(
+    result: Result, cluster: lab.LabSystem, traces: dict[str, list[Request]], options: Options, nodes: int, folder: Path
+) -> None:
+    """Do the same with a cluster, whose controller keeps instances for its own time."""
+    samples = Samples()
+    cluster.sample(options.context, Samples())
+    cluster.sample(options.context, samples)
+    replayed = {}
+    for name, requests in traces.items():
+        cluster.settle()
+        print(f"  {name}: {len(requests)} requests …", file=sys.stderr, flush=True)
+        replayed[name] = cluster.replay(requests)
+        cluster.sample(options.context, samples)
+    calibration = calibrate(samples)
+    for name, requests in traces.items():
+        outcome = lab.simulate(calibration, requests, folder, nodes)
+        add_both(result, f"{name}, {cluster.name}", replayed[name], outcome, options)
+
+
+def add_both(result: Result, row: str, measured: Replayed, simulated: Outcome, options: Options) -> None:
+    times = [answer.ttft_s for answer in measured.answers], [answer.tpot_s for answer in measured.answers]
+    _add(result, row, "", *times, measured.node_s, options)
+    result.add(row, "starts", "", [float(measured.starts)])
+    result.add(row, "unanswered", "", [float(unanswered(measured))])
+    _add(result, row, "simulated ", list(simulated.ttft_s), list(simulated.tpot_s), simulated.device_s, options)
+    result.add(row, "simulated starts", "", [float(simulated.cold_starts)])
+
+
+def _add(
+    result: Result, row: str, kind: str, ttft: Sequence[float], tpot: Sequence[float], node_s: float, options: Options
+) -> None:
+    for part in (50, 95, 99):
+        result.add(row, f"{kind}ttft_p{part}", "s", [percentile(ttft, part / 100)])
+    result.add(row, f"{kind}tpot_mean", "s", [sum(tpot) / len(tpot)])
+    pairs = zip(ttft, tpot, strict=True)
+    met = sum(first <= options.ttft_slo_s and later <= options.tpot_slo_s for first, later in pairs)
+    result.add(row, f"{kind}attainment", "%", [100 * met / len(ttft)])
+    result.add(row, f"{kind}node_s", "s", [node_s])
+
+
+def table(result: Result, traces: dict[str, list[Request]], names: Sequence[str]) -> str:
+    """Each scenario's systems as Markdown: measured / simulated."""
+    head = "| scenario | system | TTFT p50 s | p95 s | p99 s | TPOT ms | in time % | node-seconds | starts |"
+    lines = ["measured / simulated", "", head, "|---" * 9 + "|"]
+    metrics = ("ttft_p50", "ttft_p95", "ttft_p99", "tpot_mean", "attainment", "node_s", "starts")
+    for trace in traces:
+        for name in names:
+            row = f"{trace}, {name}"
+            cells = []
+            for metric in metrics:
+                scale = 1000 if metric == "tpot_mean" else 1
+                pair = [result.median(row, f"{kind}{metric}") or 0.0 for kind in ("", "simulated ")]
+                cells.append(" / ".join(f"{value * scale:.3g}" for value in pair))
+            lines.append(f"| {trace} | `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def nearness(result: Result, traces: dict[str, list[Request]], names: Sequence[str]) -> list[Target]:
+    """Compare simulated with measured times: the larger over the smaller, within 15 %."""
+    found = []
+    for row in (f"{trace}, {name}" for trace in traces for name in names):
+        for metric in _COMPARED:
+            measured, simulated = result.median(row, metric), result.median(row, f"simulated {metric}")
+            if measured and simulated:
+                text = f"{row}: {metric}, simulated {simulated:.3g} to measured {measured:.3g}"
+                found.append(Target(text, abs(simulated / measured - 1), _NEAR, at_least=False))
+    return found
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,61 @@
+"""What is replayed: the simulator's traces, cut and scaled to what a small model on a CPU can bear."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from medusa_cluster.simulation import trace
+from medusa_cluster.simulation.trace import LENGTHS, Request
+from medusa_runtime.errors import ConfigError
+
+SCENARIOS = ("poisson-2", "poisson-10", "gamma", *trace.AZURE)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How long a scenario is, and how its requests are scaled.
+
+    ``rate`` and ``cv`` are those of Gamma arrivals, and ``rate`` that of a recorded trace. ``lengths``: prompts and
+    answers are so many times as long as in the source, and together no longer than ``context`` tokens.
+    """
+
+    seconds: float
+    lengths: float
+    context: int
+    rate: float
+    cv: float
+    begin_s: float
+    seed: int
+
+
+def requests(name: str, shape: Shape) -> list[Request]:
+    """Make the requests of a scenario, or of a CSV file. Raises ConfigError for unknown names, and for none."""
+    if name.startswith("poisson-"):
+        found = trace.poisson([_rate(name)], shape.seconds, [LENGTHS["sharegpt"]], shape.seed)
+    elif name == "gamma":
+        found = trace.gamma([shape.rate], shape.cv, shape.seconds, [LENGTHS["sharegpt"]], shape.seed)
+    elif name in trace.AZURE:
+        whole = trace.scale(trace.azure(name), shape.rate, shape.seed)
+        found = trace.window(whole, shape.begin_s, shape.begin_s + shape.seconds)
+    elif name.endswith(".csv"):
+        found = trace.window(trace.read_csv(Path(name), ["model"]), shape.begin_s, shape.begin_s + shape.seconds)
+    else:
+        raise ConfigError(f"--scenarios: expected names of {', '.join(SCENARIOS)} or a file *.csv, found {name!r}")
+    if not found:
+        raise ConfigError(f"{name}: expected requests within {shape.seconds:g} s, found none; try another --seed")
+    return [_scaled(request, shape) for request in found]
+
+
+def _rate(name: str) -> float:
+    try:
+        return float(name.removeprefix("poisson-"))
+    except ValueError:
+        raise ConfigError(f"--scenarios: expected poisson- and a rate, found {name!r}") from None
+
+
+def _scaled(request: Request, shape: Shape) -> Request:
+    most = shape.context // 2 - 1
+    prompt = min(max(round(request.prompt_tokens * shape.lengths), 1), most)
+    output = min(max(round(request.output_tokens * shape.lengths), 1), most)
+    return request._replace(model=0, prompt_tokens=prompt, output_tokens=output)

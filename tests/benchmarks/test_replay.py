@@ -1,0 +1,142 @@
+"""The replay of traces: its scenarios, what a machine does with a trace, and the simulator beside it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from medusa_adapters.bench.served_instance import ServedInstance
+from medusa_cluster.simulation import trace
+from medusa_cluster.simulation.profiles import Speed, Stages
+from medusa_cluster.simulation.trace import Request
+from medusa_runtime.errors import ConfigError, MedusaError
+
+from benchmarks.replay.__main__ import main
+from benchmarks.replay.calibration import Calibration, Samples, calibrate
+from benchmarks.replay.machine import Machine, unanswered
+from benchmarks.replay.prediction import simulate
+from benchmarks.replay.scenario import Shape, requests
+
+pytest.importorskip("simpy")
+
+SHAPE = Shape(seconds=30.0, lengths=0.1, context=512, rate=2.0, cv=4.0, begin_s=0.0, seed=1)
+START_S, PREFILL_S, DECODE_S = 0.6, 0.1, 0.02
+SERVER = """
+import json, sys, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+class Completions(BaseHTTPRequestHandler):
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(200)
+        self.end_headers()
+        time.sleep(float(sys.argv[3]))
+        for number in range(asked["max_tokens"]):
+            self.wfile.write(b'data: {"choices": [{"text": "x"}]}\\n\\n')
+            time.sleep(float(sys.argv[4]))
+        self.wfile.write(b"data: [DONE]\\n\\n")
+
+time.sleep(float(sys.argv[2]))
+ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Completions).serve_forever()
+"""
+
+
+class Sleeper:
+    """A system whose times are those of its sleeps, however busy the machine is."""
+
+    name, model, concurrency = "sleeper", "", 8
+
+    def __init__(self, script: str = SERVER) -> None:
+        self.script = script
+
+    def settle(self) -> None:
+        pass
+
+    def start(self) -> ServedInstance:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = int(free.getsockname()[1])
+        times = [str(value) for value in (START_S, PREFILL_S, DECODE_S)]
+        return ServedInstance([sys.executable, "-c", self.script, str(port), *times], port=port)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("name", ["poisson-2", "poisson-10", "gamma", "azure-code", "azure-conv"])
+def test_a_scenario_is_the_simulators_trace_with_shorter_requests(name: str) -> None:
+    found = requests(name, SHAPE)
+    assert all(0 <= request.at_s < SHAPE.seconds for request in found)
+    assert all(0 < request.prompt_tokens < 256 and 0 < request.output_tokens < 256 for request in found)
+    if name in trace.AZURE:
+        original = trace.window(trace.scale(trace.azure(name), 2.0), 0.0, 30.0)
+        assert [request.at_s for request in found] == [request.at_s for request in original]
+
+
+def test_a_csv_file_is_a_scenario(tmp_path: Path) -> None:
+    file = tmp_path / "own.csv"
+    file.write_text("timestamp,input_tokens,output_tokens\n5,100,40\n6,200,10\n")
+    assert requests(str(file), SHAPE) == [Request(0.0, 0, 10, 4), Request(1.0, 0, 20, 1)]
+
+
+@pytest.mark.parametrize(("name", "said"), [("rush", "expected names of poisson-2"), ("poisson-x", "poisson- and a")])
+def test_unknown_scenarios_are_refused(name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        requests(name, SHAPE)
+
+
+def test_lines_are_fitted_and_a_start_is_what_the_first_prefill_leaves() -> None:
+    samples = Samples(
+        start=[(1.0, ()), (1.2, ()), (5.0, ())],
+        prefill=[(16, 0.026), (100, 0.11), (200, 0.21), (200, 9.0), (200, 0.21)],
+        decode=[(1, 0.012), (4, 0.018), (8, 0.026)],
+        end=[0.3],
+    )
+    found = calibrate(samples)
+    assert found.speed.prefill(50) == pytest.approx(0.06)
+    assert found.speed.decode(6) == pytest.approx(0.022)
+    assert found.stages.init_s == pytest.approx(1.2 - 0.026)
+    assert found.stages.end_s == 0.3
+
+
+@pytest.mark.slow
+def test_a_machine_scales_to_zero_between_bursts_as_the_simulator_says() -> None:
+    burst = [Request(number / 10, 0, 10, 5) for number in range(5)]
+    wanted = [*burst, *(request._replace(at_s=request.at_s + 5.0) for request in burst)]
+    found = Machine(Sleeper(), slots=1, keep_alive_s=0.8).replay(wanted)
+    assert unanswered(found) == 0
+    assert found.starts == 2
+    calibration = Calibration(Stages(START_S, 0, 0, 1e15, 0, 0), Speed(PREFILL_S, 0, DECODE_S, 0), {})
+    simulated = simulate(calibration, wanted, slots=1, concurrency=8, keep_alive_s=0.8)
+    assert simulated.cold_starts == 2
+    # Python's own start, which the simulator is not told of, takes long on a busy machine.
+    assert found.node_s == pytest.approx(simulated.device_s, rel=0.6)
+    assert all(answer.ttft_s > PREFILL_S for answer in found.answers)
+    assert found.answers[0].ttft_s > START_S
+
+
+def test_an_instance_that_does_not_start_ends_the_replay() -> None:
+    with pytest.raises(MedusaError, match="no luck"):
+        Machine(Sleeper("raise SystemExit('no luck')"), slots=1, keep_alive_s=1.0).replay([Request(0.0, 0, 10, 5)])
+
+
+def test_bad_calls_are_refused() -> None:
+    with pytest.raises(ConfigError, match="expected names of medusa, medusa-bundle"):
+        main(["--systems", "fast"])
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        main(["--model", "/nowhere"])
+
+
+@pytest.mark.slow
+def test_a_short_replay_on_real_instances(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "rows.json"
+    words = ["--systems", "medusa-bundle", "--scenarios", "poisson-2", "--seconds", "4", "--json", str(file)]
+    assert main(words) == 0
+    assert "| poisson-2 | `medusa-bundle` |" in capsys.readouterr().out
+    rows = {row["metric"]: row for row in json.loads(file.read_text())["rows"]}
+    assert rows["unanswered"]["median"] == 0
+    assert rows["starts"]["median"] == rows["simulated starts"]["median"] == 1
+    assert rows["recorded zygote/import"]["median"] > 0
+    assert {"ttft_p99", "simulated ttft_p99", "tpot_mean", "attainment", "node_s"} <= rows.keys()
