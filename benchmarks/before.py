@@ -14,7 +14,6 @@ import os
 import statistics
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,7 +22,7 @@ from pathlib import Path
 
 from medusa_adapters.bench.bytecode import compile_packages
 from medusa_adapters.bench.contestants import Medusa, Question
-from medusa_adapters.bench.process import Process
+from medusa_adapters.bench.process import Process, cpu_s
 from medusa_adapters.bench.result import Result, Target, targets_table
 from medusa_adapters.bench.served_instance import medusa_command
 from medusa_runtime.errors import ConfigError, MedusaError
@@ -33,7 +32,6 @@ from benchmarks.origin import VARIANTS, Origin
 
 _MOST_TIMES = 1.02
 _JUDGED = ("ttft_s", "all_cpu_s", "wall_s", "cpu_s")
-_SCHEDULER_CLOCK = 2  # CPUCLOCK_SCHED of a whole process, as clock_getcpuclockid(3) makes it
 
 Sample = dict[str, float]
 
@@ -95,13 +93,12 @@ def start(python: str, folder: str) -> Sample:
     question = Question(folder, folder, "The quick brown fox", max_tokens=1)
     with Medusa(python=python).start(question) as instance:
         answer = instance.completion(question.body)
-        cpu_s: Sample = defaultdict(float)
-        for pid in instance.tree():
+        used: Sample = defaultdict(float)
+        for pid, seconds in cpu_s(instance.tree()).items():
             with suppress(OSError):
-                name = Path(f"/proc/{pid}/comm").read_text().strip()
-                cpu_s[f"{name}_cpu_s"] += time.clock_gettime((~pid << 3) | _SCHEDULER_CLOCK)
+                used[Path(f"/proc/{pid}/comm").read_text().strip() + "_cpu_s"] += seconds
     first_token_s = (answer.first_token_ns - instance.started_ns) / 1e9
-    return {"ttft_s": first_token_s, "all_cpu_s": sum(cpu_s.values()), **cpu_s}
+    return {"ttft_s": first_token_s, "all_cpu_s": sum(used.values()), **used}
 
 
 def command(python: str, arguments: tuple[str, ...]) -> Sample:

@@ -3,8 +3,9 @@
     python -m benchmarks.slow_clients --json out/slow_clients.json
 
 Serves a small JSON function. Sixteen clients ask it, with and without the slow ones in turn. The slow ones are of four
-kinds, in equal parts: they never finish a head, a small body, a large body, or a chunked one; one that is refused or
-ended comes again after a second.
+kinds, in equal parts: they never finish a head, a small body, a large body, or a chunked one. Each sends at a moment of
+its own in every second; one that is refused or ended comes again a second later. The server's CPU seconds in a second
+say what the slow ones cost it, also where a busy machine blurs the times of the real ones.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ import time
 from collections.abc import Iterator
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import NamedTuple
 
+from medusa_adapters.bench.process import cpu_s
 from medusa_adapters.bench.result import Result, Target, targets_table
 from medusa_adapters.bench.served_instance import ServedInstance, serve_command
 
@@ -37,20 +40,21 @@ SLOW = (
     _HEAD + b"Transfer-Encoding: chunked\r\n\r\n1000000\r\n{",
 )
 _BETWEEN_S = 0.05
+_AT_A_TIME = 10
 _LARGEST_MB, _BUDGET_MB, _UNFINISHED = 32, 256, 64
 _MOST_TIMES = 2.0
 
 
 @contextlib.contextmanager
-def serving(*arguments: str) -> Iterator[tuple[int, int]]:
-    """A `medusa serve` that is ready: its port, and its worker's process id."""
+def serving(*arguments: str) -> Iterator[ServedInstance]:
+    """A `medusa serve` that is ready."""
     with tempfile.TemporaryDirectory(prefix="m") as folder:
         handler = Path(folder, "handler.py")
         handler.write_text(_FUNCTION)
         command = serve_command("--handler", f"{handler}:handle", "--log-level", "warning", *arguments)
         with ServedInstance(command, {"TMPDIR": folder}) as instance:
             instance.wait_ready(every_s=0.05)
-            yield instance.port, _worker(instance.pid)
+            yield instance
 
 
 def _worker(pid: int) -> int:
@@ -80,6 +84,8 @@ def be_slow(port: int, count: int, begun: Event, ended: Event) -> None:
             except OSError:
                 if number in clients:
                     clients.pop(number).close()
+            if number % _AT_A_TIME == 0:
+                time.sleep(max(0.0, began + number / count - time.monotonic()))
         begun.set()
         time.sleep(max(0.0, began + 1.0 - time.monotonic()))
     for client in clients.values():
@@ -134,8 +140,18 @@ def ask_for(port: int, clients: int, seconds: float) -> list[float]:
     return took
 
 
-def p99(took: list[float]) -> float:
-    return statistics.quantiles(took, n=100)[98]
+class Turn(NamedTuple):
+    """``cpu``: what all of the server's processes used, in CPU seconds a second."""
+
+    p99_ms: float
+    cpu: float
+
+
+def turn(instance: ServedInstance, clients: int, seconds: float) -> Turn:
+    before, began = cpu_s(instance.tree()), time.monotonic()
+    took = ask_for(instance.port, clients, seconds)
+    used = sum(cpu_s(instance.tree()).values()) - sum(before.values())
+    return Turn(statistics.quantiles(took, n=100)[98] * 1e3, used / (time.monotonic() - began))
 
 
 def unfinished_bodies(port: int, worker: int, count: int, size_bytes: int) -> float:
@@ -175,22 +191,23 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    alone: list[float] = []
-    beside: list[float] = []
-    with serving() as (port, _):
-        ask_for(port, arguments.clients, 1.0)
+    alone: list[Turn] = []
+    beside: list[Turn] = []
+    with serving() as instance:
+        ask_for(instance.port, arguments.clients, 1.0)
         for _turn in range(arguments.turns):
-            alone.append(p99(ask_for(port, arguments.clients, arguments.seconds)) * 1e3)
-            with slow_clients(port, arguments.slow):
-                beside.append(p99(ask_for(port, arguments.clients, arguments.seconds)) * 1e3)
+            alone.append(turn(instance, arguments.clients, arguments.seconds))
+            with slow_clients(instance.port, arguments.slow):
+                beside.append(turn(instance, arguments.clients, arguments.seconds))
             time.sleep(3.0)  # what was read of large bodies is given back
-    with serving("--max-body-mb", str(_LARGEST_MB), "--body-memory-mb", str(_BUDGET_MB)) as (port, worker):
-        grown_mb = unfinished_bodies(port, worker, _UNFINISHED, _LARGEST_MB * 1_000_000)
+    with serving("--max-body-mb", str(_LARGEST_MB), "--body-memory-mb", str(_BUDGET_MB)) as instance:
+        grown_mb = unfinished_bodies(instance.port, _worker(instance.pid), _UNFINISHED, _LARGEST_MB * 1_000_000)
     result = Result()
-    result.add(f"{arguments.clients} clients", "p99 alone", "ms", alone)
-    result.add(f"{arguments.clients} clients", f"p99 beside {arguments.slow} slow ones", "ms", beside)
+    for where, turns in (("alone", alone), (f"beside {arguments.slow} slow ones", beside)):
+        result.add(f"{arguments.clients} clients", f"p99 {where}", "ms", [each.p99_ms for each in turns])
+        result.add("the server", f"CPU {where}", "s/s", [each.cpu for each in turns])
     result.add(f"{_UNFINISHED} unfinished bodies of {_LARGEST_MB} MB", "growth of the worker", "MB", [grown_mb])
-    times = statistics.median(beside) / statistics.median(alone)
+    times = statistics.median(each.p99_ms for each in beside) / statistics.median(each.p99_ms for each in alone)
     targets = [
         Target(f"p99 beside {arguments.slow} slow clients, times that without", times, _MOST_TIMES, at_least=False),
         Target("MB of the worker under unfinished bodies", grown_mb, _BUDGET_MB, at_least=False),

@@ -64,7 +64,7 @@ def test_no_bytes_break_the_acceptor(acceptor: ProbeAcceptor) -> None:
         while data and len(served.recv(1 << 16, socket.MSG_PEEK)) < len(data):
             pass
         acceptor._look(served)
-        expected = judge(data) if data else Sent.NOTHING
+        expected = judge(data).sent if data else Sent.NOTHING
         if served in acceptor._held:
             kept = _is_probe(data)
             assert kept or expected in (Sent.PART, Sent.NOTHING)
@@ -123,13 +123,18 @@ def test_judging_agrees_with_itself_however_the_bytes_come() -> None:
     """A request is whole when its last byte has come, and not before: no prefix of one that waits is whole."""
 
     def check(data: bytes) -> None:
-        whole = judge(data)
+        whole = judge(data).sent
         if whole is Sent.PART:
             for at in range(1, len(data)):
-                assert judge(data[:at]) in (Sent.PART, Sent.NO_HTTP), data[:at]
+                assert judge(data[:at]).sent in (Sent.PART, Sent.NO_HTTP), data[:at]
+        for at in range(1, len(data)):  # nothing is missed by waiting for the least that is missing
+            sent, least = judge(data[:at])
+            assert (least > 0) is (sent is Sent.PART)
+            for later in range(at + 1, min(at + least, len(data) + 1)):
+                assert judge(data[:later]).sent in (Sent.PART, Sent.NO_HTTP), (data[:at], least)
         found = re.search(rb"\r\n\r\n", data)
         if found and whole is Sent.WHOLE:
-            assert judge(data[: found.start() + 3]) is not Sent.WHOLE
+            assert judge(data[: found.start() + 3]).sent is not Sent.WHOLE
 
     fuzz(REQUESTS, check, SEEDS)
 
@@ -149,11 +154,18 @@ def test_the_bounds_of_what_is_waited_for() -> None:
         (post(b"Content-Length: 3", body=b"abc"), Sent.WHOLE),
         (post(b"content-length:003", body=b"ab"), Sent.PART),
         (post(f"Content-Length: {SMALL_BODY_BYTES}".encode()), Sent.PART),
-        (post(f"Content-Length: {SMALL_BODY_BYTES + 1}".encode()), Sent.HEAD),
+        (post(f"Content-Length: {SMALL_BODY_BYTES + 1}".encode()), Sent.PART),
+        (post(f"Content-Length: {SMALL_BODY_BYTES + 1}".encode(), body=bytes(SMALL_BODY_BYTES)), Sent.HEAD),
         (post(b"Content-Length: 3", b"Content-Length: 3"), Sent.HEAD),
         (post(b"Content-Length: three"), Sent.HEAD),
-        (post(b"Transfer-Encoding: chunked"), Sent.HEAD),
+        (post(b"Transfer-Encoding: chunked"), Sent.PART),
+        (post(b"Transfer-Encoding: chunked", body=b"3;a=b\r\nabc\r\n0\r\n\r"), Sent.PART),
+        (post(b"Transfer-Encoding: chunked", body=b"3;a=b\r\nabc\r\n0\r\n\r\n"), Sent.HEAD),
+        (post(b"Transfer-Encoding: chunked", body=b"3\r\nabc\r\n0\r\nA: b\r\n\r\nGET /"), Sent.HEAD),
+        (post(b"Transfer-Encoding: chunked", body=b"three\r\n"), Sent.HEAD),
+        (post(b"Transfer-Encoding: chunked", body=b"fffff\r\n" + bytes(SMALL_BODY_BYTES)), Sent.HEAD),
+        (post(b"Transfer-Encoding: gzip"), Sent.HEAD),
         (post(b"Expect: 100-continue", b"Content-Length: 3"), Sent.HEAD),
     ]
     for data, expected in cases:
-        assert judge(data) is expected, data[:80]
+        assert judge(data).sent is expected, data[:80]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import socket
 import threading
 import time
@@ -13,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from medusa_handler.http.environ import SMALL_BODY_BYTES
+from medusa_handler.server.whole_requests import Incoming, Sent
 
 Serve = Callable[..., Any]
 MANY = 400  # more than the worker has threads
 PROMPT_S = 5.0  # on a machine that is busy; a slow client is given thirty seconds
+BEGUN = bytes(SMALL_BODY_BYTES)  # so much of a body that the worker is given it
 POST = b"POST /anything HTTP/1.1\r\nHost: a\r\n"
 
 
@@ -66,9 +70,10 @@ def ask(served: Any, body: bytes = b"ten bytes.") -> float:
         POST + b"Content-Length: 1000\r\n\r\nsome",
         POST + b"Content-Length: 20000000\r\n\r\nsome",
         POST + b"Transfer-Encoding: chunked\r\n\r\nfffff\r\nsome",
+        POST + b"Content-Length: 20000000\r\n\r\n" + BEGUN,
         POST + b"Expect: 100-continue\r\nContent-Length: 1000\r\n\r\n",
     ],
-    ids=["head", "small body", "large body", "chunks", "continue"],
+    ids=["head", "small body", "large body", "chunks", "begun", "continue"],
 )
 def test_slow_clients_keep_no_other_waiting(served: Any, first: bytes) -> None:
     with clients(served, first):
@@ -192,7 +197,7 @@ def test_bodies_that_wait_get_their_turn_or_a_clear_refusal(serve: Serve) -> Non
         thread.join()
     assert len(took) == 6
     with connect(served) as slow, contextlib.ExitStack() as stack:
-        slow.sendall(POST + b"Content-Length: 20000000\r\n\r\n" + bytes(1000))
+        slow.sendall(POST + b"Content-Length: 20000000\r\n\r\n" + BEGUN)
         time.sleep(0.2)
         assert ask(served, bytes(15_000_000)) < 20.0  # the slow one lost its place
         status, answer = read_answer(slow)
@@ -200,7 +205,22 @@ def test_bodies_that_wait_get_their_turn_or_a_clear_refusal(serve: Serve) -> Non
         assert "too slowly" in answer["error"]
         others = [stack.enter_context(connect(served)) for _ in range(MANY)]
         for other in others:
-            other.sendall(POST + b"Connection: close\r\nContent-Length: 20000000\r\n\r\n")
+            other.sendall(POST + b"Connection: close\r\nContent-Length: 20000000\r\n\r\n" + BEGUN)
         status, answer = read_answer(others[-1])
         assert status == 503
         assert "the memory for request bodies" in str(answer["error"])
+
+
+def test_single_bytes_wake_nobody() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as client:
+        served = listener.accept()[0]
+        with served:
+            incoming = Incoming(served)
+            client.sendall(POST + b"Content-Length: 20000000\r\n\r\n")
+            select.select([served], [], [], 5)
+            assert incoming.look() is Sent.PART
+            client.sendall(BEGUN[1:])
+            assert select.select([served], [], [], 0.1)[0] == []
+            client.sendall(b"x")
+            assert select.select([served], [], [], 5)[0] == [served]
+            assert incoming.look() is Sent.HEAD

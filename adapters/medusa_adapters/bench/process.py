@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -19,6 +19,7 @@ from medusa_runtime.errors import EngineError, MedusaError
 from medusa_runtime.storage.base import redacted
 
 _PR_SET_PDEATHSIG = 1
+_SCHEDULER_CLOCK = 2
 _GONE_S = 10.0  # from SIGKILL to the end
 _LAST_WORDS_S = 5.0  # from a connection's end to that of the process, which says why
 _SHOWN_CHARACTERS = 1500
@@ -160,6 +161,15 @@ def pss_bytes(pids: Sequence[int]) -> int:
 def rss_bytes(pids: Sequence[int]) -> int:
     """Return the sum of their resident sets: shared pages count once for each process."""
     return sum(_smaps(pid, "Rss:") for pid in pids)
+
+
+def cpu_s(pids: Sequence[int]) -> dict[int, float]:
+    """Return the CPU seconds that each of these processes has used so far; without those that have ended."""
+    found = {}
+    for pid in pids:
+        with suppress(OSError):  # the clock is named as by clock_getcpuclockid(3)
+            found[pid] = time.clock_gettime((~pid << 3) | _SCHEDULER_CLOCK)
+    return found
 
 
 def _smaps(pid: int, field: str) -> int:

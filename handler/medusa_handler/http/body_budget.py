@@ -107,14 +107,13 @@ class BodyBudget:
             self._advance()
 
     def end_slow(self) -> None:
-        """End the clients that send too slowly while others wait. Call about once a second."""
+        """End clients that send too slowly, the oldest first, as many as others wait. Call about once a second."""
         now = time.monotonic()
         with self._lock:
-            for grant in tuple(self._reading) if self._waiting else ():
-                age_s = now - grant.began
-                if age_s > _GRACE_S and grant.received_bytes < age_s * _SLOW_BYTES_PER_S:
-                    with contextlib.suppress(OSError):
-                        grant.connection.shutdown(socket.SHUT_RD)
+            slow = [grant for grant in self._reading if grant.is_slow(now - grant.began)]
+            for grant in sorted(slow, key=lambda grant: grant.began)[: len(self._waiting)]:
+                with contextlib.suppress(OSError):
+                    grant.connection.shutdown(socket.SHUT_RD)
 
     def _fits(self, more_bytes: int) -> bool:
         return self.used_bytes + more_bytes <= self._total_bytes
@@ -136,6 +135,10 @@ class Grant:
         self.granted_bytes = self.received_bytes = 0
         self._budget = budget
         self._room_bytes: int | None = None  # None: the size is known, and granted
+
+    def is_slow(self, age_s: float) -> bool:
+        """Whether so little has come in ``age_s`` seconds that the client may lose its place."""
+        return age_s > _GRACE_S and self.received_bytes < age_s * _SLOW_BYTES_PER_S
 
     def begin(self, size_bytes: int | None) -> None:
         """Wait for room, before reading a body that has not arrived yet. Raises ApiError 503.

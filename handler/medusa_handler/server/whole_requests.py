@@ -1,8 +1,9 @@
 """Finds out whether a connection has sent a whole request, without taking anything from it.
 
 A request that is still coming must hold no thread: a few hundred clients that send a byte now and then would hold all
-of them. So the head, and a small body behind it, wait in the kernel's buffer until they are complete. A larger body is
-read by the worker, within its budget (body_budget.py).
+of them. So the head, and a small body behind it, wait in the kernel's buffer until they are complete, and of a larger
+body its beginning does. The worker reads the rest within its budget (body_budget.py). The kernel is told how much must
+come before it is worth another look.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import re
 import socket
 from enum import Enum
+from typing import NamedTuple
 
 from ..http.environ import SMALL_BODY_BYTES
 
@@ -19,6 +21,8 @@ _CLOSE_WAIT = 8  # TCP_INFO's state of a connection whose client will send no mo
 _BEGINS = re.compile(rb"(?:\r\n)*(?:[!#$%&'*+.^_`|~0-9A-Za-z-]{1,32}(?: |\Z)|\r?\Z)")
 _FRAMING = re.compile(rb"\r\n(content-length|transfer-encoding|expect)[ \t]*:[ \t]*([^\r\n]*)", re.IGNORECASE)
 _LENGTH = re.compile(rb"[0-9]{1,20}[ \t]*")
+_CHUNK = re.compile(rb"([0-9A-Fa-f]{1,16})[ \t]*(?:;.*)?")
+_END = b"\r\n\r\n"
 
 
 class Sent(Enum):
@@ -27,27 +31,63 @@ class Sent(Enum):
     NOTHING = "nothing"
     PART = "part"
     WHOLE = "whole"  # or the rest will never come
-    HEAD = "head"  # and a body that is not waited for: a large one, or one in chunks
+    HEAD = "head"  # and what is waited for of a body that is large, or comes in chunks
     TOO_LARGE = "too large"  # a head over HEAD_BYTES
     NO_HTTP = "no HTTP"
     CLOSED = "closed"
 
 
-def judge(data: bytes) -> Sent:
+class Judgement(NamedTuple):
+    """``least``: of a part, how many bytes must come at least before it is more than that."""
+
+    sent: Sent
+    least: int = 0
+
+
+def judge(data: bytes) -> Judgement:
     """Return how much of a request ``data``, its first bytes, contains. A head is not checked any further."""
-    end = data.find(b"\r\n\r\n")
+    end = data.find(_END)
     if end < 0:
         if len(data) >= HEAD_BYTES:
-            return Sent.TOO_LARGE
-        return Sent.PART if _BEGINS.match(data) else Sent.NO_HTTP
+            return Judgement(Sent.TOO_LARGE)
+        return _missing_end(data) if _BEGINS.match(data) else Judgement(Sent.NO_HTTP)
     if end > HEAD_BYTES:
-        return Sent.TOO_LARGE
+        return Judgement(Sent.TOO_LARGE)
     framing = _FRAMING.findall(data, 0, end + 2)
-    if len(framing) == 1 and framing[0][0].lower() == b"content-length" and _LENGTH.fullmatch(framing[0][1]):
-        length = int(framing[0][1])
-        if length <= SMALL_BODY_BYTES:
-            return Sent.PART if len(data) < end + 4 + length else Sent.WHOLE
-    return Sent.HEAD if framing else Sent.WHOLE
+    if len(framing) != 1:  # with an Expect the client waits for an answer to its head
+        return Judgement(Sent.HEAD if framing else Sent.WHOLE)
+    name, value = framing[0][0].lower(), framing[0][1].strip().lower()
+    if name == b"content-length" and _LENGTH.fullmatch(value):
+        length = int(value)
+        missing = end + len(_END) + min(length, SMALL_BODY_BYTES) - len(data)
+        if missing > 0:
+            return Judgement(Sent.PART, missing)
+        return Judgement(Sent.WHOLE if length <= SMALL_BODY_BYTES else Sent.HEAD)
+    return _judge_chunks(data, end + len(_END)) if value == b"chunked" else Judgement(Sent.HEAD)
+
+
+def _judge_chunks(data: bytes, start: int) -> Judgement:
+    """HEAD when all chunks have come, SMALL_BODY_BYTES of them, or something that the worker has to refuse."""
+    room = start + SMALL_BODY_BYTES - len(data)
+    at = start
+    while room > 0:
+        line = data.find(b"\r\n", at)
+        if line < 0:
+            return Judgement(Sent.PART, min(room, 3))  # the end of this line, and the empty one
+        chunk = _CHUNK.fullmatch(data, at, line)
+        if chunk is None:
+            break
+        size = int(chunk[1], 16)
+        if not size:
+            return Judgement(Sent.HEAD) if data.find(_END, line) >= 0 else _missing_end(data)
+        at = line + 2 + size + 2
+        if at > len(data):
+            return Judgement(Sent.PART, min(room, at - len(data)))
+    return Judgement(Sent.HEAD)
+
+
+def _missing_end(data: bytes) -> Judgement:
+    return Judgement(Sent.PART, next(n for n in range(1, 5) if data.endswith(_END[: 4 - n])))
 
 
 class Incoming:
@@ -59,7 +99,7 @@ class Incoming:
         self.data = b""
 
     def look(self, before: bytes = b"") -> Sent:
-        """Call when the connection can be read. After PART it becomes readable again only when more has come.
+        """Call when the connection can be read. After PART it becomes readable again only when enough has come.
 
         ``before`` holds the bytes of the request that were already taken from the socket.
         """
@@ -74,7 +114,7 @@ class Incoming:
         self.data = before + (peeked or b"")
         if not self.data:
             return Sent.NOTHING
-        sent = judge(self.data)
+        sent, least = judge(self.data)
         if sent is not Sent.PART:
             self.release()
             return sent
@@ -82,7 +122,7 @@ class Incoming:
             self.release()
             return Sent.WHOLE  # the reader finds the end at once
         self._seen = len(self.data)
-        self._wake_at(len(peeked or b"") + 1)
+        self._wake_at(len(peeked or b"") + least)
         return Sent.PART
 
     @property
@@ -109,4 +149,4 @@ class Incoming:
             return True
 
 
-__all__ = ["HEAD_BYTES", "Incoming", "Sent", "judge"]
+__all__ = ["HEAD_BYTES", "Incoming", "Judgement", "Sent", "judge"]
