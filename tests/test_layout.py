@@ -52,7 +52,9 @@ WITHOUT_TORCH = (
     "medusa_runtime.region.reader",
 )
 # These subclass what vLLM documents for it, and only vLLM imports them.
-INSIDE_VLLM = tuple(f"medusa_vllm.{name}" for name in ("executor", "loader", "cpu.linear", "cpu.ranks", "cpu.worker"))
+INSIDE_VLLM = tuple(
+    f"medusa_vllm.{name}" for name in ("executor", "loader", "cpu.linear", "cpu.ranks", "cpu.worker", "serving.core")
+)
 # What only a GPU's machine has: triton, and vLLM's classes for a GPU.
 ON_A_GPU = (
     "medusa_vllm.gpu.graph_state",

@@ -43,6 +43,10 @@ class ApiError(HttpError):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
+class NotCoveredError(ApiError):
+    """What a request asks for rightly and our routes do not do. An engine's own server may."""
+
+
 class ClientGoneError(Exception):
     """The client has closed its connection; no answer can reach it."""
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import mmap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .model.name import served_name, small_files
+from medusa_runtime.engine.serving.model_name import served_name, small_files
+
 from .platform import ACCEPTING, LIVE, READY
 
 if TYPE_CHECKING:

@@ -7,6 +7,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from medusa_runtime.registry import NO_ENGINE, engine_kind, imported
+
 from .admission import Admission
 from .metrics import Metrics
 from .model.served_model import ServedModel
@@ -18,6 +20,15 @@ if TYPE_CHECKING:
     from .platform import Platform
     from .probes import Probes
     from .user_code.function import UserFunction
+
+
+def routes_of(settings: Settings) -> tuple[bool, bool]:
+    """Whether the engine has an HTTP server of its own, and whether our routes may answer what they cover.
+
+    Raises ConfigError for flags of that server which cannot be used.
+    """
+    http = "" if settings.engine == NO_ENGINE else engine_kind(settings.engine).http
+    return bool(http), not http or bool(imported(http)(settings))
 
 
 class Service:
@@ -37,6 +48,7 @@ class Service:
         self.model = ServedModel(
             settings, self.engine, self.region, self.timeline, metrics=self.metrics, draining=self.draining
         )
+        self.relays, self.light_routes = routes_of(settings)
         self.function: UserFunction | None = None
         self.created = int(time.time())
         self._answered = threading.Lock()

@@ -56,6 +56,7 @@ class Settings:
     compile: str = "auto"
     kernels: str = "auto"
     tensor_parallel: int = 1
+    vllm_args: str | None = None
     layers: str | None = None
     group: str | None = None
     threads: int | None = None
@@ -310,6 +311,7 @@ OPTIONS = (
         "vllm: auto multiplies with ours on CPUs without 16-bit products; library: vLLM's own",
     ),
     Option("tensor_parallel", ("MEDUSA_TENSOR_PARALLEL",), positive, "vllm: processes that share one model's layers"),
+    Option("vllm_args", ("MEDUSA_VLLM_ARGS",), _text, "vllm: flags of vllm serve, as after -- on the command line"),
     Option(
         "layers", ("MEDUSA_LAYERS",), _layers, "START:STOP: the layers that are fetched and loaded first, of a group"
     ),

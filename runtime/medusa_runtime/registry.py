@@ -31,6 +31,8 @@ class EngineKind(NamedTuple):
     compiles_on_cpu: a bundle's compiled code is of use without a GPU.
     fetch: ``(region, settings, timeline) -> None``, for an engine that has its weights elsewhere; fills the region with
         the checkpoint's small files, in place of the prefetcher. ``--model`` is then no checkpoint but a name.
+    http: ``(settings) -> bool``, for an engine with an HTTP server of its own (``open_http``), which gets the requests
+        that our routes do not cover. True where our routes may answer what they cover. Raises ConfigError.
     """
 
     name: str
@@ -44,6 +46,7 @@ class EngineKind(NamedTuple):
     owns_gpu_context: bool = False
     compiles_on_cpu: bool = False
     fetch: str = ""
+    http: str = ""
 
 
 _KINDS: dict[str, EngineKind] = {}

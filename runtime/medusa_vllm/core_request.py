@@ -10,6 +10,8 @@ from medusa_runtime.engine.serving.sequence import Sequence
 
 from .structured import vllm_params
 
+CLIENT = 1  # whose requests these are, to vLLM's core; those of its own front end are client 0's
+
 
 def core_request(sequence: Sequence, *, vocab_size: int) -> Any:
     """An EngineCoreRequest. Stop strings are left out: text is made here, and vLLM sees only tokens."""
@@ -25,6 +27,7 @@ def core_request(sequence: Sequence, *, vocab_size: int) -> Any:
         lora_request=None,
         cache_salt=None,
         data_parallel_rank=None,
+        client_index=CLIENT,
     )
 
 
@@ -56,4 +59,4 @@ def _sampling(params: SamplingParams, sequence: Sequence, vocab_size: int) -> An
     return sampling
 
 
-__all__ = ["core_request"]
+__all__ = ["CLIENT", "core_request"]

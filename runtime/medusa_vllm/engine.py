@@ -7,10 +7,13 @@ Text is made and stop strings are found here, as in the torch engine. vLLM sees 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
+import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from medusa_runtime.config import Settings
 from medusa_runtime.engine.base import EngineInfo, GenerateRequest
 from medusa_runtime.engine.serving.completion import advance
 from medusa_runtime.engine.serving.inbox import Inbox
+from medusa_runtime.engine.serving.model_name import served_name
 from medusa_runtime.engine.serving.requests import Requests, Sink
 from medusa_runtime.engine.serving.sequence import Sequence
 from medusa_runtime.engine.serving.tokenizer import Tokenizer
@@ -34,9 +38,11 @@ from .checkpoint_folder import CheckpointFolder
 from .compiled.compilations import compilations
 from .compiled.settings import CompiledStart
 from .configuration import configure
-from .core_request import core_request
+from .core_request import CLIENT, core_request
 from .eos import eos_token_ids
-from .structured import StructuredCore
+from .flags import words
+from .serving.front_end import FrontEnd, Served
+from .structured import StructuredCore, TokenizerFolder
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +65,9 @@ class VllmEngine:
         self._tokenizer = Tokenizer(region.file("tokenizer.json"), timeline)
         self._compiled = CompiledStart(region, settings, timeline, capture)
         with CheckpointFolder(region) as folder:
-            self.config, budget = configure(folder, region, settings, timeline, self._compiled)
+            self.config, budget, self._arguments = configure(folder, region, settings, timeline, self._compiled)
             if not self._compiled.suits(self.config):
-                self.config, budget = configure(folder, region, settings, timeline, self._compiled)
+                self.config, budget, self._arguments = configure(folder, region, settings, timeline, self._compiled)
         model = self.config.model_config
         self._vocab_size = model.get_vocab_size()
         self.info = EngineInfo(
@@ -74,7 +80,12 @@ class VllmEngine:
         )
         self._core: Any = None
         self._inbox = Inbox()
-        self._structured = StructuredCore(region, self._inbox)
+        self._files = TokenizerFolder(region)
+        self._structured = StructuredCore(region, self._inbox, self._files)
+        self._settings = settings
+        self._region = region
+        self._front_end = FrontEnd(timeline)
+        self._mounting = False
         self._requests = Requests(settings, self._tokenizer, self.info, self._release)
         self._loaded = threading.Event()
         self._load_error: MedusaError | None = None
@@ -101,9 +112,12 @@ class VllmEngine:
             self._load()
             while not stop.is_set():
                 self._inbox.handle()
-                if self._core.scheduler.has_requests():
+                if self._core.has_work():
                     self._step()
                 else:
+                    self._core.complete_idle()
+                    if self._generated_tokens:
+                        self._mount_when_idle()
                     self._inbox.wait(_IDLE_S)
         except MedusaError as error:
             end = error
@@ -120,6 +134,20 @@ class VllmEngine:
         if self._load_error is not None:
             raise self._load_error
         self._tokenizer.wait()
+
+    def open_http(self) -> Callable[[socket.socket], None]:
+        """Wait until vLLM's own HTTP server is there, and return what takes a connection."""
+        self.wait_ready()
+        if not hasattr(self._core, "attach_front_end"):
+            from .serving.core import missing_seam
+
+            raise RequestError(f"this version of vLLM has no {missing_seam()}, so only medusa's own routes answer")
+        name = served_name(self._settings, self._region.file)
+        config = self.config.model_config
+        served = Served(
+            self._core, self._files.path, self._arguments, config.max_model_len, name, words(self._settings)
+        )
+        return self._front_end.open(served)
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens)
@@ -145,7 +173,7 @@ class VllmEngine:
 
     def close(self) -> None:
         self._inbox.close()
-        self._structured.close()
+        self._files.close()
         core, self._core = self._core, None
         if core is None:
             return
@@ -155,12 +183,15 @@ class VllmEngine:
     # The methods from here on run in the thread of ``run``.
 
     def _load(self) -> None:
-        from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor import Executor
+
+        from .serving.core import core_class
 
         try:
             with self._timeline.stage("core"):
-                self._core = EngineCore(self.config, Executor.get_class(self.config), log_stats=False)
+                make = core_class()
+                self._core = make(self.config, Executor.get_class(self.config), self._inbox, self._handle)
+                self._core.before_adding = self._before_adding
         except MedusaError as error:
             self._load_error = error
             raise
@@ -170,6 +201,18 @@ class VllmEngine:
         finally:
             self._compiled.close()
             self._loaded.set()
+
+    def _mount_when_idle(self) -> None:
+        """Mount vLLM's server in a thread of its own, once, when the first token is out and nothing else is to do."""
+        if self._mounting or not hasattr(self._core, "attach_front_end"):
+            return
+        self._mounting = True
+
+        def mount() -> None:
+            with contextlib.suppress(MedusaError):  # it is logged, and raised again for each request that needs it
+                self.open_http()
+
+        threading.Thread(target=mount, name="vllm-mount", daemon=True).start()
 
     def _begin(self, sequence: Sequence) -> None:
         if sequence.cancelled:
@@ -184,15 +227,22 @@ class VllmEngine:
 
     def _step(self) -> None:
         start_ns = time.monotonic_ns()
-        outputs, executed = self._core.step_fn()
-        self._core.post_step(executed)
+        executed = self._core.run_step()
         if executed and self._steps == 0:
             self._timeline.record("first_forward", start_ns, time.monotonic_ns())
         self._steps += executed
-        for output in outputs[0].outputs if outputs and 0 in outputs else ():
+
+    def _handle(self, outputs: Any) -> None:
+        for output in outputs.outputs:
             sequence = self._requests.get(output.request_id)
             if sequence is not None and not sequence.cancelled:
                 self._take(sequence, output)
+
+    def _before_adding(self, request: Any) -> None:
+        """Make the core's masks before the first request of vLLM's front end that needs them, in that one's thread."""
+        params = request.sampling_params
+        if request.client_index != CLIENT and params is not None and params.structured_outputs is not None:
+            self._structured.make(self._core)
 
     def _take(self, sequence: Sequence, output: Any) -> None:
         for position, token in enumerate(output.new_token_ids):

@@ -18,6 +18,8 @@ from .cpu.amx import ask_for_tiles
 from .lean_imports import functions_as_they_are, lean_imports
 from .version import check_version
 
+logger = logging.getLogger(__name__)
+
 # Variables that vLLM reads, most of them once. What a user has set stays.
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core in this process: no second import, no socket in between
@@ -44,6 +46,14 @@ _MODULES = (
 )
 _CPU_MODULES = ("vllm.v1.worker.cpu_worker", "vllm.v1.attention.backends.cpu_attn")
 _GPU_MODULES = ("vllm.v1.worker.gpu_worker",)
+# vLLM's HTTP server. A cold process imports it after the first token.
+_SERVER_MODULES = (
+    "uvicorn",
+    "vllm.entrypoints.cli.serve",
+    "vllm.entrypoints.launchers.app",
+    "vllm.entrypoints.launchers.api_server.app_state",
+    "vllm.v1.engine.async_llm",
+)
 _OURS = tuple(f"medusa_vllm.{name}" for name in ("executor", "loader", "cpu.worker"))
 
 
@@ -76,6 +86,8 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
         from .compiled.imports import import_compiled
 
         import_compiled()  # a process that waits also has time to import what a compiled model needs
+    if region is None:
+        _import_server()
     if region is not None and region.progress().state != "empty":
         for architecture in _architectures(region):
             import_model(architecture)
@@ -88,6 +100,15 @@ def _import_all() -> None:
 
     for module in (*(_CPU_MODULES if current_platform.is_cpu() else _GPU_MODULES), *_OURS):
         importlib.import_module(module)
+
+
+def _import_server() -> None:
+    for module in _SERVER_MODULES:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:  # a model can be served without it, by our own routes
+            logger.warning("vLLM's HTTP server cannot be imported: %s", error)
+            return
 
 
 @contextmanager

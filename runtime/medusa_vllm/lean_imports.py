@@ -7,6 +7,7 @@ tokens.
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -61,6 +62,31 @@ def functions_as_they_are() -> Iterator[None]:
             os.environ[_NO_DYNAMO] = disabled
 
 
+def import_for_real() -> None:
+    """Replace the empty classes by vLLM's own, for vLLM's HTTP server, which needs them."""
+    placeholders: dict[str, ModuleType] = {
+        name: module
+        for name in _NEVER_USED
+        if (module := sys.modules.get(name)) is not None
+        and isinstance(getattr(module.__spec__, "loader", None), _Placeholders)
+    }
+    empty = {vars(module)[name]: (place, name) for place, module in placeholders.items() for name in _NEVER_USED[place]}
+    for name, module in placeholders.items():
+        del sys.modules[name]
+        parent, _, child = name.rpartition(".")
+        if vars(sys.modules.get(parent, sys)).get(child) is module:
+            delattr(sys.modules[parent], child)
+    for name in placeholders:
+        importlib.import_module(name)
+    names = {name for _, name in empty.values()}
+    for module in [module for name, module in sys.modules.items() if empty and name.startswith("vllm.")]:
+        for name in names:
+            found = vars(module).get(name)
+            if isinstance(found, type) and found in empty:
+                place, _ = empty[found]
+                setattr(module, name, getattr(sys.modules[place], name))
+
+
 class _Placeholders(MetaPathFinder, Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -74,4 +100,4 @@ class _Placeholders(MetaPathFinder, Loader):
             setattr(module, name, type(name, (), {"__module__": module.__name__}))
 
 
-__all__ = ["functions_as_they_are", "lean_imports"]
+__all__ = ["functions_as_they_are", "import_for_real", "lean_imports"]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import threading
+from pathlib import Path
 from typing import Any
 
+from medusa_runtime.checkpoint.reader import SMALL_FILES
 from medusa_runtime.engine.base import StructuredOutputs
 from medusa_runtime.engine.serving.inbox import Inbox
 from medusa_runtime.errors import MedusaError, RequestError
@@ -17,7 +19,6 @@ from .imports import no_cache_folder
 from .lean_imports import functions_as_they_are
 
 _BACKEND = "guidance"  # nothing to compile, so that a request does not wait for its grammar
-_TOKENIZER = ("tokenizer.json", "special_tokens_map.json")
 PARAM = "structured_outputs"
 
 
@@ -31,21 +32,52 @@ def vllm_params(asked: StructuredOutputs) -> Any:
     return params
 
 
-class StructuredCore:
-    """Gives a running core the manager that makes its masks. ``prepare`` belongs to any thread but the engine's."""
+class TokenizerFolder:
+    """A folder with the checkpoint's small files, its tokenizer among them, made at the first use and kept."""
 
-    def __init__(self, region: Region, inbox: Inbox) -> None:
+    def __init__(self, region: Region) -> None:
         self._region = region
-        self._inbox = inbox
         self._lock = threading.Lock()
         self._folder: CheckpointFolder | None = None
 
-    def prepare(self, core: Any, asked: StructuredOutputs) -> None:
-        """Make the manager once, and check a form. Raises RequestError for what cannot be followed."""
+    def path(self) -> Path:
         with self._lock:
             if self._folder is None:
+                folder = CheckpointFolder(self._region)
+                for name in SMALL_FILES:
+                    if name != "config.json" and (data := self._region.file(name)) is not None:
+                        (folder.path / name).write_bytes(data)
+                self._folder = folder
+            return self._folder.path
+
+    def close(self) -> None:
+        with self._lock:
+            if self._folder is not None:
+                self._folder.__exit__(None, None, None)
+                self._folder = None
+
+
+class StructuredCore:
+    """Gives a running core the manager that makes its masks. ``prepare`` belongs to any thread but the engine's."""
+
+    def __init__(self, region: Region, inbox: Inbox, files: TokenizerFolder) -> None:
+        self._region = region
+        self._inbox = inbox
+        self._files = files
+        self._lock = threading.Lock()
+        self._made = False
+
+    def make(self, core: Any) -> None:
+        """Make the manager, once. Raises RequestError without a tokenizer."""
+        with self._lock:
+            if not self._made:
                 with functions_as_they_are(), no_cache_folder():
                     self._make(core)
+                self._made = True
+
+    def prepare(self, core: Any, asked: StructuredOutputs) -> None:
+        """Make the manager once, and check a form. Raises RequestError for what cannot be followed."""
+        self.make(core)
         from vllm.sampling_params import SamplingParams
         from vllm.v1.structured_output.backend_guidance import validate_guidance_grammar
 
@@ -64,23 +96,19 @@ class StructuredCore:
         import xgrammar  # noqa: F401
         from vllm.v1.structured_output import StructuredOutputManager
 
-        folder = CheckpointFolder(self._region)
         try:
-            for name in _TOKENIZER:
-                if (data := self._region.file(name)) is not None:
-                    (folder.path / name).write_bytes(data)
+            path = str(self._files.path())
             config = copy.copy(core.vllm_config)
             config.model_config = copy.copy(config.model_config)
             config.model_config.skip_tokenizer_init = False
-            config.model_config.tokenizer = str(folder.path)
+            config.model_config.tokenizer = path
             config.structured_outputs_config = copy.copy(config.structured_outputs_config)
-            config.structured_outputs_config.backend = _BACKEND
+            if config.structured_outputs_config.backend == "auto":
+                config.structured_outputs_config.backend = _BACKEND
             manager = StructuredOutputManager(config)
         except MedusaError:
-            folder.__exit__(None, None, None)
             raise
         except Exception as error:
-            folder.__exit__(None, None, None)
             reason = f"{type(error).__name__}: {error}"
             raise RequestError(f"{PARAM}: vLLM cannot use this checkpoint's tokenizer: {reason}", PARAM) from error
 
@@ -89,10 +117,3 @@ class StructuredCore:
             core.scheduler.structured_output_manager = manager
 
         self._inbox.ask(swap)
-        self._folder = folder
-
-    def close(self) -> None:
-        with self._lock:
-            if self._folder is not None:
-                self._folder.__exit__(None, None, None)
-                self._folder = None

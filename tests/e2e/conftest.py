@@ -81,9 +81,7 @@ class Serving(ServedInstance):
         return status
 
 
-@pytest.fixture
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Serving]]:
-    """Start `medusa serve` with these arguments; what the test leaves running is killed."""
+def _starting() -> Iterator[Callable[..., Serving]]:
     started: list[Serving] = []
 
     def start(*arguments: str | Path, env: dict[str, str] | None = None, wrapper: Sequence[str] = ()) -> Serving:
@@ -97,6 +95,18 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Se
     for serving in started:
         serving.close()
         subprocess.run(["rm", "-rf", serving.folder], check=True)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Serving]]:
+    """Start `medusa serve` with these arguments; what the test leaves running is killed."""
+    yield from _starting()
+
+
+@pytest.fixture(scope="module")
+def start_shared() -> Iterator[Callable[..., Serving]]:
+    """The same for an instance that several tests of a module use."""
+    yield from _starting()
 
 
 @pytest.fixture(scope="session")

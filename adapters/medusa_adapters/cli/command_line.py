@@ -132,13 +132,22 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if sys.platform != "linux" and name not in _ANYWHERE:
         raise _needs_linux(name)
     parser = _parser(command)
-    parser.set_defaults(module=module)
+    argv, behind = _parted(argv)
+    parser.set_defaults(module=module, behind=behind)
     arguments, unknown = parser.parse_known_args(argv[1:])
     announce_renamed(argv, parser)
     if unknown:
         flag = unknown[0].partition("=")[0]
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{_meant(flag, list(parser._option_string_actions))}")
     return arguments
+
+
+def _parted(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Part what stands behind ``--`` in ``medusa serve … -- …``: flags of the engine's own server."""
+    if argv[0] != "serve" or "--" not in argv:
+        return list(argv), []
+    place = list(argv).index("--")
+    return list(argv[:place]), list(argv[place + 1 :])
 
 
 def _parse_without_command(argv: Sequence[str]) -> argparse.Namespace:

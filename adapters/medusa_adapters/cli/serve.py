@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import socket
 import sys
 from collections.abc import Mapping
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = Settings()
-    parser.description = "Serve a model or a function. Every flag has an environment variable; the flag wins."
+    parser.description = (
+        "Serve a model or a function. Every flag has an environment variable; the flag wins. "
+        "With --engine vllm, flags of vllm serve follow behind --."
+    )
     add_model(parser)
     parser.add_argument("--reload", action="store_true", help="start again when the handler's code changes")
     for option in OPTIONS:
@@ -53,6 +57,15 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"WARNING: {variable} is no setting and has no effect; did you mean {meant}?", file=sys.stderr)
     flags = {option.field: getattr(arguments, option.field) for option in OPTIONS}
     settings = settle(os.environ, flags | {"model": given_model(arguments)})
+    if arguments.behind:
+        settings = replace(
+            settings, vllm_args=" ".join(filter(None, (settings.vllm_args, shlex.join(arguments.behind))))
+        )
+    if settings.vllm_args and settings.engine != "vllm":
+        raise ConfigError(
+            "flags of vllm serve (behind --, or in MEDUSA_VLLM_ARGS) need --engine vllm, "
+            f"found --engine {settings.engine}"
+        )
     if arguments.reload:
         from .reload import serve_again
 

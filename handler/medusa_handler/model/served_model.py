@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from medusa_runtime.engine.serving.model_name import served_name, small_files
+
 from ..faults import ClientGoneError, not_ready, stopping
 from ..metrics import Metrics
 from .chat_template import ChatTemplate
-from .name import served_name, small_files
 
 if TYPE_CHECKING:
     from medusa_runtime.config import Settings

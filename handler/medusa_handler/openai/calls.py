@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from medusa_runtime.engine.base import GenerateRequest, SamplingParams
+from medusa_runtime.engine.serving.model_name import served_name
 from medusa_runtime.errors import shown
 
-from ..faults import ApiError
-from ..model.name import served_name
+from ..faults import ApiError, NotCoveredError
 from . import chat, completion, embeddings, fields, parameters
 from .answer import Envelope
 from .form import Form, form
@@ -43,7 +43,7 @@ def complete(service: Service, body: Body, gone: Callable[[], bool]) -> Response
     logprobs = parameters.logprob_count(body, "logprobs")
     echo = parameters.flag(body, "echo")
     if echo and logprobs is not None:
-        raise ApiError(
+        raise NotCoveredError(
             400, "echo: log-probabilities of the prompt are not supported", param="echo", code="unsupported_parameter"
         )
     params = parameters.sampling(
@@ -98,6 +98,8 @@ def converse(service: Service, body: Body, gone: Callable[[], bool]) -> Response
 
 def embed_texts(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
     """Answer a request for embeddings."""
+    if service.relays:
+        raise NotCoveredError(400, "the engine's own server answers for embeddings")
     fields.check_fields(body, fields.EMBEDDINGS)
     return embeddings.embed(service, body, check_model(service, body), gone)
 

@@ -9,7 +9,7 @@ from typing import Any
 from medusa_runtime.engine.base import Delta
 from medusa_runtime.errors import shown
 
-from ..faults import ApiError
+from ..faults import NotCoveredError
 from .answer import Choice
 from .logprobs import chat_logprobs
 from .parameters import Body, flag, invalid
@@ -44,7 +44,7 @@ def _text(content: Any, name: str) -> str:
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in ("text", "input_text", "refusal"):
-            raise ApiError(
+            raise NotCoveredError(
                 400,
                 f"{name}: this model takes text only, found a part of type {shown(kind)}",
                 param=name,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from medusa_runtime.errors import printable, shown
 
-from ..faults import ApiError
+from ..faults import ApiError, NotCoveredError
 from .parameters import Body
 
 
@@ -106,11 +106,20 @@ REFUSED: dict[str, Refusal] = {
     "embed_dtype": Refusal("vectors are float32", ("float32",)),
     "endianness": Refusal("vectors are little-endian", ("little", "native")),
 }
+# Of OpenAI's or of old interfaces: vLLM's server would ignore them without a word.
+_TAKEN_BY_NONE = _names(
+    "audio early_stopping function_call functions guided_choice guided_decoding guided_decoding_backend guided_grammar "
+    "guided_json guided_regex guided_whitespace_pattern logits_processors modalities moderation verbosity "
+    "web_search_options"
+)
 _ECHO = Refusal("a chat does not repeat its messages")  # /v1/completions has it
 
 
 def check_fields(body: Body, known: frozenset[str]) -> None:
-    """Raise ApiError 400 for the first field that would change the answer and is not among the ``known`` ones."""
+    """Raise ApiError 400 for the first field that would change the answer and is not among the ``known`` ones.
+
+    NotCoveredError where an engine's own server may know the field.
+    """
     for name, value in body.items():
         if name in known or name in WITHOUT_EFFECT:
             continue
@@ -118,7 +127,8 @@ def check_fields(body: Body, known: frozenset[str]) -> None:
         if refusal is None:
             raise _unknown(name, known)
         if not refusal.allows(value):
-            raise ApiError(400, f"{name}: {refusal.reason}", param=name, code="unsupported_parameter")
+            kind = ApiError if name in _TAKEN_BY_NONE else NotCoveredError
+            raise kind(400, f"{name}: {refusal.reason}", param=name, code="unsupported_parameter")
 
 
 def check_inner_fields(found: Body, parent: str, known: frozenset[str]) -> None:

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from flask import Response
 
-from ..faults import ApiError
+from ..faults import ApiError, compact
 from ..http.body import as_json_object
 from .calls import complete, converse, embed_texts
+from .relay import light_or_relayed
 
 if TYPE_CHECKING:
     from ..contract import Request
     from ..service import Service
+
+_ROUTES = {
+    "messages": (converse, "/v1/chat/completions"),
+    "input": (embed_texts, "/v1/embeddings"),
+    "prompt": (complete, "/v1/completions"),
+}
 
 
 def infer(service: Service, called: Request, gone: Callable[[], bool]) -> Response:
@@ -29,8 +37,10 @@ def infer(service: Service, called: Request, gone: Callable[[], bool]) -> Respon
 
 
 def _answer(service: Service, body: dict[str, object], gone: Callable[[], bool]) -> Response:
-    answer = converse if "messages" in body else embed_texts if "input" in body else complete
-    return answer(service, body, gone)
+    kind = "messages" if "messages" in body else "input" if "input" in body else "prompt"
+    answer, target = _ROUTES[kind]
+    own = partial(answer, service, body, gone)
+    return light_or_relayed(service, own, gone, target, compact(body).encode())
 
 
 def _object(text: str) -> dict[str, object]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from flask import Blueprint, Response, jsonify
+from flask import Blueprint, Response, jsonify, request
 
 from ..http.app import ModelRoutes
 from ..http.body import json_object
@@ -13,10 +15,15 @@ from .calls import check_model, complete, converse, embed_texts
 from .engine_routes import engine_routes
 from .parameters import Body
 from .prompt import infer
+from .relay import light_or_relayed, relay
 
 if TYPE_CHECKING:
     from ..http.work import Work
     from ..service import Service
+
+
+_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+_OTHERS = "engine"  # all routes of an engine's own server in the metrics, where each path would be a line
 
 
 def model_routes(service: Service, work: Work) -> ModelRoutes:
@@ -28,6 +35,30 @@ def _blueprint(service: Service, work: Work) -> Blueprint:
     routes = Blueprint("openai", __name__)
     routes.register_blueprint(engine_routes(service, work))
 
+    def add(path: str, answer: Callable[[Body, Callable[[], bool]], Response], method: str = "POST") -> None:
+        def view(**parameters: str) -> Response:
+            def run() -> Response:
+                gone = work.gone()
+                own = partial(answer, json_object() if method == "POST" else parameters, gone)
+                return light_or_relayed(service, own, gone, request.environ.get("RAW_URI") or request.full_path)
+
+            return work.run(path, run)
+
+        routes.add_url_rule(path, path, view, methods=[method])
+
+    add("/v1/completions", lambda body, gone: complete(service, body, gone))
+    add("/v1/chat/completions", lambda body, gone: converse(service, body, gone))
+    add("/v1/embeddings", lambda body, gone: embed_texts(service, body, gone))
+    add("/tokenize", lambda body, gone: _tokenize(service, body))
+    add("/detokenize", lambda body, gone: _detokenize(service, body))
+    if service.light_routes:
+        _add_models(routes, service)
+    if service.relays:
+        _add_others(routes, service, work)
+    return routes
+
+
+def _add_models(routes: Blueprint, service: Service) -> None:
     @routes.get("/v1/models")
     def models() -> Response:
         return jsonify({"object": "list", "data": [_model(service)]})
@@ -37,27 +68,16 @@ def _blueprint(service: Service, work: Work) -> Blueprint:
         check_model(service, {"model": name})
         return jsonify(_model(service))
 
-    @routes.post("/v1/completions")
-    def completions() -> Response:
-        return work.run("/v1/completions", lambda: complete(service, json_object(), work.gone()))
 
-    @routes.post("/v1/chat/completions")
-    def chat_completions() -> Response:
-        return work.run("/v1/chat/completions", lambda: converse(service, json_object(), work.gone()))
+def _add_others(routes: Blueprint, service: Service, work: Work) -> None:
+    """Add every path that is not ours. With a function those below /v1 and /v2 only: the function has the others."""
 
-    @routes.post("/v1/embeddings")
-    def embed() -> Response:
-        return work.run("/v1/embeddings", lambda: embed_texts(service, json_object(), work.gone()))
+    def others(_path: str) -> Response:
+        return work.run(_OTHERS, lambda: relay(service, work.gone()))
 
-    @routes.post("/tokenize")
-    def tokenize() -> Response:
-        return work.run("/tokenize", lambda: _tokenize(service, json_object()))
-
-    @routes.post("/detokenize")
-    def detokenize() -> Response:
-        return work.run("/detokenize", lambda: _detokenize(service, json_object()))
-
-    return routes
+    for prefix in ("/",) if service.function is None else ("/v1/", "/v2/"):
+        path = f"{prefix}<path:_path>"
+        routes.add_url_rule(path, path, others, methods=_METHODS, provide_automatic_options=False)
 
 
 def _model(service: Service) -> dict[str, Any]:

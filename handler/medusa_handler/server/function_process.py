@@ -67,6 +67,10 @@ def serve(
 
 def _check(settings: Settings) -> None:
     """Raise the ConfigError of what each worker will need, before there is one."""
+    if settings.vllm_args is not None:
+        from ..service import routes_of
+
+        routes_of(settings)
     if settings.api_key_file is not None:
         from .tokens import Tokens
 

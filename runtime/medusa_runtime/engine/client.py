@@ -170,6 +170,23 @@ class EngineClient:
         found = self._call("embed", timeout_s=None, look=look, **arguments)
         return [Embedding(tokens, base64.b64decode(data)) for tokens, data in found]
 
+    def http(self, look: Callable[[], None]) -> socket.socket:
+        """Connect to the engine's own HTTP server; waits until it is up, and calls ``look`` meanwhile.
+
+        Raises RequestError where the engine has none, EngineError when it ends meanwhile, and what ``look`` raises.
+        """
+        from .http_connection import connect_http
+
+        self.start()
+
+        def check() -> None:
+            with self._state:
+                if self._failure:
+                    raise self._failure
+            look()
+
+        return connect_http(self.path, check)
+
     def fail(self, error: MedusaError) -> None:
         """Give every waiting and future request this error, because no engine will ever come."""
         with self._state:

@@ -5,6 +5,9 @@ No pickle: with pre-warmed engines the other side may belong to another user. Th
     client → engine   generate {id, prompt, params, add_special_tokens}, cancel {id}, call {id, method, arguments}
     engine → client   hello {info}, ready, delta {…}, result {id, value},
                       error {id, code, message, param, retry_after_s}
+
+``http {}`` as a connection's only frame asks for the engine's own HTTP server, where there is one. The engine answers
+``http {}`` when that server is up; behind it the connection speaks HTTP/1.1.
 """
 
 from __future__ import annotations
@@ -48,6 +51,11 @@ class FrameReader:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._buffer = bytearray()
+
+    @property
+    def begun(self) -> bool:
+        """Whether some of the next frame has been taken already."""
+        return bool(self._buffer)
 
     def read(self) -> Frame | None:
         """The next frame, or None when the other side has closed. EngineError when what came is no frame."""

@@ -6,6 +6,7 @@ import logging
 import queue
 import socket
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from ..errors import MedusaError, OverloadedError, RequestError
@@ -78,6 +79,7 @@ class _Connection:
         self._on_close = on_close
         self._outgoing: queue.SimpleQueue[frames.Frame | None] = queue.SimpleQueue()
         self._running: set[str] = set()
+        self._takes_over: Callable[[socket.socket], None] | None = None  # gets the socket once the last frame has left
 
     def start(self) -> None:
         threading.Thread(target=self._read, name="engine-read", daemon=True).start()
@@ -98,7 +100,10 @@ class _Connection:
         reader = frames.FrameReader(self._socket)
         try:
             while (frame := reader.read()) is not None:
-                self._handle(frame)
+                if frame["type"] != "http":
+                    self._handle(frame)
+                elif self._speak_http():
+                    return
         except OSError:
             pass  # it broke, or the engine's end has closed it
         except MedusaError as error:
@@ -136,6 +141,20 @@ class _Connection:
             self._refuse(request_id, error)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             self._refuse(request_id, RequestError(f"a {kind!r} frame could not be read: {error}"))
+
+    def _speak_http(self) -> bool:
+        """Let the engine's own HTTP server have this connection; False where there is none. Waits until it is there."""
+        try:
+            if not hasattr(self._engine, "open_http"):
+                raise RequestError(f"the {self._engine.info.engine} engine has no HTTP server of its own")
+            takes_over = self._engine.open_http()
+        except MedusaError as error:
+            self._refuse("", error)
+            return False
+        self._on_close(self)  # from here on nobody else sends over it
+        self._takes_over = takes_over
+        self.send({"type": "http"})
+        return True
 
     def _call(self, frame: frames.Frame) -> None:
         method, request_id = frame["method"], frame.get("id", "")
@@ -179,6 +198,7 @@ class _Connection:
         )
 
     def _write(self) -> None:
+        whole = False
         try:
             while (frame := self._outgoing.get()) is not None:
                 pieces = [frames.pack(frame)]
@@ -193,11 +213,18 @@ class _Connection:
                 self._socket.sendall(b"".join(pieces))
                 if last:
                     break
+            whole = True
         except OSError:
             pass  # the reader notices the lost client and cancels its requests
         finally:
-            try:
-                self._socket.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
-            self._socket.close()
+            self._end(whole)
+
+    def _end(self, whole: bool) -> None:
+        if whole and self._takes_over is not None:
+            self._takes_over(self._socket)
+            return
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self._socket.close()

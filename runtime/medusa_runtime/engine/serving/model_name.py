@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from medusa_runtime.config import Settings
-    from medusa_runtime.region.reader import Region
+    from ...config import Settings
+    from ...region.reader import Region
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 _NAMELESS = ("", ".", "..", "model", "models", "main")
@@ -27,7 +27,7 @@ def served_name(settings: Settings, read: Callable[[str], bytes | None] | None =
     """
     if settings.served_model_name is not None:
         return settings.served_model_name
-    from medusa_runtime.storage.base import redacted, scheme_of  # 5 ms that no first answer of /livez should wait for
+    from ...storage.base import redacted, scheme_of  # 5 ms that no first answer of /livez should wait for
 
     url = redacted(settings.model or "").rstrip("/")
     path = (

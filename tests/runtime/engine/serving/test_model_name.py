@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from medusa_handler.model.name import served_name
 from medusa_runtime.config import Settings
+from medusa_runtime.engine.serving.model_name import served_name
 
 CONFIG = b'{"_name_or_path": "org/tiny-llama", "model_type": "llama"}'
 

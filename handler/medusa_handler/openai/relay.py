@@ -1,0 +1,146 @@
+"""Passes requests that our routes do not cover on to the HTTP server that the engine has of its own.
+
+The request waits, like every other, until the model is loaded, and then until that server is up. The answer's bytes are
+passed on as they come. When the client leaves, the connection to the server is closed, which cancels the request there.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from flask import Response, request
+from medusa_runtime.errors import EngineError
+
+from ..faults import ClientGoneError, NotCoveredError
+from ..http.body import read_body
+from ..merge import Merge
+
+if TYPE_CHECKING:
+    from http.client import HTTPResponse
+
+    from ..service import Service
+
+_POLL_S = 0.25
+_PIECE_BYTES = 1 << 16
+_AHEAD = 64
+_FORM = "application/x-www-form-urlencoded"
+# Of a connection, not of a message (RFC 9110, section 7.6.1), or ours to say.
+_OF_THE_CONNECTION = frozenset(
+    ("connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade", "host", "expect",
+     "content-length")
+)  # fmt: skip
+_NOT_PASSED_ON = _OF_THE_CONNECTION | {"authorization"}
+_NOT_RETURNED = frozenset(("connection", "keep-alive", "transfer-encoding", "date", "server"))
+
+
+def light_or_relayed(
+    service: Service, answer: Callable[[], Response], gone: Callable[[], bool], target: str, body: bytes | None = None
+) -> Response:
+    """Our own answer where it covers the request, else that of the engine's server, where there is one.
+
+    ``target`` is the server's route. Raises what both raise.
+    """
+    if service.light_routes:
+        try:
+            return answer()
+        except NotCoveredError:
+            if not service.relays:
+                raise
+    return relay(service, gone, target, body)
+
+
+def relay(service: Service, gone: Callable[[], bool], target: str | None = None, body: bytes | None = None) -> Response:
+    """The answer of the engine's own server to the current request, or to another target and body.
+
+    Raises ClientGoneError, EngineError, RequestError, and ApiError 503 after ``hold_s``.
+    """
+    engine = service.engine
+    assert engine is not None
+    began = time.monotonic()
+
+    def look() -> None:
+        if gone():
+            raise ClientGoneError
+        service.model.check_hold(began)
+
+    body = read_body() if body is None else body
+    head = _head(service, target, body)
+    connection = engine.http(look)
+    answer = _Answer(connection, request.method)
+    try:
+        connection.sendall(head + body)
+        pieces: Merge[bytes] = Merge([answer], _AHEAD)
+        while pieces.get(_POLL_S) is None:  # the head; where none comes, an error does
+            look()
+    except BaseException:
+        answer.cancel()
+        raise
+    found = answer.response
+    assert found is not None
+    headers = [(name, value) for name, value in found.getheaders() if name.lower() not in _NOT_RETURNED]
+
+    def stream() -> Iterator[bytes]:
+        try:
+            while not pieces.done:
+                item = pieces.get(_POLL_S)
+                if item is not None:
+                    yield item.value
+                elif not pieces.done and gone():
+                    return
+        finally:
+            pieces.close()
+
+    response = Response(stream(), found.status, headers)
+    response.call_on_close(pieces.close)
+    return response
+
+
+def _head(service: Service, target: str | None, body: bytes) -> bytes:
+    target = target or request.environ.get("RAW_URI") or request.full_path.rstrip("?")
+    lines = [f"{request.method} {target} HTTP/1.1", "Host: engine", "Connection: close", f"Content-Length: {len(body)}"]
+    # The engine's process may be another user's, so it does not learn this server's token.
+    kept = _NOT_PASSED_ON if service.settings.token or service.settings.api_key_file else _OF_THE_CONNECTION
+    lines += [f"{name}: {value}" for name, value in request.headers.items() if name.lower() not in kept]
+    if body.lstrip().startswith(b"{") and request.mimetype in ("", _FORM):  # curl -d sends JSON as a form
+        lines = [line for line in lines if not line.lower().startswith("content-type:")]
+        lines.append("Content-Type: application/json")
+    return "\r\n".join((*lines, "", "")).encode("latin-1")
+
+
+class _Answer:
+    """The pieces of an answer, and its head once the first is asked for."""
+
+    def __init__(self, connection: socket.socket, method: str) -> None:
+        self._connection = connection
+        self._method = method
+        self.response: HTTPResponse | None = None
+
+    def __iter__(self) -> Iterator[bytes]:
+        from http.client import HTTPException, HTTPResponse
+
+        response = HTTPResponse(self._connection, method=self._method)
+        try:
+            response.begin()
+            self.response = response
+            yield b""
+            while piece := response.read1(_PIECE_BYTES):
+                yield piece
+        except (OSError, HTTPException, ValueError) as error:
+            if self.response is not None:
+                return  # the client sees an answer that ends early
+            raise EngineError(f"the engine's HTTP server did not answer: {error}") from error
+        finally:
+            response.close()
+            self._connection.close()
+
+    def cancel(self) -> None:
+        try:
+            self._connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+
+__all__ = ["light_or_relayed", "relay"]

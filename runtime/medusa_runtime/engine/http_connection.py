@@ -1,0 +1,62 @@
+"""A connection to the HTTP server that an engine has of its own, such as vLLM's, over the engine's socket."""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from collections.abc import Callable
+
+from ..errors import EngineError, MedusaError
+from . import frames
+
+_LOOK_S = 0.25
+_RETRY_S = 0.05
+
+
+def connect_http(path: str, look: Callable[[], None]) -> socket.socket:
+    """Connect, and wait until the engine is loaded and its server is up. ``look`` is called meanwhile.
+
+    Raises what ``look`` raises, the engine's own error, and EngineError when the engine ends meanwhile.
+    """
+    connection = _connect(path, look)
+    try:
+        connection.sendall(frames.pack({"type": "http"}))
+        _wait(connection, look)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _wait(connection: socket.socket, look: Callable[[], None]) -> None:
+    reader = frames.FrameReader(connection)
+    while True:
+        while not reader.begun and not select.select([connection], [], [], _LOOK_S)[0]:
+            look()
+        frame = reader.read()
+        if frame is None:
+            raise EngineError("the engine process ended before its HTTP server was up; try again")
+        if frame["type"] == "http":
+            return
+        if frame["type"] == "error":
+            error = frames.answer_from_frame(frame)
+            raise error if isinstance(error, MedusaError) else EngineError("the engine refused a connection")
+
+
+def _connect(path: str, look: Callable[[], None]) -> socket.socket:
+    while True:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(path)
+        except OSError as error:
+            connection.close()
+            look()
+            if isinstance(error, FileNotFoundError):
+                raise EngineError("the engine's socket is gone: the instance is shutting down") from None
+            time.sleep(_RETRY_S)
+        else:
+            return connection
+
+
+__all__ = ["connect_http"]

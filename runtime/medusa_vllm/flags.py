@@ -1,0 +1,86 @@
+"""The flags of ``vllm serve`` that a user gives (``--vllm-args``). Reading them here imports nothing of vLLM."""
+
+from __future__ import annotations
+
+import shlex
+
+from medusa_runtime.config import Settings
+from medusa_runtime.errors import ConfigError
+
+# Flags after which our own routes still answer as vLLM's would: they change how fast it computes, not what it answers.
+_WITHOUT_EFFECT_ON_ANSWERS = frozenset(
+    (
+        "max-num-seqs", "max-num-batched-tokens", "max-model-len", "dtype", "seed", "enforce-eager", "block-size",
+        "gpu-memory-utilization", "enable-prefix-caching", "enable-chunked-prefill",
+        "async-scheduling", "disable-log-stats", "enable-log-requests", "quantization", "swap-space",
+        "trust-remote-code", "uvicorn-log-level",
+        "disable-uvicorn-access-log", "disable-fastapi-docs", "enable-log-outputs", "max-log-len",
+        "optimization-level", "compilation-config", "attention-backend", "kv-cache-dtype", "hf-overrides",
+        "enable-request-id-headers", "allowed-origins", "allowed-methods", "allowed-headers", "allow-credentials",
+        "enable-scale-out", "enable-tokenizer-info-endpoint", "enable-server-load-tracking", "sse-keep-alive-interval",
+    )
+)  # fmt: skip
+# What asks for a server, or for processes, that are medusa's here: flag → what to use.
+_REFUSED = {
+    "headless": "leave it out; medusa starts vLLM's core itself",
+    "api-server-count": "leave it out; vLLM's server runs in the engine's process",
+    "grpc": "leave it out; requests come over HTTP",
+    "data-parallel-size": "run one instance a replica",
+    "pipeline-parallel-size": "run the model in one stage, with --tensor-parallel",
+    "tensor-parallel-size": "use medusa's --tensor-parallel",
+    "nnodes": "use medusa cluster",
+    "host": "use medusa's --host",
+    "port": "use medusa's --port",
+    "uds": "use medusa's --host and --port",
+    "ssl-keyfile": "let a proxy in front end TLS",
+    "ssl-certfile": "let a proxy in front end TLS",
+    "load-format": "leave it out; weights come from medusa's region",
+    "model": "use medusa's --model",
+    "tokenizer": "put the tokenizer's files beside the weights",
+    "worker-cls": "leave it out; medusa has a worker of its own",
+    "kv-cache-memory-bytes": "use medusa's --kv-cache-mb",
+    "distributed-executor-backend": "leave it out; medusa has an executor of its own",
+}  # fmt: skip
+_SHORT = {
+    "-tp": "tensor-parallel-size",
+    "-pp": "pipeline-parallel-size",
+    "-dp": "data-parallel-size",
+    "-n": "nnodes",
+    "-q": "quantization",
+    "-cc": "compilation-config",
+    "-ac": "attention-config",
+}
+
+
+def words(settings: Settings) -> list[str]:
+    """The flags, as words. Raises ConfigError for those that belong to medusa."""
+    try:
+        found = shlex.split(settings.vllm_args or "")
+    except ValueError as error:
+        raise ConfigError(
+            f"MEDUSA_VLLM_ARGS={settings.vllm_args!r} cannot be used: expected flags of vllm serve, quoted as in a "
+            f"shell ({error})"
+        ) from None
+    for name in _names(found):
+        if name in _REFUSED:
+            raise ConfigError(f"--{name} of vllm serve cannot be used here: {_REFUSED[name]}")
+    return found
+
+
+def light_routes_suffice(settings: Settings) -> bool:
+    """Whether our own routes may answer what they fully cover, as no flag asks vLLM to answer differently."""
+    return set(_names(words(settings))) <= _WITHOUT_EFFECT_ON_ANSWERS
+
+
+def _names(found: list[str]) -> list[str]:
+    """The names of the flags, without dashes in front, ``no-``, values and inner keys."""
+    names = []
+    for word in found:
+        if word.startswith("--"):
+            names.append(word[2:].partition("=")[0].partition(".")[0].replace("_", "-").removeprefix("no-"))
+        elif word.startswith("-") and word[1:2].isalpha():
+            names.append(_SHORT.get(word, "optimization-level" if word.startswith("-O") else word))
+    return names
+
+
+__all__ = ["light_routes_suffice", "words"]

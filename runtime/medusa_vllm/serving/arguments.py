@@ -1,0 +1,66 @@
+"""The flags of ``vllm serve``, read by vLLM's own parsers: the engine's before the start, all of them at the mount."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from typing import Any
+
+from medusa_runtime.errors import ConfigError, MissingPackageError
+
+
+def engine_arguments(words: list[str]) -> dict[str, Any]:
+    """The fields of vLLM's EngineArgs that flags set. Flags of the front end are left; ConfigError for bad values."""
+    if not words:
+        return {}
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):  # type: ignore[misc]
+        """Keeps what is not the engine's. vLLM's ``parse_args`` understands spellings that others do not."""
+
+        def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+            found, left = super().parse_known_args(args, namespace)
+            return found, [] if self.ends else left
+
+        ends = True
+
+        def error(self, message: str) -> Any:
+            raise ConfigError(f"a flag of vllm serve cannot be used: {message}")
+
+    parser = AsyncEngineArgs.add_cli_args(Parser(prog="vllm serve", add_help=False, allow_abbrev=False))
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+    found = vars(parser.parse_args(list(words)))
+    known = {field.name for field in fields(AsyncEngineArgs)}
+    return {name: value for name, value in found.items() if name in known}
+
+
+def server_arguments(words: list[str], model: str) -> argparse.Namespace:
+    """All arguments of ``vllm serve MODEL``, with vLLM's defaults. Importing its parser takes about a second.
+
+    Raises ConfigError for a flag that vLLM does not know.
+    """
+    try:
+        from vllm.entrypoints.cli.serve import ServeSubcommand
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+    except ImportError as error:
+        raise MissingPackageError(f"vLLM's HTTP server cannot be imported: {error}") from error
+
+    class Parser(FlexibleArgumentParser):  # type: ignore[misc]
+        def error(self, message: str) -> Any:
+            raise ConfigError(f"a flag of vllm serve cannot be used: {message}")
+
+    parser = Parser(prog="vllm")
+    command = ServeSubcommand()
+    command.subparser_init(parser.add_subparsers(required=True, dest="subparser", parser_class=Parser))
+    arguments: argparse.Namespace = parser.parse_args(["serve", model, *words])
+    arguments.model = arguments.model_tag
+    try:
+        command.validate(arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"flags of vllm serve cannot be used together: {error}") from error
+    return arguments
+
+
+__all__ = ["engine_arguments", "server_arguments"]

@@ -1,0 +1,183 @@
+"""vLLM's engine core, with a place for vLLM's own front end, which is attached after the first token.
+
+vLLM runs its core in a process of its own (``EngineCoreProc``), which front ends reach over two ZMQ sockets each. Here
+it runs in our engine's thread. Our requests go to it directly, as client 1, and their outputs come back directly. The
+front end is client 0 and uses vLLM's own two threads, which start when it is attached.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from medusa_runtime.engine.serving.inbox import Inbox
+from vllm.v1.engine import core as vllm_core
+
+from ..core_request import CLIENT
+
+logger = logging.getLogger(__name__)
+
+_FRONT_END = 0
+_ARGUMENTS = {"vllm_config", "local_client", "handshake_address", "executor_class", "log_stats"}
+_METHODS = (
+    "_perform_handshakes", "process_input_sockets", "process_output_sockets", "_handle_client_request", "has_work",
+    "preprocess_add_request",
+)  # fmt: skip
+_LOOK_S = 0.002
+
+Outputs = Callable[[Any], None]
+
+
+class PlainCore(vllm_core.EngineCore):  # type: ignore[misc]
+    """The core without a place for a front end, for versions of vLLM in which ``missing_seam`` finds none."""
+
+    def __init__(self, config: Any, executor_class: Any, inbox: Inbox, ours: Outputs) -> None:
+        self._ours = ours
+        super().__init__(config, executor_class, log_stats=False)
+
+    def has_work(self) -> bool:
+        return bool(self.scheduler.has_requests())
+
+    def run_step(self) -> bool:
+        """Run one step, hand its outputs on, and return whether the model was executed."""
+        outputs, executed = self.step_fn()
+        self.post_step(executed)
+        if outputs and CLIENT in outputs:
+            self._ours(outputs[CLIENT])
+        return bool(executed)
+
+    def complete_idle(self) -> None: ...
+
+
+def core_class() -> Any:
+    """The class of the engine's core: one that takes vLLM's front end, where this version of vLLM has what it needs."""
+    if (missing := missing_seam()) is not None:
+        logger.warning("vLLM's own routes are not available: this version of vLLM has no %s", missing)
+        return PlainCore
+    return fronted_core()
+
+
+def missing_seam() -> str | None:
+    """What a core with a front end needs and this version of vLLM does not have; None where all is there."""
+    base = getattr(vllm_core, "EngineCoreProc", None)
+    if base is None:
+        return "EngineCoreProc"
+    if not hasattr(vllm_core, "EngineZmqAddresses"):
+        return "EngineZmqAddresses"
+    missing = _ARGUMENTS - set(inspect.signature(base.__init__).parameters)
+    missing |= {name for name in _METHODS if not hasattr(base, name)}
+    return min(missing, default=None)
+
+
+def fronted_core() -> Any:
+    """Make the class. It is not made at import, because another version of vLLM may have no base for it."""
+
+    class FrontedCore(vllm_core.EngineCoreProc):  # type: ignore[misc]
+        """The core with a place for a front end."""
+
+        def __init__(self, config: Any, executor_class: Any, inbox: Inbox, ours: Outputs) -> None:
+            self._inputs = _Inputs(inbox, self)
+            self._outputs = _Outputs(ours)
+            self.before_adding: Callable[[Any], None] = lambda request: None
+            super().__init__(
+                vllm_config=config,
+                local_client=True,
+                handshake_address="",
+                executor_class=executor_class,
+                log_stats=True,
+            )
+
+        # vLLM's constructor makes queues of its own; these take their place.
+        input_queue = property(lambda self: self._inputs, lambda self, made: None)
+        output_queue = property(lambda self: self._outputs, lambda self, made: None)
+
+        @contextmanager
+        def _perform_handshakes(self, *_: Any, **__: Any) -> Iterator[Any]:
+            yield vllm_core.EngineZmqAddresses(inputs=[], outputs=[])
+
+        def process_input_sockets(self, *arguments: Any) -> None:
+            ready = arguments[-1]
+            ready.set()
+
+        def process_output_sockets(self, *_: Any) -> None: ...
+
+        def preprocess_add_request(self, request: Any) -> Any:
+            self.before_adding(request)
+            return super().preprocess_add_request(request)
+
+        def run_step(self) -> bool:
+            """Run one step, hand its outputs on, and return whether the model was executed."""
+            outputs, executed = self.step_fn()
+            for client, each in outputs.items() if outputs else ():
+                self._outputs.put((client, each))
+            self.post_step(executed)
+            if not executed and self.scheduler.has_requests():
+                time.sleep(0.001)  # as vLLM's loop: the work waits for other threads
+            return bool(executed)
+
+        def complete_idle(self) -> None:
+            """Complete what waits for an idle engine, such as a pause."""
+            if notify := getattr(self, "_notify_idle_state_callbacks", None):
+                notify()
+
+        def attach_front_end(self, input_address: str, output_address: str) -> None:
+            """Start vLLM's threads for a front end that listens, or soon will, on these ``ipc://`` addresses."""
+            ready = threading.Event()
+            identity = self.engine_index.to_bytes(length=2, byteorder="little")
+            inputs = partial(super().process_input_sockets, [input_address], None, identity, ready)
+            outputs = partial(super().process_output_sockets, [output_address], None, self.engine_index)
+            self._outputs.attached = True
+
+            def begin() -> None:
+                for address in (input_address, output_address):
+                    while not os.path.exists(address.removeprefix("ipc://")):
+                        time.sleep(_LOOK_S)  # a connection that finds nobody is tried again after 100 ms only
+                threading.Thread(target=outputs, name="vllm-outputs", daemon=True).start()
+                inputs()
+
+            threading.Thread(target=begin, name="vllm-inputs", daemon=True).start()
+
+    return FrontedCore
+
+
+class _Inputs(queue.Queue[Any]):
+    """What the front end sends, as calls between two steps."""
+
+    def __init__(self, inbox: Inbox, core: Any) -> None:
+        super().__init__()
+        self._inbox = inbox
+        self._core = core
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        self._inbox.post(lambda: self._core._handle_client_request(*item))
+
+
+class _Outputs(queue.Queue[Any]):
+    """What the core answers: ours at once, by the thread that steps; the front end's through vLLM's thread."""
+
+    def __init__(self, ours: Outputs) -> None:
+        super().__init__()
+        self._ours = ours
+        self.attached = False
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        if isinstance(item, tuple) and item[0] == CLIENT:
+            outputs = item[1]
+            # A step's statistics are on its first client's outputs, and only the front end uses them.
+            stats, outputs.scheduler_stats = outputs.scheduler_stats, None
+            if stats is not None and self.attached:
+                super().put((_FRONT_END, vllm_core.EngineCoreOutputs(scheduler_stats=stats)))
+            self._ours(outputs)
+        elif self.attached:
+            super().put(item)
+
+
+__all__ = ["PlainCore", "core_class", "missing_seam"]

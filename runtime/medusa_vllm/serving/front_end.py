@@ -1,0 +1,175 @@
+"""vLLM's HTTP server, unchanged, as a thread of the engine's process: its own ``AsyncLLM`` over our running core.
+
+It is mounted once the engine has given its first token, or when a request wants it. It listens nowhere: connections are
+handed to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from medusa_runtime.errors import EngineError, MedusaError
+from medusa_runtime.timeline import Timeline
+
+from ..imports import no_cache_folder
+from ..lean_imports import functions_as_they_are, import_for_real
+from .arguments import server_arguments
+
+logger = logging.getLogger(__name__)
+
+_START_LOOK_S = 0.002
+_KEEP_ALIVE_S = 75
+
+
+class Served(NamedTuple):
+    """What a front end serves.
+
+    core: the engine's core, of ``serving.core``.
+    folder: gives the folder with the checkpoint's small files, which stays.
+    arguments: of vLLM's EngineArgs, as the core was started with.
+    name: the model's, in answers.
+    words: the flags of ``vllm serve``.
+    """
+
+    core: Any
+    folder: Callable[[], Path]
+    arguments: dict[str, Any]
+    max_model_len: int
+    name: str
+    words: list[str]
+
+
+class FrontEnd:
+    """vLLM's server. ``open`` mounts it, once; any thread may call it but the engine's."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._lock = threading.Lock()
+        self._error: MedusaError | None = None
+        self._up = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._accept: Callable[[socket.socket], Any] | None = None
+        self._connections: set[Any] = set()
+
+    @property
+    def mounted(self) -> bool:
+        return self._up.is_set()
+
+    def open(self, served: Served) -> Callable[[socket.socket], None]:
+        """Mount the server unless it is, and return what takes a connection. Raises EngineError, ConfigError."""
+        with self._lock:
+            if not self._up.is_set() and self._error is None:
+                with self._timeline.stage("vllm_server"):
+                    threading.Thread(target=self._run, args=(served,), name="vllm-server", daemon=True).start()
+                    self._up.wait()
+        if self._error is not None:
+            raise self._error
+        return self._take
+
+    def _take(self, connection: socket.socket) -> None:
+        assert self._loop is not None
+        assert self._accept is not None
+        connection.setblocking(False)
+        asyncio.run_coroutine_threadsafe(self._accept(connection), self._loop)
+
+    def _run(self, served: Served) -> None:
+        try:
+            asyncio.run(self._serve(served))
+        except MedusaError as error:
+            self._error = error
+        except BaseException as error:
+            logger.exception("vLLM's HTTP server failed")
+            self._error = EngineError(f"vLLM's HTTP server could not be started: {type(error).__name__}: {error}")
+        finally:
+            if self._error is None:
+                self._error = EngineError("vLLM's HTTP server has ended; try again")
+            self._up.set()
+
+    async def _serve(self, served: Served) -> None:
+        with functions_as_they_are(), no_cache_folder():
+            import_for_real()
+            import uvicorn
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+            from vllm.entrypoints.launchers.app import build_app
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            folder = served.folder()
+            arguments = server_arguments(served.words, str(folder))
+        if arguments.served_model_name is None:
+            arguments.served_model_name = [served.name]
+        _import_plugins(arguments)
+        config = AsyncEngineArgs(
+            **served.arguments
+            | {
+                "model": str(folder),
+                "served_model_name": arguments.served_model_name,
+                "skip_tokenizer_init": False,
+                "generation_config": arguments.generation_config,
+                "disable_log_stats": arguments.disable_log_stats,
+                "max_model_len": served.max_model_len,
+            }
+        ).create_engine_config()
+        if config.structured_outputs_config.backend == "auto":
+            config.structured_outputs_config.backend = "guidance"  # nothing to compile before the first token
+        addresses = {name: f"ipc://{folder}/{name.removesuffix('_address')}" for name in _ADDRESSES}
+        served.core.attach_front_end(addresses["input_address"], addresses["output_address"])
+        client = AsyncLLM(
+            config,
+            served.arguments["distributed_executor_backend"],
+            log_stats=not arguments.disable_log_stats,
+            log_requests=arguments.enable_log_requests,
+            client_addresses=addresses,
+        )
+        tasks = await client.get_supported_tasks()
+        app = build_app(arguments, tasks, client.model_config)
+        await init_app_state(client, app.state, arguments, tasks)
+        settings = uvicorn.Config(
+            app, log_config=None, access_log=False, timeout_keep_alive=_KEEP_ALIVE_S, log_level="warning",
+            h11_max_incomplete_event_size=arguments.h11_max_incomplete_event_size,
+        )  # fmt: skip
+        server = uvicorn.Server(settings)
+        serving = asyncio.create_task(server.serve(sockets=[]))
+        while not server.started:
+            if serving.done():
+                raise EngineError("vLLM's HTTP server ended while it started; its log says why")
+            await asyncio.sleep(_START_LOOK_S)
+        loop = self._loop = asyncio.get_running_loop()
+
+        async def accept(connection: socket.socket) -> None:
+            def protocol() -> Any:
+                return settings.http_protocol_class(
+                    config=settings, server_state=server.server_state, app_state=server.lifespan.state
+                )
+
+            await loop.connect_accepted_socket(protocol, connection)
+
+        self._accept = accept
+        self._up.set()
+        await serving
+
+
+_ADDRESSES = ("input_address", "output_address")
+
+
+def _import_plugins(arguments: Any) -> None:
+    """Import the parsers that flags name, and check those names, as vLLM's launcher does and its app does not."""
+    from vllm.entrypoints.launchers import launcher
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    if arguments.tool_parser_plugin:
+        ToolParserManager.import_tool_parser(arguments.tool_parser_plugin)
+    if arguments.reasoning_parser_plugin:
+        ReasoningParserManager.import_reasoning_parser(arguments.reasoning_parser_plugin)
+    if check := getattr(launcher, "validate_api_server_args", None):
+        check(arguments)
+
+
+__all__ = ["FrontEnd", "Served"]

@@ -1,0 +1,121 @@
+"""vLLM's own routes over our running engine, by vLLM's code: whole, streamed, cancelled; flags behind ``--``."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import openai_examples
+import pytest
+
+PATIENCE_S = 300.0
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; see `make test-vllm`"),
+]
+MODEL = "pydoc-lm"
+
+
+def client_of(serving: Any) -> openai.OpenAI:
+    url = f"http://127.0.0.1:{serving.port}/v1"
+    return openai.OpenAI(base_url=url, api_key="none", timeout=PATIENCE_S, max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def serving(start_shared: Callable[..., Any], example: Path) -> Iterator[Any]:
+    made = start_shared("--model", example, "--engine", "vllm", "--kv-cache-mb", "64")
+    yield made
+    assert made.stop() == 0  # and nothing is left behind, the folder of vLLM's server neither
+
+
+def running(serving: Any) -> int:
+    text = serving.request("GET", "/metrics")[1].decode()
+    line = next(line for line in text.splitlines() if line.startswith("medusa_engine_running"))
+    return int(float(line.split()[-1]))
+
+
+@pytest.mark.parametrize("shown", [*openai_examples.GENERATING, openai_examples.responses])
+def test_the_official_clients_examples_run(serving: Any, shown: Callable[[openai.OpenAI, str], None]) -> None:
+    with client_of(serving) as client:
+        shown(client, MODEL)
+
+
+def test_a_field_that_our_route_does_not_cover_is_vllms(serving: Any) -> None:
+    asked = {"prompt": "Return the", "max_tokens": 4, "temperature": 0}
+    ours = serving.request("POST", "/v1/completions", asked, PATIENCE_S)[1]
+    status, theirs, _ = serving.request("POST", "/v1/completions", asked | {"return_token_ids": True}, PATIENCE_S)
+    assert status == 200, theirs
+    assert theirs["choices"][0]["text"] == ours["choices"][0]["text"]
+    assert len(theirs["choices"][0]["token_ids"]) == 4
+    status, refused, _ = serving.request("POST", "/v1/completions", asked | {"max_token": 4})
+    assert (status, refused["error"]["param"]) == (400, "max_token")  # vLLM would ignore it
+
+
+def test_json_schema_and_anthropic_messages_through_vllms_routes(serving: Any) -> None:
+    form = {"type": "json_schema", "name": "e", "schema": {"enum": ["meeting", "party"]}}
+    asked = {"model": MODEL, "input": "An event:", "max_output_tokens": 60, "text": {"format": form}}
+    status, answer, _ = serving.request("POST", "/v1/responses", asked, PATIENCE_S)
+    assert status == 200, answer
+    assert answer["output"][0]["content"][0]["text"] in ('"meeting"', '"party"')
+    asked = {"model": MODEL, "max_tokens": 5, "messages": [{"role": "user", "content": "Return the"}]}
+    status, answer, _ = serving.request("POST", "/v1/messages", asked, PATIENCE_S)
+    assert (status, answer["type"], answer["role"]) == (200, "message", "assistant")
+
+
+def test_vllms_errors_and_unknown_paths_are_passed_on(serving: Any) -> None:
+    status, answer, _ = serving.request("POST", "/v1/responses", {"model": "another", "input": "x"}, PATIENCE_S)
+    assert (status, answer["error"]["type"]) == (404, "NotFoundError")
+    assert serving.request("GET", "/v1/nothing")[0] == 404
+    assert serving.request("GET", "/version")[1]["version"]
+
+
+def test_a_client_that_leaves_cancels_its_request_in_vllm(serving: Any) -> None:
+    with client_of(serving) as client:
+        body = {"ignore_eos": True}
+        stream = client.responses.create(
+            model=MODEL, input="Return", max_output_tokens=480, stream=True, extra_body=body, temperature=0
+        )
+        assert next(iter(stream)).type == "response.created"
+        deadline = time.monotonic() + 30
+        while not running(serving):
+            assert time.monotonic() < deadline
+        stream.close()
+        while running(serving):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    status, answer, _ = serving.request("POST", "/v1/completions", {"prompt": "Return the", "max_tokens": 4})
+    assert status == 200, answer
+
+
+def test_flags_of_vllm_serve_and_a_request_before_the_first_token(start: Callable[..., Any], example: Path) -> None:
+    flags = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--served-model-name", "one", "two")
+    serving = start("--model", example, "--engine", "vllm", "--kv-cache-mb", "64", "--", *flags)
+    messages = [{"role": "user", "content": "What does len return?"}]
+    asked = {"messages": messages, "tools": [openai_examples.WEATHER], "model": "two", "max_tokens": 6}
+    status, answer, _ = serving.request("POST", "/v1/chat/completions", asked, PATIENCE_S)  # waits for import and mount
+    assert status == 200, answer
+    assert answer["model"] in ("one", "two")
+    models = serving.request("GET", "/v1/models", timeout_s=PATIENCE_S)[1]
+    assert [model["id"] for model in models["data"]] == ["one", "two"]
+    assert serving.stop() == 0
+    serving = start("--model", example, "--engine", "vllm", "--", "--port", "9000")
+    assert serving.process.wait(60) == 2
+    assert "use medusa's --port" in serving.output()
+
+
+def test_the_server_is_mounted_once_without_being_asked(start: Callable[..., Any], example: Path) -> None:
+    serving = start("--model", example, "--engine", "vllm", "--kv-cache-mb", "64")
+    asked = {"prompt": "Return the", "max_tokens": 4}
+    assert serving.request("POST", "/v1/completions", asked, PATIENCE_S)[0] == 200
+    deadline = time.monotonic() + PATIENCE_S
+    while "vllm_server" not in [stage["name"] for stage in serving.request("GET", "/timeline")[1]["stages"]]:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    (stage,) = [stage for stage in serving.request("GET", "/timeline")[1]["stages"] if stage["name"] == "vllm_server"]
+    assert stage["process"] == "engine"
+    assert serving.stop() == 0
