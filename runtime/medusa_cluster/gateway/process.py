@@ -15,6 +15,7 @@ from medusa_runtime.config import Settings
 from medusa_runtime.instance.listeners import bind, url_of
 from medusa_runtime.resource_limits import make_room_for_files
 
+from .connections import Connections
 from .gateway import Gateway, GatewayOptions
 from .server import Server
 
@@ -45,8 +46,10 @@ async def serve(options: GatewayOptions, listener: socket.socket, on_listening: 
             keepalive_timeout=75.0,
         )
         await runner.setup()
-        site = web.SockSite(runner, listener)
-        await site.start()
+        assert runner.server is not None
+        connections = Connections(runner.server, options.read_timeout_s)
+        accepting = await loop.create_server(connections, sock=listener)
+        looking = asyncio.create_task(connections.run())
         running = asyncio.create_task(gateway.run())
         on_listening()
         try:
@@ -54,19 +57,21 @@ async def serve(options: GatewayOptions, listener: socket.socket, on_listening: 
             await asyncio.wait({running, stopped}, return_when=asyncio.FIRST_COMPLETED)
             if running.done():
                 await running  # raises what ended it
-            return await _drain(server, site, stop, options.drain_s)
+            return await _drain(server, accepting, stop, options.drain_s)
         finally:
+            accepting.close()
+            looking.cancel()
             running.cancel()
             with suppress(asyncio.CancelledError):
                 await running
             await runner.cleanup()
 
 
-async def _drain(server: Server, site: web.SockSite, stop: asyncio.Event, drain_s: float) -> int:
+async def _drain(server: Server, accepting: asyncio.Server, stop: asyncio.Event, drain_s: float) -> int:
     """Take no more connections, and let requests that run end. A second signal ends them at once."""
     server.draining = True
     stop.clear()
-    await site.stop()
+    accepting.close()
     if server.in_flight:
         logger.info("waiting for %d requests, for at most %g s", server.in_flight, drain_s)
     idle = asyncio.create_task(server.wait_idle(drain_s))

@@ -7,7 +7,7 @@ import hmac
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
@@ -16,6 +16,7 @@ from medusa_runtime.errors import MedusaError
 
 from . import sse
 from .call import ROUTES, Call, understand
+from .connections import Handler, tell_connection
 from .faults import Fault, compact
 from .gateway import Gateway
 from .page import page
@@ -26,8 +27,6 @@ _CLIENT_CLOSED = 499  # nginx's status for a client that left; only metrics see 
 _HEARTBEAT_S = 10.0
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _OPEN_PATHS = ("/livez", "/readyz")
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Server:
@@ -44,7 +43,7 @@ class Server:
 
     def application(self) -> web.Application:
         limit = self._options.max_body_mb * 10**6
-        app = web.Application(middlewares=[self._guard], client_max_size=limit)
+        app = web.Application(middlewares=[tell_connection, self._guard], client_max_size=limit)
         app.on_response_prepare.append(self._finish_head)
         for route in sorted(ROUTES):
             app.router.add_post(route, self._answer)

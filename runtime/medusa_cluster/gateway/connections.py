@@ -1,0 +1,121 @@
+"""Limits how long, and how many, connections of a gateway may take to send the head of a request.
+
+As at an instance's own door, a client's time starts with the first byte of a request, and a byte now and then gives it
+no more. aiohttp alone limits only how long a connection may send nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import cast
+
+from aiohttp import web
+from medusa_runtime.resource_limits import LEAST_FILES, most_files
+
+from .faults import Fault
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_LOOK_S = 1.0
+_MOST_WAITING = 8192  # connections without a request; then the oldest one is closed
+
+
+class Connections:
+    """Makes the protocol of each connection: `loop.create_server(connections, …)`."""
+
+    def __init__(self, server: web.Server, read_timeout_s: float) -> None:
+        self._server = server
+        self._read_timeout_s = read_timeout_s
+        self._most_waiting = max(min(_MOST_WAITING, most_files() // 2), LEAST_FILES // 2)
+        self._waiting: dict[_Connection, None] = {}  # the oldest first
+
+    def __call__(self) -> asyncio.Protocol:
+        return _Connection(self._server(), self)
+
+    async def run(self) -> None:
+        """Close the connections that are overdue, until cancelled."""
+        while True:
+            await asyncio.sleep(min(_LOOK_S, self._read_timeout_s / 4))
+            begun_before = time.monotonic() - self._read_timeout_s
+            for connection in list(self._waiting):
+                if connection.since is not None and connection.since < begun_before:
+                    connection.close(Fault(408, "the head came too slowly", code="incomplete_head"))
+
+    def wait(self, connection: _Connection) -> None:
+        """Note that a connection has no request."""
+        if len(self._waiting) >= self._most_waiting:
+            next(iter(self._waiting)).close(None)
+        self._waiting[connection] = None
+
+    def end(self, connection: _Connection) -> None:
+        """Note that all of a request's head has come, or that the connection is closed."""
+        self._waiting.pop(connection, None)
+
+
+class _Connection(asyncio.Protocol):
+    """Stands before aiohttp's protocol of a connection. ``since``: when the head that is arriving began."""
+
+    def __init__(self, inner: asyncio.BaseProtocol, connections: Connections) -> None:
+        self._inner = cast("asyncio.Protocol", inner)
+        self._connections = connections
+        self._transport: asyncio.Transport | None = None
+        self._has_request = False
+        self.since: float | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        self._connections.wait(self)
+        self._inner.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self.since is None and not self._has_request:
+            self.since = time.monotonic()
+        self._inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self._inner.eof_received()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._connections.end(self)
+        self._inner.connection_lost(error)
+
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._inner.resume_writing()
+
+    def begin(self) -> None:
+        """All of a request's head has come."""
+        self._has_request, self.since = True, None
+        self._connections.end(self)
+
+    def end(self) -> None:
+        """The request has been answered."""
+        self._has_request = False
+        if self._transport is not None and not self._transport.is_closing():
+            self._connections.wait(self)
+
+    def close(self, fault: Fault | None) -> None:
+        self._connections.end(self)
+        assert self._transport is not None
+        if fault is not None and not self._transport.is_closing():
+            body = fault.body()
+            head = f"HTTP/1.1 {fault.status} Request Timeout\r\nContent-Type: application/json\r\nConnection: close\r\n"
+            self._transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        self._transport.close()
+
+
+@web.middleware
+async def tell_connection(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Tell a request's connection when it begins and ends."""
+    connection = None if request.transport is None else request.transport.get_protocol()
+    if not isinstance(connection, _Connection):
+        return await handler(request)
+    connection.begin()
+    try:
+        return await handler(request)
+    finally:
+        connection.end()
