@@ -1,12 +1,16 @@
-"""Ray's own command line, with more patience for a raylet that starts on a busy machine: ``python -m … start …``.
+"""Ray's own command line, made to start on a busy machine: ``python -m … start …``.
 
-`ray start` gives a raylet 30 s, asks for it without a pause meanwhile, and ends it if it is late. On a machine where
-eight nodes start at a time, or where a node has a quarter of a core, none of them would ever come up.
+A raylet waits 15 s for two helpers in Python, which take that long where others have the cores, and then ends. `ray start`
+waits 30 s for the raylet, also for one that has ended. On a machine where eight nodes start at a time, or where a node has
+a quarter of a core, none of them would ever come up. So the raylet is told at once what its helpers will tell it: the
+runtime environments' port was chosen by us, and nobody uses the dashboard's. And `ray start` waits longer, for a raylet
+that lives. All this changes private functions of Ray; a Ray that has none of them starts as it does by itself.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +19,7 @@ from typing import Any
 
 _PATIENCE_S = 120.0
 _PAUSE_S = 0.2
+_NOT_IN_USE = -1  # as Ray's minimal installation says of the dashboard's ports
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -27,19 +32,46 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def be_patient() -> bool:
-    """Change the function by which `ray start` looks for its raylet. Returns whether this Ray has it: it is private."""
+    """Change how `ray start` starts a raylet and looks for it. Returns whether this Ray has what is changed."""
     try:
         from ray._private import services
 
-        get_node = services.get_node
+        get_node, start_raylet = services.get_node, services.start_raylet
     except (ImportError, AttributeError):
         return False
-    services.get_node = _patient(get_node)
+    raylets: list[Any] = []
+
+    @functools.wraps(start_raylet)
+    def start(*arguments: Any, **options: Any) -> Any:
+        started = start_raylet(*arguments, **options)
+        raylets.append(getattr(started, "process", None))
+        _tell_ports(inspect.signature(start_raylet).bind(*arguments, **options).arguments)
+        return started
+
+    services.start_raylet = start
+    services.get_node = _patient(get_node, lambda: any(raylet and raylet.poll() is not None for raylet in raylets))
     return True
 
 
-def _patient(get_node: Callable[..., Any]) -> Callable[..., Any]:
-    """Have it look for a node that is not there yet for longer than its caller would."""
+def _tell_ports(raylet: dict[str, Any]) -> None:
+    """Write the files for which a raylet with these arguments waits, before its helpers do."""
+    try:
+        from ray import _raylet
+
+        ports = {
+            _raylet.RUNTIME_ENV_AGENT_PORT_NAME: raylet["runtime_env_agent_port"],
+            _raylet.METRICS_AGENT_PORT_NAME: _NOT_IN_USE,
+            _raylet.METRICS_EXPORT_PORT_NAME: _NOT_IN_USE,
+            _raylet.DASHBOARD_AGENT_LISTEN_PORT_NAME: _NOT_IN_USE,
+        }
+        for name, port in ports.items():
+            _raylet.persist_port(raylet["session_dir"], raylet["node_id"], name, port)
+    except (ImportError, AttributeError, KeyError, TypeError) as error:
+        print(f"this version of Ray waits for its helpers: {error}", file=sys.stderr)
+
+
+def _patient(get_node: Callable[..., Any], ended: Callable[[], bool]) -> Callable[..., Any]:
+    """Have it look for a node that is not there yet for longer than its caller would, unless its raylet has ended."""
 
     @functools.wraps(get_node)
     def find(*arguments: Any, **options: Any) -> Any:
@@ -48,6 +80,8 @@ def _patient(get_node: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 return get_node(*arguments, **options)
             except RuntimeError:
+                if ended():
+                    sys.exit("the raylet has ended; its log has the reason")
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(_PAUSE_S)

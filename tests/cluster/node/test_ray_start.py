@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any
+from pathlib import Path
 
 import pytest
 from medusa_cluster.node import ray_start
@@ -18,25 +18,48 @@ def ray_version(before: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
 
 
-def test_a_raylet_that_is_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+class Raylet:
+    """A process that has ended when ``status`` says so."""
+
+    status: int | None = None
+
+    @property
+    def process(self) -> Raylet:
+        return self
+
+    def poll(self) -> int | None:
+        return self.status
+
+
+def test_a_raylet_is_waited_for_while_it_lives_and_waits_for_no_helper(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     services = pytest.importorskip("ray._private.services")
-    looks: list[Any] = []
+    raylet, looks = Raylet(), 0
 
-    def get_node(*arguments: Any) -> dict[str, Any]:
-        looks.append(arguments)
-        if len(looks) < 3:
+    def start_raylet(address: str, node_id: str, session_dir: str, runtime_env_agent_port: int = 0) -> Raylet:
+        return raylet
+
+    def get_node(address: str, node_id: str) -> str:
+        nonlocal looks
+        looks += 1
+        if looks < 3:
             raise RuntimeError("This node has an ID but is not found")
-        return {"node_id": arguments[1]}
+        return node_id
 
+    monkeypatch.setattr(services, "start_raylet", start_raylet)
     monkeypatch.setattr(services, "get_node", get_node)
     monkeypatch.setattr(ray_start, "_PAUSE_S", 0.001)
     assert ray_start.be_patient()
-    assert services.get_node("address", "id") == {"node_id": "id"}
-    assert len(looks) == 3
-    monkeypatch.setattr(ray_start, "_PATIENCE_S", 0.0)
-    looks.clear()
-    with pytest.raises(RuntimeError, match="not found"):
-        services.get_node("address", "id")
+    assert services.start_raylet("host", "ab" * 28, session_dir=str(tmp_path), runtime_env_agent_port=6382) is raylet
+    told = {path.name.rpartition("_")[0]: path.read_text() for path in tmp_path.iterdir()}
+    assert told["runtime_env_agent_port"] == "6382"
+    assert told["dashboard_agent_listen_port"] == "-1"
+    assert services.get_node("host", "id") == "id"
+    looks, raylet.status = 0, 1
+    with pytest.raises(SystemExit, match="the raylet has ended"):
+        services.get_node("host", "id")
+    assert looks == 1
 
 
 def test_a_ray_without_the_private_function_starts_as_it_does_by_itself() -> None:
