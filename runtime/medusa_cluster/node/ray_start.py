@@ -1,10 +1,11 @@
 """Ray's own command line, made to start on a busy machine: ``python -m … start …``.
 
-A raylet waits 15 s for two helpers in Python, which take that long where others have the cores, and then ends. `ray start`
-waits 30 s for the raylet, also for one that has ended. On a machine where eight nodes start at a time, or where a node has
-a quarter of a core, none of them would ever come up. So the raylet is told at once what its helpers will tell it: the
-runtime environments' port was chosen by us, and nobody uses the dashboard's. And `ray start` waits longer, for a raylet
-that lives. All this changes private functions of Ray; a Ray that has none of them starts as it does by itself.
+A raylet waits 15 s for two helpers in Python, which take that long where others have the cores, and then ends.
+`ray start` waits 30 s for the raylet, also for one that has ended. On a machine where eight nodes start at a time, or
+where a node has a quarter of a core, none of them would ever come up. So the raylet is told at once what its helpers
+will tell it: the runtime environments' port was chosen by us, and nobody uses the dashboard's. And `ray start` waits
+longer, for a raylet that lives. All this changes private functions of Ray; a Ray that has none of them starts as it
+does by itself.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import inspect
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -56,16 +58,15 @@ def be_patient() -> bool:
 def _tell_ports(raylet: dict[str, Any]) -> None:
     """Write the files for which a raylet with these arguments waits, before its helpers do."""
     try:
-        from ray import _raylet
-
+        names: Any = import_module("ray._raylet")
         ports = {
-            _raylet.RUNTIME_ENV_AGENT_PORT_NAME: raylet["runtime_env_agent_port"],
-            _raylet.METRICS_AGENT_PORT_NAME: _NOT_IN_USE,
-            _raylet.METRICS_EXPORT_PORT_NAME: _NOT_IN_USE,
-            _raylet.DASHBOARD_AGENT_LISTEN_PORT_NAME: _NOT_IN_USE,
+            names.RUNTIME_ENV_AGENT_PORT_NAME: raylet["runtime_env_agent_port"],
+            names.METRICS_AGENT_PORT_NAME: _NOT_IN_USE,
+            names.METRICS_EXPORT_PORT_NAME: _NOT_IN_USE,
+            names.DASHBOARD_AGENT_LISTEN_PORT_NAME: _NOT_IN_USE,
         }
         for name, port in ports.items():
-            _raylet.persist_port(raylet["session_dir"], raylet["node_id"], name, port)
+            names.persist_port(raylet["session_dir"], raylet["node_id"], name, port)
     except (ImportError, AttributeError, KeyError, TypeError) as error:
         print(f"this version of Ray waits for its helpers: {error}", file=sys.stderr)
 
