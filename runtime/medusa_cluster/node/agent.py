@@ -75,11 +75,12 @@ class Agent:
 
     async def status(self) -> dict[str, Any]:
         """What the agent holds; the last that was known while it does not answer."""
-        if self._asking is None or self._asking.done():
-            self._asking = asyncio.create_task(self._ask_status())
+        asking = self._asking
+        if asking is None or asking.done():
+            asking = self._asking = asyncio.create_task(self._ask_status())
         # The controller takes a late status for a lost node.
-        answered, _ = await asyncio.wait({self._asking}, timeout=_STATUS_WITHIN_S)
-        return self._asking.result() if answered else self.last_status | {"away": True}
+        answered, _ = await asyncio.wait({asking}, timeout=_STATUS_WITHIN_S)
+        return asking.result() if answered else self.last_status | {"away": True}
 
     async def _ask_status(self) -> dict[str, Any]:
         try:
