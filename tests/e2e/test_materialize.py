@@ -1,4 +1,7 @@
-"""`medusa materialize`, then a start with what it made: the command, the files, and what damage does to them."""
+"""`medusa materialize`, then a start with what it made: the command, the files, and what damage does to them.
+
+The bundle that starts use is made by a process. What else is made is made in this one, which has torch.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,10 @@ from typing import Any
 
 import pytest
 import torch
+from medusa_command import medusa
 from safetensors.torch import load_file
 
-from .command import medusa
+from . import command
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
 KINDS = {"weight-index", "kv-plan", "stage-times"}
@@ -33,7 +37,7 @@ def materialized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the example with its bundle; its inodes and times are not the example's."""
     folder = tmp_path_factory.mktemp("page") / "model"
     shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns(".medusa"))
-    result = medusa("materialize", "--model", folder, "--starts", "1")
+    result = command.medusa("materialize", "--model", folder, "--starts", "1")
     assert result.returncode == 0, result.stderr
     lines = [line.split() for line in result.stdout.splitlines()]
     assert {line[0] for line in lines[:-1]} == KINDS
@@ -56,7 +60,7 @@ def test_the_page_about_it_shows_what_happens(materialized: Path) -> None:
     assert serving == ""
     commands = re.findall(r"^\$ medusa (.*)", session, re.MULTILINE)
     assert [command.split()[0] for command in commands] == ["materialize", "inspect", "serve"]
-    shown = medusa("inspect", "model", cwd=materialized.parent)
+    shown = medusa("inspect", "model", folder=materialized.parent)
     assert masked(shown.stdout) == masked(inspecting)
     made = json.loads((materialized / ".medusa" / "manifest.json").read_bytes())["artifacts"]
     assert {line.split()[0] for line in making.splitlines()[:-1]} == {artifact["kind"] for artifact in made}
@@ -165,15 +169,15 @@ def test_a_bundle_is_signed_and_what_others_put_there_is_not(tmp_path: Path) -> 
     key, public = tmp_path / "key.pem", tmp_path / "key.pub"
     subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", key], check=True)
     subprocess.run(["openssl", "pkey", "-in", key, "-pubout", "-out", public], check=True)
-    command = ("materialize", "--model", folder, "--starts", "0")
-    assert medusa(*command).returncode == 0
+    materialize = ("materialize", "--model", folder, "--starts", "0")
+    assert medusa(*materialize).returncode == 0
     manifest = folder / ".medusa" / "manifest.json"
     document = json.loads(manifest.read_bytes())
     shape = document["artifacts"][0]["key"]["shape"]
     document["artifacts"].append({"kind": "cuda-graphs", "key": {"shape": shape}, "sha256": "0" * 64, "size": 5})
     manifest.write_text(json.dumps(document))
 
-    signed = medusa(*command, "--sign", key)
+    signed = medusa(*materialize, "--sign", key)
     assert signed.returncode == 0, signed.stderr
     assert "cuda-graphs    left out: it was there already, and not signed with this key" in signed.stdout
     named = signed.stdout.splitlines()[-1].rpartition("--trust-key ")[2]
@@ -183,9 +187,9 @@ def test_a_bundle_is_signed_and_what_others_put_there_is_not(tmp_path: Path) -> 
     assert {artifact["kind"] for artifact in shown["artifacts"]} == {"kv-plan", "weight-index"}
     assert f"signed with {named}" in medusa("inspect", folder).stdout
 
-    again = medusa(*command)
+    again = medusa(*materialize)
     assert "signature      left out: the bundle was signed and no longer is; expected --sign" in again.stdout
-    bad = medusa(*command, "--sign", public)
+    bad = medusa(*materialize, "--sign", public)
     assert bad.returncode == 2
     assert bad.stderr.count("\n") == 1
     assert "expected a PEM file with an ed25519 private key" in bad.stderr

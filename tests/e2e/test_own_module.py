@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from medusa_command import medusa
 from safetensors.torch import save_file
 
-from .command import medusa
 from .slow_origin import serving_origin
 
 Start = Callable[..., Any]
