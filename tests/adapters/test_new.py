@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from medusa_adapters.cli.new import TEMPLATES, create
 from medusa_adapters.trial import Trial, TrialError
+from medusa_command import medusa
 from medusa_runtime.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -41,8 +42,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def new(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [MEDUSA, "new", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    return medusa("new", *arguments, folder=folder)
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

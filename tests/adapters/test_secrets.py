@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import medusa_command
 import pytest
 from medusa_adapters.deploy.manifests import values
 from medusa_runtime.errors import ConfigError
@@ -39,6 +40,8 @@ def origin() -> Iterator[str]:
 
 
 def medusa(*arguments: str) -> subprocess.CompletedProcess[str]:
+    if arguments[0] in ("inspect", "deploy"):  # they only print
+        return medusa_command.medusa(*arguments, environ=KEYS)
     return subprocess.run(
         [MEDUSA, *arguments], capture_output=True, text=True, env=os.environ | KEYS, timeout=120, check=False
     )
