@@ -102,7 +102,7 @@ class ClusterNode:
 
     def call(self, operation: str, **arguments: Any) -> Any:
         """Call the controller through this node server, over HTTP. Raises the error that it answers."""
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=240)
         try:
             connection.request("POST", f"/cluster/{operation}", json.dumps(arguments), self.headers())
             answer = json.loads(connection.getresponse().read())

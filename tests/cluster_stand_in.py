@@ -81,12 +81,12 @@ class StandIn:
 
     def __enter__(self) -> StandIn:
         self._thread.start()
-        assert self._ready.wait(30)
+        assert self._ready.wait(120)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(30)
+        self._thread.join(120)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)

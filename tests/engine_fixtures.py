@@ -94,7 +94,7 @@ class Answer:
     incoming: queue.SimpleQueue[Delta] = field(default_factory=queue.SimpleQueue)
 
     def next(self) -> Delta:
-        delta = self.incoming.get(timeout=60)
+        delta = self.incoming.get(timeout=240)
         self.deltas.append(delta)
         return delta
 
@@ -139,7 +139,7 @@ class Served:
 
     def close(self) -> None:
         self.stop.set()
-        self.thread.join(30)
+        self.thread.join(120)
         self.engine.close()
 
     def ask(self, prompt: str | list[int], **params: Any) -> Answer:

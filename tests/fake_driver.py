@@ -15,5 +15,5 @@ def fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The fake driver's library, compiled once."""
     library = tmp_path_factory.mktemp("fakecuda") / "libcuda.so.1"
     command = ["cc", "-O1", "-shared", "-fPIC", "-o", str(library), *map(str, sorted(SOURCES.glob("*.c"))), "-lm"]
-    subprocess.run(command, check=True, timeout=120)
+    subprocess.run(command, check=True, timeout=240)
     return library

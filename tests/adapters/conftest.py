@@ -45,7 +45,7 @@ class Instance(ServedInstance):
 
     def raw(self, text: bytes) -> bytes:
         """What comes back for these bytes, up to the end of the connection."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=30) as connection:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=240) as connection:
             connection.sendall(text)
             answer = b""
             with contextlib.suppress(ConnectionResetError):

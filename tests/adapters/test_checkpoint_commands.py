@@ -54,7 +54,7 @@ def origin(model: Path) -> Iterator[str]:
 def medusa(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     if arguments[0] == "inspect":  # the other has a process that fetches
         return medusa_command.medusa(*arguments)
-    return subprocess.run([MEDUSA, *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run([MEDUSA, *arguments], capture_output=True, text=True, timeout=240)
 
 
 def test_inspect_counts_parameters_and_bytes(model: Path) -> None:

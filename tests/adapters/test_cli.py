@@ -23,7 +23,7 @@ MS = 1_000_000
 
 def medusa(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("MEDUSA_") and key != "PORT"}
-    return subprocess.run([MEDUSA, *arguments], capture_output=True, text=True, env=clean | environ, timeout=60)
+    return subprocess.run([MEDUSA, *arguments], capture_output=True, text=True, env=clean | environ, timeout=240)
 
 
 def refused(*arguments: str, **environ: str) -> str:
@@ -118,7 +118,7 @@ def test_debug_shows_the_traceback() -> None:
 
 def test_a_reader_that_has_gone_is_no_error() -> None:
     command = f"{MEDUSA} serve --help | head -1"
-    result = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=60)
+    result = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, timeout=240)
     assert result.stderr == ""
 
 

@@ -21,7 +21,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make n
 
 def lab(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [MEDUSA, "cluster", "lab", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
 @pytest.mark.parametrize(

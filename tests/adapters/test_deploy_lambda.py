@@ -33,7 +33,7 @@ def aws(server: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Lambda's control plane, empty but for a role; the same for this process and for the command."""
     for name, value in {**KEYS, "AWS_ENDPOINT_URL": server}.items():
         monkeypatch.setenv(name, value)
-    urllib.request.urlopen(urllib.request.Request(f"{server}/moto-api/reset", method="POST"), timeout=10).close()
+    urllib.request.urlopen(urllib.request.Request(f"{server}/moto-api/reset", method="POST"), timeout=240).close()
     boto3.client("iam").create_role(RoleName="fn", AssumeRolePolicyDocument="{}")
     ecr = boto3.client("ecr")
     ecr.create_repository(repositoryName="fn")

@@ -52,7 +52,7 @@ def aws(server: str, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setenv(name, value)
     import urllib.request
 
-    urllib.request.urlopen(urllib.request.Request(f"{server}/moto-api/reset", method="POST"), timeout=10).close()
+    urllib.request.urlopen(urllib.request.Request(f"{server}/moto-api/reset", method="POST"), timeout=240).close()
     return boto3.client("sagemaker")
 
 
@@ -385,7 +385,7 @@ def test_missing_packages_name_the_command(platform: str, package: str) -> None:
         f"sys.exit(main(['deploy', {platform!r}, 'qwen', '--image=q:1']"
         f" + (['--role={ROLE}', '--apply'] if {platform!r} == 'sagemaker' else [])))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 2, done
     assert 'pip install "medusa-runtime[deploy]"' in done.stderr
     assert len(done.stderr.splitlines()) == 1

@@ -26,7 +26,7 @@ sys.exit(main(sys.argv[1:]))
 def test_this_machine_can_serve() -> None:
     """A machine on which the tests run fails in nothing; every line has level, name and finding."""
     environ = {key: value for key, value in os.environ.items() if not key.startswith("MEDUSA_")}
-    result = subprocess.run([MEDUSA, "doctor", "--port", "0"], capture_output=True, text=True, env=environ, timeout=100)
+    result = subprocess.run([MEDUSA, "doctor", "--port", "0"], capture_output=True, text=True, env=environ, timeout=240)
     assert result.returncode == 0, result.stdout
     lines = [line.split(maxsplit=2) for line in result.stdout.splitlines() if not line.strip().startswith("→")]
     assert {level for level, *_ in lines} <= {"ok", "-", "warn"}
@@ -54,7 +54,7 @@ def test_small_limits_are_findings(limit: str, level: str) -> None:
     script = f'ulimit {limit}; exec "$@"'
     medusa = [MEDUSA] if "-v" in limit else [sys.executable, "-c", QUICK]
     command = ["bash", "-c", script, "bash", *medusa, "doctor", "--port", "0"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     lines = [line.split(maxsplit=1) for line in result.stdout.splitlines() if not line.strip().startswith("→")]
     name = "torch" if "-v" in limit else "open files"
     assert [found for found, rest in lines if rest.startswith(name)] == [level], result.stdout

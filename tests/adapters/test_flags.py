@@ -19,7 +19,7 @@ def medusa(*arguments: str | Path, **variables: str) -> subprocess.CompletedProc
         return medusa_command.medusa(*arguments, environ=variables)
     environ = {key: text for key, text in os.environ.items() if not key.startswith("MEDUSA_")} | variables
     command = [sys.executable, "-m", "medusa_adapters.cli.main", *arguments]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240, check=False)
 
 
 def test_an_earlier_name_does_the_same_and_says_so() -> None:

@@ -102,13 +102,13 @@ class Sandbox:
         """``response`` or ``error``, and what was sent."""
         name = f"event-{time.monotonic_ns()}"
         self.events.put((name, event, limit_s))
-        answered, kind, body = self.results.get(timeout=90)
+        answered, kind, body = self.results.get(timeout=240)
         assert answered == name
         return kind, body
 
     def close(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(120)
         self._server.shutdown()
         self._server.server_close()
 
@@ -176,7 +176,7 @@ def test_a_server_that_cannot_start_ends_the_sandbox(tmp_path: Path) -> None:
         for number in range(2):  # the first may still be told that the function could not be loaded
             sandbox.events.put((f"event-{number}", {}, 60.0))
         assert sandbox.process.wait(60) != 0
-        assert sandbox.results.get(timeout=10)[1] == "error"
+        assert sandbox.results.get(timeout=240)[1] == "error"
     finally:
         sandbox.close()
 

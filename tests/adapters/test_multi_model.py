@@ -52,7 +52,7 @@ def test_models_come_and_go(host: Any, tmp_path: Path) -> None:
 
     left = descendants(host.process.pid)
     os.kill(host.process.pid, signal.SIGKILL)
-    host.process.wait(10)
+    host.process.wait(120)
     for _ in range(3000):
         if not any(alive(pid) for pid in left):
             break

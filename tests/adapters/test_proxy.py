@@ -43,7 +43,7 @@ def nginx(folder: Path, behind: int) -> Iterator[int]:
         yield port
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(120)
 
 
 @pytest.mark.skipif(not Path(NGINX).exists(), reason="needs nginx")
@@ -57,7 +57,7 @@ def test_heartbeats_pass_before_the_function_is_loaded(
         handler="slow_load/handler.py:Handler", wait=False, MEDUSA_HEARTBEAT="0.1", metrics_port="0", **env
     )
     with nginx(tmp_path, instance.port) as port:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=240)
         with contextlib.closing(connection):
             connection.request("POST", "/", b"", {"Accept": "text/event-stream"})
             response = connection.getresponse()

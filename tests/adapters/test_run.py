@@ -69,7 +69,7 @@ def handler(tmp_path: Path) -> Path:
 
 def medusa(folder: Path, *arguments: str, macos: bool = False) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", MACOS] if macos else [sys.executable, "-m", "medusa_adapters.cli.main"]
-    return subprocess.run([*command, *arguments], cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([*command, *arguments], cwd=folder, capture_output=True, text=True, timeout=240, check=False)
 
 
 @pytest.mark.parametrize("macos", [False, True])

@@ -43,7 +43,7 @@ def medusa(*arguments: str) -> subprocess.CompletedProcess[str]:
     if arguments[0] in ("inspect", "deploy"):  # they only print
         return medusa_command.medusa(*arguments, environ=KEYS)
     return subprocess.run(
-        [MEDUSA, *arguments], capture_output=True, text=True, env=os.environ | KEYS, timeout=120, check=False
+        [MEDUSA, *arguments], capture_output=True, text=True, env=os.environ | KEYS, timeout=240, check=False
     )
 
 

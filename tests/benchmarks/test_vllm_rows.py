@@ -176,7 +176,7 @@ def test_a_warm_engine_process_serves_the_first_request(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=110,
+        timeout=240,
     )
     assert ran.returncode == 0, ran.stderr
     rows = {(row["name"], row["metric"]): row for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}

@@ -17,7 +17,7 @@ Start = Callable[..., Any]
 
 
 def refused(serving: Any, *expected: str) -> None:
-    assert serving.wait_gone(timeout_s=30) not in (0, None)
+    assert serving.wait_gone(timeout_s=120) not in (0, None)
     output = serving.output()
     for text in expected:
         assert text in output
@@ -130,7 +130,7 @@ def test_a_bad_flag(start: Start, example: Path) -> None:
 def test_a_handler_that_does_not_import(start: Start, tmp_path: Path, source: str, name: str, expected: str) -> None:
     (tmp_path / "handler.py").write_text(source)
     serving = start("--handler", f"{tmp_path}/handler.py:{name}")
-    assert serving.wait_gone(timeout_s=30) != 0
+    assert serving.wait_gone(timeout_s=120) != 0
     assert expected in serving.output()
     assert "Handler.NotFound" in serving.output()
 

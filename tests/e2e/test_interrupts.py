@@ -64,7 +64,7 @@ class Interrupted:
             pass
         began = time.monotonic()
         self.process.send_signal(signal.SIGINT)
-        _, errors = self.process.communicate(timeout=60)
+        _, errors = self.process.communicate(timeout=240)
         return self.process.returncode, time.monotonic() - began, errors
 
     def left(self) -> set[str]:

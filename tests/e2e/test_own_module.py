@@ -69,7 +69,7 @@ def test_a_checkpoint_that_does_not_fit_ends_the_instance(start: Start, tmp_path
 
 def test_without_a_handler_there_is_nothing_to_run(start: Start, tmp_path: Path) -> None:
     serving = start("--model", tmp_path, "--engine", "none")
-    assert serving.process.wait(30) == 2
+    assert serving.process.wait(120) == 2
     assert "with --engine none nothing runs the model: expected --handler" in serving.output()
 
 

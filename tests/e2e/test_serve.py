@@ -113,7 +113,7 @@ def test_sigterm_lets_a_running_stream_finish(start: Start, example: Path) -> No
     serving = start("--model", example)
     serving.wait_ready()
     descendants = serving.children()
-    connection = http.client.HTTPConnection("127.0.0.1", serving.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", serving.port, timeout=240)
     body = {"prompt": "The", "max_tokens": 200, "stream": True, "ignore_eos": True}
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
     response = connection.getresponse()

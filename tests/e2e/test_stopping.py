@@ -55,7 +55,7 @@ def test_a_second_signal_does_not_wait_for_requests(start: Start, tmp_path: Path
     )
     serving = start("--handler", f"{tmp_path}/handler.py:handle", "--drain-s", "600")
     serving.wait_ready()
-    with closing(http.client.HTTPConnection("127.0.0.1", serving.port, timeout=60)) as client:
+    with closing(http.client.HTTPConnection("127.0.0.1", serving.port, timeout=240)) as client:
         client.request("POST", "/", b"x")
         deadline = time.monotonic() + 60
         while "got it" not in serving.output():

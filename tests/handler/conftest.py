@@ -35,7 +35,7 @@ class Served:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            self.process.wait(10)
+            self.process.wait(120)
             pytest.fail(f"the server did not start:\n{self.output()}")
         self.port = int(line)
 
@@ -51,7 +51,7 @@ class Served:
         assert self.process.stdout.readline() == b"done\n", self.output()
 
     def connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=240)
 
     def request(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
@@ -109,7 +109,7 @@ def servers(folder: Path) -> Iterator[Callable[..., Served]]:
         if served.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(served.process.pid, signal.SIGKILL)
-        served.process.wait(10)
+        served.process.wait(120)
         for pipe in (served.process.stdin, served.process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):

@@ -18,7 +18,7 @@ def children(pid: int) -> list[int]:
 
 
 def connect(served: Any) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", served.port), timeout=60)
+    return socket.create_connection(("127.0.0.1", served.port), timeout=240)
 
 
 def stopped_worker(served: Any) -> int:

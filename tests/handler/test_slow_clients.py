@@ -25,7 +25,7 @@ POST = b"POST /anything HTTP/1.1\r\nHost: a\r\n"
 
 
 def connect(served: Any) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", served.port), timeout=60)
+    return socket.create_connection(("127.0.0.1", served.port), timeout=240)
 
 
 def read_answer(connection: socket.socket) -> tuple[int, dict[str, Any]]:

@@ -55,7 +55,7 @@ def audit(tmp_path: Path, requirements: str, url: str) -> subprocess.CompletedPr
     (tmp_path / "requirements.txt").write_text(requirements)
     command = [sys.executable, str(AUDIT), str(tmp_path / "requirements.txt"), "--osv-url", url]
     environ: dict[str, Any] = {"XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environ, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environ, timeout=240)
 
 
 def test_without_a_source_it_fails_in_one_line(tmp_path: Path) -> None:

@@ -429,7 +429,7 @@ def test_idle_connections_do_not_keep_others_out(shared: GatewayProcess) -> None
 
 
 def test_a_connection_is_kept_for_the_next_request(shared: GatewayProcess) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", shared.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", shared.port, timeout=240)
     connection.connect()
     mine = connection.sock.getsockname()
     for stream in (False, True, False):

@@ -25,7 +25,7 @@ def pair() -> Iterator[tuple[TcpChannel, TcpChannel]]:
     accepted: queue.SimpleQueue[Greeting] = queue.SimpleQueue()
     listener = Listener("127.0.0.1", 0, group=GROUP, token="secret", accept=accepted.put, link=None)
     ours = connected(listener, "secret")
-    greeting = accepted.get(timeout=10)
+    greeting = accepted.get(timeout=240)
     assert (greeting.rank, greeting.purpose, greeting.values["dtype"]) == (3, "steps", "bfloat16")
     yield ours, greeting.channel
     ours.close()
@@ -125,7 +125,7 @@ def test_an_emulated_link_slows_what_is_sent(pair: Any) -> None:
     accepted: queue.SimpleQueue[Greeting] = queue.SimpleQueue()
     listener = Listener("127.0.0.1", 0, group=GROUP, token="secret", accept=accepted.put, link=None)
     ours = connected(listener, "secret", link=Link(10e6))
-    theirs = accepted.get(timeout=10).channel
+    theirs = accepted.get(timeout=240).channel
     began = time.monotonic()
     ours.send(Message(Kind.BLOCK, GROUP, body=bytes(2_000_000)))
     reader = threading.Thread(target=theirs.receive)

@@ -186,10 +186,10 @@ def test_a_group_ends_in_order_and_the_leader_goes_on(processes: Callable[..., P
     made = processes(then="down")
     stream = made.ask()
     assert tokens_of(stream) == expected
-    assert made.processes[1].wait(30) == 0
+    assert made.processes[1].wait(120) == 0
     assert tokens_of(made.ask()) == expected
     made.processes[0].terminate()
-    assert made.processes[0].wait(30) == 0
+    assert made.processes[0].wait(120) == 0
 
 
 @pytest.mark.slow
@@ -200,4 +200,4 @@ def test_a_leader_that_is_killed_ends_what_had_begun(processes: Callable[..., Pr
     os.kill(made.engine_of(0), signal.SIGKILL)
     with pytest.raises(EngineError, match="ended while it worked on this request"):
         tokens_of(stream)
-    assert made.processes[0].wait(30) == 2
+    assert made.processes[0].wait(120) == 2

@@ -26,7 +26,7 @@ class Instance(ServedInstance):
         return str(answer.json["choices"][0]["text"])
 
     def stats(self) -> str:
-        body = self.exchange("GET", "/timeline", None, timeout_s=30).body
+        body = self.exchange("GET", "/timeline", None, timeout_s=120).body
         return body if isinstance(body, str) else bytes(body).decode()
 
 
@@ -59,7 +59,7 @@ def test_a_group_of_two_instances_answers_as_one(tmp_path: Path, instances: Call
     ]
     assert group[0].complete() == expected
     assert "worker 1" in group[0].stats()
-    assert group[1].exchange("GET", "/readyz", None, timeout_s=30).status == 503
+    assert group[1].exchange("GET", "/readyz", None, timeout_s=120).status == 503
     answers: list[str] = []
     asking = threading.Thread(target=lambda: answers.append(group[0].complete()))
     asking.start()

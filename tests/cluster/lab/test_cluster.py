@@ -41,7 +41,7 @@ def until(condition: Callable[[], object], patience_s: float = 120) -> None:
 def completion(url: str) -> str:
     body = json.dumps(REQUEST).encode()
     request = urllib.request.Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=120) as answer:
+    with urllib.request.urlopen(request, timeout=240) as answer:
         return str(json.load(answer)["choices"][0]["text"])
 
 
@@ -103,7 +103,7 @@ def test_a_node_with_another_token_is_refused_in_one_line() -> None:
         wrong.touch(0o600)
         wrong.write_text("x" * 64)
         command = [MEDUSA, "cluster", "start", "--address", "n1", "--dir", lab.node_folder("n2"), "--token-file", wrong]
-        refused = lab.run("n2", command, capture_output=True, text=True, timeout=60)
+        refused = lab.run("n2", command, capture_output=True, text=True, timeout=240)
         assert refused.returncode in (1, 2)
         (line,) = [line for line in refused.stderr.splitlines() if line.startswith("medusa: ")]
         assert "token" in line

@@ -266,7 +266,7 @@ def test_a_node_with_a_wrong_token_does_not_join(nodes: tuple[ClusterNode, Clust
 
 def test_a_second_node_server_in_the_same_folder_is_refused(nodes: tuple[ClusterNode, ClusterNode]) -> None:
     head, _ = nodes
-    done = subprocess.run(head.command(), env=environment(), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(head.command(), env=environment(), capture_output=True, text=True, timeout=240)
     assert done.returncode == 2
     assert f"a node server runs in {head.folder} already (process {head.process.pid})" in done.stderr
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.cluster
 def ray_version(before: str) -> subprocess.CompletedProcess[str]:
     """Run `ray --version` as a node server runs `ray start`, after some lines of Python."""
     code = f"{before}\nfrom medusa_cluster.node.ray_start import main\nraise SystemExit(main(['--version']))"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
 
 
 class Raylet:

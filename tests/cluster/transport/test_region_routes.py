@@ -59,7 +59,7 @@ class Served:
         self._thread = threading.Thread(target=self._run)
         self._ready = threading.Event()
         self._thread.start()
-        self._ready.wait(10)
+        self._ready.wait(120)
         self.stores: list[PeerStore] = []
 
     async def acquire(self, url: str, *, current: bool, within_s: float) -> ChecksummedRegion | None:
@@ -93,7 +93,7 @@ class Served:
         request = urllib.request.Request(self.url + path, headers=headers)
         request.add_header("Authorization", f"Bearer {token}")
         try:
-            with urllib.request.urlopen(request, timeout=10) as response:
+            with urllib.request.urlopen(request, timeout=240) as response:
                 return int(response.status)
         except urllib.error.HTTPError as error:
             with error:

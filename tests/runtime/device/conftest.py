@@ -17,5 +17,5 @@ def fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> str:
         pytest.skip("no C compiler")
     library = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
     source = Path(__file__).with_name("fake_cuda.c")
-    subprocess.run([compiler, "-shared", "-fPIC", "-Wall", "-Werror", "-o", library, source], check=True, timeout=60)
+    subprocess.run([compiler, "-shared", "-fPIC", "-Wall", "-Werror", "-o", library, source], check=True, timeout=240)
     return str(library)

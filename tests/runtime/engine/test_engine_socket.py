@@ -132,15 +132,15 @@ def test_many_requests_share_one_connection(engine: list[int], client: EngineCli
 
 def test_refusals_are_raised_with_their_kind(engine: list[int], client: EngineClient) -> None:
     with pytest.raises(RequestError, match="anything but 'refuse'"):
-        client.generate(request("refuse")).get(5)
+        client.generate(request("refuse")).get(60)
     with pytest.raises(OverloadedError) as caught:
-        client.generate(request("busy")).get(5)
+        client.generate(request("busy")).get(60)
     assert caught.value.retry_after_s == 7.5
 
 
 def test_get_returns_none_while_nothing_came_and_close_cancels(engine: list[int], client: EngineClient) -> None:
     stream = client.generate(request("stall", "slow"))
-    first = stream.get(5)
+    first = stream.get(60)
     assert first is not None
     assert stream.get(0.01) is None
     stream.close()
@@ -175,10 +175,10 @@ def test_a_crash_ends_running_requests_with_an_error_and_the_next_engine_serves(
     engine: list[int], client: EngineClient, listener: socket.socket
 ) -> None:
     running = client.generate(request("stall"))
-    assert running.get(5) is not None
+    assert running.get(60) is not None
     kill(engine)
     with pytest.raises(EngineError, match="being restarted"):
-        running.get(5)
+        running.get(60)
     held = client.generate(request("again", "r2"))
     engine.append(fork_engine(listener))
     assert "".join(delta.text for delta in held) == "again"
@@ -195,7 +195,7 @@ def test_calls_answer_and_fail_clearly(engine: list[int], client: EngineClient) 
 
 def test_a_client_that_vanishes_has_its_requests_cancelled(engine: list[int], listener: socket.socket) -> None:
     leaving = EngineClient(listener.getsockname())
-    assert leaving.generate(request("stall", "left-behind")).get(5) is not None
+    assert leaving.generate(request("stall", "left-behind")).get(60) is not None
     leaving.close()
     other = EngineClient(listener.getsockname())
     try:

@@ -26,7 +26,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> CudaDriver:
         pytest.skip("no C compiler")
     library = tmp_path_factory.mktemp("driver") / "libcuda-placed.so.1"
     files = sorted(map(str, SOURCES.glob("*.c")))
-    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, *files, "-lm"], check=True, timeout=120)
+    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, *files, "-lm"], check=True, timeout=240)
     driver = CudaDriver(str(library))
     driver.call("cuInit", 0)
     driver.call("cuCtxSetCurrent", driver.handle("cuDevicePrimaryCtxRetain", 0))

@@ -168,7 +168,7 @@ def test_requests_end_with_an_error_when_the_engine_stops(serve: Any) -> None:
     if last.finish_reason == "error":
         assert last.error is not None
         assert last.error[0] == "Engine.Failed"
-    served.thread.join(30)
+    served.thread.join(120)
     with pytest.raises(Exception, match="stopping"):
         served.ask("A")
 

@@ -97,7 +97,7 @@ def test_a_failed_fetch_ends_requests_and_the_engine(serve_region: Any, arriving
     arriving.writer.fail(CorruptError("model.safetensors: expected 10 bytes, found 9"))
     for answer in answers:
         assert answer.last.error == ("Weights.Corrupt", "model.safetensors: expected 10 bytes, found 9")
-    served.thread.join(30)
+    served.thread.join(120)
     assert [type(error) for error in served.errors] == [CorruptError]
     with pytest.raises(CorruptError, match="found 9"):
         served.engine.wait_ready()
@@ -108,7 +108,7 @@ def test_a_failed_fetch_ends_requests_and_the_engine(serve_region: Any, arriving
 def test_an_idle_engine_ends_with_a_failed_fetch_too(serve_region: Any, arriving: Arriving) -> None:
     served = serve_region(arriving.region)
     arriving.writer.fail(CorruptError("broken"))
-    served.thread.join(30)
+    served.thread.join(120)
     assert [str(error) for error in served.errors] == ["broken"]
 
 
@@ -119,7 +119,7 @@ def test_an_engine_that_is_closed_while_it_waits_ends_its_requests(serve_region:
     served.stop.set()
     served.engine.close()
     assert answer.last.error is not None
-    served.thread.join(30)
+    served.thread.join(120)
     assert not served.thread.is_alive()
 
 
@@ -147,5 +147,5 @@ def test_a_step_that_fails_ends_its_requests_but_not_the_engine(serve: Any, monk
     monkeypatch.setattr(model, "logits", always, raising=False)
     for _ in range(3):
         assert served.ask("Tokens flow").last.finish_reason == "error"
-    served.thread.join(30)
+    served.thread.join(120)
     assert isinstance(served.errors[0], MedusaError)

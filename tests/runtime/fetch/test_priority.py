@@ -61,7 +61,7 @@ def test_what_is_asked_for_is_fetched_first(served: Any, region: Region) -> None
     thread = fetching(region, served.url + "/m", Timeline.create("test"), connections=1)
     region.wait_index()
     region.demand([LAST])
-    region.wait_tensor(LAST, timeout_s=30)
+    region.wait_tensor(LAST, timeout_s=120)
     assert region.progress().fetched_bytes < 20 * MIB
     assert not region.has("layers.9.w")
     served.bytes_per_s = None
@@ -80,18 +80,18 @@ def test_what_nobody_waits_for_is_held_back_as_long_as_a_reader_says_so(served: 
     thread.start()
     try:
         for number in range(3):
-            region.wait_tensor(f"layers.{number}.w", timeout_s=30)
+            region.wait_tensor(f"layers.{number}.w", timeout_s=120)
         time.sleep(0.2)
         assert region.progress().fetched_bytes <= 7 * MIB  # a chunk may have bytes of two layers
         region.demand([LAST])  # a forward waits for it
-        region.wait_tensor(LAST, timeout_s=30)
+        region.wait_tensor(LAST, timeout_s=120)
         assert region.progress().fetched_bytes <= 10 * MIB
         pace(outside, 0.5, 0.3)  # and it ends with its reader
-        thread.join(30)
+        thread.join(120)
         check(region)
     finally:
         pace(outside, 1.0, 60.0)
-        thread.join(30)
+        thread.join(120)
         os.close(outside)
 
 
@@ -101,7 +101,7 @@ def test_a_paced_fetch_takes_its_share_of_the_link(served: Any, region: Region) 
     began = time.monotonic()
     thread = fetching(region, served.url + "/m", Timeline.create("test"), connections=2, layers="0:6")
     region.wait_index()
-    region.wait_tensor("layers.5.w", timeout_s=30)
+    region.wait_tensor("layers.5.w", timeout_s=120)
     own_s = time.monotonic() - began
     thread.join(60)
     assert time.monotonic() - began - own_s > 2 * own_s
@@ -183,8 +183,8 @@ def test_a_range_that_stalls_is_asked_for_again(served: Any, region: Region, num
     region.wait_index()
     for name in TENSORS:
         region.demand([name])
-        region.wait_tensor(name, timeout_s=20)
-    thread.join(20)
+        region.wait_tensor(name, timeout_s=120)
+    thread.join(120)
     assert not thread.is_alive()
     check(region)
     assert next(stage for stage in timeline.stages() if stage.name == "fetch").detail["hedges"] >= 1
@@ -262,7 +262,7 @@ def test_a_background_load_has_one_range_at_a_time_unless_it_is_waited_for(
                 filled.region.demand(["4"])
             else:
                 promote(demand_fd)
-            thread.join(20)
+            thread.join(120)
         assert interactive_load() == (by == "somebody"), "a load that is waited for is interactive itself"
         assert [span.first for span in taken] == [filled.writer.chunks.of_tensor("4").start if by == "a forward" else 1]
     assert not interactive_load()
@@ -286,7 +286,7 @@ def test_a_fetch_waits_for_memory_to_be_given_back(
     time.sleep(0.1)
     assert not taken
     filled.region.release("1")
-    thread.join(20)
+    thread.join(120)
     assert taken
 
 

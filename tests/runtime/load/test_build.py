@@ -273,7 +273,7 @@ def test_what_a_forward_waits_for_is_asked_for_first(filling: Fill) -> None:
     needed = {chunk for name in ("lazy.weight", "lazy.bias") for chunk in filled.writer.chunks.of_tensor(name)}
     assert asked == needed
     filled.arrive("lazy.weight", "lazy.bias")  # out of order
-    waiting.join(20)
+    waiting.join(120)
     assert not waiting.is_alive()
     loader.close()
 

@@ -221,7 +221,7 @@ def test_a_forward_waits_for_each_unit_alone(filling: Fill) -> None:
         filled.arrive("layers.0.down.weight")
         until(lambda: reached == ["embed", "layers.0", "layers.1"])
         filled.arrive(*(name for name in state if name.startswith("layers.2")))
-        thread.join(30)
+        thread.join(120)
         torch.testing.assert_close(results[0], net(IDS), rtol=0, atol=0)
         loader.wait()
     assert hooks(module) == 0
@@ -239,7 +239,7 @@ def test_a_fetch_error_reaches_the_waiting_forward(filling: Fill) -> None:
         thread, results = in_thread(lambda: module(IDS))
         until(lambda: not module.layers[0].up.weight.is_meta)
         filled.writer.fail(CorruptError("shard 3: checksum"))
-        thread.join(30)
+        thread.join(120)
         assert isinstance(results[0], CorruptError)
         with pytest.raises(CorruptError, match="shard 3"):
             loader.wait()
@@ -254,7 +254,7 @@ def test_close_lets_a_waiting_forward_go(filling: Fill) -> None:
     thread, results = in_thread(lambda: module(IDS))
     loader.close()
     loader.close()
-    thread.join(30)
+    thread.join(120)
     assert isinstance(results[0], RuntimeError)
 
 
@@ -278,5 +278,5 @@ def test_parameters_that_nobody_calls(filling: Fill) -> None:
     with Loader(filled.region, Applier(module)):
         thread, results = in_thread(lambda: module(torch.ones(2)))
         filled.arrive(*source.state_dict())
-        thread.join(30)
+        thread.join(120)
     torch.testing.assert_close(results[0], source(torch.ones(2)))

@@ -34,7 +34,7 @@ def read_all(region: Region) -> int:
 def test_a_second_agent_on_a_socket_says_who_has_it(start_node: Start) -> None:
     node = start_node()
     command = [sys.executable, "-m", "medusa_adapters.cli.main", "node", "--socket", node.socket]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 2
     assert f"another node agent (process {node.process.pid}) serves {node.socket}" in done.stderr
     assert node.reachable()

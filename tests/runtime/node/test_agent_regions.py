@@ -133,7 +133,12 @@ def test_user_1000_reads_through_a_read_only_mount(start_node: Start, put_model:
     node = start_node("--allow", f"{url}=1000")
     command = ["unshare", "--mount", "sh", "-c", CONFINED, "sh", sys.executable, "-c", ASK, node.socket, url]
     done = subprocess.run(
-        command, env={**os.environ, "FOLDER": str(node.folder)}, capture_output=True, text=True, timeout=60, check=False
+        command,
+        env={**os.environ, "FOLDER": str(node.folder)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert done.stdout == '1 {"model_type": "m"}\nrefused\n', done.stderr
 

@@ -433,7 +433,7 @@ def test_root_of_another_container_is_nobody_special(start_node: Start, put_mode
     node = start_node("--pin", url)
     node.until(lambda: [held["state"] for held in node.status()["regions"]] == ["done"])
     command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", IN_ANOTHER_CONTAINER]
-    done = subprocess.run([*command, node.socket, url], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([*command, node.socket, url], capture_output=True, text=True, timeout=240, check=False)
     dropped, pinned, had, regions = json.loads(done.stdout or done.stderr)
     assert "expected the agent's own user" in dropped
     assert "may not be had by user 0 of another container" in pinned
@@ -457,7 +457,7 @@ def test_root_of_another_container_reads_what_it_sees_without_the_agents_rights(
         "r = C(sys.argv[1]).region(sys.argv[2]); print(r.file('vocab.json'), r.file('added_tokens.json'))"
     )
     command = ["unshare", "--pid", "--mount", "--fork", sys.executable, "-c", script, node.socket, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.stdout == 'None b\'{"model_type": "m"}\'\n', done.stderr
 
 

@@ -174,7 +174,7 @@ def test_a_writer_killed_before_its_manifest_leaves_the_old_bundle(folder: Path,
     with process.stdout:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGKILL)
-        process.wait(30)
+        process.wait(120)
     bundle, after = opened(folder)
     assert after == before
     assert [bundle.read(artifact) for artifact in after.artifacts] == [SMALL, LARGE]

@@ -94,7 +94,7 @@ def fetch(url: str, folder: Path, **environ: str) -> subprocess.CompletedProcess
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "MEDUSA_"))}
     command = [sys.executable, "-m", "medusa_adapters.cli.main", "fetch", url, "--to", str(folder / "to")]
     environ = clean | {"HF_HOME": str(folder / "home")} | environ
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240, check=False)
 
 
 @pytest.mark.parametrize(("url", "revision"), [(f"hf://{MODEL}", "main"), (f"hf://{MODEL}@v1.0", "v1.0")])

@@ -40,7 +40,7 @@ def toy(fake_cuda: Path, cubins: Path) -> Toy:
         variables = {**os.environ, "FAKE_CUDA_LIBRARY": str(fake_cuda), "TOY_CUBINS": str(cubins)}
         variables |= {"FAKE_CUDA_BASE": hex(base), "FAKE_CUDA_DESCRIBE": "1", **environment}
         command = [python, str(HERE / "toy.py"), phase, json.dumps(options)]
-        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=100)
+        done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr
         result: dict[str, Any] = json.loads(done.stdout)
         return {**result, "log": done.stderr}

@@ -38,7 +38,7 @@ def python(fake_cuda: Path, cubins: Path) -> Any:
     def run(code: str, **environment: str) -> str:
         variables = {**os.environ, "FAKE_CUDA_LIBRARY": str(fake_cuda), "TOY_CUBINS": str(cubins), **environment}
         done = subprocess.run(
-            [sys.executable, "-c", SCRIPT + code], env=variables, capture_output=True, text=True, timeout=100
+            [sys.executable, "-c", SCRIPT + code], env=variables, capture_output=True, text=True, timeout=240
         )
         assert done.returncode == 0, done.stderr
         return done.stdout

@@ -89,7 +89,7 @@ def not_position_independent() -> str | None:
         with open(python, "rb") as program:
             kind = int.from_bytes(program.read(18)[16:], sys.byteorder)
         asked = [python, "-c", "import sys; print(sys.version_info >= (3, 11))"]
-        new = subprocess.check_output(asked, text=True, timeout=60).strip() == "True"
+        new = subprocess.check_output(asked, text=True, timeout=240).strip() == "True"
     except (OSError, subprocess.SubprocessError):
         return None
     return python if kind == 2 and new else None  # ET_EXEC

@@ -104,7 +104,7 @@ for address in (on_heap, on_stack, in_library):
     print(any(start <= address < stop for start, stop in own_memory()))
 """
     environment = {"PYTHONPATH": os.pathsep.join(sys.path), "PATH": os.environ["PATH"]}
-    said = subprocess.check_output([sys.executable, "-c", script], text=True, env=environment, timeout=60)
+    said = subprocess.check_output([sys.executable, "-c", script], text=True, env=environment, timeout=240)
     assert said.split() == ["True", "True", "False"]
 
 
