@@ -159,7 +159,7 @@ def test_an_event_ends_before_its_time_is_over(sandbox: Sandbox) -> None:
     began = time.monotonic()
     kind, answer = sandbox.invoke(url_event("/slow"), limit_s=3)
     assert (kind, answer["statusCode"]) == ("response", 504)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 25
 
 
 def test_provisioned_concurrency_waits_until_the_function_is_ready(tmp_path: Path) -> None:

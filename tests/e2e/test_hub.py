@@ -27,6 +27,6 @@ def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     began = time.monotonic()
     done = medusa("inspect", "hf://org/name")
-    assert time.monotonic() - began < 15  # the import of the client, and three tries
+    assert time.monotonic() - began < 60  # the import of the client, and three tries
     for words in (f"127.0.0.1:{closed}", "HTTPS_PROXY", "HF_TOKEN is not set", "[Storage.Unreachable]"):
         assert words in done.stderr

@@ -180,7 +180,7 @@ def test_bytes_that_trickle_do_not_hold_a_fetch(where: str) -> None:
         with pytest.raises(StorageError, match=r"only .* bytes came|did not come within|answers 503"):
             store.read("w", 0, 2000) if where != "range" else store.read_into("w", 0, memoryview(bytearray(2000)))
         store.close()
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - began < 60
 
 
 def test_a_byte_an_answer_does_not_hold_a_fetch() -> None:
@@ -197,7 +197,7 @@ def test_a_byte_an_answer_does_not_hold_a_fetch() -> None:
         store = HttpStore(server.url, policy, {})
         with pytest.raises(StorageError, match="too slow"):
             store.read_into("w", 0, memoryview(bytearray(2000)))
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 60
         store.close()
 
 
