@@ -118,9 +118,8 @@ def pytest_configure() -> None:
             signal.signal(number, handler)
 
 
-@pytest.fixture
-def start_node() -> Iterator[Callable[..., NodeProcess]]:
-    """Start `medusa node` with these arguments; what the test leaves running is killed."""
+@contextlib.contextmanager
+def nodes() -> Iterator[Callable[..., NodeProcess]]:
     started: list[NodeProcess] = []
 
     def start(*arguments: str, wrapper: Sequence[str] = ()) -> NodeProcess:
@@ -139,3 +138,17 @@ def start_node() -> Iterator[Callable[..., NodeProcess]]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         shutil.rmtree(node.folder)
+
+
+@pytest.fixture
+def start_node() -> Iterator[Callable[..., NodeProcess]]:
+    """Start `medusa node` with these arguments; what the test leaves running is killed."""
+    with nodes() as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def start_node_module() -> Iterator[Callable[..., NodeProcess]]:
+    """Start nodes that all tests of a file share."""
+    with nodes() as start:
+        yield start

@@ -137,8 +137,29 @@ def ready_node(start_node: Start, example: Path) -> Any:
     return node
 
 
-def test_a_function_takes_region_and_engine_from_the_agent(start: Start, start_node: Start, example: Path) -> None:
-    node = ready_node(start_node, example)
+@pytest.fixture(scope="module")
+def shared(start_node_module: Start, example: Path) -> Iterator[Any]:
+    """The agent of the tests in which no harm comes to it. It ends in order."""
+    node = ready_node(start_node_module, example)
+    yield node
+    assert node.stop() == 0
+
+
+@pytest.fixture
+def node(shared: Any) -> Any:
+    """The shared agent with a warm engine, and its region in nobody's use."""
+    shared.wait_warm()
+    shared.until(lambda: shared.status()["regions"][0]["in_use_by"] == 0)
+    return shared
+
+
+def taken(node: Any) -> int:
+    """How many engines functions have taken so far."""
+    return int(node.status()["engines"]["torch"]["taken"])
+
+
+def test_a_function_takes_region_and_engine_from_the_agent(start: Start, node: Any, example: Path) -> None:
+    before = taken(node)
     (warm,) = node.status()["engines"]["torch"]["pids"]
     serving = start("--model", example, "--node-socket", node.socket)
     with_agent = serving.complete()["choices"][0]["text"]
@@ -147,7 +168,7 @@ def test_a_function_takes_region_and_engine_from_the_agent(start: Start, start_n
     assert "node-fallback" not in names
     assert set(serving.children().values()) == {"function", "worker"}, "neither prefetcher nor zygote of its own"
     engines = node.status()["engines"]["torch"]
-    assert engines["taken"] == 1
+    assert engines["taken"] == before + 1
     assert warm not in engines["pids"]
     # A second function gets another process, of which nobody else has had any use.
     node.wait_warm()
@@ -165,7 +186,6 @@ def test_a_function_takes_region_and_engine_from_the_agent(start: Start, start_n
     assert second.stop() == 0
     node.until(lambda: not alive(other))
     node.until(lambda: node.status()["regions"][0]["in_use_by"] == 0)
-    assert node.stop() == 0
 
 
 def test_without_an_idle_engine_the_region_is_shared_all_the_same(
@@ -296,33 +316,31 @@ def test_the_fetch_dies_while_a_request_waits(
         node.until(lambda: not any(alive(pid) for pid in before))
 
 
-def test_a_warm_process_dies_while_it_is_specialised(start: Start, start_node: Start, example: Path) -> None:
-    node = ready_node(start_node, example)
+def test_a_warm_process_dies_while_it_is_specialised(start: Start, node: Any, example: Path) -> None:
+    before = taken(node)
     (engine,) = node.status()["engines"]["torch"]["pids"]
     serving = start("--model", example, "--node-socket", node.socket)
-    node.until(lambda: node.status()["engines"]["torch"]["taken"] == 1)
+    node.until(lambda: taken(node) == before + 1)
     os.kill(engine, signal.SIGKILL)
     assert serving.complete()["choices"][0]["text"]
     assert "the node's engine process ended; starting one of our own" in serving.output()
     assert serving.stop() == 0
-    assert node.stop() == 0
 
 
-def test_an_engine_that_is_asked_for_by_the_first_request(start: Start, start_node: Start, example: Path) -> None:
-    node = ready_node(start_node, example)
+def test_an_engine_that_is_asked_for_by_the_first_request(start: Start, node: Any, example: Path) -> None:
+    before = taken(node)
     serving = start("--model", example, "--node-socket", node.socket, "--engine-start", "request")
     serving.wait_ready()
     assert serving.request("GET", "/readyz")[1]["engine"] == "idle"
-    assert node.status()["engines"]["torch"]["taken"] == 0
+    assert taken(node) == before
     text = serving.complete()["choices"][0]["text"]
-    assert node.status()["engines"]["torch"]["taken"] == 1
+    assert taken(node) == before + 1
     assert serving.stop() == 0
     without = start("--model", example, "--node-socket", "none", "--engine-start", "request")
     without.wait_ready()
     assert set(without.children().values()) <= {"prefetcher", "function", "worker"}
     assert without.complete()["choices"][0]["text"] == text
     assert without.stop() == 0
-    assert node.stop() == 0
 
 
 def test_two_functions_of_one_model_share_its_bytes(start: Start, start_node: Start, slow_origin: SlowOrigin) -> None:
@@ -382,8 +400,7 @@ def test_a_handlers_own_module_from_the_agents_region(
     assert serving.stop() == 0
 
 
-def test_an_engine_of_the_agent_dies_while_it_serves(start: Start, start_node: Start, example: Path) -> None:
-    node = ready_node(start_node, example)
+def test_an_engine_of_the_agent_dies_while_it_serves(start: Start, node: Any, example: Path) -> None:
     (engine,) = node.status()["engines"]["torch"]["pids"]
     serving = start("--model", example, "--node-socket", node.socket)
     text = serving.complete()["choices"][0]["text"]
@@ -392,8 +409,7 @@ def test_an_engine_of_the_agent_dies_while_it_serves(start: Start, start_node: S
     assert serving.stop() == 0
 
 
-def test_a_killed_function_takes_its_engine_along(start: Start, start_node: Start, example: Path) -> None:
-    node = ready_node(start_node, example)
+def test_a_killed_function_takes_its_engine_along(start: Start, node: Any, example: Path) -> None:
     (engine,) = node.status()["engines"]["torch"]["pids"]
     serving = start("--model", example, "--node-socket", node.socket)
     assert serving.complete()["choices"][0]["text"]
@@ -401,4 +417,3 @@ def test_a_killed_function_takes_its_engine_along(start: Start, start_node: Star
     serving.process.wait()
     node.until(lambda: not alive(engine))
     node.until(lambda: node.status()["regions"][0]["in_use_by"] == 0)
-    assert node.stop() == 0
