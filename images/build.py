@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PUBLIC_BASE = re.findall(r"(?m)^ARG BASE_IMAGE=(.*)$", (ROOT / "Dockerfile").read_text())[0]
 OWN_BASE = "localhost/medusa-debian:bookworm"
 NAME = "localhost/medusa-runtime"
+_UNREACHABLE = "pinging container registry"  # what podman calls the first request
 STAGES = ("packages", "runtime")
 DEBIAN_PACKAGES = "python3,python3-venv,ca-certificates"
 # In the manner of Debian's own slim images.
@@ -54,13 +55,22 @@ def main() -> int:
 
 
 def find_base(scratch: Path) -> str:
-    """The public base where it can be pulled, else our own, which is made once."""
+    """The public base, else our own, which is made once, where its registry cannot be reached.
+
+    A registry that answers, and has no image of that digest or another one under it, ends the build.
+    """
     for image in (PUBLIC_BASE, OWN_BASE):
         if succeeds("podman", "image", "exists", image):
             return image
-    if succeeds("podman", "pull", "--quiet", PUBLIC_BASE):
+    pulled = subprocess.run(["podman", "pull", "--quiet", PUBLIC_BASE], capture_output=True, text=True, check=False)
+    if not pulled.returncode:
         return PUBLIC_BASE
-    print(f"{PUBLIC_BASE} cannot be pulled; making {OWN_BASE} with debootstrap", flush=True)
+    if _UNREACHABLE not in pulled.stderr:
+        sys.exit(
+            f"expected {PUBLIC_BASE} of its registry, podman says: {pulled.stderr.strip()}; "
+            "change ARG BASE_IMAGE in the Dockerfile, or name a base that you trust with --base"
+        )
+    print(f"{PUBLIC_BASE} cannot be reached; making {OWN_BASE} with debootstrap", flush=True)
     make_base(scratch / "debian")
     return OWN_BASE
 

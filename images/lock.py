@@ -8,13 +8,18 @@ same files. It takes `uv` (pip install uv); UV_DEFAULT_INDEX and its other varia
 from __future__ import annotations
 
 import argparse
+import hashlib
+import os
 import re
 import subprocess
 import sys
 import tempfile
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 ROOT = Path(__file__).resolve().parent.parent
 LOCKS = ROOT / "images" / "locks"
@@ -30,6 +35,7 @@ _FLAGS: tuple[str, ...] = (
 )
 _FLAGS += ("--index-strategy=unsafe-best-match",)  # as pip does: a build for CPUs may be in any index
 BUILD = "build"
+PYPI = "https://pypi.org/simple"
 HEADER = "# Made by `python images/lock.py {variant}` from pyproject.toml and images/variants.toml.\n"
 
 
@@ -39,17 +45,26 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Lock the packages of the images, with their hashes.")
     parser.add_argument("variants", nargs="*", default=known, metavar="VARIANT", help=f"of {', '.join(known)}")
     parser.add_argument("--find-links", metavar="DIR", help="a folder with torch's wheel; else its own index is asked")
+    parser.add_argument("--upgrade", action="store_true", help="to the newest versions; else as few change as can")
+    parser.add_argument(
+        "--verify", action="store_true", help="write nothing; ask the index whether it has these hashes"
+    )
     arguments = parser.parse_args()
     for name in arguments.variants:
         if name not in known:
             parser.error(f"{name!r} is no variant: expected {', '.join(known)}")
         LOCKS.mkdir(exist_ok=True)
         variant = variants.get(name, {})
+        if arguments.verify:
+            verify(name, variant.get("torch_index"), arguments.find_links)
+            continue
         wanted = build_requirements() if name == BUILD else requirements(variant, variants["common"])
         index = ["--index", variant["torch_index"]] if "torch_index" in variant else []
         places = index if arguments.find_links is None else ["--find-links", arguments.find_links]
-        (LOCKS / f"{name}.txt").write_text(HEADER.format(variant=name) + resolve(wanted, places))
-        print(f"wrote {LOCKS / name}.txt")
+        lock = LOCKS / f"{name}.txt"
+        earlier = lock.read_text() if lock.exists() and not arguments.upgrade else ""
+        lock.write_text(HEADER.format(variant=name) + resolve(wanted, places, earlier))
+        print(f"wrote {lock}")
     return 0
 
 
@@ -68,20 +83,56 @@ def requirements(variant: dict[str, Any], common: dict[str, Any]) -> list[str]:
     return [*wanted, *variant.get("packages", [])]
 
 
-def resolve(wanted: list[str], places: list[str]) -> str:
-    """uv's resolution, checked to name no place."""
+def resolve(wanted: list[str], places: list[str], earlier: str) -> str:
+    """uv's resolution, with the versions of ``earlier``, a lock, where they fit; checked to name no place."""
     with tempfile.TemporaryDirectory(prefix="medusa-lock-") as scratch:
         source = Path(scratch) / "requirements.in"
         source.write_text("\n".join(wanted) + "\n")
+        target = Path(scratch) / "requirements.txt"
+        target.write_text(earlier)
         command = ["uv", "pip", "compile", *_FLAGS, "--python-version", PYTHON, "--python-platform", PLATFORM]
         done = subprocess.run(
-            [*command, *places, str(source)], capture_output=True, text=True, check=False, cwd=scratch
+            [*command, *places, "--output-file", str(target), str(source)],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=scratch,
         )
-    if done.returncode:
-        sys.exit(f"expected uv to find all packages, it says:\n{done.stderr}")
-    if found := re.search(r"(?m)^(?!\S+==\S+( ;.*)? \\$|    --hash=sha256:[0-9a-f]{64}( \\)?$).+", done.stdout):
-        sys.exit(f"expected versions and hashes alone in a lock, found {found[0]!r}")
-    return done.stdout
+        if done.returncode:
+            sys.exit(f"expected uv to find all packages, it says:\n{done.stderr}")
+        found = target.read_text()
+    if wrong := re.search(r"(?m)^(?!\S+==\S+( ;.*)? \\$|    --hash=sha256:[0-9a-f]{64}( \\)?$).+", found):
+        sys.exit(f"expected versions and hashes alone in a lock, found {wrong[0]!r}")
+    return found
+
+
+def verify(name: str, torch_index: str | None, folder: str | None) -> None:
+    """Compare each hash with those that the index publishes, or torch's own, or the files of ``folder`` have.
+
+    Ends the program where one is unknown to an index, or where no index that has the version answers.
+    """
+    indexes = [os.environ.get("UV_DEFAULT_INDEX") or PYPI, *([torch_index] if torch_index else [])]
+    own = {hashlib.sha256(file.read_bytes()).hexdigest() for file in Path(folder).glob("*.whl")} if folder else set()
+    entries = re.findall(r"(?m)^([\w.-]+)=\S+((?: .*\n| .*\\\n|    --hash.*\n)+)", (LOCKS / f"{name}.txt").read_text())
+    with ThreadPoolExecutor(8) as threads:
+        published = list(threads.map(lambda entry: published_hashes(entry[0], indexes), entries))
+    wrong = []
+    for (package, lines), known in zip(entries, published, strict=True):
+        hashes = set(re.findall(r"sha256:([0-9a-f]{64})", lines))
+        if not hashes <= known | own:
+            wrong.append(package)
+    if wrong:
+        sys.exit(f"{name}: no index that was asked ({', '.join(indexes)}) has all hashes of {', '.join(wrong)}")
+    print(f"{name}: all hashes of {len(entries)} packages are the index's")
+
+
+def published_hashes(package: str, indexes: list[str]) -> set[str]:
+    """The hashes of all files of a package, by the simple repository API (PEP 503), of the indexes that answer."""
+    found: set[str] = set()
+    for index in indexes:
+        with suppress(OSError), urlopen(f"{index.rstrip('/')}/{package}/", timeout=60) as answer:
+            found |= set(re.findall(r"#sha256=([0-9a-f]{64})", answer.read().decode()))
+    return found
 
 
 if __name__ == "__main__":
