@@ -21,7 +21,7 @@ VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-cluster test-vllm vllm-cpu test-root test-slow test-failed check format bench bench-cluster image audit test-containers test-sagemaker clean fuzz wheels test-imports docs
+.PHONY: help setup setup-dev demo test test-cluster test-cluster-slow test-vllm vllm-cpu test-root test-slow test-failed check format bench bench-cluster image audit test-containers test-sagemaker clean fuzz wheels test-imports docs
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14

@@ -48,16 +48,25 @@ class LabCluster:
 
     def start(self) -> None:
         """Start all nodes; returns when each of them can reach the controller."""
+        self.start_head()
+        self.start_others()
+
+    def start_head(self) -> None:
+        """Start the head; returns when it has a controller, so that gateways and nodes may come."""
         self.start_node(self.head)
         self.wait_ready(self.head)
-        # A few at a time: on a machine that is too busy, Ray's own start times out, after 30 s.
-        others, at_once = self.lab.nodes[1:], max(len(os.sched_getaffinity(0)) // 2, 1)
+
+    def start_others(self, told: Callable[[str], None] = lambda node: None) -> None:
+        """Start all nodes but the head; ``told`` is called with each that can reach the controller."""
+        # A few at a time, so that the first ones are there soon: a start is some seconds of work for a core.
+        others, at_once = self.lab.nodes[1:], 2 * len(os.sched_getaffinity(0))
         for first in range(0, len(others), at_once):
             group = others[first : first + at_once]
             for node in group:
                 self.start_node(node)
             for node in group:
                 self.wait_ready(node)
+                told(node)
 
     def start_node(self, node: str) -> None:
         """Start the node's server, also again after it has ended."""

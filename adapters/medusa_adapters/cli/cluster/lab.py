@@ -75,15 +75,16 @@ def _cluster(lab: Laboratory, arguments: argparse.Namespace) -> int:
     flags = [f"--{name}={getattr(arguments, name.replace('-', '_'))}" for name in ("prewarm", "memory-budget")]
     cluster = LabCluster(lab, [flag for flag in flags if not flag.endswith("=None")])
     try:
-        _say("starting the cluster …")
-        cluster.start()
+        _say("starting the head …")
+        cluster.start_head()
         inside = cluster.start_gateway(arguments.gateway_port)
         outside = lab.forward(arguments.gateway_port, "switch", arguments.gateway_port)
         for name in lab.served:
             most = len(lab.nodes) if arguments.max is None else arguments.max
             cluster.deploy(name, engine=arguments.engine, min=arguments.min, max=most)
             _say(f"model {name}: {lab.origin_url}/{name}")
-        _say(f"gateway: {outside} (for nodes {inside})")
+        _say(f"gateway: {outside} (for nodes {inside}); requests are answered from now on, while other nodes join")
+        cluster.start_others(lambda node: _say(f"  {node} has joined"))
         return _program(lab, arguments.program) if arguments.program else _wait(cluster.servers)
     finally:
         # Once: a second Ctrl-C would leave the laboratory in the middle of its end.
