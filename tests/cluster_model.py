@@ -159,5 +159,5 @@ class ClusterModel:
     def _started(self, node: Node, instance: Instance) -> Instance:
         copy = node.copy(self.deployments[instance.model].url) if instance.model in self.deployments else None
         if instance.state == "starting" and copy is not None and copy.is_complete:
-            return replace(instance, state="ready", since_s=self.now_s)
+            return replace(instance, state="ready", since_s=self.now_s, version=copy.version)
         return instance

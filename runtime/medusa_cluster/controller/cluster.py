@@ -107,6 +107,7 @@ class Cluster:
                 known = KnownInstance(instance_id, item["model"], node.name, item["state"], item["since"])
                 self.instances[instance_id] = known
             known.confirmed, known.running = True, int(item.get("running", 0))
+            known.version = str(item.get("version", ""))
             if known.state != "draining" and item["state"] != known.state:
                 known.state, known.since = item["state"], item["since"]
         for known in [item for item in self.instances.values() if item.node == node.name]:

@@ -66,6 +66,7 @@ class KnownInstance:
     running: int = 0
     confirmed: bool = False  # the node has shown it in a status
     role: str = "both"
+    version: str = ""  # of the model that it has loaded; "" until its node knows
 
 
 @dataclass

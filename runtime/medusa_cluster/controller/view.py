@@ -100,6 +100,7 @@ def _policy_node(
                 since_s=item.since + offset,
                 role=item.role,  # type: ignore[arg-type]
                 running=item.running,
+                version=item.version,
             )
             for item in instances
         ),

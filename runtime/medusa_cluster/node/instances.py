@@ -10,6 +10,7 @@ import secrets
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ class RunningInstance:
     since: float = field(default_factory=time.time)
     child: Child | None = None
     running: int = 0  # requests that pass through the node server
+    version: str = ""  # of the model: the agent's at its start, or the first that the agent has after it
     failure: str | None = None
     worker: GroupWorker | None = None
 
@@ -188,7 +190,10 @@ class Instances:
             await instance.child.wait()
         self._instances.pop(instance_id, None)
 
-    def status(self) -> list[dict[str, Any]]:
+    def status(self, versions: Mapping[str, str]) -> list[dict[str, Any]]:
+        """``versions``: those of the agent's models, by URL."""
+        for instance in self._instances.values():
+            instance.version = instance.version or versions.get(instance.deployment.url, "")
         return [
             {
                 "id": instance.id,
@@ -197,6 +202,7 @@ class Instances:
                 "state": instance.state,
                 "since": instance.since,
                 "running": instance.running,
+                "version": instance.version,
                 "pid": None if instance.child is None else instance.child.pid,
                 **({"failure": instance.failure} if instance.failure else {}),
             }

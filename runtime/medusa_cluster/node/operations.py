@@ -98,7 +98,7 @@ class Operations:
             },
             "models": models,
             "failed_fetches": dict(self._agent.failures),
-            "instances": self._instances.status(),
+            "instances": self._instances.status({model["url"]: model["version"] for model in models}),
         }
 
     def _model(self, region: dict[str, Any], now: float) -> dict[str, Any]:

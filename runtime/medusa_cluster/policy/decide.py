@@ -93,6 +93,12 @@ class _Count:
         full = [instance.state for instance in self.instances if instance.full]
         self.current, self.ready = len(full), full.count("ready")
 
+    def outdated(self) -> list[Instance]:
+        """The ready instances of an older version of the model; what is in groups stays."""
+        wanted = self.deployment.version
+        ready = [item for item in self.instances if item.state == "ready" and item.group is None]
+        return [item for item in ready if wanted and item.version not in ("", wanted)]
+
 
 class _Tick:
     def __init__(self, state: ClusterState, now_s: float, memory: Memory, options: Options) -> None:
@@ -216,16 +222,28 @@ class _Tick:
     # Ends and starts.
 
     def _adjust(self, count: _Count) -> None:
-        if count.wanted < count.current:
-            self._end(count, count.current - count.wanted)
-        elif count.wanted > count.current:
-            self._start(count, count.wanted - count.current)
+        old, surplus = count.outdated(), count.current - count.wanted
+        if surplus == 1 and old and count.ready < count.current:
+            return  # what replaces an instance of an older version starts
+        if surplus > 0:
+            self._end(count, surplus, old)
+        elif surplus < 0:
+            self._start(count, -surplus)
+        elif old and count.ready == count.current:
+            self._renew(count, old)
 
-    def _end(self, count: _Count, number: int) -> None:
+    def _renew(self, count: _Count, old: list[Instance]) -> None:
+        """Replace one instance of an older version: by one that starts first, where there is room for it."""
+        if any(node.free_slots for node in self._state.nodes.values()):
+            self._start(count, 1)
+        else:
+            self._stop(min(old, key=_dispensable), _REPLACED)
+
+    def _end(self, count: _Count, number: int, old: list[Instance]) -> None:
         singles = [instance for instance in count.instances if instance.group is None]
         groups = {instance.group for instance in count.instances if instance.group is not None}
-        for instance in sorted(singles, key=_dispensable)[:number]:
-            self._stop(instance, "the load needs fewer")
+        for instance in sorted(singles, key=lambda item: (item not in old, *_dispensable(item)))[:number]:
+            self._stop(instance, _REPLACED if instance in old else "the load needs fewer")
             number -= 1
         if number > 0 and count.wanted == 0:
             for instance in count.instances:
@@ -385,6 +403,7 @@ def _repeated(count: _Count) -> Scheme | None:
 
 
 _NEW = Monitor()
+_REPLACED = "its model was replaced in the store"
 _QUIET = Load()
 
 

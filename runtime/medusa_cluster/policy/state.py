@@ -53,6 +53,7 @@ class Instance:
     group: str | None = None  # the group's id
     full: bool = True  # has memory for the whole model, also while it holds some of its layers
     running: int = 0  # requests
+    version: str = ""  # of the model that it has loaded; "": not known
 
 
 @dataclass(frozen=True, slots=True)

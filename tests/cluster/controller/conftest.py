@@ -87,7 +87,8 @@ class StandInNode:
         if self.starts is not None:
             await self.starts.wait()
         name = request["deployment"]["name"]
-        self.instances[request["id"]] = {"id": request["id"], "model": name, "state": "ready", "since": time.time()}
+        started = {"id": request["id"], "model": name, "state": "ready", "since": time.time(), "version": self.version}
+        self.instances[request["id"]] = started
         return {"port": 1}
 
     async def stop(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -272,6 +272,25 @@ def test_copies_follow_the_newest_version(run: Run) -> None:
     run(scenario, "a", "b")
 
 
+def test_a_model_that_was_replaced_in_the_store_is_rolled_out(run: Run) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        await deploy(cluster, min=1)
+        (before,) = await until(lambda: ready(cluster))
+        await until(lambda: cluster.instances[before].version == "v1")
+        (holder,) = [node for node in net.nodes.values() if MODEL in node.models][:1]
+        for node in net.nodes.values():
+            node.version = "v2"
+        holder.models[MODEL]["version"] = "v2"  # its agent has looked at the store, and fetched anew
+        await until(lambda: [item for item in ready(cluster) if cluster.instances[item].version == "v2"])
+        await until(lambda: before not in cluster.instances)
+        (after,) = ready(cluster)
+        assert cluster.instances[after].version == "v2"
+        ended = [event["text"] for event in cluster.events if event["kind"] == "scale-down"]
+        assert ended == [f"{before} ends: its model was replaced in the store"]
+
+    run(scenario, "a", "b")
+
+
 def test_nodes_hear_who_has_a_model(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         await deploy(cluster, min=1)

@@ -160,6 +160,31 @@ def test_a_new_version_is_fetched_anew_and_the_old_one_goes() -> None:
     assert cluster.store_bytes == 200 * MB
 
 
+def test_instances_of_an_older_version_are_replaced_one_at_a_time_and_the_new_one_is_there_first() -> None:
+    cluster = ClusterModel(nodes(3), [model(version="1", min=2)])
+    cluster.run(6)
+    assert [instance.version for instance in cluster.instances("m")] == ["1", "1"]
+    # An agent has seen that the object in the store is another.
+    cluster.deployments["m"] = model(version="2", min=2)
+    for _ in range(200):
+        cluster.tick()
+        assert len(cluster.instances("m")) >= 2
+    assert [instance.version for instance in cluster.instances("m")] == ["2", "2"]
+    assert cluster.run(5) == []
+
+
+def test_in_a_full_cluster_an_instance_of_an_older_version_makes_room() -> None:
+    cluster = ClusterModel(nodes(2), [model(version="1", min=2)])
+    cluster.run(6)
+    cluster.deployments["m"] = model(version="2", min=2)
+    fewest = 2
+    for _ in range(300):
+        cluster.tick()
+        fewest = min(fewest, len(cluster.instances("m")))
+    assert fewest == 1
+    assert [instance.version for instance in cluster.instances("m")] == ["2", "2"]
+
+
 def test_a_full_cluster_is_shared_and_says_how_many_nodes_are_missing() -> None:
     cluster = ClusterModel(nodes(2, devices=2), [model("a"), model("b")])
     cluster.load("a", waiting=32)
