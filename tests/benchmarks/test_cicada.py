@@ -114,7 +114,7 @@ def test_the_limited_origin_serves_ranges_and_delays_some(tmp_path: Path) -> Non
 
 def test_the_command_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    arguments = ["--models", "tiny-bert", "--strategies", "pisel,full", "--runs", "2", "--gates", "3"]
+    arguments = ["--models", "tiny-bert", "--strategies", "pisel,full", "--runs", "1", "--gates", "3"]
     arguments += ["--origin", "1"]
     arguments += ["--checkpoints", str(tmp_path / "kept"), "--json", str(tmp_path / "out.json")]
     assert command.main([*arguments, "--prepare"]) == 0
@@ -123,7 +123,7 @@ def test_the_command_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[st
     rows = {(row["name"], row["metric"]): row for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
     names = {"full", "pisel", "limited", "limited-bound", "delayed", "delayed-bound", "built", "plain"}
     assert {name for name, _ in rows} == {f"tiny-bert/{name}" for name in names}
-    assert rows["tiny-bert/full", "latency_s"]["runs"] == 2
+    assert rows["tiny-bert/full", "latency_s"]["runs"] == 1
     assert rows["tiny-bert/full", "latency_s"]["median"] > 0
     assert rows["tiny-bert/full", "peak_mb"]["median"] > rows["tiny-bert/full", "added_mb"]["median"]
     assert rows["tiny-bert/full", "peak_mb"]["median"] > rows["tiny-bert/full", "used_mb"]["median"] > 0

@@ -1,6 +1,11 @@
 """The torch engine's graphs on the fake driver: ``graphs_on_fake.py dump|materialize|restore`` (JSON in and out)."""
 
+# ruff: noqa: E402
 from __future__ import annotations
+
+from medusa_runtime.imports.lazy_torch import import_torch
+
+import_torch()  # as engines do: each of these processes is seconds shorter
 
 import hashlib
 import json
