@@ -119,6 +119,11 @@ def complete() -> None:
         _active.complete()
 
 
+def is_lean() -> bool:
+    """Whether torch was imported leanly, and is not complete yet."""
+    return _active is not None and _active.pending
+
+
 def _why_plain(file: Path) -> str | None:
     """The reason to import torch plainly, or None; ``file`` is torch's __init__.py."""
     python = sys.version_info[:2]
@@ -253,6 +258,10 @@ class _LeanImport:
         stack.enter_context(torch._C._DisableTorchDispatch())
         stack.enter_context(torch.inference_mode(False))
         return stack
+
+    @property
+    def pending(self) -> bool:
+        return next(self._finder.pending(), None) is not None
 
     def complete(self) -> None:
         self._finder.complete()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,3 +112,49 @@ def test_greedy_tokens_are_those_of_transformers(case: str, tmp_path: Path, serv
     served = serve(tmp_path, max_batched_tokens=max(12, SETTINGS.max_concurrency))  # prompts come in chunks
     answers = [served.ask(prompt, max_tokens=TOKENS, logit_bias={2: -100.0}) for prompt in PROMPTS]
     assert [answer.tokens for answer in answers] == [expected(model, prompt) for prompt in PROMPTS]
+
+
+LEANLY = """
+import queue, sys, threading
+from pathlib import Path
+from medusa_runtime.config import Settings
+from medusa_runtime.engine.base import GenerateRequest, SamplingParams
+from medusa_runtime.engine.preimport import preimport
+from medusa_runtime.fetch.prefetcher import prefetch
+from medusa_runtime.region.reader import Region
+from medusa_runtime.timeline import Timeline
+
+settings, timeline = Settings(kv_cache_mb=4, device="cpu"), Timeline.create("engine")
+preimport(settings)
+from medusa_runtime.engine.torch.engine import TorchEngine
+from medusa_runtime.imports.lazy_torch import is_lean
+for folder in sys.argv[1:]:
+    region = Region.create()
+    prefetch(region, folder, settings=settings, timeline=timeline)
+    engine, stop, deltas = TorchEngine(region, settings, timeline), threading.Event(), queue.SimpleQueue()
+    thread = threading.Thread(target=engine.run, args=(stop,))
+    thread.start()
+    params = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True, logit_bias={2: -100.0})
+    engine.add(GenerateRequest("r", (8, 30, 77), params), deltas.put)
+    tokens = []
+    while True:
+        delta = deltas.get(timeout=60)
+        tokens += delta.token_ids
+        if delta.finish_reason:
+            break
+    print(tokens)
+    stop.set()
+    thread.join()
+    engine.close()
+unused = ("torch._inductor", "transformers.generation.utils", "scipy")
+print([name for name in unused if name in sys.modules], is_lean())
+"""
+
+
+def test_the_lean_import_gives_the_same_tokens(tmp_path: Path) -> None:
+    cases = ("gpt2", "gemma3", "mixtral")
+    found = [expected(write(case, tmp_path / case), PROMPTS[1]) for case in cases]
+    command = [sys.executable, "-c", LEANLY, *(str(tmp_path / case) for case in cases)]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert out.returncode == 0, out.stderr
+    assert out.stdout.splitlines() == [*map(str, found), "[] True"], out.stderr

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ...errors import ConfigError, ModelError
+from ...imports.lean_transformers import import_from_transformers
 from ..base import DTYPES, ModelConfig
 from ..fields import Fields
 from ..registry import has_family, is_encoder
@@ -69,10 +69,7 @@ def preimport(raw: Mapping[str, Any]) -> None:
 
 def own_class(found: Known) -> Any:
     """The class itself. Imports transformers, as far as this class needs it."""
-    from .imports import import_transformers
-
-    import_transformers()
-    return getattr(importlib.import_module(found.module), found.name)
+    return getattr(import_from_transformers(found.module), found.name)
 
 
 def own_config(found: Known, raw: Mapping[str, Any]) -> Any:

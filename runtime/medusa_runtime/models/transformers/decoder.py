@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...imports.lean_transformers import without_scripts
 from ...load.skeleton import skeleton
 from ..base import Attention, DecoderModel
 from ..linear import Linear
@@ -44,6 +45,8 @@ class TransformersDecoder(DecoderModel):
         for part in self.module.modules():
             if isinstance(getattr(part, "layer_idx", None), int):
                 setattr(part, STEP, self._step)
+            if hasattr(part, "warn_if_padding_and_no_attention_mask"):
+                part.warn_if_padding_and_no_attention_mask = _say_nothing
         use_our_products(self.module)
 
     def run(self, token_ids: Tensor, positions: Tensor, attention: Attention, rows: Tensor | None) -> Tensor | None:
@@ -70,12 +73,17 @@ class TransformersDecoder(DecoderModel):
         return self._applier
 
 
+def _say_nothing(*_: Any) -> None:
+    """In place of a method that looks for padding tokens in each batch; there is no padding here."""
+
+
 def build(config: TransformersConfig) -> tuple[Any, bool]:
     """The module that a config describes, without memory for its parameters; whether it needs its own attention."""
     kind = own_class(config.known)
     own = own_config(config.known, config.raw)
     gathers = not kind._supports_attention_backend or config.known.name in _OWN_ATTENTION
     own._attn_implementation = own_attention(kind) if gathers else NAME
+    own._experts_implementation = "eager"  # only the experts that a step needs are read
     return construct(kind, own, config.dtype), gathers
 
 
@@ -86,13 +94,16 @@ def own_attention(kind: Any) -> str:
 
 def construct(kind: Any, own: Any, dtype: torch.dtype) -> Any:
     """A class's module without memory for its parameters, in evaluation mode."""
-    from transformers import initialization
-    from transformers.modeling_utils import AttentionInterface
+    from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
     AttentionInterface.register(NAME, attend)
-    with skeleton(), default_dtype(dtype):
-        with initialization.no_init_weights():  # which also leaves out that weights are tied
+    initialize = PreTrainedModel.init_weights
+    with skeleton(), default_dtype(dtype), without_scripts():
+        PreTrainedModel.init_weights = lambda _: None  # a skeleton has no values; it would take longer than the rest
+        try:
             module = kind(own).eval()
+        finally:
+            PreTrainedModel.init_weights = initialize
         module.tie_weights()
     return module
 

@@ -1,0 +1,280 @@
+"""The lean import of transformers: a model's module without what only downloads, training and other modalities need.
+
+``import transformers`` scans its folders, and a model's module imports, among others, torch's compiler, its distributed
+tensors, SciPy and a client of the hub, for nothing that a forward pass runs. Here the package itself is not executed,
+and modules that are only named at import have placeholders in their place. The lists were found by experiment. They
+hold for the versions in ``TESTED``; another version is imported plainly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import logging
+import sys
+import threading
+import typing
+from collections.abc import Iterator, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from .lazy_modules import namespace_of
+from .lazy_torch import is_lean
+
+logger = logging.getLogger(__name__)
+
+TESTED = ("5.23.",)
+_NAME = "transformers"
+
+
+def _identity(*args: Any, **_: Any) -> Any:
+    """Stand in for a decorator, with or without arguments."""
+    return args[0] if args and callable(args[0]) else lambda decorated: decorated
+
+
+def _never(*_: Any, **__: Any) -> bool:
+    return False
+
+
+class GenerationMixin:
+    """Stands in for the class of this name, whose loop is not ours; that a model has it is seen by its name."""
+
+
+class _GenerationConfig:
+    """Stands in for GenerationConfig, whose defaults a model's config is compared with."""
+
+    @classmethod
+    def from_model_config(cls, _: Any) -> None:
+        """Nothing: requests say how tokens are chosen."""
+
+    @staticmethod
+    def _get_default_generation_params() -> dict[str, Any]:
+        return {}
+
+
+class _NotDistributed:
+    """Stands in for DistributedMixin."""
+
+    def init_parallel_plans(self) -> None:
+        """There are none."""
+
+
+class _NoHub:
+    """Stands in for PushToHubMixin, whose method others copy."""
+
+    def push_to_hub(self) -> None:
+        """Nothing is uploaded here."""
+
+
+# Packages that are not executed; only what is imported from inside them is.
+_BARE = frozenset({_NAME, "transformers.models"})
+# Modules with all below them that are replaced, and the names in them that are used.
+_PLACEHOLDERS: dict[str, dict[str, Any]] = {
+    "transformers.data": {},
+    "transformers.dependency_versions_check": {},
+    "transformers.distributed": {
+        "DistributedMixin": _NotDistributed,
+        "is_dtensor": _never,
+        "is_local_dist_rank_0": lambda: True,
+    },
+    "transformers.dynamic_module_utils": {},
+    "transformers.generation": {"GenerationConfig": _GenerationConfig, "GenerationMixin": GenerationMixin},
+    "transformers.integrations.accelerate": {},
+    "transformers.integrations.deepgemm": {},
+    "transformers.integrations.deepspeed": {"is_deepspeed_zero3_enabled": _never},
+    "transformers.integrations.eager_paged": {},
+    "transformers.integrations.finegrained_fp8": {"ALL_FP8_EXPERTS_FUNCTIONS": {}},
+    "transformers.integrations.flash_attention": {},
+    "transformers.integrations.flex_attention": {},
+    "transformers.integrations.fsdp": {"is_fsdp_enabled": _never},
+    "transformers.integrations.peft": {},
+    "transformers.integrations.sonicmoe": {},
+    "transformers.integrations.tensor_parallel": {},
+    "transformers.loss": {"LOSS_MAPPING": {}},
+    "transformers.models.auto": {},
+    "transformers.processing_utils": {"Unpack": getattr(typing, "Unpack", None)},
+    "transformers.quantizers": {},
+    "transformers.safetensors_conversion": {},
+    "transformers.utils.auto_docstring": {"auto_docstring": _identity, "auto_class_docstring": _identity},
+    "transformers.utils.chat_template_utils": {},
+    "transformers.utils.hub": {"PushToHubMixin": _NoHub},
+    "transformers.utils.loading_report": {},
+    "transformers.utils.notebook": {},
+    "transformers.utils.peft_utils": {},
+    "httpx2": {},
+    "huggingface_hub": {"is_offline_mode": lambda: True},
+    "huggingface_hub.utils": {"are_progress_bars_disabled": lambda: True},
+    "tqdm": {},
+    "torch.autograd.graph": {},
+    "torch.distributions": {},
+    "torch._dynamo._trace_wrapped_higher_order_op": {"TransformGetItemToIndex": contextlib.nullcontext},
+    "torch.nn.attention.flex_attention": {},
+    "torch.utils.checkpoint": {},
+}
+
+# Functions that are called at import, with what only a compiler, or experts' fast path, uses later.
+_REGISTERING = {
+    "torch.compiler": ("allow_in_graph", "disable"),
+    "torch.library": ("custom_op", "register_autograd", "register_fake"),
+}
+# Of these placeholders everything below is real that is not replaced itself.
+_REAL_BELOW = frozenset({"huggingface_hub"})
+
+_lock = threading.RLock()
+
+
+def import_from_transformers(module: str) -> ModuleType:
+    """Import a module of transformers, leanly if torch is lean and its version a tested one. Raises ImportError.
+
+    Once it was imported plainly, or failed leanly, it stays plain for this process.
+    """
+    with _lock:
+        if _is_plain() or not (
+            isinstance(sys.modules.get(_NAME), _Bare) or (is_lean() and _version().startswith(TESTED))
+        ):
+            return importlib.import_module(module)
+        try:
+            with _lean():
+                return importlib.import_module(module)
+        except Exception:  # whatever a placeholder caused
+            logger.warning("importing transformers plainly: %s fails with the lean import", module, exc_info=True)
+            forget()
+            return importlib.import_module(module)
+
+
+def forget() -> None:
+    """Drop what was imported leanly, so that the next import is a plain one."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == _NAME]:
+        del sys.modules[name]
+    importlib.import_module(_NAME)
+
+
+@contextlib.contextmanager
+def without_scripts() -> Iterator[None]:
+    """Make a module's buffer that is not saved not execute torch.jit, to be told that the module is not of its kind."""
+    namespace = namespace_of(sys.modules["torch.jit"])
+    absent = "ScriptModule" not in namespace and is_lean()
+    if absent:
+        namespace["ScriptModule"] = type("ScriptModule", (), {})
+    try:
+        yield
+    finally:
+        if absent:
+            namespace.pop("ScriptModule", None)
+
+
+def _is_plain() -> bool:
+    """Whether transformers has been imported, and not by us."""
+    found = sys.modules.get(_NAME)
+    return found is not None and not isinstance(found, _Bare)
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version(_NAME)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+class _Bare(ModuleType):
+    """A package whose own code is not executed."""
+
+
+class _Placeholder(ModuleType):
+    """A module of which any name can be imported; each is an empty class, unless it has a value."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if f"{self.__name__}.{name}" in _PLACEHOLDERS:
+            return importlib.import_module(f"{self.__name__}.{name}")
+        made = type(name, (), {"__module__": self.__name__})
+        setattr(self, name, made)
+        return made
+
+
+class _Finder(MetaPathFinder, Loader):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if _replacement(name) is not None:
+            return ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _placeholder(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing: it has all that it will have."""
+
+
+def _replacement(name: str) -> dict[str, Any] | None:
+    if name in _PLACEHOLDERS:
+        return _PLACEHOLDERS[name]
+    below = (stem for stem in _PLACEHOLDERS if name.startswith(stem + ".") and stem not in _REAL_BELOW)
+    return next((_PLACEHOLDERS[stem] for stem in below), None)
+
+
+def _placeholder(name: str) -> _Placeholder:
+    module = _Placeholder(name)
+    found = importlib.machinery.PathFinder.find_spec(name) if name in _REAL_BELOW else None
+    where = list(found.submodule_search_locations or ()) if found is not None else []
+    vars(module).update(_replacement(name) or {}, __path__=where)
+    return module
+
+
+@contextlib.contextmanager
+def _lean() -> Iterator[None]:
+    """Import leanly in this context. Behind it torch is itself again; placeholders for transformers stay."""
+    _make_bare()
+    finder = _Finder()
+    sys.meta_path.insert(0, finder)
+    kept = {name: sys.modules.get(name) for name in _PLACEHOLDERS if not name.startswith(_NAME)}
+    for name in kept:
+        sys.modules[name] = _placeholder(name)
+    added: list[tuple[dict[str, Any], str]] = []
+    for module_name, names in _REGISTERING.items():
+        namespace = namespace_of(sys.modules[module_name])
+        added += [(namespace, name) for name in names if name not in namespace]
+    for namespace, name in added:
+        namespace[name] = _identity
+    try:
+        _simplify()
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for namespace, name in added:
+            namespace.pop(name, None)
+        for name, module in kept.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
+
+
+def _simplify() -> None:
+    """Replace what transformers does for torch's compiler and tracer, which would execute them."""
+    generic: Any = importlib.import_module("transformers.utils.generic")
+    generic._register_model_output_pytree_node = lambda _: None
+    questions: Any = importlib.import_module("transformers.utils.import_utils")
+    questions.is_tracing = questions.is_jit_tracing = _never
+
+
+def _make_bare() -> None:
+    for name in sorted(_BARE - sys.modules.keys()):
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.submodule_search_locations is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        module = _Bare(name)
+        module.__spec__, module.__file__ = spec, spec.origin
+        module.__path__ = list(spec.submodule_search_locations)
+        vars(module)["__version__"] = _version()
+        sys.modules[name] = module
+
+
+__all__ = ["TESTED", "forget", "import_from_transformers", "without_scripts"]
