@@ -18,7 +18,7 @@ import medusa_vllm  # noqa: F401  makes --engine vllm known
 from medusa_runtime.errors import ConfigError, MedusaError
 from medusa_runtime.resource_limits import as_limit_error
 
-from .flags import announce_renamed, log_level, unify
+from .flags import announce_renamed, chosen_parser, log_level, unify
 
 # Name, module with ``add_arguments(parser)`` and ``run(arguments) -> int``, and a line of help.
 _COMMANDS = (
@@ -135,10 +135,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     argv, behind = _parted(argv)
     parser.set_defaults(module=module, behind=behind)
     arguments, unknown = parser.parse_known_args(argv[1:])
-    announce_renamed(argv, parser)
+    chosen = chosen_parser(parser, argv[1:])
+    announce_renamed(argv, chosen)
     if unknown:
         flag = unknown[0].partition("=")[0]
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_meant(flag, list(parser._option_string_actions))}")
+        chosen.error(f"unrecognized arguments: {' '.join(unknown)}{_meant(flag, list(chosen._option_string_actions))}")
     return arguments
 
 

@@ -67,21 +67,21 @@ def unify(parser: argparse.ArgumentParser) -> None:
 
 
 def announce_renamed(argv: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """Print a line for each flag that was given by its earlier name."""
+    """Print a line for each flag that was given by its earlier name; ``parser`` is the chosen command's."""
+    known = {name for action in parser._actions for name in action.option_strings}
     for word in argv:
         old = word.partition("=")[0]
-        if old in RENAMED and old not in _own_names(parser, argv):
+        if old not in known and RENAMED.get(old) in known:
             print(f"medusa: {old} is called {RENAMED[old]} now; the old name goes on working", file=sys.stderr)
 
 
-def _own_names(parser: argparse.ArgumentParser, argv: Sequence[str]) -> set[str]:
-    """The names that the chosen command and its subcommand show in their help."""
-    names = {name for action in parser._actions for name in action.option_strings}
+def chosen_parser(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the parser of the subcommand that the words name; without one, the command's own."""
     for action in parser._actions:
         for word in argv if isinstance(action, argparse._SubParsersAction) else ():
             if action.choices and word in action.choices:
-                names |= _own_names(dict(action.choices)[word], argv)
-    return names
+                return chosen_parser(dict(action.choices)[word], argv)
+    return parser
 
 
 def log_level(argv: Sequence[str], environ: Mapping[str, str]) -> str:

@@ -12,7 +12,7 @@ from medusa_runtime.errors import ConfigError
 from .client import run_client
 from .manifests import cloudrun, document, secret, values
 from .manifests.function import add_arguments as add_function_arguments
-from .manifests.function import function
+from .manifests.function import add_timeout, function
 from .placement import add_label_arguments, labels
 
 _GCLOUD_TIMEOUT_S = 900
@@ -22,9 +22,7 @@ _REGION = re.compile(r"[a-z]+(-[a-z]+)+\d+")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_function_arguments(parser)
-    parser.add_argument(
-        "--timeout", type=int, default=300, help="seconds a request may take (1 to 3600; default: %(default)s)"
-    )
+    add_timeout(parser, bounds="1 to 3600")
     parser.add_argument("--region", help="e.g. europe-west1; --apply needs it")
     parser.add_argument("--project", help="default: as gcloud finds it")
     parser.add_argument("--cpu", default="1", help="CPUs of an instance: 1, 2, 4, 6 or 8 (default: %(default)s)")

@@ -10,7 +10,7 @@ from medusa_runtime.errors import ConfigError
 
 from . import agent
 from .client import kubectl
-from .delivery import print_or_apply
+from .delivery import add_apply, print_or_apply
 from .manifests import node_agent, raycluster, values
 from .manifests.raycluster import RayCluster
 from .placement import add_label_arguments, placement
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--runtime-class", help="e.g. nvidia")
     add_label_arguments(parser)
-    parser.add_argument("--apply", action="store_true", help="apply with kubectl instead of printing")
+    add_apply(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,6 +10,10 @@ from typing import Any
 from . import agent as node_agent
 from .client import kubectl
 from .manifests import document
+
+
+def add_apply(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--apply", action="store_true", help="apply with kubectl instead of printing")
 
 
 def print_or_apply(

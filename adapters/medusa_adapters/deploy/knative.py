@@ -11,28 +11,23 @@ from medusa_runtime.errors import DeployError
 
 from . import agent
 from .client import kubectl
-from .delivery import print_or_apply
+from .delivery import add_apply, print_or_apply
 from .manifests import features, knative, values
-from .manifests.function import add_arguments as add_function_arguments
 from .manifests.function import function
 from .manifests.measured import Measured
-from .placement import add_arguments as add_placement_arguments
+from .placement import add_arguments as add_pod_arguments
 from .placement import placement
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_function_arguments(parser)
-    parser.add_argument(
-        "--timeout", type=int, default=300, help="seconds a request may take (60 to 600; default: %(default)s)"
-    )
-    add_placement_arguments(parser)
+    add_pod_arguments(parser, "60 to 600")
     parser.add_argument(
         "--network-policy",
         action="store_true",
         help="render a NetworkPolicy, too: connections from Knative, its gateways and this namespace alone",
     )
     agent.add_arguments(parser)
-    parser.add_argument("--apply", action="store_true", help="apply with kubectl instead of printing")
+    add_apply(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

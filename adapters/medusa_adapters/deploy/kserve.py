@@ -5,27 +5,22 @@ from __future__ import annotations
 import argparse
 
 from . import agent
-from .delivery import print_or_apply
+from .delivery import add_apply, print_or_apply
 from .manifests import knative, kserve, values
-from .manifests.function import add_arguments as add_function_arguments
 from .manifests.function import function
-from .placement import add_arguments as add_placement_arguments
+from .placement import add_arguments as add_pod_arguments
 from .placement import placement
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_function_arguments(parser)
-    parser.add_argument(
-        "--timeout", type=int, default=300, help="seconds a request may take (60 to 600; default: %(default)s)"
-    )
-    add_placement_arguments(parser)
+    add_pod_arguments(parser, "60 to 600")
     parser.add_argument(
         "--mode",
         choices=tuple(kserve.MODES),
         default="knative",
         help="what KServe runs it on: Knative, which scales to zero, or a Deployment (default: %(default)s)",
     )
-    parser.add_argument("--apply", action="store_true", help="apply with kubectl instead of printing")
+    add_apply(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -8,12 +8,11 @@ import re
 from medusa_runtime.errors import ConfigError
 
 from . import agent
-from .delivery import print_or_apply
+from .delivery import add_apply, print_or_apply
 from .manifests import kubernetes, values
 from .manifests.function import Function, function
-from .manifests.function import add_arguments as add_function_arguments
 from .manifests.pod import Placement
-from .placement import add_arguments as add_placement_arguments
+from .placement import add_arguments as add_pod_arguments
 from .placement import placement
 
 _MOST_TIMEOUT_S = 12 * 3600
@@ -28,14 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="render a NetworkPolicy, too: connections from this namespace alone",
     )
     agent.add_arguments(parser)
-    parser.add_argument("--apply", action="store_true", help="apply with kubectl instead of printing")
+    add_apply(parser)
 
 
 def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of ``described``, which a Helm chart has, too."""
-    add_function_arguments(parser)
-    parser.add_argument("--timeout", type=int, default=300, help="seconds a request may take (default: %(default)s)")
-    add_placement_arguments(parser)
+    add_pod_arguments(parser)
     parser.add_argument(
         "--autoscaler",
         choices=kubernetes.AUTOSCALERS,

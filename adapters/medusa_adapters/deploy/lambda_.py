@@ -9,7 +9,7 @@ from medusa_runtime.errors import ConfigError, DeployError
 from .aws import Aws, Calls, pairs, planned, print_calls, say
 from .manifests import lambda_, values
 from .manifests.function import add_arguments as add_function_arguments
-from .manifests.function import function
+from .manifests.function import add_timeout, function
 
 _CREATED, _UPDATED = "function_active_v2", "function_updated_v2"
 
@@ -17,9 +17,7 @@ _CREATED, _UPDATED = "function_active_v2", "function_updated_v2"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_function_arguments(parser)
     parser.add_argument("--role", metavar="ARN", help="execution role")
-    parser.add_argument(
-        "--timeout", type=int, default=60, help="seconds a request may take (1 to 900; default: %(default)s)"
-    )
+    add_timeout(parser, 60, bounds="1 to 900")
     parser.add_argument("--memory-mb", type=int, default=2048, help="128 to 10240; CPUs follow it; the weights count")
     parser.add_argument("--storage-mb", type=int, default=512, help="size of /tmp, 512 to 10240")
     parser.add_argument("--architecture", choices=lambda_.ARCHITECTURES, default="x86_64", help="the image's")

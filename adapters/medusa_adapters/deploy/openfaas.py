@@ -12,7 +12,7 @@ from ..cli.template_folder import template_files, template_folder, write_files
 from .client import run_client
 from .manifests import document, openfaas, values
 from .manifests.function import add_arguments as add_function_arguments
-from .manifests.function import function
+from .manifests.function import add_timeout, function
 from .placement import add_label_arguments, labels, pull_secrets
 
 _MOST_TIMEOUT_S = 12 * 3600
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="dockerfile: the folder has its own Dockerfile",
     )
     parser.add_argument("--folder", help="the function's folder (default: ./NAME)")
-    parser.add_argument("--timeout", type=int, default=300, help="seconds a request may take (default: %(default)s)")
+    add_timeout(parser)
     parser.add_argument("--cpu", help="CPUs an instance asks for, e.g. 2 or 500m")
     parser.add_argument("--memory", help="memory an instance may take, e.g. 8Gi; the weights count")
     parser.add_argument("--gpu-profile", help="name of the OpenFaaS Profile that gives a GPU")

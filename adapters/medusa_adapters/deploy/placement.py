@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from medusa_runtime.errors import ConfigError
 
 from .manifests import secret, values
+from .manifests.function import add_arguments as add_function_arguments
+from .manifests.function import add_timeout
 from .manifests.pod import Placement
 
 _MOST_INSTANCES = 10_000
@@ -15,8 +17,10 @@ _MOST_GPUS = 64
 _OWN_LABELS = ("app.kubernetes.io/name", "app.kubernetes.io/managed-by")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ``placement``."""
+def add_arguments(parser: argparse.ArgumentParser, timeouts: str = "") -> None:
+    """Add the flags of ``function``, the time limit (``timeouts``: what it may be) and those of ``placement``."""
+    add_function_arguments(parser)
+    add_timeout(parser, bounds=timeouts)
     parser.add_argument("--namespace", default="default", help="default: %(default)s")
     parser.add_argument("--cpu", help="CPUs an instance asks for, e.g. 2 or 500m")
     parser.add_argument("--memory", help="memory an instance may take, e.g. 8Gi; the weights count")

@@ -94,11 +94,6 @@ class Dispatch:
 
     # What requests do
 
-    def check_room(self, name: str) -> None:
-        """Raise the Fault with which a new request of this model would be refused now."""
-        if self._find_room(name) is _NONE:
-            raise self._shed(name)
-
     async def lease(
         self, name: str, cost: float, *, avoid: frozenset[str], deadline: float, first: bool = False
     ) -> Lease:

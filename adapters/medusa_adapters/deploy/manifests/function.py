@@ -54,6 +54,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_timeout(parser: argparse.ArgumentParser, default_s: int = 300, bounds: str = "") -> None:
+    """Add ``--timeout-s``; ``bounds`` says in its help what it may be."""
+    limit = f"{bounds}; default" if bounds else "default"
+    parser.add_argument(
+        "--timeout", type=int, default=default_s, help=f"seconds a request may take ({limit}: %(default)s)"
+    )
+
+
 def function(arguments: argparse.Namespace, *, platform: str, timeout_s: int) -> Function:
     """The checked function. ConfigError names the flag that cannot be used."""
     values.name(arguments.name)
