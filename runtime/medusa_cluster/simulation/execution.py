@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from ..policy.state import (
     StartInstance,
     StopInstance,
 )
+from .fleet import Model
 from .network import Flow, Link, call_after
 from .node import SimCopy, SimInstance, SimNode
 from .serving import Served, Server
@@ -35,6 +37,7 @@ class Execution:
         self.counts: dict[str, int] = {}  # instances by model's name
         self._groups: dict[str, list[SimInstance]] = {}
         self._holders: dict[Server, list[SimInstance]] = {}
+        self._random = random.Random(1)
         self._serving = 0  # instances, and workers of groups, that serve
 
     def do(self, decision: Decision) -> None:
@@ -128,13 +131,25 @@ class Execution:
         if source is not None:
             held = source.copies.get(copy.url)
             upstream = held.flow if held is not None else None
-            links: tuple[Link, ...] = (source.egress, node.ingress)
+            links: tuple[Link, ...] = (source.egress, node.ingress, *self._own_links(source, copy.url))
             if source.domain and source.domain == node.domain:
                 links = (Link(node.machine.fast_bytes_per_s),)
         else:
             links = (sim.store, node.ingress, node.disk)
             sim.outcome.store_bytes += size
         copy.flow = sim.network.start(links, max(size, 1.0), arrived, upstream)
+
+    def _own_links(self, source: SimNode, url: str) -> tuple[Link, ...]:
+        """Return what limits a flow from devices: the network cards of those that have the model.
+
+        Each of a node's devices that hold the same weights sends a share of them (BlitzScale §5.1). Host memory can use
+        all cards.
+        """
+        if not self._sim.strategy.direct:
+            return ()
+        name, most = url.removeprefix("m://"), source.machine.devices
+        devices = sum(other.name == name and other.state == "ready" for other in source.instances.values())
+        return (Link(source.machine.link_bytes_per_s * devices / most),) if 0 < devices < most else ()
 
     def _arrived(self, node: SimNode, copy: SimCopy) -> None:
         copy.base, copy.flow = copy.fetched, None
@@ -197,14 +212,30 @@ class Execution:
         if start.layers is not None:
             size = round(size * (start.layers[1] - start.layers[0]) / model.profile.layers)
         boot = strategy.boot_s(model.profile, size)
-        if strategy.warm:
-            boot = size / model.profile.stages.load_bytes_per_s
         copy = instance.node.copies.get(f"m://{model.name}")
+        if strategy.warm:
+            boot = self._load_s(instance, model, size)
         if copy is not None and copy.flow is not None and not strategy.prefetch:
             self._delay(instance.node, copy, boot)
         if start.partner is not None:
             self._relieve(instance, start.partner)
-        call_after(self._env, boot, lambda: self._booted(instance))
+        instance.slower = self._random.lognormvariate(0.0, sim.fleet.start_spread) if sim.fleet.start_spread else 1.0
+        call_after(self._env, boot * instance.slower, lambda: self._booted(instance))
+
+    def _load_s(self, instance: SimInstance, model: Model, size: float) -> float:
+        """Return how long weights take to the device of a process that is there.
+
+        From host memory over the device's own link; with ``direct`` from another device of the node, or beside the
+        fetch, whose bytes arrive there.
+        """
+        node, load = instance.node, size / model.profile.stages.load_bytes_per_s
+        if not self._sim.strategy.direct:
+            return load
+        copy = node.copies.get(f"m://{model.name}")
+        if copy is not None and copy.flow is not None:
+            return 0.0
+        served = any(other.name == model.name and other.state == "ready" for other in node.instances.values())
+        return min(load, size / node.machine.fast_bytes_per_s) if served else load
 
     def _delay(self, node: SimNode, copy: SimCopy, seconds: float) -> None:
         """Fetch only after the boot, as a system without a prefetcher does."""
@@ -231,7 +262,8 @@ class Execution:
 
     def _loaded(self, instance: SimInstance) -> None:
         model = self._sim.fleet.models[instance.model]
-        call_after(self._env, self._sim.strategy.init_s(model.profile), lambda: self._begin(instance))
+        init = self._sim.strategy.init_s(model.profile) * instance.slower
+        call_after(self._env, init, lambda: self._begin(instance))
 
     def _begin(self, instance: SimInstance) -> None:
         """The instance, or the group whose last worker this is, serves."""

@@ -90,6 +90,7 @@ def parse(content: Any, folder: Path = Path(), name: str = "fleet") -> Plan:
             tuple(model for model, _ in pairs),
             top.number("hop_s", 0.001),
             top.amount("store", math.inf),
+            top.number("start_spread", 0.0),
         ),
         tuple(lengths for _, lengths in pairs),
         _workload(requests, folder),

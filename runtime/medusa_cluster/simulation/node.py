@@ -54,6 +54,7 @@ class SimInstance:
     partner: str | None
     state: str = "starting"
     server: Server | None = None
+    slower: float = 1.0  # than starts are on average
 
     def seen(self) -> Instance:
         running = self.server.running if self.server is not None else 0

@@ -96,7 +96,7 @@ PROFILES: dict[str, Profile] = {
     "opt-13b@v100": Profile(int(24.0 * GB), 40, V100, _speed(2.4, 0.058)),
     "llama2-13b@v100": Profile(int(24.2 * GB), 40, V100, _speed(2.4, 0.058)),
     "llama3-8b@a800": Profile(16 * GB, 32, A800, _rate(12_000, 0.03)),
-    "mistral-24b@a800": Profile(48 * GB, 40, A800, _rate(6_000, 0.04)),
+    "mistral-24b@a800x2": Profile(48 * GB, 40, replace(A800, load_bytes_per_s=32e9), _rate(6_000, 0.04)),
     "qwen2.5-72b@a800x4": Profile(144 * GB, 80, replace(A800, load_bytes_per_s=64e9), _rate(7_500, 0.05)),
     "llama2-7b@a100": Profile(int(13.5 * GB), 32, A100, _rate(12_000, 0.025)),
     "qwen1.5-4b@a100": Profile(int(7.9 * GB), 40, A100, _rate(18_000, 0.018)),

@@ -22,7 +22,6 @@ from .serving import Served, Server
 from .strategy import Strategy
 from .trace import Request
 
-_WINDOW_S = 1.0  # over which arriving tokens are counted
 _PATIENCE_S = 900.0  # after the last request
 
 
@@ -44,6 +43,7 @@ class Simulation:
     """One run of one strategy. ``progress`` is called with the simulated time, about once in a simulated minute.
 
     Ticks come ``tick_s`` after one another while something happens, and ``quiet_s`` while instances only wait.
+    ``window_s``: over which the tokens that arrive are counted.
     ``details``: also record which tokens were served when, and the host memory that holds weights.
     """
 
@@ -55,6 +55,7 @@ class Simulation:
         *,
         tick_s: float = 0.1,
         quiet_s: float = 1.0,
+        window_s: float = 1.0,
         progress: Callable[[float], None] | None = None,
         details: bool = False,
     ) -> None:
@@ -79,7 +80,7 @@ class Simulation:
         self._execution = Execution(self)
         self._requests = iter(requests)
         self._tick_s, self._tick_at, self._ticked_at = tick_s, math.inf, -math.inf
-        self._quiet_s = max(quiet_s, tick_s)
+        self._quiet_s, self._window_s = max(quiet_s, tick_s), window_s
         self._next_request_s: float | None = 0.0
         self._progress, self._progress_at = progress, 0.0
         self._details = details
@@ -202,14 +203,14 @@ class Simulation:
         for number in list(self._active):
             model = self.models[number]
             window = model.window
-            while window and window[0][0] <= now - _WINDOW_S:
+            while window and window[0][0] <= now - self._window_s:
                 model.window_tokens -= window.popleft()[1]
             name = model.model.name
             waiting = len(model.queue)
             self._loads[name] = Load(
                 waiting,
                 model.running,
-                model.window_tokens / _WINDOW_S,
+                model.window_tokens / self._window_s,
                 0.0,
                 0.0,
                 now - model.queue[0].at_s if waiting else 0.0,

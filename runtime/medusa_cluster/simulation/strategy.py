@@ -18,9 +18,10 @@ class Strategy:
 
     ``prefetch``: the fetch begins with the container, not after it. ``stream``: tensors are loaded as they arrive, into
     an engine that skips profiling. ``overlap``: loading beside the imports. ``precreated``: containers are there.
-    ``warm``: processes that have imported everything are there. ``cache``: what nodes keep in host memory when an
-    instance has ended: nothing, the least recently used models, or always all. ``provisioned``: the part of the devices
-    that always serves, instead of scaling.
+    ``warm``: processes that have imported everything are there. ``direct``: weights from the network arrive in the
+    device, not in the host's memory (BlitzScale). ``cache``: what nodes keep in host memory when an instance has ended:
+    nothing, the least recently used models, or always all. ``provisioned``: the part of the devices that always serves,
+    instead of scaling.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Strategy:
     overlap: bool = True
     precreated: bool = False
     warm: bool = False
+    direct: bool = False
     loader: bool = False  # ServerlessLLM's checkpoint format, without the other optimizations
     cache: str = "none"  # none | lru | all
     cache_ttl_s: float = float("inf")
@@ -104,9 +106,9 @@ STRATEGIES: dict[str, Strategy] = {
         ),
         Strategy("s-llm", warm=True, cache="lru", cache_ttl_s=300.0, policy=_ALONE),
         Strategy("allcache", warm=True, cache="all", policy=_ALONE),
-        Strategy("s-llm+network", warm=True, policy=replace(_ALONE, pool=True, from_peers=True)),
-        Strategy("s-llm+multicast", warm=True, policy=Options()),
-        Strategy("blitzscale", warm=True, policy=Options(live=True)),
+        Strategy("s-llm+network", warm=True, direct=True, policy=replace(_ALONE, pool=True, from_peers=True)),
+        Strategy("s-llm+multicast", warm=True, direct=True, policy=Options()),
+        Strategy("blitzscale", warm=True, direct=True, policy=Options(live=True)),
         Strategy("full", warm=True, cache="all", provisioned=1.0, policy=_ALONE),
         Strategy("half", warm=True, cache="all", provisioned=0.5, policy=_ALONE),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from medusa_cluster.policy.decide import Options
 from medusa_cluster.simulation.fleet import GBIT, Fleet, Machine, Model
 from medusa_cluster.simulation.profiles import GB, PROFILES
 from medusa_cluster.simulation.result import Outcome, percentile
@@ -74,7 +75,7 @@ def test_systems_stand_in_the_papers_order_on_a_bursty_trace() -> None:
 def scaled(name: str) -> Outcome:
     """A burst on a 24B model of which one instance serves, on 8 devices with 100 Gbit/s, disks of 10."""
     machine = Machine("g", 8, 100 * GBIT, store_bytes_per_s=10 * GBIT, memory_bytes=500 * GB)
-    made = Fleet("test", (machine,), (Model("m", PROFILES["mistral-24b@a800"], min=1, tokens_per_s=6000),))
+    made = Fleet("test", (machine,), (Model("m", PROFILES["mistral-24b@a800x2"], min=1, tokens_per_s=6000),))
     requests = [Request(50.0 + number / 20, 0, 2000, 20) for number in range(120)]
     return Simulation(made, strategy_named(name), requests, tick_s=0.05).run()
 
@@ -122,3 +123,33 @@ def test_percentiles_and_unknown_strategies() -> None:
     assert percentile([], 0.5) == 0
     with pytest.raises(ConfigError, match="expected a strategy of medusa"):
         strategy_named("magic")
+
+
+def test_starts_that_differ_are_drawn_alike_in_each_run() -> None:
+    made = replace(fleet("llama2-7b@a10"), start_spread=0.3)
+    runs = [
+        list(
+            Simulation(made, strategy_named("single"), [Request(0.0, 0, 512, 8), Request(900.0, 0, 512, 8)])
+            .run()
+            .ttft_s
+        )
+        for _ in range(2)
+    ]
+    assert runs[0] == runs[1]
+    assert runs[0][0] != runs[0][1]
+    assert runs[0][0] == pytest.approx(8.4, rel=0.5)
+
+
+def test_devices_of_a_host_share_what_one_of_them_has() -> None:
+    """A second instance gets the weights from its neighbour, and a host's cards send what its instances hold."""
+    host = Machine("h", 2, 800 * GBIT, 4, memory_bytes=500 * GB, fast_bytes_per_s=1600 * GBIT)
+    model = Model("m", PROFILES["mistral-24b@a800x2"], min=2, max=6, tokens_per_s=6000, concurrency=64)
+    requests = [Request(50.0 + number / 60, 0, 2000, 4) for number in range(300)]
+    alone = replace(strategy_named("blitzscale"), policy=Options(live=True, pool=False))
+    times = []
+    for strategy in (alone, strategy_named("allcache")):
+        outcome = Simulation(Fleet("test", (host,), (model,)), strategy, requests, tick_s=0.05).run()
+        begin = next(at for at, count in outcome.instances if count > 2)
+        times.append(next(at for at, count in outcome.ready if count == 6) - begin)
+    assert times[0] == pytest.approx(48 / 50, abs=0.2)  # two of four devices serve: half of 100 GB/s
+    assert times[1] == pytest.approx(48 / 32, abs=0.2)
