@@ -61,10 +61,12 @@ class PeerNode:
         self._held[url] = client, region
         while region.state == State.INDEXED:
             time.sleep(_LOOK_S)
-        _, first_ns, ended_ns = region.times_ns
+        started_ns, first_ns, ended_ns = region.times_ns
         rest_bytes = region.total_bytes - region.chunk_bytes  # what came after the first chunk
         return {
             "state": region.state.name,
+            "started_s": started_ns / 1e9,
+            "first_s": first_ns / 1e9,
             "ended_s": ended_ns / 1e9,
             "bytes_per_s": rest_bytes / max((ended_ns - first_ns) / 1e9, 1e-9),
             "total_bytes": region.total_bytes,

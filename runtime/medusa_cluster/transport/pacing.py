@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,13 +24,14 @@ _TOS_SERVING, _TOS_WEIGHTS = 0xB8, 0x08  # expedited forwarding; throughput befo
 class Pacer:
     """Limits the weights that a node sends, over all connections together. The limit may change while they flow.
 
-    Not thread-safe: everything happens in the node server's event loop.
+    Thread-safe.
     """
 
     def __init__(self, bytes_per_s: float | None = None) -> None:
         self._bytes_per_s = bytes_per_s
         self._sending: Counter[socket.socket] = Counter()
         self._paced: dict[socket.socket, int] = {}
+        self._lock = threading.Lock()
 
     @property
     def bytes_per_s(self) -> float | None:
@@ -38,22 +40,25 @@ class Pacer:
 
     def set(self, bytes_per_s: float | None) -> None:
         """Limit weights to so many bytes a second, or to nothing."""
-        self._bytes_per_s = bytes_per_s
-        self._share()
+        with self._lock:
+            self._bytes_per_s = bytes_per_s
+            self._share()
 
     @contextmanager
     def sending(self, connection: socket.socket) -> Iterator[None]:
         """Count a connection among those that share the limit, for as long as it has something to send."""
-        self._sending[connection] += 1
-        self._share()
+        with self._lock:
+            self._sending[connection] += 1
+            self._share()
         try:
             yield
         finally:
-            self._sending[connection] -= 1
-            if not self._sending[connection]:
-                del self._sending[connection]
-                self._paced.pop(connection, None)
-            self._share()
+            with self._lock:
+                self._sending[connection] -= 1
+                if not self._sending[connection]:
+                    del self._sending[connection]
+                    self._paced.pop(connection, None)
+                self._share()
 
     def _share(self) -> None:
         limit = self._bytes_per_s

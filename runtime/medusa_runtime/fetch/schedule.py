@@ -60,8 +60,10 @@ class Schedule:
         """Not yet handed out; a short last chunk counts in full."""
         return (len(self._pending) - self._next) * self._chunks.chunk_bytes
 
-    def take(self, takers: int) -> Span | None:
+    def take(self, takers: int, *, whole: bool = False) -> Span | None:
         """The next range: up to 8 MiB, and less when few bytes are left for ``takers`` connections, or come slowly.
+
+        ``whole``: never less, since a request costs more than it helps where ranges come one after the other.
 
         Waits while a load that is more important has the right of way, or memory must be given back first.
         """
@@ -76,7 +78,7 @@ class Schedule:
                 if not self._leaves_room(asked, wanted) and (wanted or not self._must_wait()):
                     share = self._share(asked, wanted)
                     if share == 1.0:
-                        return self._take(asked, takers)
+                        return self._take(asked, 0 if whole else takers)
                     if share and not self.flights.count and time.monotonic() >= self._paced_until:
                         return self._take_paced(asked, share)
                     pause_s = _PACED_YIELD_S
@@ -124,10 +126,13 @@ class Schedule:
         return self.flights.count > 0 and interactive_load()
 
     def _take(self, asked: int | None, takers: int) -> Span:
+        """Take a range; ``takers``: 0 for a whole one."""
         first = self._pending[self._next] if asked is None else asked
-        most = self.flights.most_bytes(takers, _LARGEST_SPAN_BYTES) // self._chunks.chunk_bytes
-        left = sum(not self._taken[chunk] for chunk in self._urgent) if first in self._urgent else 0
-        most = max(min(most, (left or len(self._pending) - self._next) // (2 * takers)), 1)
+        most = _LARGEST_SPAN_BYTES // self._chunks.chunk_bytes
+        if takers:
+            most = min(most, self.flights.most_bytes(takers, _LARGEST_SPAN_BYTES) // self._chunks.chunk_bytes)
+            left = sum(not self._taken[chunk] for chunk in self._urgent) if first in self._urgent else 0
+            most = max(min(most, (left or len(self._pending) - self._next) // (2 * takers)), 1)
         count = 1
         while count < most and self._follows(first, count, in_order=asked is None):
             count += 1

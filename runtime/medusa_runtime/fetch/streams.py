@@ -239,7 +239,10 @@ class Streams:
         return self._alive() and not self._schedule.exhausted
 
     def _take_all(self, number: int) -> None:
-        while number < self._wanted and (span := self._schedule.take(self._wanted)) is not None:
+        while number < self._wanted:
+            span = self._schedule.take(self._wanted, whole=self._few() is not None)
+            if span is None:
+                return
             self._fetch(span)
 
     def _work(self, work: Callable[[], None]) -> None:
@@ -331,6 +334,8 @@ class Streams:
                     raise Mismatch(chunk)
                 self._publish(chunk, shard.name, start + begin, buffer[begin:end])
                 published += 1
+                if direct and published < span.length:
+                    self._writer.prepare(span.first + published)
 
         def keep(filled: int) -> None:
             at = seen % _SCRATCH_BYTES
@@ -338,8 +343,11 @@ class Streams:
             advance(filled)
 
         start = shard.data_start + place.start
+        direct = self._writer.direct or not self._store.refills
+        if direct:
+            self._writer.prepare(span.first)
         with self._writer.buffer(span.first, span.length) as buffer:
-            if self._writer.direct or not self._store.refills:
+            if direct:
                 self._store.read_into(shard.name, start, buffer, shard.version, advance)
             else:
                 scratch = self._scratch()

@@ -21,6 +21,7 @@ class WriterMemory:
 
     def _map_first(self, size_bytes: int) -> None:
         self._map = mmap.mmap(self._fd, size_bytes)
+        self._address = 0
         self.bytes = memoryview(self._map)
         self.words = self.bytes[:HEADER_BYTES].cast("Q")
 
@@ -37,6 +38,17 @@ class WriterMemory:
         self._map.close()
         self._map_first(size_bytes)
 
+    @property
+    def address(self) -> int:
+        """Where the mapping begins."""
+        self._address = self._address or ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        return self._address
+
+    def prepare(self, offset: int, size_bytes: int) -> None:
+        """Make these pages, of which bytes are about to come: at once they cost less than by a fault each."""
+        if offset + size_bytes > self.reserved_bytes:
+            populate_write(self.address + offset, size_bytes)
+
     def words_at(self, offset: int) -> memoryview:
         """One 8-byte word at an aligned offset."""
         return self.bytes[offset : offset + 8].cast("Q")
@@ -45,9 +57,8 @@ class WriterMemory:
         """Grow to this size and make the pages, which costs more than half of a fetch's CPU time."""
         if len(self._map) < size_bytes:
             self.grow(size_bytes)
-            address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-            prefer_huge(address, size_bytes)
-            populate_write(address, size_bytes)
+            prefer_huge(self.address, size_bytes)
+            populate_write(self.address, size_bytes)
             self.reserved_bytes = size_bytes
 
     def close(self) -> None:

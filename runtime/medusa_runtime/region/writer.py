@@ -180,6 +180,11 @@ class RegionWriter:
         start = self._offset(chunk)
         return self._memory.bytes[start : start + stop - self.chunks.place(chunk).start]
 
+    def prepare(self, chunk: int) -> None:
+        """Make the pages of a chunk that is about to be received straight into its ``buffer``."""
+        assert self.chunks is not None
+        self._memory.prepare(self._offset(chunk), self.chunks.size(chunk))
+
     def write(self, chunk: int, offset: int, data: memoryview) -> None:
         """Copy bytes to ``offset`` bytes behind a chunk's start."""
         at = self._offset(chunk) + offset

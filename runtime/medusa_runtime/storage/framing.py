@@ -1,7 +1,6 @@
 """The form in which a node sends an index and chunks to its peers.
 
-Chunks travel in runs: a frame for each, then their bytes in one piece. A frame is 16 bytes, little-endian: the chunk's
-size (4), how many more frames of the same run follow it (4), and its xxh3-64 (8).
+Each chunk travels behind a frame of 16 bytes, little-endian: the chunk's size (4), nothing (4), and its xxh3-64 (8).
 """
 
 from __future__ import annotations
@@ -21,9 +20,8 @@ READER_HEADER = "Medusa-Reader"  # names one fetch: its requests are answered on
 # are smaller than others.
 PEER_CHUNK_BYTES = tuple(256 << 10 << power for power in range(6))
 LARGEST_CHUNK_BYTES = PEER_CHUNK_BYTES[-1]
-_FRAME = struct.Struct("<IIQ")
+_FRAME = struct.Struct("<I4xQ")
 FRAME_BYTES = _FRAME.size
-_MOST_RUN = 1024
 _MOST_FILES = 256
 _LENGTH_BYTES = 8
 _PRIVATE = ".medusa/"  # artifacts of a state bundle, which are for the machine that restored them
@@ -36,27 +34,17 @@ class FramingError(Exception):
 
 
 class Frame(NamedTuple):
-    """The head of one chunk. ``following``: the frames behind this one, in front of the run's bytes."""
+    """The head of one chunk."""
 
     size: int
-    following: int
     checksum: int
 
     def pack(self) -> bytes:
         return _FRAME.pack(*self)
 
     @classmethod
-    def parse(cls, data: bytes | bytearray, before: Frame | None, most_bytes: int) -> Frame:
-        """Parse a frame; ``before``: the one before it in the same run. ``most_bytes``: what is still to come.
-
-        Raises FramingError for anything else.
-        """
-        frame = cls(*_FRAME.unpack(data))
-        if not 0 < frame.size <= min(LARGEST_CHUNK_BYTES, most_bytes) or frame.following >= _MOST_RUN:
-            raise FramingError(f"expected a chunk's frame, found sizes {frame.size} and {frame.following}")
-        if before is not None and frame.following != before.following - 1:
-            raise FramingError("expected the frames of one run to count down")
-        return frame
+    def parse(cls, data: bytes | bytearray | memoryview) -> Frame:
+        return cls(*_FRAME.unpack(data))
 
 
 def framed_bytes(chunks: int, size_bytes: int) -> int:

@@ -141,7 +141,14 @@ class PeerStore:
             connection.close()
 
     def read_chunks(
-        self, key: str, start: int, buffer: memoryview, version: str | None, arrived: Callable[[Chunk], None]
+        self,
+        key: str,
+        start: int,
+        buffer: memoryview,
+        version: str | None,
+        arrived: Callable[[Chunk], None],
+        *,
+        chunk_bytes: int,
     ) -> None:
         """Fill the buffer with whole chunks of a shard from ``start`` on; ``arrived`` is called with each.
 
@@ -149,39 +156,26 @@ class PeerStore:
         the peer fails; what has arrived by then stays.
         """
         path = f"/shards/{quote(key, safe='')}?start={start}&stop={start + len(buffer)}"
-        filled = 0
+        head, filled = memoryview(bytearray(FRAME_BYTES)), 0
         with self._request(path, {"If-Match": entity_tag_of(version)}) as (connection, _):
             while filled < len(buffer):
-                for frame in self._run(connection, len(buffer) - filled):
-                    chunk = buffer[filled : filled + frame.size]
-                    self._fill(connection, chunk)
-                    if self._checksum(chunk) != frame.checksum:
-                        raise WrongBytesError(
-                            f"{self.name}: bytes {start + filled} to {start + filled + frame.size} of {key} do not "
-                            "have their checksum"
-                        )
-                    filled += frame.size
-                    arrived(Chunk(frame.size, filled, frame.checksum))
+                chunk = buffer[filled : filled + chunk_bytes]
+                self._fill(connection, head, chunk)
+                frame = Frame.parse(head)
+                if frame.size != len(chunk) or self._checksum(chunk) != frame.checksum:
+                    raise WrongBytesError(
+                        f"{self.name}: bytes {start + filled} to {start + filled + len(chunk)} of {key} do not "
+                        "have their checksum"
+                    )
+                filled += frame.size
+                arrived(Chunk(frame.size, filled, frame.checksum))
 
-    def _run(self, connection: Connection, most_bytes: int) -> list[Frame]:
-        """Receive the frames of one run, whose bytes come next."""
-        frames: list[Frame] = []
-        data = bytearray(FRAME_BYTES)
-        while not frames or frames[-1].following:
-            self._fill(connection, memoryview(data))
+    def _fill(self, connection: Connection, *buffers: memoryview) -> None:
+        """Receive all of the buffers, for as long as the peer lives and gets something itself."""
+        left, heard_bytes, heard_at = [*filter(len, buffers)], -1, time.monotonic()
+        while left:
             try:
-                frames.append(Frame.parse(data, frames[-1] if frames else None, most_bytes))
-            except FramingError as error:
-                raise WrongBytesError(f"{self.name}: {error}") from None
-            most_bytes -= frames[-1].size
-        return frames
-
-    def _fill(self, connection: Connection, buffer: memoryview) -> None:
-        """Receive the whole buffer, for as long as the peer lives and gets something itself."""
-        filled, heard_bytes, heard_at = 0, -1, time.monotonic()
-        while filled < len(buffer):
-            try:
-                count = connection.receive(buffer[filled:])
+                count = connection.receive_all(left)
             except StalledError:
                 state, fetched_bytes = self.progress()
                 now = time.monotonic()
@@ -193,7 +187,10 @@ class PeerStore:
                 continue
             if not count:
                 raise WireError("the answer ended early")
-            filled += count
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if count:
+                left[0] = left[0][count:]
             heard_at, heard_bytes = time.monotonic(), -1
 
     @contextmanager

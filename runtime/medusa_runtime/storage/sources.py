@@ -36,6 +36,7 @@ _CONNECTIONS = 2
 # is asked; else each node of a chain would begin with the store.
 _GRACE_S = 2.0
 _AGAIN_S = 0.05
+_OTHERS_S = 0.15  # how long the first and the last source are asked for the index, before the others are
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0  # before a peer that failed is tried again
 _MOST_FAILURES = 3  # in a row, after which a peer is not counted on
 _LITTLE_BYTES = 1 << 20  # of index and files, from a peer that is not the first
@@ -120,10 +121,13 @@ class SourcesStore:
 
         The caller reads on only after an offer that is of no use, which it reports with ``exclude``.
         """
-        pool = ThreadPoolExecutor(max(len(self._sources), 1), "offer")
+        pool, began = ThreadPoolExecutor(max(len(self._sources), 1), "offer"), time.monotonic()
         try:
             while alive := self._alive():
-                yield from self._ask_all([source for source in alive if source.is_fit(time.monotonic())], pool)
+                now = time.monotonic()
+                if now - began < _OTHERS_S:
+                    alive = [alive[0], *alive[1:][-1:]]
+                yield from self._ask_all([source for source in alive if source.is_fit(now)], pool)
                 if time.monotonic() > self._grace_until:
                     return
                 time.sleep(_AGAIN_S)
@@ -131,10 +135,10 @@ class SourcesStore:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _ask_all(self, fit: list[_Source], pool: ThreadPoolExecutor) -> Iterator[Offer]:
-        """Ask all of these peers at once, and yield what they have.
+        """Ask these peers at once, and yield what they have.
 
-        In a chain the first one may only be about to get it. The others are asked for little: each of them may be asked
-        by all nodes behind it.
+        In a chain the first one may only be about to get it, and the last one has it. The others are asked for little:
+        each of them may be asked by all nodes behind it.
         """
         asked = {
             pool.submit(source.store.offer, _LITTLE_BYTES if place else None): source
@@ -266,7 +270,7 @@ class SourcesStore:
             source.failures = 0
             moved(end)
 
-        source.store.read_chunks(key, start + base, buffer[base:], version, arrived)
+        source.store.read_chunks(key, start + base, buffer[base:], version, arrived, chunk_bytes=self._chunk_bytes)
 
     def _read_origin(
         self,

@@ -9,6 +9,7 @@ The server is not trusted: heads, lines and bodies have a largest size, and an a
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 import time
@@ -29,6 +30,7 @@ _LINE_BYTES = 256  # the most of the line before a chunk, which holds its size
 _MOST_INTERIM = 8  # interim answers (1xx) before the final one
 _LINE_END = b"\r\n"
 _CUT = "the connection was closed before the answer's end"
+_WAKE_BYTES = 512 << 10  # the kernel's receive buffer grows to hold twice as much
 _HALF_RECORD_BYTES = 8 << 10  # half of a TLS record; a server that sends whole records is not slow
 
 
@@ -96,6 +98,10 @@ class Connection:
         self._fill: Callable[[memoryview], int] = self._decrypt if endpoint.tls else self._receive_all
         self._pace = _Pace(timeout_s, least_bytes_per_s)
         self._to_read: int | None = 0
+        self._silence_s = timeout_s
+        self._wake_bytes = 1  # that must be there before the kernel wakes a reader
+        self._readable = select.poll()
+        self._readable.register(self._socket, select.POLLIN)
         self._chunked = False
         self._keep = True
         self.interrupted = False
@@ -114,6 +120,7 @@ class Connection:
         lines += [f"{name}: {value}" for name, value in headers.items()]
         self._pace = _Pace(self._timeout_s, self._least_bytes_per_s)
         try:
+            self._wake_at(1)
             self._socket.sendall("\r\n".join([*lines, "", ""]).encode("latin-1"))
             for _ in range(_MOST_INTERIM):
                 head, rest = _receive_head(self._socket, bytes(self._left), self._timeout_s)
@@ -157,6 +164,35 @@ class Connection:
             self._pace.add(count, time.monotonic() - began)
         self._to_read -= count
         return count
+
+    def receive_all(self, buffers: list[memoryview]) -> int:
+        """Receive a body of known length into the buffers, one behind the other; fewer bytes after a silence.
+
+        The thread wakes when all is there, or much, and not for each segment: at 50 MB/s that is half of the CPU time.
+        """
+        assert self._to_read is not None
+        wanted = sum(map(len, buffers))
+        if self._left or self.endpoint.tls or wanted > self._to_read:
+            return self.receive(buffers[0])
+        began = time.monotonic()
+        try:
+            self._wake_at(min(wanted, _WAKE_BYTES))
+            self._readable.poll(self._silence_s * 1000)
+            count = self._socket.recvmsg_into(buffers, 0, socket.MSG_DONTWAIT)[0]
+        except BlockingIOError as error:
+            raise StalledError(_reason(error)) from None
+        except OSError as error:
+            raise WireError(_reason(error)) from None
+        if not count:
+            raise WireError(f"the connection was closed {self._to_read} bytes before the answer's end")
+        self._pace.add(count, time.monotonic() - began)
+        self._to_read -= count
+        return count
+
+    def _wake_at(self, size_bytes: int) -> None:
+        if size_bytes != self._wake_bytes:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size_bytes)
+            self._wake_bytes = size_bytes
 
     def _receive_all(self, buffer: memoryview) -> int:
         """Fill ``buffer`` in one call, however the bytes arrive: each return to the interpreter has to take its lock.
@@ -253,6 +289,7 @@ class Connection:
 
     def limit_silence(self, timeout_s: float) -> None:
         """Limit how long ``receive`` waits for anything; until then it is the connection's ``timeout_s``."""
+        self._silence_s = timeout_s
         if self.endpoint.tls:
             self._socket.settimeout(timeout_s)
         else:

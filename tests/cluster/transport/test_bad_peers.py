@@ -73,7 +73,7 @@ def _flip(body: bytearray) -> bytes:
 
 
 def _lie_of_sizes(body: bytearray) -> bytes:
-    body[4:8] = (1000).to_bytes(4, "little")
+    body[0:4] = (1000).to_bytes(4, "little")
     return bytes(body)
 
 

@@ -138,6 +138,7 @@ def test_a_range_is_sent_as_its_chunks_arrive(served: Served) -> None:
     read = threading.Thread(
         target=store.read_chunks,
         args=("model.safetensors", START, memoryview(buffer), '"v1"', lambda chunk: came.append(chunk.filled)),
+        kwargs={"chunk_bytes": CHUNK},
     )
     read.start()
     for there in range(1, COUNT + 1):
@@ -153,7 +154,12 @@ def test_a_chunk_that_a_peer_waits_for_is_fetched_first(served: Served) -> None:
     def read() -> None:
         with contextlib.suppress(StorageError):
             served.store().read_chunks(
-                "model.safetensors", START + 4 * CHUNK, memoryview(bytearray(CHUNK)), '"v1"', lambda chunk: None
+                "model.safetensors",
+                START + 4 * CHUNK,
+                memoryview(bytearray(CHUNK)),
+                '"v1"',
+                lambda chunk: None,
+                chunk_bytes=CHUNK,
             )
 
     thread = threading.Thread(target=read)
@@ -179,7 +185,12 @@ def test_a_fetch_that_fails_ends_the_answer(served: Served) -> None:
     threading.Timer(0.3, served.writer.fail, [StorageError("gone")]).start()
     with pytest.raises(StorageError):
         served.store().read_chunks(
-            "model.safetensors", START, memoryview(bytearray(SIZE)), '"v1"', lambda chunk: came.append(chunk.filled)
+            "model.safetensors",
+            START,
+            memoryview(bytearray(SIZE)),
+            '"v1"',
+            lambda chunk: came.append(chunk.filled),
+            chunk_bytes=CHUNK,
         )
     assert came == [CHUNK, 2 * CHUNK]
     until(lambda: not served.using)
@@ -189,7 +200,9 @@ def test_a_prefetcher_that_ended_ends_the_answer(served: Served) -> None:
     served.arrive(1)
     served.writer.close()
     with pytest.raises(StorageError):
-        served.store().read_chunks("model.safetensors", START, memoryview(bytearray(SIZE)), '"v1"', lambda chunk: None)
+        served.store().read_chunks(
+            "model.safetensors", START, memoryview(bytearray(SIZE)), '"v1"', lambda chunk: None, chunk_bytes=CHUNK
+        )
 
 
 def test_a_region_without_the_model_is_not_found(served: Served) -> None:

@@ -1,0 +1,232 @@
+"""One answer with weights on its way: a thread that waits for a region's chunks and sends each as it comes.
+
+An event loop would run some hundred lines for each chunk. A thread makes two system calls, which take the frame and
+the region's pages to the socket (sendfile); the bytes are never copied here.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+from medusa_runtime.errors import NodeError
+from medusa_runtime.region.checksummed import ChecksummedRegion
+from medusa_runtime.storage.framing import Frame
+
+from .pacing import Pacer
+
+_MOST_RUN = 64  # chunks that are sent before another answer to the same reader
+_LEAST_BYTES_PER_S = 64 << 10  # below which a peer that reads is given up
+_PATIENCE_S = 10.0  # with a peer that takes nothing
+_QUIET_S = 60.0  # with a region to which nothing comes
+_LOOK_S = 0.5  # between looks whether a region still has a prefetcher
+# The prefetcher is another process, which only stores to shared memory, and a look takes microseconds.
+_SHORTEST_S, _LONGEST_S, _OF_WAITED = 0.0015, 0.02, 0.25
+_ENCRYPTED_BYTES = 128 << 10
+
+
+class Turns:
+    """The answers that each reader waits for, in the order of its requests.
+
+    A fetch asks for the next range before it has the one before. Sent at a time, both would come half as fast, and each
+    node of a chain would be two chunks behind the one before it instead of one.
+    """
+
+    def __init__(self) -> None:
+        self._readers: WeakValueDictionary[str, Turn] = WeakValueDictionary()
+
+    def of(self, reader: str) -> Turn:
+        """Call this in one thread only."""
+        return self._readers.setdefault(reader, Turn())
+
+
+class Turn:
+    """The answers to one reader."""
+
+    def __init__(self) -> None:
+        self.sending = threading.Lock()
+        self._changed = threading.Condition()
+        self._answers: list[object] = []
+
+    @contextmanager
+    def place(self, answer: object) -> Iterator[None]:
+        with self._changed:
+            self._answers.append(answer)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._answers.remove(answer)
+                self._changed.notify_all()
+
+    def pause(self, answer: object, seconds: float) -> None:
+        """Wait a little for the next chunk of an answer. Only the first answer needs to look often."""
+        if self._answers[0] is answer:
+            time.sleep(seconds)
+            return
+        with self._changed:
+            if self._answers[0] is not answer:
+                self._changed.wait(_LONGEST_S)
+
+
+class Way(Protocol):
+    """What takes bytes to the peer. Both raise an OSError when it has gone, or takes nothing until ``deadline``."""
+
+    connection: socket.socket
+
+    def write(self, data: bytes, deadline: float) -> None: ...
+
+    def send_file(self, descriptor: int, offset: int, size: int, deadline: float) -> None: ...
+
+
+class PlainWay:
+    """A connection's socket, which its owner leaves alone meanwhile. Close it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection.dup()
+        self._writable = select.poll()
+        self._writable.register(self.connection, select.POLLOUT)
+
+    def write(self, data: bytes, deadline: float) -> None:
+        """Send bytes together with those that follow, so that they wake the reader once."""
+        while data:
+            try:
+                data = data[self.connection.send(data, socket.MSG_MORE | socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                self._wait(deadline)
+
+    def send_file(self, descriptor: int, offset: int, size: int, deadline: float) -> None:
+        stop, out = offset + size, self.connection.fileno()
+        while offset < stop:
+            try:
+                count = os.sendfile(out, descriptor, offset, stop - offset)
+            except BlockingIOError:
+                self._wait(deadline)
+                continue
+            if not count:
+                raise ConnectionResetError("the region has ended early")
+            offset += count
+
+    def _wait(self, deadline: float) -> None:
+        if not self._writable.poll(max(deadline - time.monotonic(), 0.0) * 1000):
+            raise TimeoutError("the peer takes nothing")
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+class EncryptedWay:
+    """TLS, which the kernel cannot do: ``write`` hands bytes to the event loop, which owns the connection."""
+
+    def __init__(self, connection: socket.socket, write: Callable[[bytes, float], None]) -> None:
+        self.connection = connection
+        self._write = write
+
+    def write(self, data: bytes, deadline: float) -> None:
+        self._write(data, max(deadline - time.monotonic(), 0.0))
+
+    def send_file(self, descriptor: int, offset: int, size: int, deadline: float) -> None:
+        stop = offset + size
+        while offset < stop:
+            piece = os.pread(descriptor, min(_ENCRYPTED_BYTES, stop - offset), offset)
+            if not piece:
+                raise ConnectionResetError("the region has ended early")
+            self.write(piece, deadline)
+            offset += len(piece)
+
+    def close(self) -> None:
+        """The connection is the event loop's."""
+
+
+class Sending:
+    """Chunks [first, first + count) of a region on their way to one peer.
+
+    ``gone`` says whether the peer has; ``sent`` is called with the bytes that were sent, in the thread of ``run``.
+    """
+
+    def __init__(
+        self,
+        region: ChecksummedRegion,
+        chunks: range,
+        way: Way,
+        *,
+        turn: Turn,
+        pacer: Pacer,
+        gone: Callable[[], bool],
+        sent: Callable[[int], None],
+    ) -> None:
+        self._region = region
+        self._chunks = chunks
+        self._way = way
+        self._turn = turn
+        self._pacer = pacer
+        self._gone = gone
+        self._sent = sent
+        self._stopped = False
+        self._came_at = self._every_s = 0.0  # when the last chunk came that was waited for, and how often they do
+
+    def stop(self) -> None:
+        """Have ``run`` end soon, from any thread."""
+        self._stopped = True
+
+    def run(self) -> None:
+        """Send all chunks, each as soon as it is there. MedusaError or OSError when that cannot be."""
+        next_chunk = self._chunks.start
+        with self._turn.place(self):
+            while next_chunk < self._chunks.stop:
+                ready = self._wait(next_chunk, min(self._chunks.stop - next_chunk, _MOST_RUN))
+                with self._turn.sending:
+                    self._send(range(next_chunk, next_chunk + ready))
+                next_chunk += ready
+
+    def _wait(self, first: int, most: int) -> int:
+        """Wait until a chunk is there, and return how many are, one behind the other."""
+        region = self._region
+        if ready := region.present(first, most):
+            return ready
+        began = looked = changed = now = time.monotonic()
+        pause_s = self._came_at + self._every_s - now  # chunks come at even distances, and a look too early is one more
+        fetched_bytes = region.fetched_bytes
+        while not (ready := region.present(first, most)):
+            if self._stopped or self._gone():
+                raise ConnectionResetError("the peer has gone")
+            self._turn.pause(self, min(max(pause_s, _SHORTEST_S), _LONGEST_S))
+            now = time.monotonic()
+            pause_s = (now - began) * _OF_WAITED
+            if now - looked < _LOOK_S:
+                continue
+            looked = now
+            # In a chain, chunks come in the order in which they are asked for; from others, this one may be far away.
+            region.demand(first)
+            if region.fetched_bytes != fetched_bytes:
+                fetched_bytes, changed = region.fetched_bytes, now
+            if (now - changed > _QUIET_S or not region.is_filled) and not region.has(first):
+                raise NodeError("the region is not being filled")
+        self._came_at, self._every_s = now, min(now - self._came_at, _LONGEST_S)
+        return ready
+
+    def _send(self, chunks: range) -> None:
+        """Send neighbouring chunks that are there, a frame before each."""
+        region, way = self._region, self._way
+        descriptor, at = region.file.fileno(), region.offset(chunks.start)
+        sizes = [region.chunks.size(chunk) for chunk in chunks]
+        slowest = min(_LEAST_BYTES_PER_S, self._pacer.bytes_per_s or _LEAST_BYTES_PER_S)
+        deadline = time.monotonic() + _PATIENCE_S + sum(sizes) / slowest
+        with self._pacer.sending(way.connection):
+            for chunk, size in zip(chunks, sizes, strict=True):
+                if self._stopped:
+                    raise ConnectionResetError("the server ends")
+                way.write(Frame(size, region.checksum(chunk)).pack(), deadline)
+                way.send_file(descriptor, at, size, deadline)
+                at += size
+                self._sent(size)
+
+
+__all__ = ["EncryptedWay", "PlainWay", "Sending", "Turn", "Turns", "Way"]
