@@ -1,7 +1,7 @@
-"""A chain's hop without anything of ours: bytes from one socket into memory, and from there to the next socket.
+"""A hop of a chain without anything of ours: bytes from a socket into memory, and from there into the next socket.
 
-``python -m benchmarks.cluster.bare_relay SIZE LISTEN|- TARGET|-``, run in a node. It prints a line when it listens, and
-connects and begins when a line comes; then it prints when it had all bytes and the CPU time that they took.
+``python -m benchmarks.cluster.bare_relay SIZE LISTEN|- TARGET|-``, run in a node. Each line on its standard input lets
+it go on: it listens, connects, passes SIZE bytes on, and prints when the first and the last came, and its CPU time.
 """
 
 from __future__ import annotations
@@ -14,45 +14,49 @@ import sys
 import time
 
 _PIECE_BYTES = 256 << 10
+_MEMORY_BYTES = 64 << 20  # used over and over, and more than sockets hold: what matters is that its pages exist
 
 
 def main() -> int:
-    size, listen, target = int(sys.argv[1]), *map(_address, sys.argv[2:4])
+    size, before, onward = int(sys.argv[1]), None, None
     descriptor = os.memfd_create("relay")
-    os.ftruncate(descriptor, size)
-    memory = memoryview(mmap.mmap(descriptor, size))
-    for at in range(0, size, mmap.PAGESIZE):  # the pages exist before the clock begins
-        memory[at] = 1
-    listener = socket.create_server(listen) if listen else None
-    print("ready", flush=True)
-    sys.stdin.readline()
-    onward = socket.create_connection(target) if target else None
-    before = listener.accept()[0] if listener else None
-    print("connected", flush=True)
-    sys.stdin.readline()
-    at, first_s = 0, 0.0
-    began_s = time.process_time()
-    while at < size:
-        stop = min(at + _PIECE_BYTES, size)
-        while before and at < stop:
-            count = before.recv_into(memory[at:stop], 0, socket.MSG_WAITALL)
-            if not count:
-                raise ConnectionResetError("the node before this one has ended")
+    os.ftruncate(descriptor, _MEMORY_BYTES)
+    memory = memoryview(mmap.mmap(descriptor, _MEMORY_BYTES))
+    for page in range(0, _MEMORY_BYTES, mmap.PAGESIZE):
+        memory[page] = 1
+    listener = None if sys.argv[2] == "-" else socket.create_server(_address(sys.argv[2]))
+    _next("listening")
+    if sys.argv[3] != "-":
+        onward = socket.create_connection(_address(sys.argv[3]))
+    if listener is not None:
+        before, _ = listener.accept()
+    _next("connected")
+    first_s, began_s = 0.0, time.process_time()
+    for start in range(0, size, _PIECE_BYTES):
+        at, stop = start % _MEMORY_BYTES, start % _MEMORY_BYTES + min(_PIECE_BYTES, size - start)
+        if before is not None:
+            filled = at
+            while filled < stop:
+                count = before.recv_into(memory[filled:stop], 0, socket.MSG_WAITALL)
+                if not count:
+                    raise ConnectionResetError("the relay before this one has ended")
+                filled += count
             first_s = first_s or time.monotonic()
-            at += count
-        sent = stop - min(_PIECE_BYTES, size - (stop - 1) // _PIECE_BYTES * _PIECE_BYTES, stop)
-        while onward and sent < stop:
-            sent += os.sendfile(onward.fileno(), descriptor, sent, stop - sent)
-        at = stop
-    ended_s, cpu_s = time.monotonic(), time.process_time() - began_s
-    print(json.dumps({"first_s": first_s, "ended_s": ended_s, "cpu_s": cpu_s}), flush=True)
-    sys.stdin.readline()  # the connections stay until all have ended
+        while onward is not None and at < stop:
+            at += os.sendfile(onward.fileno(), descriptor, at, stop - at)
+    cpu_s = time.process_time() - began_s
+    _next(json.dumps({"first_s": first_s, "ended_s": time.monotonic(), "cpu_s": cpu_s}))  # others still read
     return 0
 
 
-def _address(text: str) -> tuple[str, int] | None:
+def _next(line: str) -> None:
+    print(line, flush=True)
+    sys.stdin.readline()
+
+
+def _address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
-    return (host, int(port)) if host else None
+    return host, int(port)
 
 
 if __name__ == "__main__":

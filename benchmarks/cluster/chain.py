@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from medusa_cluster.lab.laboratory import Laboratory
 from medusa_cluster.lab.link import Link
 from medusa_runtime.errors import LabError
 
+from benchmarks.cluster.floor import bare_chain
 from benchmarks.cluster.options import Options, row
 from benchmarks.cluster.weight_nodes import WeightNode, weight_nodes
+
+_SETTLE_S = 1.0  # for processes to end that a fetch or a drop leaves behind
 
 
 def rows(options: Options) -> list[dict[str, Any]]:
@@ -28,27 +35,51 @@ def rows(options: Options) -> list[dict[str, Any]]:
 
 
 def _measure(options: Options, lab: Laboratory, nodes: list[WeightNode], url: str, suffix: str) -> list[dict[str, Any]]:
-    two_s, all_s, ratios, sent, shares = [], [], [], [], []
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    ratio = f"ratio_{options.nodes}_to_2"
     for _ in range(options.runs):
         before = lab.origin_sent_bytes
         _, first = fetch(nodes[:1], url)
-        seconds, _ = fetch(nodes[1:2], url, sources=nodes[:1])
-        two_s.append(seconds)
+        size_bytes = first[0]["total_bytes"]
+        two_s, _ = fetch(nodes[1:2], url, sources=nodes[:1])
         nodes[1].ask("drop", url=url)
-        seconds, copies = fetch(nodes[1:], url, sources=nodes[:1])
-        all_s.append(seconds)
-        ratios.append(seconds / two_s[-1])
-        sent.append((lab.origin_sent_bytes - before) / first[0]["total_bytes"])
-        shares += [copy["bytes_per_s"] / options.link_bytes_per_s for copy in copies]
+        time.sleep(_SETTLE_S)
+        busy_s = cpu_seconds(lab)
+        all_s, copies = fetch(nodes[1:], url, sources=nodes[:1])
+        time.sleep(_SETTLE_S)
+        busy_s = cpu_seconds(lab) - busy_s
+        sent = lab.origin_sent_bytes - before
         for node in reversed(nodes):
             node.ask("drop", url=url)
+        time.sleep(_SETTLE_S)
+        bare_two, bare_all = (bare_chain(lab, lab.nodes[:count], size_bytes) for count in (2, options.nodes))
+        gigabytes = size_bytes * (options.nodes - 1) / 1e9
+        found["chain", ratio].append(all_s / two_s)
+        found["chain", "two_s"].append(two_s)
+        found["chain", "all_s"].append(all_s)
+        found["floor", "ratio_over_floor"].append(all_s / two_s / (bare_all.seconds / bare_two.seconds))
+        found["origin", "sent_ratio"].append(sent / size_bytes)
+        found["hop", "link_share"] += [copy["bytes_per_s"] / options.link_bytes_per_s for copy in copies]
+        found["hop", "cpu_s_per_gb"].append(busy_s / gigabytes)
+        found["floor", ratio].append(bare_all.seconds / bare_two.seconds)
+        found["floor", "all_s"].append(bare_all.seconds)
+        found["floor", "link_share"] += [rate / options.link_bytes_per_s for rate in bare_all.bytes_per_s]
+        found["floor", "cpu_s_per_gb"].append(bare_all.cpu_s / gigabytes)
     return [
-        row("chain", f"ratio_{options.nodes}_to_2{suffix}", "", ratios),
-        row("chain", f"two_s{suffix}", "s", two_s),
-        row("chain", f"all_s{suffix}", "s", all_s),
-        row("origin", f"sent_ratio{suffix}", "", sent),
-        row("hop", f"link_share{suffix}", "", shares),
+        row(name, f"{metric}{suffix}", "s" if metric.endswith("_s") else "", samples)
+        for (name, metric), samples in found.items()
     ]
+
+
+def cpu_seconds(lab: Laboratory) -> float:
+    """Sum the CPU time of all processes of the nodes, and of their children that have ended."""
+    ticks = 0
+    for node in lab.nodes:
+        for pid in lab.processes(node):
+            with suppress(OSError):
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def fetch(

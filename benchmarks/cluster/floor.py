@@ -1,4 +1,4 @@
-"""What a chain costs on this machine at least: bare relays, which receive and send and do nothing else."""
+"""What a chain takes at least on this machine: relays that receive and send, and do nothing else."""
 
 from __future__ import annotations
 
@@ -13,63 +13,61 @@ from medusa_cluster.lab.laboratory import Laboratory
 from medusa_runtime.errors import LabError
 
 _PORT = 8115
+_FIRST_BYTES = 256 << 10  # what has come when a relay notes its first bytes
 
 
-class Bare(NamedTuple):
-    """A chain of bare relays: seconds until the last one had everything, each hop's bytes and CPU seconds."""
+class BareChain(NamedTuple):
+    """Seconds until the last relay had everything, the rate of each hop, and the CPU seconds of all relays."""
 
     seconds: float
     bytes_per_s: list[float]
     cpu_s: float
 
 
-def bare_chain(lab: Laboratory, nodes: Sequence[str], size_bytes: int) -> Bare:
-    """Pass so many bytes from the first node to the last, through each between them."""
-    relays = [
-        _start(lab, node, *(nodes[place + 1 : place + 2]), size=size_bytes, first=not place)
-        for place, node in enumerate(nodes)
-    ]
+def bare_chain(lab: Laboratory, nodes: Sequence[str], size_bytes: int) -> BareChain:
+    """Pass so many bytes from the first node to the last, through each node between them."""
+    relays = [_start(lab, nodes, place, size_bytes) for place in range(len(nodes))]
     try:
-        for relay in relays:
-            _line(relay)
-        for relay in relays:
-            _go(relay)
-        for relay in relays:
-            _line(relay)
-        began = time.monotonic()
-        for relay in reversed(relays):
-            _go(relay)
-        found = [json.loads(_line(relay)) for relay in relays]
-        for relay in relays:
-            _go(relay)
+        for _ in ("listening", "connected"):
+            _lines(relays)
+            began = time.monotonic()
+            for relay in reversed(relays):
+                _go_on(relay)
+        found = [json.loads(line) for line in _lines(relays)]
     finally:
         for relay in relays:
-            relay.terminate()
+            relay.kill()
             relay.wait()
     received = found[1:]
-    return Bare(
-        max(each["ended_s"] for each in received) - began,
-        [size_bytes / (each["ended_s"] - each["first_s"]) for each in received],
-        sum(each["cpu_s"] for each in found),
+    return BareChain(
+        max(one["ended_s"] for one in received) - began,
+        [(size_bytes - _FIRST_BYTES) / (one["ended_s"] - one["first_s"]) for one in received],
+        sum(one["cpu_s"] for one in found),
     )
 
 
-def _start(lab: Laboratory, node: str, onward: str = "", *, size: int, first: bool) -> subprocess.Popen[str]:
-    listen = "-" if first else f"{lab.address(node)}:{_PORT}"
-    target = f"{lab.address(onward)}:{_PORT}" if onward else "-"
-    command = [sys.executable, "-m", "benchmarks.cluster.bare_relay", str(size), listen, target]
-    return lab.popen(node, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def _start(lab: Laboratory, nodes: Sequence[str], place: int, size_bytes: int) -> subprocess.Popen[str]:
+    listen = f"{lab.address(nodes[place])}:{_PORT}" if place else "-"
+    target = f"{lab.address(nodes[place + 1])}:{_PORT}" if place + 1 < len(nodes) else "-"
+    command = [sys.executable, "-m", "benchmarks.cluster.bare_relay", str(size_bytes), listen, target]
+    return lab.popen(nodes[place], command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def _go(relay: subprocess.Popen[str]) -> None:
+def _lines(relays: Sequence[subprocess.Popen[str]]) -> list[str]:
+    """Read a line of each."""
+    found = []
+    for relay in relays:
+        assert relay.stdout
+        found.append(relay.stdout.readline())
+        if not found[-1]:
+            raise LabError("a bare relay has ended; its message is above")
+    return found
+
+
+def _go_on(relay: subprocess.Popen[str]) -> None:
     assert relay.stdin
     relay.stdin.write("\n")
     relay.stdin.flush()
 
 
-def _line(relay: subprocess.Popen[str]) -> str:
-    assert relay.stdout
-    line = relay.stdout.readline()
-    if not line:
-        raise LabError("a bare relay has ended; its message is above")
-    return line
+__all__ = ["BareChain", "bare_chain"]

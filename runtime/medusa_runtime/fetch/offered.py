@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ..checkpoint.index import WeightIndex
 from ..checkpoint.reader import Checkpoint, Known
 from ..errors import CorruptError
-from ..storage.framing import is_shared
+from ..storage.framing import is_bundled, is_shared
 from ..storage.peer import Offer
 from ..storage.sources import SourcesStore
 
@@ -36,11 +36,16 @@ def open_offered(sources: SourcesStore, known: Known | None) -> Offered | None:
             except CorruptError as error:
                 sources.exclude(offer.node_url, f"it sends wrong bytes ({error})")
                 continue
-            if known is not None and not begun:
-                known.begin(sources)
+            bundle = {name: body for name, body in offer.files.items() if is_bundled(name)}
+            if known is not None and not begun and not bundle:
+                known.begin(sources)  # meanwhile
                 begun = True
             if sources.is_current({shard.name: shard.version for shard in index.shards}):
-                return Offered(Checkpoint(sources, index, offer.files), offer.chunk_bytes)
+                if known is not None and not begun:
+                    sources.take_bundle(bundle)
+                    known.begin(sources)
+                files = {name: body for name, body in offer.files.items() if not is_bundled(name)}
+                return Offered(Checkpoint(sources, index, files), offer.chunk_bytes)
             sources.exclude(offer.node_url, "it has an older version of the model than the object store")
     return None
 

@@ -18,7 +18,7 @@ from ..fetch.prefetcher import Restored
 from ..storage.base import Store, open_store, redacted, scheme_of
 from .kinds import KINDS, WEIGHT_INDEX, file_name
 from .left_out import leave_out
-from .locate import FOLDER, read_manifest
+from .locate import BLOBS, FOLDER, MANIFEST, read_manifest
 
 # Where there is a bundle, what reads it is imported: 10 ms, of which hashlib takes half.
 if TYPE_CHECKING:
@@ -40,12 +40,16 @@ class Restoration:
 
     ``engines``: the possible ones, where the engine is not known yet (a node's agent). Each checks later that dtype and
     length are its own. No code is restored for them, for they may run as the agent's user (see
-    ``attach_artifacts``).
+    ``attach_artifacts``). ``for_peers``: the manifest and the blobs that were read go into the region, from which other
+    nodes take them.
     """
 
-    def __init__(self, settings: Settings, timeline: Timeline, engines: Sequence[str] = ()) -> None:
+    def __init__(
+        self, settings: Settings, timeline: Timeline, engines: Sequence[str] = (), *, for_peers: bool = False
+    ) -> None:
         self._settings = settings
         self._shared = bool(engines)
+        self._for_peers = for_peers
         self._engines = engines or (settings.engine,)
         self._timeline = timeline
         self._store: Store | None = None  # the bundle's own, where it is not the checkpoint's
@@ -155,6 +159,8 @@ class Restoration:
             settings = replace(self._settings, engine=engine)
             self._facts.append(Facts(Subject(index, checkpoint.files, settings)))
         files: dict[str, bytes] = {}
+        if self._for_peers:
+            files[f"{FOLDER}/{MANIFEST}"] = self._text
         for kind in KINDS.values():
             if kind.code and self._shared:
                 continue
@@ -167,7 +173,10 @@ class Restoration:
                 if kind.code:
                     self._bundle.check_trusted(Trust.of(self._settings), self._text, manifest)
                 if kind is WEIGHT_INDEX:
-                    recorded = RecordedIndex.from_bytes(self._bundle.read(artifact))
+                    blob = self._bundle.read(artifact)
+                    recorded = RecordedIndex.from_bytes(blob)
+                    if self._for_peers and artifact.inline is None:
+                        files[f"{FOLDER}/{BLOBS}/{artifact.sha256}"] = blob
                     index = index.reordered(recorded.index.order) if recorded.index.recorded else index
                     checksums = recorded.verifier(index) if index.region_bytes else None
                 elif artifact.inline is not None:

@@ -24,7 +24,8 @@ _FRAME = struct.Struct("<I4xQ")
 FRAME_BYTES = _FRAME.size
 _MOST_FILES = 256
 _LENGTH_BYTES = 8
-_PRIVATE = ".medusa/"  # artifacts of a state bundle, which are for the machine that restored them
+_BUNDLE = ".medusa/"
+_SHARED = (f"{_BUNDLE}manifest.json", f"{_BUNDLE}blobs/")
 
 Checksum = Callable[[bytes | memoryview], int]
 
@@ -98,9 +99,14 @@ def checksum_function() -> Checksum:
     return found
 
 
+def is_bundled(name: str) -> bool:
+    """Whether a file belongs to the state bundle beside a checkpoint."""
+    return name.startswith(_BUNDLE)
+
+
 def is_shared(name: str) -> bool:
-    """Whether a region's file belongs to the checkpoint itself, so that peers have it, too."""
-    return not name.startswith(_PRIVATE)
+    """Whether peers have a region's file, too: not an artifact as one machine has restored it."""
+    return not is_bundled(name) or name.startswith(_SHARED)
 
 
 def shared_files(files: Mapping[str, bytes]) -> dict[str, bytes]:

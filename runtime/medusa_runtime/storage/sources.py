@@ -25,6 +25,7 @@ from ..errors import (
     WrongBytesError,
 )
 from .base import Advance, ObjectInfo, Store
+from .framing import is_bundled
 from .peer import Chunk, Offer, PeerStore
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,7 @@ class SourcesStore:
         self._on_change = on_change
         self._sources: dict[str, _Source] = {}
         self._checksums: dict[tuple[str, int], int] = {}
+        self._bundle: Mapping[str, bytes] = {}
         self._chunk_bytes = 1
         self._lock = threading.Lock()
         self._interrupted: set[int] = set()
@@ -176,6 +178,10 @@ class SourcesStore:
         logger.warning("the peer %s is not asked any more: %s", source.store.name, reason)
         self._on_change()
 
+    def take_bundle(self, files: Mapping[str, bytes]) -> None:
+        """Read these files of the state bundle, which a peer has, from here instead of the object store."""
+        self._bundle = files
+
     def laid_out(self, chunk_bytes: int) -> None:
         """Learn how large the region's chunks are: a range that goes on elsewhere goes on with a whole chunk."""
         self._chunk_bytes = chunk_bytes
@@ -194,9 +200,13 @@ class SourcesStore:
         }
 
     def stat(self, key: str) -> ObjectInfo:
+        if (body := self._bundle.get(key)) is not None:
+            return ObjectInfo(len(body), None)
         return self._origin.stat(key)
 
     def read(self, key: str, start: int, stop: int, version: str | None = None) -> tuple[bytes, ObjectInfo]:
+        if (body := self._bundle.get(key)) is not None:
+            return body[start:stop], ObjectInfo(len(body), None)
         return self._origin.read(key, start, stop, version)
 
     def local_path(self, key: str) -> Path | None:
@@ -213,8 +223,14 @@ class SourcesStore:
     ) -> None:
         """Fill the buffer from the first source that is fit, and go on with the next one when it fails.
 
-        ``start`` is a chunk's, and the buffer ends with a chunk.
+        ``start`` is a chunk's, and the buffer ends with a chunk. A state bundle's files have no chunks.
         """
+        if is_bundled(key):
+            if (body := self._bundle.get(key)) is not None:
+                buffer[:] = body[start : start + len(buffer)]
+            else:
+                self._origin.read_into(key, start, buffer, version, advance, length)
+            return
         filled, patient_until = 0, time.monotonic() + _PATIENCE_S
         self._interrupted.discard(threading.get_ident())
 

@@ -127,15 +127,15 @@ def _run(
     from ...fetch.streams import as_medusa
     from ...state.restore import Restoration
 
-    restoring = Restoration(
-        settings, timeline, engines=engine_names()
-    )  # it is not known yet which functions will use it
+    in_cluster = cluster is not None and folder is None
+    # It is not known yet which functions will use it.
+    restoring = Restoration(settings, timeline, engines=engine_names(), for_peers=in_cluster)
     writer = held.region.writer()
     writer.demand.listen(held.demand_fd)
     try:
         store = open_store_of(held.key, policy) if folder is None else _open_folder(held.key, folder)
         held.heartbeats.keep("prefetcher")  # a thread; by now this process has the rights that it will have
-        sources = None if cluster is None or folder is not None else _open_sources(cluster, held.key, store, channel)
+        sources = _open_sources(cluster, held.key, store, channel) if cluster is not None and in_cluster else None
         prefetch(
             held.region,
             held.key,
