@@ -29,6 +29,12 @@ def test_copies_by_a_chain() -> None:
         ("chain", "all_s"),
         ("origin", "sent_ratio"),
         ("hop", "link_share"),
+        ("hop", "cpu_s_per_gb"),
+        ("floor", "ratio_3_to_2"),
+        ("floor", "ratio_over_floor"),
+        ("floor", "all_s"),
+        ("floor", "link_share"),
+        ("floor", "cpu_s_per_gb"),
     }
     assert found["origin", "sent_ratio"] < 1.5
 

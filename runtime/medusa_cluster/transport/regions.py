@@ -29,7 +29,6 @@ from medusa_runtime.storage.framing import (
     READER_HEADER,
     entity_tag_of,
     framed_bytes,
-    pack_index,
 )
 
 from .pacing import Pacer, connection_of, mark_weights
@@ -123,7 +122,7 @@ class RegionRoutes:
 
     async def _index(self, request: web.Request, region: ChecksummedRegion) -> web.StreamResponse:
         headers = {CHECKSUM_HEADER: f"{region.index_checksum:016x}", CHUNK_BYTES_HEADER: str(region.chunk_bytes)}
-        body = pack_index(region.index.to_json(), region.files())
+        body = region.offer
         if "most" in request.query and len(body) > _number(request.query["most"]):
             return web.Response(status=204)
         return web.Response(body=body, headers=headers, content_type="application/octet-stream")

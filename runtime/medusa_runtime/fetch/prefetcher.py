@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 # What the prefetcher itself needs beside the region: connections, headers, the interpreter.
 _SPARE_BYTES = 64 << 20
+# Each node of a chain is a chunk later than the one before it, and each chunk costs both some CPU time.
+_MOST_PEER_CHUNKS = 1024
 # Imports that run beside a fetch go first: they need one core, and the first token waits for them as well.
 BESIDE_IMPORTS = 10
 
@@ -158,7 +160,7 @@ class FetchOptions:
         recorded = restored.checksums
         if recorded is not None and recorded.chunk_bytes in PEER_CHUNK_BYTES:
             return recorded.chunk_bytes
-        return chunk_bytes_for(restored.index, PEER_CHUNK_BYTES[0])
+        return chunk_bytes_for(restored.index, PEER_CHUNK_BYTES[0], _MOST_PEER_CHUNKS)
 
 
 def _admitted(

@@ -94,6 +94,7 @@ class Streams:
         self._local = threading.local()
         self._error: BaseException | None = None
         self._changed = threading.Event()
+        self._over = threading.Event()  # the fetch is, and nobody should sleep on
         self._working = 0
         self._late: InFlightRange | None = None  # for which other ranges are suspended
         self._late_until = 0.0
@@ -122,6 +123,7 @@ class Streams:
                     self._adapt()
         finally:
             self._schedule.stop()
+            self._over.set()
             deadline = time.monotonic() + _END_S if self._writer.complete else None
             for thread in chain((monitor,), self._threads):  # the monitor first: it may be about to start another
                 # A stalled one ends with its own timeout, or with the process.
@@ -141,7 +143,7 @@ class Streams:
                 flight.hedged = True
                 self.hedges += 1
                 self._start(partial(self._hedge, flight))
-            time.sleep(_IDLE_LOOK_S if self._few() else _LOOK_S)
+            self._over.wait(_IDLE_LOOK_S if self._few() else _LOOK_S)
 
     def _late_ranges(self) -> list[InFlightRange]:
         """Ranges to request a second time; in a cluster not those that only flow slowly: its store sends one copy."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 
 from ..checkpoint.index import Shard, WeightIndex
 from ..errors import StorageError
-from ..storage.framing import is_shared, shared_files
+from ..storage.framing import is_shared, pack_index, shared_files
 from .chunks import Chunks
 from .demand import demand
 from .layout import HEADER_BYTES, TABLE_OFFSET, State, Word, reopen
@@ -75,10 +76,12 @@ class ChecksummedRegion:
         state = self.state
         return state == State.DONE or (state == State.INDEXED and is_locked(self._region.fd))
 
-    def files(self) -> dict[str, bytes]:
-        """Return the checkpoint's files."""
+    @functools.cached_property
+    def offer(self) -> bytes:
+        """The index and the files that peers have, too, in the form in which they are sent."""
         names = [name for name in self._region.file_names() if is_shared(name)]
-        return shared_files({name: body for name in names if (body := self._region.file(name, 0.0)) is not None})
+        files = shared_files({name: body for name in names if (body := self._region.file(name, 0.0)) is not None})
+        return pack_index(self.index.to_json(), files)
 
     def shard(self, name: str) -> tuple[int, Shard] | None:
         """Return a shard by its name, with its number."""

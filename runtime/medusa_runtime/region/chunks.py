@@ -20,10 +20,10 @@ class Place(NamedTuple):
     stop: int
 
 
-def chunk_bytes_for(index: WeightIndex, smallest_bytes: int = _SMALLEST_BYTES) -> int:
+def chunk_bytes_for(index: WeightIndex, smallest_bytes: int = _SMALLEST_BYTES, most: int = _MOST) -> int:
     """1 MiB (a layer of a small model is not much more), more for checkpoints whose table would get long."""
     size = smallest_bytes
-    while size < _LARGEST_BYTES and index.total_bytes > size * _MOST:
+    while size < _LARGEST_BYTES and index.total_bytes > size * most:
         size *= 2
     return size
 

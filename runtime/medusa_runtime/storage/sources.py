@@ -37,7 +37,8 @@ _CONNECTIONS = 2
 # is asked; else each node of a chain would begin with the store.
 _GRACE_S = 2.0
 _AGAIN_S = 0.05
-_OTHERS_S = 0.15  # how long the first and the last source are asked for the index, before the others are
+# For so long only the last source is asked for the index: in a chain the others are only about to get it.
+_OTHERS_S = 0.15
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0  # before a peer that failed is tried again
 _MOST_FAILURES = 3  # in a row, after which a peer is not counted on
 _LITTLE_BYTES = 1 << 20  # of index and files, from a peer that is not the first
@@ -128,7 +129,7 @@ class SourcesStore:
             while alive := self._alive():
                 now = time.monotonic()
                 if now - began < _OTHERS_S:
-                    alive = [alive[0], *alive[1:][-1:]]
+                    alive = alive[-1:]
                 yield from self._ask_all([source for source in alive if source.is_fit(now)], pool)
                 if time.monotonic() > self._grace_until:
                     return
@@ -139,13 +140,10 @@ class SourcesStore:
     def _ask_all(self, fit: list[_Source], pool: ThreadPoolExecutor) -> Iterator[Offer]:
         """Ask these peers at once, and yield what they have.
 
-        In a chain the first one may only be about to get it, and the last one has it. The others are asked for little:
-        each of them may be asked by all nodes behind it.
+        Only the first of all is asked for much: each of the others may be asked by all nodes of a chain.
         """
-        asked = {
-            pool.submit(source.store.offer, _LITTLE_BYTES if place else None): source
-            for place, source in enumerate(fit)
-        }
+        first = next(iter(self._sources.values()))
+        asked = {pool.submit(source.store.offer, None if source is first else _LITTLE_BYTES): source for source in fit}
         for future in as_completed(asked):
             try:
                 offer = future.result()
