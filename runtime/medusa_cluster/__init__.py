@@ -24,5 +24,6 @@ registry.register(
         preimport="medusa_cluster.group.preimport:preimport",
         distributions=("medusa_runtime",),
         artifacts=("kv-plan",),
+        warmed_as="torch",
     )
 )

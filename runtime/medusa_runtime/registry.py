@@ -29,6 +29,7 @@ class EngineKind(NamedTuple):
     graph_capture: a module that captures CUDA graphs, run as a process.
     owns_gpu_context: the engine process creates the GPU's context itself, before it imports.
     compiles_on_cpu: a bundle's compiled code is of use without a GPU.
+    warmed_as: the engine whose idle processes on a node can become this one; they import what it needs besides.
     fetch: ``(region, settings, timeline) -> None``, for an engine that has its weights elsewhere; fills the region with
         the checkpoint's small files, in place of the prefetcher. ``--model`` is then no checkpoint but a name.
     http: ``(settings) -> bool``, for an engine with an HTTP server of its own (``open_http``), which gets the requests
@@ -45,6 +46,7 @@ class EngineKind(NamedTuple):
     graph_capture: str = ""
     owns_gpu_context: bool = False
     compiles_on_cpu: bool = False
+    warmed_as: str = ""
     fetch: str = ""
     http: str = ""
 

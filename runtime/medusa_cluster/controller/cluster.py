@@ -18,9 +18,12 @@ from medusa_runtime.errors import ClusterError, ConfigError, NoControllerError, 
 from medusa_runtime.node.regions.model_key import absolute, model_key
 
 from ..deployment import Deployment
-from ..policy.decide import Memory, decide
+from ..policy.decide import Memory, Options, decide
+from ..policy.sizing import LARGEST_GROUP
 from .execution import Execution
+from .groups import Groups
 from .members import Members
+from .models import Models
 from .nodes import Gateway, KnownInstance, KnownNode, Nodes
 from .plan_file import Plan, read_plan, write_plan
 from .routes import Routes
@@ -35,6 +38,7 @@ _LONG_TICK_S = 0.02
 _RECOVERS_WITHIN_S = 5.0  # after a start, for the nodes to say what runs on them
 _KEPT_EVENTS = 500
 _LONGEST_WAIT_S = 30.0
+_OPTIONS = Options(largest_group=LARGEST_GROUP)  # for models with a TTFT SLO that one node cannot meet
 
 
 class Cluster:
@@ -55,6 +59,8 @@ class Cluster:
         self.routes = Routes()
         self.execution = Execution(self, nodes)
         self._members = Members(self, nodes)
+        self.groups = Groups(self, nodes)
+        self.models = Models(nodes)
         self._memory = Memory()
         self._wake = asyncio.Event()
         self._began = time.monotonic()
@@ -105,9 +111,13 @@ class Cluster:
                 if self.execution.stopped(instance_id):
                     continue
                 known = KnownInstance(instance_id, item["model"], node.name, item["state"], item["since"])
+                if item.get("group") and item["group"].get("state", "serving") == "serving":
+                    known.take_group(item["group"])
                 self.instances[instance_id] = known
             known.confirmed, known.running = True, int(item.get("running", 0))
             known.version = str(item.get("version", ""))
+            if item.get("start"):
+                self._take_start(known, item["start"])
             if known.state != "draining" and item["state"] != known.state:
                 known.state, known.since = item["state"], item["since"]
         for known in [item for item in self.instances.values() if item.node == node.name]:
@@ -115,6 +125,14 @@ class Cluster:
                 ended = "ended" if known.state == "draining" else "is gone"
                 self._forget_instance(known, "instance-ended", f"{known.id} {ended}")
         self.publish()
+
+    def _take_start(self, known: KnownInstance, start: Mapping[str, float]) -> None:
+        """Learn from a start that has had its first token."""
+        deployment = self.deployments.get(known.model)
+        if deployment is not None and self.models.learn(known, deployment.url, start):
+            predicted = f", {known.predicted_s:.2f} s predicted" if known.predicted_s else ""
+            text = f"{known.id}: the first token came {start['ttft_s']:.2f} s after the start{predicted}"
+            self.tell("cold-start", text, node=known.node, model=known.model)
 
     def _take_models(self, node: KnownNode) -> None:
         """Note new versions of models, and peers that a node does not trust any more."""
@@ -154,12 +172,15 @@ class Cluster:
         if not self._knows_enough():
             return
         now = time.monotonic()
+        self.groups.look()
+        self.models.look(self.deployments.values(), self.nodes, now)
         loads = self.loads.summed(self.gateways.values(), now)
         fetches = self.execution.fetches(self.nodes, now)
         state = policy_state(self, fetches, loads)
-        decisions, self._memory = decide(state, now, self._memory)
+        decisions, self._memory = decide(state, now, self._memory, _OPTIONS)
         for decision in decisions:
             self.execution.begin(decision)
+        self.groups.begin()
         self.publish()
         self._look_at_drained()
         self._tick_took_s = time.monotonic() - now
@@ -201,7 +222,7 @@ class Cluster:
             models[name] = {"deployment": deployment.to_json(), "instances": []}
         for item in self.instances.values():
             node = self.nodes.get(item.node)
-            if item.model in models and node is not None and node.url:
+            if item.rank == 0 and item.model in models and node is not None and node.url:
                 state = "draining" if item.node in leaving else item.state
                 url = f"{node.url}/instances/{item.id}"
                 models[item.model]["instances"].append({"id": item.id, "node": item.node, "url": url, "state": state})

@@ -12,6 +12,7 @@ from medusa_runtime.errors import MedusaError
 
 from ..policy.state import (
     ChangeRole,
+    Consolidate,
     Decision,
     Drop,
     Fetch,
@@ -52,45 +53,55 @@ class Execution:
     def begin(self, decision: Decision) -> None:
         """Begin to carry out a decision, unless it is under way."""
         match decision:
+            case StartInstance() if decision.group is not None:
+                self._cluster.groups.add(decision)
             case StartInstance():
                 self._begin_start(decision)
+            case Consolidate():
+                self._cluster.groups.consolidate(decision)
             case StopInstance():
                 self._begin_stop(decision)
             case Fetch():
                 self._begin_fetch(decision)
             case Drop(node, url):
                 self._fetches.pop((node, url), None)
-                self._task(("drop", node, url), self._call(node, {"op": "drop", "url": url}))
+                self.task(("drop", node, url), self._call(node, {"op": "drop", "url": url}))
             case Pin(node, url, pinned):
                 request = (
                     {"op": "fetch", "url": url, "sources": [], "pin": True, "version": ""}
                     if pinned
                     else {"op": "unpin", "url": url}
                 )
-                self._task(("pin", node, url), self._call(node, request))
+                self.task(("pin", node, url), self._call(node, request))
             case Pace(node, bytes_per_s):
-                self._task(("pace", node), self._call(node, {"op": "pace", "bytes_per_s": bytes_per_s}))
+                self.task(("pace", node), self._call(node, {"op": "pace", "bytes_per_s": bytes_per_s}))
             case RequestNodes(count):
-                self._task(("nodes",), self._nodes.request_more(count))
+                self.task(("nodes",), self._nodes.request_more(count))
             case ChangeRole():
                 known = self._cluster.instances.get(decision.id)
                 if known is not None:
                     known.role = decision.role
 
-    def _begin_start(self, decision: StartInstance) -> None:
+    def may_start(self, decision: StartInstance) -> bool:
+        """Whether it is new, and its model's last start has not just failed."""
         cluster = self._cluster
         _, not_before = self._failures.get(decision.model, (0, 0.0))
         unknown = decision.model not in cluster.deployments or decision.node not in cluster.nodes
-        if unknown or decision.id in cluster.instances or time.monotonic() < not_before:
+        return not unknown and decision.id not in cluster.instances and time.monotonic() >= not_before
+
+    def _begin_start(self, decision: StartInstance) -> None:
+        cluster = self._cluster
+        if not self.may_start(decision):
             return
         known = KnownInstance(decision.id, decision.model, decision.node, "starting", time.time(), role=decision.role)
+        known.predicted_s = decision.ttft_s
         cluster.instances[decision.id] = known
         reason = f": {decision.reason}" if decision.reason else ""
         cluster.tell(
             "scale-up", f"{decision.id} starts on {decision.node}{reason}", node=decision.node, model=decision.model
         )
         cluster.publish()
-        self._task(("start", decision.id), self._start(known))
+        self.task(("start", decision.id), self._start(known))
 
     async def _start(self, known: KnownInstance) -> None:
         cluster = self._cluster
@@ -134,7 +145,7 @@ class Execution:
         reason = f": {decision.reason}" if decision.reason else ""
         self._cluster.tell("scale-down", f"{known.id} ends{reason}", node=known.node, model=known.model)
         self._cluster.publish()
-        self._task(("stop", known.id), self._stop(known, decision.drain_s))
+        self.task(("stop", known.id), self._stop(known, decision.drain_s))
 
     async def _stop(self, known: KnownInstance, drain_s: float) -> None:
         request = {"op": "stop", "id": known.id, "drain_s": drain_s}
@@ -171,7 +182,9 @@ class Execution:
             return
         if now < self._failed_fetches.get(key, (0, 0.0))[1]:
             return
-        self._fetches[key] = KnownFetch(decision.node, decision.url, decision.sources, decision.pin, now)
+        self._fetches[key] = KnownFetch(
+            decision.node, decision.url, decision.sources, decision.pin, now, decision.layers
+        )
         nodes = self._cluster.nodes
         request = {
             "op": "fetch",
@@ -182,7 +195,7 @@ class Execution:
         }
         origin = " from " + ", ".join(decision.sources) if decision.sources else ""
         self._cluster.tell("fetch", f"{decision.node} fetches {decision.url}{origin}", node=decision.node)
-        self._task(("fetch", *key), self._call(decision.node, request))
+        self.task(("fetch", *key), self._call(decision.node, request))
 
     def fetches(self, nodes: Mapping[str, KnownNode], now: float) -> list[KnownFetch]:
         """The fetches that were decided on and are not complete. One that its node never shows is forgotten."""
@@ -232,7 +245,8 @@ class Execution:
         except MedusaError as error:
             logger.warning("%s did not %s: %s", node, request["op"], error)
 
-    def _task(self, key: tuple[str, ...], work: Coroutine[Any, Any, None]) -> None:
+    def task(self, key: tuple[str, ...], work: Coroutine[Any, Any, None]) -> None:
+        """Do some work in the background, unless work with the same key is under way."""
         if key in self._running:
             work.close()
             return

@@ -56,7 +56,12 @@ class KnownNode:
 
 @dataclass
 class KnownInstance:
-    """An instance that was decided on, or that a node has reported."""
+    """An instance that was decided on, or that a node has reported.
+
+    ``group``: the id of the group that it is a worker of, with its rank and layers in it, until the group has ended.
+    ``predicted_s``: the time to its first token, from cold, with so many ``workers``. ``loading``: its group's leader
+    does not have all layers yet.
+    """
 
     id: str
     model: str
@@ -67,6 +72,20 @@ class KnownInstance:
     confirmed: bool = False  # the node has shown it in a status
     role: str = "both"
     version: str = ""  # of the model that it has loaded; "" until its node knows
+    group: str | None = None
+    rank: int = 0
+    layers: tuple[int, int] | None = None
+    full: bool = True
+    predicted_s: float = 0.0
+    workers: int = 1
+    loading: bool = False
+
+    def take_group(self, shown: Mapping[str, Any]) -> None:
+        """Take over what its node shows of the group that it is in, as after a restart of the controller."""
+        self.group, self.rank, self.full = str(shown["id"]), int(shown["rank"]), bool(shown["full"])
+        self.workers, self.loading = int(shown["size"]), self.rank > 0
+        start, _, stop = str(shown.get("layers") or "").partition(":")
+        self.layers = (int(start), int(stop)) if stop else None
 
 
 @dataclass
@@ -78,6 +97,7 @@ class KnownFetch:
     sources: tuple[str, ...]
     pin: bool
     at: float  # monotonic
+    layers: tuple[int, int] | None = None  # which come first; None: all, in order
 
 
 @dataclass

@@ -49,7 +49,15 @@ def _node(cluster: Cluster, node: KnownNode) -> dict[str, Any]:
         **found,
         "models": node.models() if node.lost_at is None else [],
         "instances": [
-            {"id": item.id, "model": item.model, "state": item.state, "since": item.since, "running": item.running}
+            {
+                "id": item.id,
+                "model": item.model,
+                "state": item.state,
+                "since": item.since,
+                "running": item.running,
+                "group": item.group,
+                "layers": item.layers,
+            }
             for item in instances
         ],
     }
@@ -57,7 +65,8 @@ def _node(cluster: Cluster, node: KnownNode) -> dict[str, Any]:
 
 def _model(cluster: Cluster, item: Deployment) -> dict[str, Any]:
     load = cluster.loads.summed(cluster.gateways.values(), time.monotonic()).get(item.name)
-    states = [instance.state for instance in cluster.instances.values() if instance.model == item.name]
+    instances = [instance for instance in cluster.instances.values() if instance.model == item.name]
+    states = [instance.state for instance in instances if not instance.rank]  # a group is one of them
     alive = [node for node in cluster.nodes.values() if node.lost_at is None]
     return item.to_json() | {
         "instances": states.count("ready"),
@@ -71,6 +80,7 @@ def _model(cluster: Cluster, item: Deployment) -> dict[str, Any]:
         "waiting": load.waiting if load else 0,
         "running": load.running if load else 0,
         "tokens_per_s": load.tokens_per_s if load else 0.0,
+        "starts": cluster.models.starts(item.url),
     }
 
 

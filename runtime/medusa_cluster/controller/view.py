@@ -96,9 +96,13 @@ def _policy_node(
                 id=item.id,
                 model=item.model,
                 node=item.node,
-                state=item.state,  # type: ignore[arg-type]
+                # A group may be consolidated when its leader has all layers.
+                state="starting" if item.loading else item.state,  # type: ignore[arg-type]
                 since_s=item.since + offset,
                 role=item.role,  # type: ignore[arg-type]
+                layers=item.layers,
+                group=item.group,
+                full=item.full,
                 running=item.running,
                 version=item.version,
             )
@@ -117,6 +121,7 @@ def _copies(node: KnownNode, fetches: list[KnownFetch]) -> tuple[policy.Copy, ..
             version=str(model.get("version", "")),
             pinned=bool(model["pinned"]),
             used_at_s=time.monotonic() - float(model.get("idle_s", 0)),
+            layers=decided[model["url"]].layers if model["url"] in decided else None,
             sources=decided[model["url"]].sources if model["url"] in decided else (),
             bytes_per_s=float(model.get("bytes_per_s", 0)),
         )
@@ -124,7 +129,7 @@ def _copies(node: KnownNode, fetches: list[KnownFetch]) -> tuple[policy.Copy, ..
         if model.get("state") != "failed"
     }
     for url, fetch in decided.items():
-        found.setdefault(url, policy.Copy(url, total_bytes=0, fetched_bytes=0, pinned=fetch.pin, sources=fetch.sources))
+        found.setdefault(url, policy.Copy(url, 0, 0, layers=fetch.layers, pinned=fetch.pin, sources=fetch.sources))
     return tuple(found.values())
 
 
@@ -135,11 +140,13 @@ def _policy_deployment(item: Deployment, cluster: Cluster) -> policy.Deployment:
         name=item.name,
         url=item.url,
         engine=item.engine,
-        size_bytes=max(sizes, default=0),
+        size_bytes=max(sizes, default=0) or cluster.models.size_bytes(item.url),
         version=cluster.versions.current(item.url, alive),
         min=item.min,
         max=item.max,
         ttft_slo_s=item.ttft_slo_s or math.inf,
         tpot_slo_s=item.tpot_slo_s or math.inf,
+        layers=cluster.models.layers(item, time.monotonic()),
+        times=cluster.models.times(item.url),
         concurrency=int(item.settings.get("max_concurrency", 8)),
     )

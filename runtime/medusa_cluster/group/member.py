@@ -38,7 +38,7 @@ class Member(TorchEngine):
         self._closing = threading.Event()
         self.full = threading.Event()
         super().__init__(region, settings, timeline)
-        self._pace = Pace(region, lambda: self.loaded)
+        self._pace = Pace(region, lambda: self.loaded, full=plan.full)
         if plan.full:
             threading.Thread(target=self._load_rest, name="group-rest", daemon=True).start()
 

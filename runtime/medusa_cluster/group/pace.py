@@ -22,11 +22,12 @@ class Pace:
     """Tells the prefetcher, until the worker is ``alone``. ``used`` is called at each step; ``loaded`` is the worker's.
 
     ``group_loaded`` is set when every worker has its layers. A group that takes more than twice as long as this worker
-    is not waited for: it may never come.
+    is not waited for: it may never come. Without ``full`` this worker never needs the other layers.
     """
 
-    def __init__(self, region: Region, loaded: Callable[[], bool]) -> None:
+    def __init__(self, region: Region, loaded: Callable[[], bool], *, full: bool) -> None:
         self.group_loaded = False
+        self._full = full
         self._region, self._loaded = region, loaded
         self._alone = threading.Event()
         self._began = time.monotonic()
@@ -43,7 +44,7 @@ class Pace:
 
     def share(self, now: float) -> float:
         """Of the link, for the layers of the other workers."""
-        if not self._loaded():
+        if not self._full or not self._loaded():
             return 0.0
         if self._loaded_at is None:
             self._loaded_at = now

@@ -39,6 +39,12 @@ class GroupWorker:
             raise ConfigError(f"keep: expected 1 to {self.plan.size}, of the group's leader, found {keep}")
         return replace(self, plan=replace(self.plan, then="down" if keep == 1 else "up", keep=keep))
 
+    def status(self, state: str) -> dict[str, Any]:
+        """What the node's status says of it. ``state``: of the group, where this is its leader."""
+        plan = self.plan
+        found = {"id": plan.group, "rank": plan.rank, "size": plan.size, "full": plan.full, "layers": self.layers}
+        return found | ({"state": state, "keep": plan.keep} if plan.rank == 0 else {})
+
     def environment(self, path: Path) -> dict[str, str]:
         """Write the file, and return the variables of ``medusa serve``."""
         self.write(path)

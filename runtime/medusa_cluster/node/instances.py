@@ -46,6 +46,8 @@ class RunningInstance:
     version: str = ""  # of the model: the agent's at its start, or the first that the agent has after it
     failure: str | None = None
     worker: GroupWorker | None = None
+    start: dict[str, float] | None = None  # what it took; see starts.py
+    group_state: str = "serving"  # of a leader's group: then consolidated, or alone without the others
 
     @property
     def port(self) -> int | None:
@@ -70,6 +72,9 @@ class Instances:
     def add(self, instance: RunningInstance) -> None:
         """Have requests under its id passed on to it."""
         self._instances[instance.id] = instance
+
+    def all(self) -> list[RunningInstance]:
+        return list(self._instances.values())
 
     @property
     def pids(self) -> set[int]:
@@ -205,6 +210,8 @@ class Instances:
                 "version": instance.version,
                 "pid": None if instance.child is None else instance.child.pid,
                 **({"failure": instance.failure} if instance.failure else {}),
+                **({"start": instance.start} if instance.start else {}),
+                **({} if instance.worker is None else {"group": instance.worker.status(instance.group_state)}),
             }
             for instance in self._instances.values()
         ]

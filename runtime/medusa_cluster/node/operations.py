@@ -49,6 +49,7 @@ class Operations:
         self.draining = False
         self._known: dict[str, Callable[[dict[str, Any]], Awaitable[Any]]] = {
             "status": self._status,
+            "describe": self._describe,
             "fetch": self._fetch,
             "drop": self._drop,
             "unpin": self._unpin,
@@ -114,6 +115,11 @@ class Operations:
             "received_bytes": sources.get("received_bytes") or {},
             "excluded": sources.get("excluded") or {},
         }
+
+    async def _describe(self, request: dict[str, Any]) -> dict[str, Any]:
+        from .description import describe  # it imports stores and formats
+
+        return await asyncio.to_thread(describe, str(request["url"]))
 
     async def _fetch(self, request: dict[str, Any]) -> dict[str, Any]:
         self._sources[request["url"]] = [str(source) for source in request.get("sources", ())]

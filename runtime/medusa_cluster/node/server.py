@@ -29,6 +29,7 @@ from .listener import Listener
 from .operations import Operations
 from .ray_processes import STARTED, forget_address, ray_command, ray_environment
 from .settings import NodeServerSettings, make_token
+from .starts import Starts
 from .stopped import StoppedProcesses
 
 logger = logging.getLogger(__name__)
@@ -112,7 +113,8 @@ class NodeServer:
         await self._control.start()
         self._agent.begin()
         self._ray.begin()
-        self._tasks = [asyncio.create_task(self._watch_processes()), asyncio.create_task(self._tell())]
+        works = (self._watch_processes(), self._tell(), Starts(self._instances).run())
+        self._tasks = [asyncio.create_task(work) for work in works]
         self._show(f"node {settings.name} on {settings.url}, folder {settings.folder}")
         if settings.is_head:
             self._tasks.append(asyncio.create_task(self._keep_controller()))

@@ -283,7 +283,8 @@ class _Tick:
             node = self._placement.choose(deployment, self._fetches.target(deployment.url))
             if node is None:
                 return
-            self._start_on(count, node, "the load needs more" if count.current else "a request waits")
+            predicted_s = scheme.ttft_s if scheme is not None and scheme.nodes == (node,) else 0.0
+            self._start_on(count, node, "the load needs more" if count.current else "a request waits", predicted_s)
             number -= 1
 
     def _scheme(self, deployment: Deployment, number: int) -> Scheme | None:
@@ -309,12 +310,13 @@ class _Tick:
             deployment.layers,
         )
 
-    def _start_on(self, count: _Count, node: str, reason: str) -> None:
+    def _start_on(self, count: _Count, node: str, reason: str, predicted_s: float) -> None:
         deployment = count.deployment
         self._placement.take(node)
         if node not in current_targets(self._index, deployment):
             self._fetch(deployment, node)
-        self._starts.append(StartInstance(self._id(deployment), deployment.name, node, count.role, reason=reason))
+        start = StartInstance(self._id(deployment), deployment.name, node, count.role, reason=reason)
+        self._starts.append(replace(start, ttft_s=predicted_s))
 
     def _start_group(self, count: _Count, scheme: Scheme) -> None:
         deployment = count.deployment
@@ -327,7 +329,8 @@ class _Tick:
                 self._fetch(deployment, node, scheme.size, layers)
             full = number < scheme.full
             start = StartInstance(self._id(deployment), deployment.name, node, count.role, layers, group, full)
-            self._starts.append(replace(start, reason=f"one of {scheme.size} workers, for the first token's SLO"))
+            reason = f"one of {scheme.size} workers, for the first token's SLO"
+            self._starts.append(replace(start, reason=reason, ttft_s=scheme.ttft_s))
 
     def _fetch(
         self, deployment: Deployment, node: str, workers: int = 1, layers: tuple[int, int] | None = None

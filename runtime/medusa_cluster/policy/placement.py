@@ -61,7 +61,7 @@ class Placement:
         for name, copy in self.index.holders.get(deployment.url, {}).items():
             if copy.layers is not None or not is_current(copy, deployment) or not self._can_run(name, deployment):
                 continue
-            missing = max(copy.total_bytes - copy.fetched_bytes, 0)
+            missing = max((copy.total_bytes or deployment.size_bytes) - copy.fetched_bytes, 0)
             found.append((missing, -self.free_slots(name), name))
         if planned is not None and self._can_run(planned, deployment):
             found.append((deployment.size_bytes, 0, planned))

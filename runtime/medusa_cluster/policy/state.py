@@ -189,6 +189,7 @@ class StartInstance:
     group: str | None = None
     full: bool = True  # give it memory for the whole model
     partner: str | None = None  # the instance that it relieves while its own layers arrive
+    ttft_s: float = 0.0  # as predicted for a start from cold; 0: nothing is known of it
     reason: str = ""
 
 

@@ -33,10 +33,12 @@ class StandInNode:
         self.store_is_away = False
         self.failed_fetches: dict[str, str] = {}
         self.version = "v1"  # of what it fetches
+        self.arrives = False  # what it fetches is on its way, until ``arrived``
+        self.refuses_groups: str | None = None
         self.server = JsonLinesServer(self.path, self.answer)
 
     async def answer(self, request: dict[str, Any]) -> Any:
-        if request["op"] not in ("status", "ping"):
+        if request["op"] not in ("status", "ping", "describe"):
             self.calls.append(request)
         return await getattr(self, request["op"])(request)
 
@@ -68,6 +70,23 @@ class StandInNode:
         self.failed_fetches.pop(url, None)
         self.models[url] = {"url": url, "state": "done", "fetched_bytes": 100, "total_bytes": 100, "idle_s": 0}
         self.models[url] |= {"pinned": request["pin"], "version": self.version}
+        if self.arrives:
+            self.models[url] |= {"state": "fetching", "fetched_bytes": 0}
+        return {}
+
+    def arrived(self) -> None:
+        for model in self.models.values():
+            model |= {"state": "done", "fetched_bytes": model["total_bytes"]}
+
+    async def describe(self, _: dict[str, Any]) -> dict[str, Any]:
+        return {"total_bytes": 4 * 10**8, "entry": 0, "layers": [5 * 10**7] * 8, "exit": 0, "times": None}
+
+    async def group_port(self, _: dict[str, Any]) -> dict[str, Any]:
+        if self.refuses_groups:
+            raise InstanceError(self.refuses_groups)
+        return {"port": 9}
+
+    async def consolidate(self, _: dict[str, Any]) -> dict[str, Any]:
         return {}
 
     async def unpin(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -89,6 +108,9 @@ class StandInNode:
         name = request["deployment"]["name"]
         started = {"id": request["id"], "model": name, "state": "ready", "since": time.time(), "version": self.version}
         self.instances[request["id"]] = started
+        if "group" in request:
+            group = request["group"]
+            started["group"] = {**group, "id": group["group"], "state": "serving", "keep": 0}
         return {"port": 1}
 
     async def stop(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -105,6 +127,10 @@ class Net:
         self.cut: set[str] = set()  # cannot be told anything
         self.serving: set[str] = set()  # of those, answer requests
         self.requested = 0
+
+    def calls(self) -> list[dict[str, Any]]:
+        """What all nodes were told."""
+        return [call for node in self.nodes.values() for call in node.calls]
 
     async def servers(self) -> dict[str, str] | None:
         return {name: f"http://{name}:8114" for name in self.listed}

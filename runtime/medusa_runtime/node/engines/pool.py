@@ -17,6 +17,7 @@ from ...config import Settings
 from ...errors import MedusaError, NodeError
 from ...liveness import is_stopped
 from ...process import ReportPipe
+from ...registry import engine_kind, engine_names
 from ...timeline import Timeline
 from ..child import Child, HungChildren, end_child, start_child
 from ..event_loop import EventLoop
@@ -133,6 +134,8 @@ class EnginePool:
         which keys, it may run code. ``on_end`` is called when it has ended.
         """
         kind = self._kinds.get(name)
+        if kind is None and name in engine_names():
+            kind = self._kinds.get(engine_kind(name).warmed_as)
         if kind is None:
             known = ", ".join(self._kinds) or "none"
             raise NodeError(f"the node agent keeps no {name} engines; it keeps {known} (--prewarm)")

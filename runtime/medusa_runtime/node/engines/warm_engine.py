@@ -20,7 +20,7 @@ from ...process import ReportPipe
 from ...region.reader import Region
 from ...registry import engine_kind
 from ...timeline import Timeline
-from ...zygote import EngineClass, run_engine
+from ...zygote import EngineClass, load_engine_class, run_engine
 from ..child import close_others
 from ..messages import MOST_OF_OURS, Message, receive, send
 from .handover import GIVEN, settings_from_body
@@ -55,7 +55,7 @@ def run_idle(
     # From here on the function decides how long this process lives, and the agent no more.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
     # The channel stays open: by its end the agent learns that this process has ended.
-    return _serve(engine_class, message)
+    return _serve(engine_class, settings.engine, message)
 
 
 def _warm_up(engine_class: EngineClass, settings: Settings) -> None:
@@ -86,7 +86,7 @@ def _warm_up(engine_class: EngineClass, settings: Settings) -> None:
     gc.freeze()
 
 
-def _serve(engine_class: EngineClass, message: Message) -> int:
+def _serve(engine_class: EngineClass, kind: str, message: Message) -> int:
     given = dict(zip(GIVEN, message.descriptors, strict=False))
     shard_fds = message.descriptors[len(GIVEN) :]  # of a local model: this process opens no path of a function's
     lease = socket.socket(fileno=given["lease"])
@@ -95,6 +95,9 @@ def _serve(engine_class: EngineClass, message: Message) -> int:
     settings = replace(settings, device=choose(settings.device, os.environ))
     timeline = Timeline(given["timeline"], "engine")
     timeline.mark("specialise", pid=os.getpid())
+    if settings.engine != kind:  # another one that such a process can become
+        with timeline.stage("import"):
+            engine_class = load_engine_class(settings)
     if settings.torch_import == "plain":
         importlib.import_module("medusa_runtime.imports.lazy_torch").complete()  # the agent's import may have been lean
     region = Region(given["region"], demand_fd=given["demand"], shared=True, shard_fds=shard_fds)

@@ -1,0 +1,182 @@
+"""Groups of workers: how the controller has one started, turned into instances, and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from medusa_runtime.errors import ClusterError, MedusaError
+
+from ..group.ranges import layer_settings, split
+from ..policy.state import Consolidate, StartInstance, StopInstance
+from .nodes import KnownInstance, Nodes
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
+
+logger = logging.getLogger(__name__)
+
+_CALL_S = 10.0
+_START_S = 90.0
+_AGAIN_S = 1.0
+
+
+class Groups:
+    """A group's leader alone is asked by gateways; the others are known, but not in the routes.
+
+    The nodes tell what becomes of a group: its leader may go on alone, or be consolidated as it was told.
+    """
+
+    def __init__(self, cluster: Cluster, nodes: Nodes) -> None:
+        self._cluster = cluster
+        self._nodes = nodes
+        self._begun: defaultdict[str, list[StartInstance]] = defaultdict(list)  # of this tick
+
+    def add(self, start: StartInstance) -> None:
+        """Note the start of one worker; ``begin`` follows when all of its group are noted."""
+        assert start.group is not None
+        self._begun[start.group].append(start)
+
+    def begin(self) -> None:
+        """Have the groups of this tick started."""
+        begun, self._begun = self._begun, defaultdict(list)
+        for group, starts in begun.items():
+            if all(self._cluster.execution.may_start(start) for start in starts):
+                self._begin(group, starts)
+
+    def _begin(self, group: str, starts: list[StartInstance]) -> None:
+        cluster = self._cluster
+        starts.sort(key=lambda start: start.layers or (0, 0))
+        workers = [
+            KnownInstance(
+                start.id, start.model, start.node, "starting", time.time(), role=start.role, group=group, rank=rank,
+                layers=start.layers, full=start.full, predicted_s=start.ttft_s, workers=len(starts), loading=True,
+            )
+            for rank, start in enumerate(starts)
+        ]  # fmt: skip
+        for worker in workers:
+            cluster.instances[worker.id] = worker
+        names = ", ".join(worker.node for worker in workers)
+        predicted = f", the first token in {starts[0].ttft_s:.2f} s" if starts[0].ttft_s else ""
+        first = workers[0]
+        cluster.tell("group", f"{group} starts on {names}{predicted}", node=first.node, model=first.model)
+        cluster.publish()
+        cluster.execution.task(("start", first.id), self._start(group, workers))
+
+    async def _start(self, group: str, workers: list[KnownInstance]) -> None:
+        cluster, leader = self._cluster, workers[0]
+        deployment = cluster.deployments[leader.model]
+        try:
+            model = cluster.models.get(deployment.url)
+            if model is None:
+                raise ClusterError(f"{deployment.url} is not described")
+            layers = layer_settings(split(model.bytes, len(workers)))
+            found = await self._nodes.call(leader.node, {"op": "group_port"}, _CALL_S)
+            address = str(cluster.nodes[leader.node].status["address"]).rpartition(":")[0]
+            common = {"group": group, "token": secrets.token_hex(16), "size": len(workers), "then": "stay"}
+            common["leader"] = f"{address}:{found['port']}"
+            calls = [
+                self._start_worker(worker, {**common, "rank": worker.rank, "full": worker.full, "layers": part})
+                for worker, part in zip(workers, layers, strict=True)
+            ]
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+            for outcome in outcomes:
+                if isinstance(outcome, BaseException):
+                    raise outcome
+        except (MedusaError, KeyError) as error:
+            self._give_up(group, workers, error)
+        cluster.publish()
+
+    async def _start_worker(self, worker: KnownInstance, group: Mapping[str, Any]) -> None:
+        deployment = self._cluster.deployments[worker.model].to_json()
+        request = {"op": "start", "id": worker.id, "deployment": deployment, "group": group}
+        await self._nodes.call(worker.node, request, _START_S)
+        if worker.state == "starting":
+            worker.state, worker.since = "ready", time.time()
+
+    def _give_up(self, group: str, workers: list[KnownInstance], error: Exception) -> None:
+        """End what was started of a group: one instance is started in its place."""
+        cluster, leader = self._cluster, workers[0]
+        cluster.tell("start-failed", f"{group}: {error}", node=leader.node, model=leader.model)
+        cluster.models.avoid_groups(cluster.deployments[leader.model].url, time.monotonic())
+        for worker in workers:
+            if worker.id in cluster.instances:
+                cluster.execution.begin(StopInstance(worker.id, worker.node, 0.0, "its group could not be started"))
+
+    def consolidate(self, decision: Consolidate) -> None:
+        """Have a group's leader told how many of its workers become instances."""
+        leader = self._leader(decision.group)
+        if leader is None:
+            return
+        text = f"{decision.group} becomes {len(decision.keep)} of its workers: {decision.reason}"
+        self._cluster.tell("consolidate", text, node=leader.node, model=leader.model)
+        self._cluster.execution.task(("consolidate", decision.group), self._consolidate(leader, len(decision.keep)))
+
+    async def _consolidate(self, leader: KnownInstance, keep: int) -> None:
+        request = {"op": "consolidate", "id": leader.id, "keep": keep}
+        while leader.group is not None and leader.id in self._cluster.instances:
+            try:
+                await self._nodes.call(leader.node, request, _CALL_S)
+                return
+            except MedusaError as error:
+                logger.warning("%s could not be consolidated: %s", leader.group, error)
+                await asyncio.sleep(_AGAIN_S)
+
+    def look(self) -> None:
+        """See by the nodes' last status what has become of the groups."""
+        groups: defaultdict[str, list[KnownInstance]] = defaultdict(list)
+        for item in self._cluster.instances.values():
+            if item.group is not None and item.state != "draining":
+                groups[item.group].append(item)
+        if not groups:
+            return
+        leaders = self._shown_leaders()
+        for group, workers in groups.items():
+            leader = next((item for item in workers if item.rank == 0), None)
+            shown = leaders.get(group, {})
+            if shown.get("state") in ("alone", "consolidated"):
+                self._finish(group, workers, shown)
+            elif leader is None:
+                for worker in workers:
+                    self._end(worker, "its group has lost its leader")
+            else:
+                complete = self._is_complete(leader)
+                for worker in workers:
+                    worker.loading = worker.rank > 0 and not complete
+
+    def _finish(self, group: str, workers: list[KnownInstance], shown: Mapping[str, Any]) -> None:
+        cluster, state = self._cluster, str(shown["state"])
+        keep = int(shown["keep"]) if state == "consolidated" else 1
+        text = f"{group} is {keep} of its workers now" if state == "consolidated" else f"the leader of {group} is alone"
+        cluster.tell(f"group-{state}", text, node=workers[0].node, model=workers[0].model)
+        for worker in workers:
+            if worker.rank < keep:
+                worker.group, worker.rank, worker.layers, worker.loading, worker.full = None, 0, None, False, True
+            else:
+                self._end(worker, "its group has ended")
+        cluster.publish()
+
+    def _end(self, worker: KnownInstance, reason: str) -> None:
+        self._cluster.execution.begin(StopInstance(worker.id, worker.node, 0.0, reason))
+
+    def _leader(self, group: str) -> KnownInstance | None:
+        found = self._cluster.instances.values()
+        return next((item for item in found if item.group == group and item.rank == 0), None)
+
+    def _shown_leaders(self) -> dict[str, Mapping[str, Any]]:
+        """What nodes show of the groups whose leaders they run, by the group's id."""
+        nodes = [node for node in self._cluster.nodes.values() if node.lost_at is None]
+        shown = [item["group"] for node in nodes for item in node.status.get("instances", ()) if item.get("group")]
+        return {str(found["id"]): found for found in shown if found["rank"] == 0}
+
+    def _is_complete(self, leader: KnownInstance) -> bool:
+        """Whether the leader's node has all of the model, so that it can be an instance."""
+        node, deployment = self._cluster.nodes.get(leader.node), self._cluster.deployments.get(leader.model)
+        if node is None or deployment is None:
+            return False
+        return any(model["url"] == deployment.url and model["state"] == "done" for model in node.models())

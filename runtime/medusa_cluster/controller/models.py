@@ -1,0 +1,123 @@
+"""What is known of the deployed models before they start: bytes by layers, and how long a start's stages take."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any
+
+from medusa_runtime.errors import MedusaError
+from medusa_runtime.state.stage_times import StageTimes
+
+from ..deployment import Deployment
+from ..group.ranges import ModelBytes
+from .nodes import KnownInstance, KnownNode, Nodes
+
+logger = logging.getLogger(__name__)
+
+_DESCRIBE_S = 30.0
+_AGAIN_S = 5.0
+_KEPT_STARTS = 8
+_AVOIDED_S = 60.0  # groups, after one that could not be formed
+# Of a start with a warm engine process, until the first ones have been seen.
+_BEGINS_S, _PREFILL_S, _DECODE_S = 0.5, 0.2, 0.05
+
+
+@dataclass
+class KnownModel:
+    """``starts``: what the newest starts took, as their nodes have told."""
+
+    bytes: ModelBytes
+    total_bytes: int
+    times: StageTimes
+    starts: deque[Mapping[str, float]] = field(default_factory=lambda: deque(maxlen=_KEPT_STARTS))
+    avoided_until: float = 0.0
+
+    def learned(self) -> StageTimes:
+        """The stage times, with what the newest starts took."""
+        if not self.starts:
+            return self.times
+        begins = median(start["begins_s"] for start in self.starts)
+        prefill = median(start["prefill_s"] for start in self.starts)
+        return replace(self.times, container_s=begins, device_s=0.0, import_s=0.0, prefill_s=prefill)
+
+
+class Models:
+    """Models whose deployments have SLOs: only those may start as groups."""
+
+    def __init__(self, nodes: Nodes) -> None:
+        self._nodes = nodes
+        self._known: dict[str, KnownModel] = {}  # by URL
+        self._asked: dict[str, float] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._learned: set[str] = set()  # ids of instances
+        self._devices = False  # workers of groups compute on CPUs
+
+    def get(self, url: str) -> KnownModel | None:
+        return self._known.get(url)
+
+    def size_bytes(self, url: str) -> int:
+        return self._known[url].total_bytes if url in self._known else 0
+
+    def times(self, url: str) -> StageTimes | None:
+        return self._known[url].learned() if url in self._known else None
+
+    def layers(self, deployment: Deployment, now: float) -> int:
+        """The layers that a group may share; 0 where none can be formed: by the engine, or as the last one failed."""
+        known = self._known.get(deployment.url)
+        if known is None or self._devices or deployment.engine != "torch" or now < known.avoided_until:
+            return 0
+        return len(known.bytes.layers)
+
+    def avoid_groups(self, url: str, now: float) -> None:
+        """Start one instance instead, for a while."""
+        if url in self._known:
+            self._known[url].avoided_until = now + _AVOIDED_S
+
+    def look(self, deployments: Iterable[Deployment], nodes: Mapping[str, KnownNode], now: float) -> None:
+        """Have a node describe each model that may start as a group and is not known yet."""
+        self._devices = any(node.status.get("devices") for node in nodes.values())
+        alive = [name for name, node in nodes.items() if node.status and node.lost_at is None and not node.silent]
+        for item in deployments:
+            if item.ttft_slo_s is None or item.url in self._known or now < self._asked.get(item.url, 0.0) or not alive:
+                continue
+            self._asked[item.url] = now + _AGAIN_S
+            task = asyncio.create_task(self._describe(min(alive), item.url))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _describe(self, node: str, url: str) -> None:
+        try:
+            found = await self._nodes.call(node, {"op": "describe", "url": url}, _DESCRIBE_S)
+            parts = ModelBytes(int(found["entry"]), tuple(map(int, found["layers"])), int(found["exit"]))
+            total = int(found["total_bytes"])
+            times = None if found["times"] is None else StageTimes.from_bytes(found["times"].encode())
+        except (MedusaError, KeyError, TypeError, ValueError) as error:
+            logger.warning("%s could not be described: %s", url, error)
+            return
+        if times is None:
+            times = StageTimes(_BEGINS_S, 0.0, 0.0, _PREFILL_S, _DECODE_S, total, float("inf"), 0.0, 0)
+        self._known[url] = KnownModel(parts, total, replace(times, weights_bytes=total))
+
+    def learn(self, known: KnownInstance, url: str, start: Mapping[str, float]) -> bool:
+        """Note what a start took, once; whether that is new and was waited for."""
+        if known.id in self._learned or url not in self._known:
+            return False
+        self._learned.add(known.id)
+        try:
+            took = {name: float(start[name]) for name in ("ttft_s", "begins_s", "prefill_s")}
+        except (KeyError, TypeError, ValueError):
+            return False
+        if took["ttft_s"] <= 0:
+            return False
+        self._known[url].starts.append(took | {"predicted_s": known.predicted_s, "workers": known.workers})
+        return True
+
+    def starts(self, url: str) -> list[dict[str, Any]]:
+        """The newest cold starts, for the status: how they were predicted, and what they took."""
+        found = self._known[url].starts if url in self._known else ()
+        return [{name: start[name] for name in ("workers", "predicted_s", "ttft_s")} for start in found]

@@ -1,0 +1,57 @@
+"""What a node can say of a model before anybody has fetched it: its bytes by layers, and recorded stage times."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from medusa_runtime.checkpoint.reader import open_checkpoint
+from medusa_runtime.errors import ConfigError, MedusaError
+from medusa_runtime.state.bundle import Bundle
+from medusa_runtime.state.kinds import STAGE_TIMES
+from medusa_runtime.state.locate import FOLDER
+from medusa_runtime.state.stage_times import StageTimes
+from medusa_runtime.storage.base import Store
+
+from ..group.ranges import ModelBytes
+
+logger = logging.getLogger(__name__)
+
+
+def describe(url: str) -> dict[str, Any]:
+    """Read the checkpoint's index and its state bundle. Blocks. Raises the store's errors.
+
+    ``layers`` is empty for a model that cannot be split; ``times`` is None where none were recorded.
+    """
+    checkpoint = open_checkpoint(url)
+    try:
+        try:
+            parts = ModelBytes.of(checkpoint.index)
+        except ConfigError:
+            parts = ModelBytes(checkpoint.index.total_bytes, (), 0)
+        times = _times(checkpoint.store)
+        return {
+            "total_bytes": checkpoint.index.total_bytes,
+            "entry": parts.entry,
+            "layers": list(parts.layers),
+            "exit": parts.exit,
+            "times": None if times is None else times.to_bytes().decode(),
+        }
+    finally:
+        checkpoint.store.close()
+
+
+def _times(store: Store) -> StageTimes | None:
+    """The stage times that ``medusa materialize`` has recorded, perhaps on another machine."""
+    try:
+        bundle = Bundle(store, f"{FOLDER}/")
+        manifest = bundle.manifest()
+        for artifact in () if manifest is None else manifest.artifacts:
+            if artifact.kind == STAGE_TIMES.name:
+                return StageTimes.from_bytes(bundle.read(artifact))
+    except MedusaError as error:
+        logger.debug("recorded stage times cannot be used: %s", error)
+    return None
+
+
+__all__ = ["describe"]

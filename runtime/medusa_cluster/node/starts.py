@@ -1,0 +1,87 @@
+"""What the timelines of a node's instances say: how long a start took, and what has become of a group."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from aiohttp import ClientError, ClientSession, ClientTimeout
+
+from .instances import Instances, RunningInstance
+
+logger = logging.getLogger(__name__)
+
+_SOON_S, _LATER_S = 0.25, 2.0  # between two looks: at a start, and at an instance that nobody has asked yet
+_START_S = 60.0
+_ENDS = {"alone": "alone", "consolidated": "consolidated"}  # a leader's marks, and the group's state that follows
+
+
+class Starts:
+    """Looks at each instance until its first token has come, and at a group's leader until its group has ended."""
+
+    def __init__(self, instances: Instances) -> None:
+        self._instances = instances
+        self._looked: dict[str, float] = {}
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        async with ClientSession(timeout=ClientTimeout(total=2.0)) as session:
+            while True:
+                for instance in self._instances.all():
+                    if self._is_due(instance):
+                        await self._look(session, instance)
+                known = {instance.id for instance in self._instances.all()}
+                self._looked = {name: at for name, at in self._looked.items() if name in known}
+                await asyncio.sleep(_SOON_S)
+
+    def _is_due(self, instance: RunningInstance) -> bool:
+        leads = instance.worker is not None and instance.worker.plan.rank == 0 and instance.group_state == "serving"
+        if instance.port is None or instance.failure is not None or not (leads or instance.start is None):
+            return False
+        now = asyncio.get_running_loop().time()
+        first = self._looked.setdefault(f"{instance.id}", now)
+        if not leads and now - first > _START_S:
+            return (now - first) % _LATER_S < _SOON_S
+        return True
+
+    async def _look(self, session: ClientSession, instance: RunningInstance) -> None:
+        url = f"http://127.0.0.1:{instance.port}/timeline"
+        try:
+            async with session.get(url, headers={"Authorization": f"Bearer {instance.secret}"}) as answer:
+                stages = (await answer.json())["stages"]
+        except (ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
+            logger.debug("the timeline of %s could not be read: %s", instance.id, error)
+            return
+        instance.start = instance.start or summary(stages)
+        for stage in stages:
+            instance.group_state = _ENDS.get(stage["name"], instance.group_state)
+
+
+def summary(stages: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
+    """What a start took, in seconds, by its instance's own stages; None before its first token.
+
+    ``ttft_s`` is 0 where nobody was waiting for it. ``begins_s``: until the engine could compute, or for a group's
+    leader until the group had come together. ``prefill_s``: of the first forward, without waiting for weights.
+    """
+    own = [stage for stage in stages if not str(stage["process"]).startswith("worker ")]
+
+    def first(name: str, edge: str) -> float | None:
+        return next((stage[edge] / 1e9 for stage in own if stage["name"] == name), None)
+
+    began, token = first("exec", "start_ns"), first("first_token", "start_ns")
+    forward, computed = first("first_forward", "start_ns"), first("first_forward", "end_ns")
+    if began is None or token is None or forward is None or computed is None:
+        return None
+    loaded = max((stage["end_ns"] / 1e9 for stage in own if stage["name"] == "load"), default=forward)
+    waits = sum(stage["duration_ms"] for stage in own if stage["name"] == "wait") / 1e3
+    waited_for = forward <= loaded or forward - began < 1.0
+    return {
+        "ttft_s": token - began if waited_for else 0.0,
+        "begins_s": (first("skeleton", "end_ns") or forward) - began,
+        "prefill_s": max(computed - forward - waits, 0.0),
+    }
+
+
+__all__ = ["Starts", "summary"]

@@ -1,0 +1,115 @@
+"""A model that one node cannot start in time starts as a group, which becomes as many instances as are needed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from medusa_cluster.controller.cluster import Cluster
+
+Run = Callable[..., None]
+MODEL = {"name": "m", "url": "http://store/m", "max": 1, "ttft_slo_s": 2.0}  # 4e8 bytes over links of 1e8 a second
+
+
+async def until(condition: Callable[[], Any], within_s: float = 20) -> Any:
+    async with asyncio.timeout(within_s):
+        while not (found := condition()):
+            await asyncio.sleep(0.02)
+    return found
+
+
+async def started(net: Any, cluster: Cluster) -> list[Any]:
+    """Deploy, ask, and wait for the group; its workers' instances by rank."""
+    for node in net.nodes.values():
+        node.arrives = True
+    await cluster.answer({"op": "deploy", "arguments": MODEL})
+    await until(lambda: cluster.models.get(MODEL["url"]))
+    asked(cluster)
+    await until(lambda: len(cluster.instances) > 1 and all(one.confirmed for one in cluster.instances.values()))
+    return sorted(cluster.instances.values(), key=lambda one: one.rank)
+
+
+def asked(cluster: Cluster) -> None:
+    cluster._report({"gateway": "g", "url": None, "loads": {"m": {"waiting": 1}}})
+
+
+def routed(cluster: Cluster) -> list[str]:
+    return [item["id"] for item in cluster.routes.current["models"]["m"]["instances"] if item["state"] == "ready"]
+
+
+def shown(net: Any, worker: Any) -> dict[str, Any]:
+    found: dict[str, Any] = net.nodes[worker.node].instances[worker.id]
+    return found
+
+
+def ended(net: Any, cluster: Cluster, state: str, **group: Any) -> Callable[[], Awaitable[None]]:
+    async def body() -> None:
+        workers = await started(net, cluster)
+        leader = workers[0]
+        assert routed(cluster) == [leader.id]
+        assert len({worker.node for worker in workers}) == len(workers) >= 3
+        assert shown(net, leader)["group"]["layers"].startswith("0:")
+        if state == "consolidated":
+            for node in net.nodes.values():
+                node.arrived()
+            told = await until(lambda: [call for call in net.calls() if call["op"] == "consolidate"])
+            assert (told[0]["id"], told[0]["keep"]) == (leader.id, 1)
+        shown(net, leader)["group"] |= {"state": state, **group}
+        await until(lambda: list(cluster.instances) == [leader.id])
+        assert routed(cluster) == [leader.id]
+        assert leader.group is None
+
+    return body
+
+
+def test_a_group_starts_and_becomes_one_instance(run: Run) -> None:
+    async def scenario(net: Any, cluster: Cluster) -> None:
+        await ended(net, cluster, "consolidated", keep=1)()
+        kinds = [event["kind"] for event in cluster.events]
+        assert kinds.index("group") < kinds.index("consolidate") < kinds.index("group-consolidated")
+
+    run(scenario, "n1", "n2", "n3", "n4")
+
+
+def test_a_leader_that_goes_on_alone_is_the_instance(run: Run) -> None:
+    run(lambda net, cluster: ended(net, cluster, "alone")(), "n1", "n2", "n3", "n4")
+
+
+def test_workers_without_a_leader_end_and_it_starts_again(run: Run) -> None:
+    async def scenario(net: Any, cluster: Cluster) -> None:
+        workers = await started(net, cluster)
+        gone = {worker.id for worker in workers}
+        del net.nodes[workers[0].node].instances[workers[0].id]
+        await until(lambda: not gone & cluster.instances.keys())
+        await until(lambda: (asked(cluster), routed(cluster))[1])
+
+    run(scenario, "n1", "n2", "n3", "n4")
+
+
+def test_a_group_that_cannot_start_is_one_instance(run: Run) -> None:
+    async def scenario(net: Any, cluster: Cluster) -> None:
+        for node in net.nodes.values():
+            node.refuses_groups = "no port is free"
+            node.arrives = True
+        await cluster.answer({"op": "deploy", "arguments": MODEL})
+        await until(lambda: cluster.models.get(MODEL["url"]))
+        await until(lambda: (asked(cluster), routed(cluster))[1])
+        assert len(cluster.instances) == 1
+        assert next(iter(cluster.instances.values())).group is None
+
+    run(scenario, "n1", "n2", "n3", "n4")
+
+
+def test_a_start_is_compared_with_its_prediction(run: Run) -> None:
+    async def scenario(net: Any, cluster: Cluster) -> None:
+        leader = (await started(net, cluster))[0]
+        shown(net, leader)["start"] = {"ttft_s": 1.5, "begins_s": 0.25, "prefill_s": 0.125}
+        starts = await until(lambda: cluster.models.starts(MODEL["url"]))
+        assert (starts[0]["workers"], starts[0]["ttft_s"]) == (leader.workers, 1.5)
+        assert 0 < starts[0]["predicted_s"] < 2.0
+        times = cluster.models.times(MODEL["url"])
+        assert times is not None
+        assert (times.container_s, times.prefill_s) == (0.25, 0.125)
+
+    run(scenario, "n1", "n2", "n3", "n4")
