@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from medusa_runtime.errors import ConfigError
+from medusa_runtime.limits import cpu_count
 
 from benchmarks import command_line
 from benchmarks.make_checkpoint import size
 from benchmarks.pipeline.options import Options
 from benchmarks.promised import Promise, check_checkpoint, chosen_rows, report
 
+NODES = 4
 # Name → the module of this folder whose ``rows(options)`` measures it, and what was promised of it.
 ROWS: dict[str, Promise] = {
     "cold": Promise("cold", "speedup_4", 3.2, True, "first token from cold, one worker over four"),
@@ -23,6 +25,7 @@ ROWS: dict[str, Promise] = {
     "burst": Promise("burst", "ttft_ratio", 1.87, True, "mean TTFT of a burst, load-then-serve over scaling up"),
     "live": Promise("live", "throughput_ratio_half", 1.7, True, "requests/s with half the layers, over the source's"),
     "zigzag": Promise("live", "ratio", 1.4, True, "worst TTFT of a burst, best effort over ZigZag"),
+    "disaggregation": Promise("disaggregation", "ttft_p99_ratio", 1.0, True, "p99 TTFT, without over with pre-scaling"),
 }  # fmt: skip
 
 
@@ -41,14 +44,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write machine and rows to this file")
     parser.add_argument("--rows", default=",".join(ROWS), metavar="LIST", help=f"only these: {', '.join(ROWS)}")
     parser.add_argument("--link", type=size, default=size("50MB"), metavar="SIZE", help="payload a second; 50MB")
-    parser.add_argument("--cpus", type=float, metavar="N", help="cores of each node; without, all share the machine's")
+    parser.add_argument(
+        "--cpus", type=float, default=cpu_count() / NODES, metavar="N", help="cores of each node; a quarter of all"
+    )
     parser.add_argument("--model", type=Path, default=Path("out/llama-57m"), metavar="FOLDER", help="out/llama-57m")
     parser.add_argument("--runs", type=int, default=3, metavar="N", help="samples of each row; 3")
     parser.add_argument(
         "--prompt-tokens", type=int, default=512, metavar="N", help="of context at a consolidation; 512"
     )
     parser.add_argument("--tokens", type=int, default=96, metavar="N", help="that a stream gets meanwhile; 96")
-    parser.add_argument("--load-s", type=float, default=60.0, metavar="S", help="how long a live target loads; 60")
+    parser.add_argument("--load-s", type=float, default=40.0, metavar="S", help="how long a live target loads; 40")
 
     parser.add_argument("--imports", action="store_true", help="count imports, too; without, processes are warm")
 

@@ -68,16 +68,21 @@ def _times(site: Site, starts: list[list[Stage]], decode_s: float) -> StageTimes
     def moment(stages: list[Stage], name: str) -> float:
         return next(s.start_ns for s in stages if s.name == name) / _NS
 
+    def ready_s(stages: list[Stage]) -> float:
+        """Until the engine could compute, imports included."""
+        return next(s.end_ns for s in stages if s.name == "skeleton") / _NS - moment(stages, "exec")
+
     waits = [length(one, "wait") for one in starts]
     forwards = [length(one, "first_forward") for one in starts]
     return StageTimes(
-        container_s=median([moment(one, "fork") - moment(one, "exec") for one in starts]),
+        container_s=median([ready_s(one) for one in starts]),
         device_s=0.0,
-        import_s=median([length(one, "import") for one in starts]),
+        import_s=0.0,
         prefill_s=max(median([f - w for f, w in zip(forwards, waits, strict=True)]), 0.0),
         decode_s=decode_s,
         weights_bytes=site.total_bytes,
         load_bytes_per_s=float("inf"),
         ttft_s=median([moment(one, "first_token") - moment(one, "exec") for one in starts]),
         starts=len(starts),
+        fetch_begins_s=median([moment(one, "fetch") - moment(one, "exec") for one in starts]),
     )

@@ -11,14 +11,22 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
+
+from medusa_cluster.policy.zigzag import Scaling, best_effort
+from medusa_cluster.policy.zigzag import schedule as schedule_of
 
 from benchmarks.pipeline.options import Options, row
 from benchmarks.pipeline.workers import Site, Stream, Workers, follow
 
 _PROMPT, _COUNT = 256, 1
 _OUTSTANDING = 12
+# The paper's example (Figure 15): a layer takes as long to load as six batches take to run one, and eight batches wait.
+_LOAD, _BATCHES = 6, 8
+_BATCH_TOKENS = 1024
 _ALONE_S = 10.0
 _LOOK_S = 0.1
 _SERVER = Path(__file__).parents[1] / "ranged_server.py"
@@ -26,33 +34,48 @@ _SERVER = Path(__file__).parents[1] / "ranged_server.py"
 
 def rows(options: Options) -> list[dict[str, Any]]:
     result: list[dict[str, Any]] = []
-    with Site(options, 2) as site:
-        if options.wants("live"):
-            alone, half, ratios = [], [], []
+    if options.wants("live"):
+        alone, half, ratios = [], [], []
+        with Site(options, 2) as site:
             for _ in range(options.runs):
                 before, during = _throughput(site)
                 alone.append(before)
                 half.append(during)
                 ratios.append(during / before)
-            result.append(row("live-alone", "requests_per_s", "1/s", alone))
-            result.append(row("live-half", "requests_per_s", "1/s", half))
-            result.append(row("live", "throughput_ratio_half", "ratio", ratios))
-        if options.wants("zigzag"):
-            worst: dict[str, list[float]] = {"best-effort": [], "zigzag": []}
-            for _ in range(options.runs):
-                for schedule, found in worst.items():
-                    found.append(_worst(site, schedule))
-            for schedule, found in worst.items():
-                result.append(row(f"zigzag-{schedule}", "worst_ttft_s", "s", found))
-            ratios = [slow / fast for slow, fast in zip(worst["best-effort"], worst["zigzag"], strict=True)]
-            result.append(row("zigzag", "ratio", "ratio", ratios))
+        result.append(row("live-alone", "requests_per_s", "1/s", alone))
+        result.append(row("live-half", "requests_per_s", "1/s", half))
+        result.append(row("live", "throughput_ratio_half", "ratio", ratios))
+    if options.wants("zigzag"):
+        result += _schedules(options)
     return result
+
+
+def _schedules(options: Options) -> list[dict[str, Any]]:
+    """The worst request of the paper's burst by each schedule, by the clock and by the count of layers."""
+    worst: dict[str, list[float]] = {"best-effort": [], "zigzag": []}
+    with Site(replace(options, batch_tokens=_BATCH_TOKENS), 2) as site:
+        with Workers.group(site, 1) as one:
+            one.clients[0].wait_ready(600)
+            batches = [one.stream(prompt=_BATCH_TOKENS, count=_COUNT, number=number).ttft_s for number in range(4)]
+        site.load_s = _LOAD * median(batches[1:])
+        for _ in range(options.runs):
+            for schedule, found in worst.items():
+                found.append(_worst(site, schedule))
+        counted = Scaling.equal(len(site.bytes.layers), _LOAD, _BATCHES)
+    ratios = [slow / fast for slow, fast in zip(worst["best-effort"], worst["zigzag"], strict=True)]
+    ideal = max(best_effort(counted).finish) / max(schedule_of(counted).finish)
+    return [
+        *(row(f"zigzag-{schedule}", "worst_ttft_s", "s", found) for schedule, found in worst.items()),
+        row("zigzag-batch", "prefill_s", "s", batches[1:]),
+        row("zigzag-counted", "ratio", "ratio", [ideal]),
+        row("zigzag", "ratio", "ratio", ratios),
+    ]
 
 
 @contextmanager
 def _slow_store(site: Site) -> Iterator[str]:
     """A store in the target's own node whose one connection takes ``load_s`` for the model."""
-    rate = site.total_bytes / site.options.load_s
+    rate = site.total_bytes / site.load_s
     command = [sys.executable, str(_SERVER), str(site.options.model), "--rate", str(rate)]
     node = site.laboratory.nodes[1]
     process = site.laboratory.popen(node, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -123,12 +146,12 @@ def _worst(site: Site, schedule: str) -> float:
     """The longest time to a first token in a burst that comes when the target has its first layer."""
     with _pair(site, schedule) as workers:
         while workers.stats(1).get("layers_loaded", 0) < 1:
-            time.sleep(_LOOK_S)
+            time.sleep(_LOOK_S / 10)
         streams, threads = [], []
         began = time.monotonic()
-        for number in range(3 * _OUTSTANDING):
+        for number in range(_BATCHES):
             made = Stream(began)
-            source = workers.begin(prompt=_PROMPT, count=_COUNT, number=number)
+            source = workers.begin(prompt=_BATCH_TOKENS, count=_COUNT, number=number)
             streams.append(made)
             threads.append(threading.Thread(target=follow, args=(made, source)))
             threads[-1].start()

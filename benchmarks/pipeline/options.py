@@ -14,6 +14,7 @@ from medusa_adapters.bench.result import Row
 class Options:
     """``model`` is a checkpoint's folder. ``cpus`` is each node's share of the cores, or None without a limit.
 
+    ``batch_tokens``: of one step at most.
     ``warm``: processes have imported before they are told to start, as a node agent's have.
     """
 
@@ -26,6 +27,7 @@ class Options:
     tokens: int = 96
     load_s: float = 60.0
     warm: bool = True
+    batch_tokens: int = 512
 
     def wants(self, name: str) -> bool:
         return name in self.rows

@@ -52,6 +52,7 @@ class Site:
 
     def __init__(self, options: Options, nodes: int) -> None:
         self.options = options
+        self.load_s = options.load_s
         self._stack = ExitStack()
         self.laboratory = Laboratory(
             nodes,
@@ -137,9 +138,11 @@ class Workers:
         log = open(self.folder / f"{rank}.log", "w+b")  # noqa: SIM115 (closed with the stack)
         self._stack.callback(log.close)
         environment = {**os.environ, "MEDUSA_THREADS": "1", "MEDUSA_KV_CACHE_MB": "512"}
-        environment["MEDUSA_MAX_BATCHED_TOKENS"] = "512"  # so that a queue is a queue, and not one step
-        if f"url_{rank}" in urls:
-            environment["MEDUSA_CONNECTIONS"] = "1"
+        environment["MEDUSA_MAX_BATCHED_TOKENS"] = str(
+            self.site.options.batch_tokens
+        )  # so that a queue is a queue, and not one step
+        # One worker and four read alike: a slow store is not tried with ever more connections.
+        environment["MEDUSA_CONNECTIONS"] = "1" if f"url_{rank}" in urls else "4"
         node = self.site.laboratory.nodes[rank]
         pipe = subprocess.PIPE
         return self.site.laboratory.popen(node, command, env=environment, stdin=pipe, stdout=pipe, stderr=log)

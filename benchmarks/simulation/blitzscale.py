@@ -15,7 +15,7 @@ from medusa_cluster.simulation.trace import Request, azure, scale, window
 from benchmarks.simulation.figure import Figure, Line, bars, chart
 
 # An instance's prefill capacity is its code's; the last one is kept for as short as the others (§5.3).
-_BOUNDS = Bounds(keep_alive_s=2.0, window_s=1.0, spare_s=0.333)
+BOUNDS = Bounds(keep_alive_s=2.0, window_s=1.0, spare_s=0.333)
 # Trace → model, hosts, instances that a host has room for, and prompt tokens a second of an instance. Conversations are
 # on cluster A, 4 hosts of 8 A800, two for each instance; code on cluster B, 2 hosts of 8 A100 without NVLink (Table 1).
 _CASES = {
@@ -61,7 +61,7 @@ def requests(trace: str, seconds: float) -> list[Request]:
 
 
 def run(system: str, trace: str, seconds: float, window_s: float = 1.0) -> Outcome:
-    strategy = with_bounds(strategy_named(system), _BOUNDS)
+    strategy = with_bounds(strategy_named(system), BOUNDS)
     asked = requests(trace, seconds)
     return Simulation(fleet(trace), strategy, asked, tick_s=0.1, window_s=window_s, details=True).run()
 
@@ -166,7 +166,7 @@ def figure_21(seconds: float) -> Figure:
     model = Model("m", PROFILES["mistral-24b@a800x2"], min=2, max=8, tokens_per_s=6000, concurrency=64)
     burst = [Request(40.0 + number / 60, 0, 2000, 4) for number in range(480)]
     for system in ("allcache", "s-llm+multicast", "blitzscale"):
-        strategy = with_bounds(strategy_named(system), replace(_BOUNDS, keep_alive_s=100.0))
+        strategy = with_bounds(strategy_named(system), replace(BOUNDS, keep_alive_s=100.0))
         strategy = replace(strategy, policy=replace(strategy.policy, pool=False))  # instances are the sources there
         outcome = Simulation(Fleet("scale", (machine,), (model,)), strategy, burst, tick_s=0.05, details=True).run()
         begin = next(at for at, count in outcome.instances if count > 2)

@@ -140,7 +140,8 @@ def _port(value: str) -> int:
     return number
 
 
-def _layers(value: str) -> str:
+def layer_range(value: str) -> str:
+    """START:STOP in its one form. Raises ValueError with what is accepted."""
     start, _, stop = value.partition(":")
     if not (start.isdecimal() and stop.isdecimal() and int(start) < int(stop)):
         raise ValueError("START:STOP with START below STOP, such as 0:8")
@@ -313,7 +314,10 @@ OPTIONS = (
     Option("tensor_parallel", ("MEDUSA_TENSOR_PARALLEL",), positive, "vllm: processes that share one model's layers"),
     Option("vllm_args", ("MEDUSA_VLLM_ARGS",), _text, "vllm: flags of vllm serve, as after -- on the command line"),
     Option(
-        "layers", ("MEDUSA_LAYERS",), _layers, "START:STOP: the layers that are fetched and loaded first, of a group"
+        "layers",
+        ("MEDUSA_LAYERS",),
+        layer_range,
+        "START:STOP: the layers that are fetched and loaded first, of a group",
     ),
     Option("group", ("MEDUSA_GROUP",), _text, "group: the file that describes the workers which share the model"),
     Option("threads", ("MEDUSA_THREADS",), positive, "compute threads; default: the container's CPUs"),

@@ -185,13 +185,19 @@ class Execution:
         self._fetches[key] = KnownFetch(
             decision.node, decision.url, decision.sources, decision.pin, now, decision.layers
         )
-        nodes = self._cluster.nodes
+        if decision.layers is None:
+            self.fetch(decision)
+
+    def fetch(self, decision: Fetch, layers: str | None = None) -> None:
+        """Have a node fetch a model. Of a group's workers, the group knows the ``layers`` that come first."""
+        key, nodes = (decision.node, decision.url), self._cluster.nodes
         request = {
             "op": "fetch",
             "url": decision.url,
             "sources": [nodes[name].url for name in decision.sources if name in nodes],
             "pin": decision.pin,
             "version": self._cluster.versions.current(decision.url, nodes.values()),
+            **({} if layers is None else {"layers": layers}),
         }
         origin = " from " + ", ".join(decision.sources) if decision.sources else ""
         self._cluster.tell("fetch", f"{decision.node} fetches {decision.url}{origin}", node=decision.node)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from medusa_runtime.errors import ClusterError, MedusaError
 
 from ..group.ranges import layer_settings, split
-from ..policy.state import Consolidate, StartInstance, StopInstance
+from ..policy.state import Consolidate, Fetch, StartInstance, StopInstance
 from .nodes import KnownInstance, Nodes
 
 if TYPE_CHECKING:
@@ -76,6 +76,9 @@ class Groups:
             if model is None:
                 raise ClusterError(f"{deployment.url} is not described")
             layers = layer_settings(split(model.bytes, len(workers)))
+            for worker, part in zip(workers, layers, strict=True):
+                sources = cluster.execution.planned_sources(worker.node, deployment.url)
+                cluster.execution.fetch(Fetch(worker.node, deployment.url, sources), part)
             found = await self._nodes.call(leader.node, {"op": "group_port"}, _CALL_S)
             address = str(cluster.nodes[leader.node].status["address"]).rpartition(":")[0]
             common = {"group": group, "token": secrets.token_hex(16), "size": len(workers), "then": "stay"}

@@ -12,8 +12,8 @@ from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
 from .leader import Leader
-from .live_source import Source
-from .live_target import Target
+from .live.source import Source
+from .live.target import Target
 from .part import Part
 from .plan import GroupPlan
 

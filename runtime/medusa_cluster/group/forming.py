@@ -12,11 +12,11 @@ from typing import Any
 from medusa_runtime.errors import EngineError, MedusaError
 from medusa_runtime.models.layer_range import LayerRange
 
-from .channel import Greeting, Listener, TcpChannel, connect
 from .identity import disagreement
-from .link import Link
-from .message import Kind, packed
 from .plan import GroupPlan
+from .wire.channel import Greeting, Listener, TcpChannel, connect
+from .wire.link import Link
+from .wire.message import Kind, packed
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,11 @@ class Worker:
     offset_ns: int = 0
     trip_ns: int = field(default=1 << 62)  # of the sample that the offset is from
 
+    def close(self) -> None:
+        self.channel.close()
+        if self.gathered is not None:
+            self.gathered.close()
+
 
 @dataclass(slots=True)
 class Formation:
@@ -48,9 +53,7 @@ class Formation:
 
     def close(self) -> None:
         for worker in self.workers:
-            worker.channel.close()
-            if worker.gathered is not None:
-                worker.gathered.close()
+            worker.close()
         self.hidden.close()
 
 
@@ -83,7 +86,7 @@ def form(
         return _connected([found[rank] for rank in sorted(found)], plan, layers, link)
     except BaseException:
         for worker in found.values():
-            worker.channel.close()
+            worker.close()
         raise
     finally:
         listener.close()
@@ -133,8 +136,12 @@ def _connected(workers: list[Worker], plan: GroupPlan, layers: LayerRange, link:
         worker.gathered = channel(worker, "blocks")
     hidden = channel(workers[0], "hidden")
     places = [*(worker.place for worker in workers[1:]), None]
-    for worker, place in zip(workers, places, strict=True):
-        worker.channel.send(packed(Kind.FORM, plan.number, {"next": place}))
+    try:
+        for worker, place in zip(workers, places, strict=True):
+            worker.channel.send(packed(Kind.FORM, plan.number, {"next": place}))
+    except BaseException:
+        hidden.close()
+        raise
     return Formation(workers, hidden)
 
 

@@ -17,8 +17,8 @@ from medusa_runtime.errors import EngineError, MedusaError
 from medusa_runtime.models.layer_range import LayerRange
 from torch import Tensor
 
-from .channel import Channel
-from .message import Kind, Message, buffer_of, packed
+from .wire.channel import Channel
+from .wire.message import Kind, Message, buffer_of, packed
 
 
 class Source(NamedTuple):

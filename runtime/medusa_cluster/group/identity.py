@@ -15,7 +15,7 @@ from medusa_runtime.errors import EngineError
 from medusa_runtime.models import ModelConfig
 from medusa_runtime.region.reader import Region
 
-from .message import Kind, Message, packed
+from .wire.message import Kind, Message, packed
 
 BEAT_S = 0.25
 # What must be equal in all workers of a group, and what to say of it.

@@ -25,15 +25,15 @@ from medusa_runtime.errors import EngineError, MedusaError, RequestError
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
-from .channel import error_of
 from .consolidation import Consolidation
 from .forming import Formation, Worker, form
 from .gathering import Gathering, Source
 from .identity import Beats
 from .member import Member
-from .message import Kind, Message, hidden_states, packed
 from .plan import GroupPlan
 from .steps import StepWriter, packed_bits, sampled_of, take_back
+from .wire.channel import error_of
+from .wire.message import Kind, Message, hidden_states, packed
 
 logger = logging.getLogger(__name__)
 

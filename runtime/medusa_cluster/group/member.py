@@ -14,9 +14,9 @@ from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
 from .identity import identity_of
-from .link import Link
 from .pace import Pace
 from .plan import GroupPlan
+from .wire.link import Link
 
 logger = logging.getLogger(__name__)
 

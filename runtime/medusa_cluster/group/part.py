@@ -20,13 +20,13 @@ from medusa_runtime.errors import EngineError, MedusaError, OverloadedError
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
-from .channel import Greeting, Listener, TcpChannel, connect, error_of
 from .gathering import send_blocks
 from .identity import Beats
 from .member import Member
-from .message import Kind, Message, hidden_states, packed
 from .plan import GroupPlan
 from .steps import StepReader, ending, forbid, sampled_values
+from .wire.channel import Greeting, Listener, TcpChannel, connect, error_of
+from .wire.message import Kind, Message, hidden_states, packed
 
 logger = logging.getLogger(__name__)
 

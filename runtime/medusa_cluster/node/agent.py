@@ -89,19 +89,22 @@ class Agent:
             return self.last_status | {"away": True}
         return self.last_status
 
-    def fetch(self, url: str, *, pin: bool, version: str) -> None:
-        """Begin to fetch a model, again if the agent has another version of it. How far it is stands in the status."""
+    def fetch(self, url: str, *, pin: bool, version: str, layers: str | None = None) -> None:
+        """Begin to fetch a model, again if the agent has another version of it. How far it is stands in the status.
+
+        ``layers``: START:STOP, which come first.
+        """
         running = self._fetches.get(url)
         if running is not None and not running.done():
             return
         self.failures.pop(url, None)
         held = [region for region in self.last_status.get("regions", ()) if region["url"] == url]
         fresh = bool(version) and any(region["version"] not in ("", version) for region in held)
-        self._fetches[url] = asyncio.create_task(self._fetch(url, pin, fresh))
+        self._fetches[url] = asyncio.create_task(self._fetch(url, pin, fresh, layers))
 
-    async def _fetch(self, url: str, pin: bool, fresh: bool) -> None:
+    async def _fetch(self, url: str, pin: bool, fresh: bool, layers: str | None) -> None:
         def begin(client: NodeClient) -> None:
-            client.region(url, pin=pin, fresh=fresh, background=True).close()
+            client.region(url, pin=pin, fresh=fresh, background=True, layers=layers).close()
 
         try:
             await self._ask(self._threads, begin)

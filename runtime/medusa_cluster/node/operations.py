@@ -123,7 +123,9 @@ class Operations:
 
     async def _fetch(self, request: dict[str, Any]) -> dict[str, Any]:
         self._sources[request["url"]] = [str(source) for source in request.get("sources", ())]
-        self._agent.fetch(request["url"], pin=bool(request.get("pin", False)), version=str(request.get("version", "")))
+        layers = None if request.get("layers") is None else str(request["layers"])
+        pin, version = bool(request.get("pin", False)), str(request.get("version", ""))
+        self._agent.fetch(request["url"], pin=pin, version=version, layers=layers)
         return {}
 
     async def _drop(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -165,7 +165,7 @@ class _Tick:
         first = self._count(deployment, "prefill", prefill, replace(load, running=0, kv_use=0.0))
         second = self._count(deployment, "decode", decode, replace(load, waiting=0, tokens_per_s=0.0))
         if self._options.prescale:
-            second.wanted = prescaled_decoders(first.current, first.wanted, second.current, second.wanted)
+            second.wanted = prescaled_decoders(first.current, first.wanted, max(second.least, 1), second.wanted)
         second.wanted = min(max(second.wanted, 1 if first.wanted else 0), max(deployment.max, deployment.min))
         self._turn(first, second)
         yield first
@@ -188,11 +188,12 @@ class _Tick:
         return count
 
     def _turn(self, prefill: _Count, decode: _Count) -> None:
-        """Turn ready prefill instances, which have the weights, into decode instances; new prefill ones replace them.
+        """Turn prefill instances that can be spared, and have the weights, into decode instances.
 
-        Loading a decode instance would share its link with the keys and values that arrive (BlitzScale §5.4).
+        Loading a decode instance would share its link with the keys and values that arrive (BlitzScale §5.4). The paper
+        turns any of them; where prompts wait for prefill, that made the slowest first tokens several times slower.
         """
-        while self._options.live and decode.current < decode.wanted and prefill.ready > 1:
+        while self._options.live and decode.current < decode.wanted and prefill.ready > max(prefill.least, 1):
             chosen = min(
                 (instance for instance in prefill.instances if instance.state == "ready" and instance.full),
                 key=lambda instance: (instance.running, instance.id),

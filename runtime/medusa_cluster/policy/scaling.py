@@ -127,6 +127,8 @@ def shares(demands: Mapping[str, int], deployments: Mapping[str, Deployment], sl
 def prescaled_decoders(prefill: int, prefill_wanted: int, decode: int, decode_wanted: int) -> int:
     """Return how many decode instances to have when prefill instances are added: in step with them (BlitzScale §5.4).
 
+    ``decode``: those that the load needs now; counted by those that are there, each step would add to the last one's.
+
     The requests that make prefill grow arrive at the decode instances a moment later, so those need not wait to see it.
     """
     if prefill_wanted <= prefill or prefill == 0:

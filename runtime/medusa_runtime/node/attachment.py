@@ -52,7 +52,10 @@ class Attachment:
                 attachment = cls(client, path, settings, timeline)
                 try:
                     attachment.region = client.region(
-                        settings.model, background=settings.load_priority == "background", within_s=_SEALED_WITHIN_S
+                        settings.model,
+                        background=settings.load_priority == "background",
+                        layers=settings.layers,
+                        within_s=_SEALED_WITHIN_S,
                     )
                     _check_usable(attachment.region, settings)
                 except BaseException:

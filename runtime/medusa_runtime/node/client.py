@@ -62,6 +62,7 @@ class NodeClient:
         fresh: bool = False,
         background: bool = False,
         held: bool = False,
+        layers: str | None = None,
         within_s: float = _SEALED_WITHIN_S,
     ) -> Region:
         """Return the region of a checkpoint as soon as it can be read. Raises what the agent answers, or NodeError.
@@ -69,12 +70,14 @@ class NodeClient:
         ``within_s``: how long the store may take to send the checkpoint's index.
         ``pin``: it is never evicted; ``fresh``: it is fetched even if it is there. Both are for the agent's own user.
         ``background``: nobody waits for it, so its fetch gives way to others.
+        ``layers``: START:STOP, which come first when its fetch begins now, as a worker of a group needs them.
         ``held``: no fetch begins for it; NodeError when the agent neither holds nor fetches it.
         """
         key = model_key(absolute(url))
         seen = open_folder(key)
         try:
-            request = {"url": key, "pin": pin, "fresh": fresh, "background": background, "held": held}
+            request: dict[str, Any] = {"url": key, "pin": pin, "fresh": fresh, "background": background, "held": held}
+            request |= {} if layers is None else {"layers": layers}
             answer = self._ask("region", request, () if seen is None else (seen,))
         finally:
             close_all(() if seen is None else (seen,))

@@ -8,6 +8,7 @@ import time
 from functools import partial
 from typing import Any
 
+from ..config import layer_range
 from ..errors import MedusaError, NodeError, NodeRefusedError
 from ..storage.base import scheme_of
 from .engines.handover import check_given
@@ -78,6 +79,7 @@ class Session:
         self._services.policy.check(key, self.caller)
         pin, fresh = flag(message.body, "pin"), flag(message.body, "fresh")
         background, held_already = flag(message.body, "background"), flag(message.body, "held")
+        layers = self._layers(message)
         if (pin or fresh) and not self.caller.trusted:
             raise NodeRefusedError("expected the agent's own user, or root, to pin a model or to fetch it again")
         if self.held is not None and self.held.key != key and not self.caller.trusted:
@@ -86,7 +88,7 @@ class Session:
             raise NodeError("the node agent holds no such model, and fetches none")
         folder = self._folder(key, message)
         self._let_go()
-        held = self._services.keeper.want(key, folder=folder, fresh=fresh, caller=self.caller)
+        held = self._services.keeper.want(key, folder=folder, fresh=fresh, caller=self.caller, layers=layers)
         held.pinned = held.pinned or pin
         self.held = held
         held.leases[self.connection.fileno()] = self.caller
@@ -97,6 +99,17 @@ class Session:
             return
         held.waiting.append(partial(self._sealed, held))
         self.answer("wait")
+
+    def _layers(self, message: Message) -> str | None:
+        """Return which layers come first, if a trusted caller names some."""
+        if "layers" not in message.body:
+            return None
+        if not self.caller.trusted:
+            raise NodeRefusedError("layers: expected the agent's own user, or root, to say what is fetched first")
+        try:
+            return layer_range(text(message.body, "layers"))
+        except ValueError as error:
+            raise NodeError(f"layers: expected {error}") from None
 
     def _folder(self, key: str, message: Message) -> Folder | None:
         """Return a local checkpoint's folder, as the caller has opened it, and the identity to read its files with."""

@@ -31,6 +31,7 @@ class StageTimes:
     ``import_s`` t_l. ``prefill_s`` t_p: of the prompt that was measured, without waiting for weights.
     ``decode_s`` t_d. ``weights_bytes`` M. ``load_bytes_per_s`` p: how fast tensors were applied when their bytes were
     there. ``ttft_s``: from exec to the first token. ``stages``: every ``process/stage``.
+    ``fetch_begins_s``: from exec to the first request for weights.
     """
 
     container_s: float
@@ -43,11 +44,14 @@ class StageTimes:
     ttft_s: float
     starts: int
     stages: dict[str, float] = field(default_factory=dict)
+    fetch_begins_s: float = 0.0
 
     def predicted_ttft_s(
         self, workers: Sequence[Worker], *, full_memory: int = 0, waiting_s: float = 0.0, hop_s: float = 0.0
     ) -> float:
         """ParaServe's Eq. 5: the TTFT of a pipeline group of these workers, ``full_memory`` of which hold all of it.
+
+        The paper's fetch begins with the container; here it begins a moment later, when the index has come.
 
         ``hop_s`` is the network's latency between two of them (t_n). One worker of its own is a group of one.
         """
@@ -55,7 +59,7 @@ class StageTimes:
         slowest = max(
             max(
                 self.container_s + self.device_s + max(part / worker.load_bytes_per_s, self.import_s),
-                part / worker.fetch_bytes_per_s,
+                self.fetch_begins_s + part / worker.fetch_bytes_per_s,
             )
             for worker in workers
         )
@@ -122,6 +126,7 @@ def summarize(starts: Sequence[Sequence[Stage]], decode_s: Sequence[float]) -> S
         ttft_s=median([_moment(found, "first_token") - _moment(found, "exec") for found in starts]),
         starts=len(starts),
         stages=stages,
+        fetch_begins_s=median([max(_moment(found, "fetch") - _moment(found, "exec"), 0.0) for found in starts]),
     )
 
 

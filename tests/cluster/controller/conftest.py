@@ -68,6 +68,8 @@ class StandInNode:
             self.failed_fetches[url] = "Storage.Unreachable"
             return {}
         self.failed_fetches.pop(url, None)
+        if self.arrives and url in self.models:
+            return {}
         self.models[url] = {"url": url, "state": "done", "fetched_bytes": 100, "total_bytes": 100, "idle_s": 0}
         self.models[url] |= {"pinned": request["pin"], "version": self.version}
         if self.arrives:

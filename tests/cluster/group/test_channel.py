@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from medusa_cluster.group.channel import Greeting, Listener, TcpChannel, connect
-from medusa_cluster.group.link import Link
-from medusa_cluster.group.message import HEADER_BYTES, Kind, Message, hidden_states, packed, parse_header
+from medusa_cluster.group.wire.channel import Greeting, Listener, TcpChannel, connect
+from medusa_cluster.group.wire.link import Link
+from medusa_cluster.group.wire.message import HEADER_BYTES, Kind, Message, hidden_states, packed, parse_header
 from medusa_runtime.errors import EngineError
 
 GROUP = 77

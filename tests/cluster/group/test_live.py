@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from engine_fixtures import fill_region
 from group_fixtures import Group, until
-from medusa_cluster.group.live_queue import BestEffort, ZigZag
+from medusa_cluster.group.live.layer_queue import BestEffort, ZigZag
 from medusa_cluster.policy.zigzag import Scaling, best_effort, schedule
 from medusa_runtime.errors import OverloadedError
 from medusa_runtime.region.reader import Region

@@ -48,6 +48,7 @@ class HeldRegion:
         self.fetch: Child | None = None
         self.heartbeats = Heartbeats()  # of the prefetcher
         self.fetch_for: Caller | None = None  # who is charged for the fetch
+        self.layers: str | None = None  # which are fetched first
         self.handed = 0
         self.sources: dict[str, Any] = {}  # where its bytes came from, in a cluster
         self._version = ""

@@ -96,12 +96,19 @@ class RegionKeeper:
         self._ending = [pid for pid in self._ending if not os.waitpid(pid, os.WNOHANG)[0]]
 
     def want(
-        self, key: str, *, folder: Folder | None = None, fresh: bool = False, caller: Caller | None = None
+        self,
+        key: str,
+        *,
+        folder: Folder | None = None,
+        fresh: bool = False,
+        caller: Caller | None = None,
+        layers: str | None = None,
     ) -> HeldRegion:
         """Return the region of a checkpoint. It is fetched if it is not there, if its files changed, or if ``fresh``.
 
         Does not wait: the region may be sealed only later. Functions that hold an old region keep it. ``folder``: a
         local checkpoint's, as its caller opened it; it is taken over. ``caller``: is charged; None: the agent.
+        ``layers``: START:STOP, which are fetched first when the fetch begins now.
         """
         if folder is None and not scheme_of(key):
             folder = _own_folder(key)
@@ -126,13 +133,15 @@ class RegionKeeper:
                 os.close(folder.fd)
             raise
         held = HeldRegion(key, folder=folder)
-        held.fetch_for = caller
+        held.fetch_for, held.layers = caller, layers
         held.pinned = pinned or (slot in self._pins and slot == key)
         self._start_fetch(held)
         return held
 
     def _start_fetch(self, held: HeldRegion) -> None:
-        settings = Settings(model=held.key, connections=self._settings.connections, load_priority="background")
+        settings = Settings(
+            model=held.key, connections=self._settings.connections, load_priority="background", layers=held.layers
+        )
         try:
             held.fetch = start_fetch(
                 held,

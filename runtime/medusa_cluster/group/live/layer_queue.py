@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from ..policy.zigzag import PullQueue
+from ...policy.zigzag import PullQueue
 
 
 class LayerQueue(Protocol):

@@ -17,8 +17,8 @@ from medusa_runtime.engine.torch.kv_cache import BLOCK_TOKENS, KvCache
 from medusa_runtime.errors import EngineError
 from torch import Tensor
 
-from .channel import Channel
-from .message import DTYPES, Kind, Message, buffer_of, hidden_states, packed
+from ..wire.channel import Channel
+from ..wire.message import DTYPES, Kind, Message, buffer_of, hidden_states, packed
 
 BATCH_TOKENS = 256  # prompts are put together up to so many tokens: a pull should not take too much at once
 

@@ -17,12 +17,12 @@ from medusa_runtime.errors import EngineError, MedusaError
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
-from .channel import Greeting, Listener, TcpChannel, error_of
-from .identity import Beats, disagreement, identity_of
-from .link import Link
-from .live import Batch, Handover, HandoverReader, grouped, offer, read_in
-from .message import Kind, Message, packed
-from .plan import GroupPlan
+from ..identity import Beats, disagreement, identity_of
+from ..plan import GroupPlan
+from ..wire.channel import Greeting, Listener, TcpChannel, error_of
+from ..wire.link import Link
+from ..wire.message import Kind, Message, packed
+from .handover import Batch, Handover, HandoverReader, grouped, offer, read_in
 
 logger = logging.getLogger(__name__)
 

@@ -23,13 +23,13 @@ from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 from torch import Tensor
 
-from .channel import TcpChannel, connect, error_of
-from .identity import Beats, identity_of
-from .link import Link
-from .live import prompts_of, read_out, send_cache, send_handover
-from .live_queue import layer_queue
-from .message import Kind, Message
-from .plan import GroupPlan
+from ..identity import Beats, identity_of
+from ..plan import GroupPlan
+from ..wire.channel import TcpChannel, connect, error_of
+from ..wire.link import Link
+from ..wire.message import Kind, Message
+from .handover import prompts_of, read_out, send_cache, send_handover
+from .layer_queue import layer_queue
 
 logger = logging.getLogger(__name__)
 

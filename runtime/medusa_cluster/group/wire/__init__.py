@@ -1,0 +1,1 @@
+"""What travels between the workers of a group, and how."""

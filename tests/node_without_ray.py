@@ -1,0 +1,99 @@
+"""A node server without Ray, and on the head the controller: what a cluster does, without the seconds that Ray takes.
+
+``python node_without_ray.py NAME FOLDER HOST TOKEN_FILE LINK [HEAD_URL]``. Nodes' folders are neighbours; the
+controller reaches a node through the control socket in its folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from medusa_cluster.controller.cluster import Cluster
+from medusa_cluster.json_lines import JsonLinesServer, call
+from medusa_cluster.node.agent import Agent
+from medusa_cluster.node.controller_line import ControllerLine
+from medusa_cluster.node.forwarding import Forwarder
+from medusa_cluster.node.instances import Instances
+from medusa_cluster.node.listener import Listener
+from medusa_cluster.node.operations import Operations
+from medusa_cluster.node.settings import NodeServerSettings
+from medusa_cluster.node.starts import Starts
+from medusa_cluster.transport.agent_regions import AgentRegions
+from medusa_cluster.transport.pacing import Pacer
+from medusa_cluster.transport.regions import RegionRoutes
+from medusa_runtime.errors import ClusterError
+
+
+class Neighbours:
+    """The way to the nodes: by the control sockets in their folders."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    async def servers(self) -> dict[str, str]:
+        """The nodes that answer, and where."""
+        found = {}
+        for path in self._folder.glob("*/control.sock"):
+            with suppress(ClusterError):
+                found[path.parent.name] = str((await self.status(path.parent.name, "", 3.0))["url"])
+        return found
+
+    async def status(self, node: str, _: str, timeout_s: float) -> Any:
+        return await self.call(node, {"op": "status"}, timeout_s)
+
+    async def call(self, node: str, request: dict[str, Any], timeout_s: float) -> Any:
+        try:
+            return await asyncio.wait_for(call(self._folder / node / "control.sock", request), timeout_s)
+        except (OSError, TimeoutError) as error:
+            raise ClusterError(f"{node}: {error}") from error
+
+    async def forget(self, _: str) -> None:
+        pass
+
+    async def request_more(self, _: int) -> None:
+        pass
+
+
+async def run(settings: NodeServerSettings) -> None:
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    settings.log_folder.mkdir(parents=True, exist_ok=True)
+    access, pacer = settings.access(), Pacer()
+    line, agent, instances = ControllerLine(settings, access), Agent(settings), Instances(settings)
+    peers = RegionRoutes(AgentRegions(str(settings.agent_socket)), pacer)
+    operations = Operations(settings, agent, instances, line, peers, pacer)
+    listener = Listener(settings, access, Forwarder(instances), line, peers.routes())
+    control = JsonLinesServer(settings.control_socket, operations.answer)
+    works = [Starts(instances).run()]
+    if settings.is_head:
+        cluster = Cluster(Neighbours(settings.folder.parent), settings.folder / "controller.json")
+        await JsonLinesServer(settings.controller_socket, cluster.answer).start()
+        works.append(cluster.run())
+    await listener.start()
+    agent.begin()
+    await control.start()
+    tasks = [asyncio.create_task(work) for work in works]
+    print("ready", flush=True)
+    await stop.wait()
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await instances.end(0.0)
+    await agent.end()
+    await listener.close()
+
+
+if __name__ == "__main__":
+    name, folder, host, token_file, link, *head = sys.argv[1:]
+    asyncio.run(
+        run(
+            NodeServerSettings(
+                name, Path(folder), host, Path(token_file), head[0] if head else None, link_bytes_per_s=float(link)
+            )
+        )
+    )
