@@ -55,7 +55,7 @@ class Cluster(LabCluster):
         return [event["kind"] for event in self.status()["events"]]
 
 
-def until(condition: Callable[[], Any], patience_s: float = 120) -> None:
+def until(condition: Callable[[], Any], patience_s: float = 60) -> None:
     deadline = time.monotonic() + patience_s
     while not condition():
         assert time.monotonic() < deadline, "it did not come to pass"
