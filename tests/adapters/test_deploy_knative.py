@@ -14,7 +14,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from deploying import CRD, knative_service
-from medusa_adapters.deploy.manifests import features, node_agent, scaling
+from medusa_adapters.deploy.manifests.kubernetes import features, node_agent, scaling
 from medusa_adapters.deploy.manifests.measured import Measured, measure
 from medusa_runtime.errors import ConfigError, NodeRefusedError
 from medusa_runtime.node.peer import Caller, Peer

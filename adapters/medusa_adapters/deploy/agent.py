@@ -10,8 +10,9 @@ from typing import Any
 
 from medusa_runtime.errors import ConfigError, DeployError
 
-from .manifests import node_agent, secret, values
-from .manifests.pod import USER, Placement
+from .manifests import values
+from .manifests.kubernetes import node_agent, secret
+from .manifests.kubernetes.pod import USER, Placement
 
 _FLAGS = ("image", "memory", "cpu", "prewarm", "secret", "allow", "trust_state")
 Kubectl = Callable[..., str]

@@ -10,9 +10,10 @@ import tempfile
 from medusa_runtime.errors import ConfigError
 
 from .client import run_client
-from .manifests import cloudrun, document, secret, values
+from .manifests import cloudrun, document, values
 from .manifests.function import add_arguments as add_function_arguments
 from .manifests.function import add_timeout, function
+from .manifests.kubernetes import secret
 from .placement import add_label_arguments, labels
 
 _GCLOUD_TIMEOUT_S = 900

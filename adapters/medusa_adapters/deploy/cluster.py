@@ -11,8 +11,9 @@ from medusa_runtime.errors import ConfigError
 from . import agent
 from .client import kubectl
 from .delivery import add_apply, print_or_apply
-from .manifests import node_agent, raycluster, values
-from .manifests.raycluster import RayCluster
+from .manifests import values
+from .manifests.kubernetes import node_agent, raycluster
+from .manifests.kubernetes.raycluster import RayCluster
 from .placement import add_label_arguments, placement
 
 _MOST_NODES = 10_000

@@ -12,7 +12,7 @@ from medusa_runtime.errors import ConfigError
 from ..cli.template_folder import write_files
 from .client import run_client
 from .kubernetes import add_shared_arguments, comments, described
-from .manifests import helm
+from .manifests.kubernetes import helm
 
 _HELM_TIMEOUT_S = 600
 

@@ -12,8 +12,9 @@ from medusa_runtime.errors import DeployError
 from . import agent
 from .client import kubectl
 from .delivery import add_apply, print_or_apply
-from .manifests import features, knative, values
+from .manifests import values
 from .manifests.function import function
+from .manifests.kubernetes import features, knative
 from .manifests.measured import Measured
 from .placement import add_arguments as add_pod_arguments
 from .placement import placement

@@ -6,8 +6,9 @@ import argparse
 
 from . import agent
 from .delivery import add_apply, print_or_apply
-from .manifests import knative, kserve, values
+from .manifests import values
 from .manifests.function import function
+from .manifests.kubernetes import knative, kserve
 from .placement import add_arguments as add_pod_arguments
 from .placement import placement
 

@@ -9,9 +9,10 @@ from medusa_runtime.errors import ConfigError
 
 from . import agent
 from .delivery import add_apply, print_or_apply
-from .manifests import kubernetes, values
+from .manifests import values
 from .manifests.function import Function, function
-from .manifests.pod import Placement
+from .manifests.kubernetes import deployment
+from .manifests.kubernetes.pod import Placement
 from .placement import add_arguments as add_pod_arguments
 from .placement import placement
 
@@ -35,7 +36,7 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
     add_pod_arguments(parser)
     parser.add_argument(
         "--autoscaler",
-        choices=kubernetes.AUTOSCALERS,
+        choices=deployment.AUTOSCALERS,
         help="hpa: by CPU; keda: by requests, as Prometheus has them; keda-http: by requests, to zero; "
         "none: --min-scale instances (default: hpa with --cpu, else none)",
     )
@@ -52,9 +53,9 @@ def add_shared_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     wanted, placed, scaling = described(arguments, node_agent=agent.wanted(arguments))
     shared = agent.agent(arguments, placed, image=wanted.image, model=wanted.env.get("MEDUSA_MODEL"))
-    documents = [*shared.manifests, *kubernetes.manifests(wanted, placed, scaling)]
+    documents = [*shared.manifests, *deployment.manifests(wanted, placed, scaling)]
     if arguments.network_policy:
-        documents.append(kubernetes.network_policy_of(wanted, placed))
+        documents.append(deployment.network_policy_of(wanted, placed))
     return print_or_apply(
         documents,
         ["Made by `medusa deploy kubernetes`.", *comments(scaling)],
@@ -66,21 +67,21 @@ def run(arguments: argparse.Namespace) -> int:
 
 def described(
     arguments: argparse.Namespace, *, node_agent: bool = False
-) -> tuple[Function, Placement, kubernetes.Scaling]:
+) -> tuple[Function, Placement, deployment.Scaling]:
     """Return the validated values for the manifests. ConfigError names a flag that cannot be used."""
     values.within(arguments.timeout, 1, _MOST_TIMEOUT_S, "--timeout-s", "seconds")
     placed = placement(arguments, node_agent=node_agent)
     for host in arguments.host:
         if not _HOST.fullmatch(host):
             raise ConfigError(f"--host={host!r} cannot be used: expected a host name such as fn.example.com")
-    scaling = kubernetes.Scaling(
+    scaling = deployment.Scaling(
         arguments.autoscaler or ("hpa" if arguments.cpu else "none"), arguments.prometheus, tuple(arguments.host)
     )
-    kubernetes.check(scaling, placed)
+    deployment.check(scaling, placed)
     return function(arguments, platform="local", timeout_s=arguments.timeout), placed, scaling
 
 
-def comments(scaling: kubernetes.Scaling) -> list[str]:
+def comments(scaling: deployment.Scaling) -> list[str]:
     """What the autoscaler needs in the cluster."""
     return {
         "hpa": ["The HorizontalPodAutoscaler needs the cluster's metrics-server."],

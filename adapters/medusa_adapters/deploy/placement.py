@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 from medusa_runtime.errors import ConfigError
 
-from .manifests import secret, values
+from .manifests import values
 from .manifests.function import add_arguments as add_function_arguments
 from .manifests.function import add_timeout
-from .manifests.pod import Placement
+from .manifests.kubernetes import secret
+from .manifests.kubernetes.pod import Placement
 
 _MOST_INSTANCES = 10_000
 _MOST_GPUS = 64

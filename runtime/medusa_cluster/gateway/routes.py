@@ -9,7 +9,7 @@ from typing import Any
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import ClusterError
 
-READY, STARTING, DRAINING = "ready", "starting", "draining"
+READY, STARTING = "ready", "starting"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,10 @@ from typing import Any
 
 from medusa_runtime.errors import ConfigError
 
-from . import pod, secret, values
+from . import values
 from .function import Function
-from .secret import Secret
+from .kubernetes import pod, secret
+from .kubernetes.secret import Secret
 
 MOST_TIMEOUT_S = 3600
 CPUS = ("1", "2", "4", "6", "8")

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import node_agent, values
-from .function import Function
+from .. import values
+from ..function import Function
+from . import node_agent
 from .secret import Secret, environment, sources
 
 PORT = 8080

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from .measured import Measured
+from ..measured import Measured
 
 PREFIX = "autoscaling.knative.dev/"
 _PROGRESS = "serving.knative.dev/progress-deadline"

@@ -8,8 +8,8 @@ from typing import Any
 
 from medusa_runtime.errors import ConfigError
 
+from ..function import Function
 from . import network_policy, pod
-from .function import Function
 from .pod import Placement
 
 AUTOSCALERS = ("hpa", "keda", "keda-http", "none")

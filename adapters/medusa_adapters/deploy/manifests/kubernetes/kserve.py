@@ -10,8 +10,8 @@ from typing import Any
 
 from medusa_runtime.errors import ConfigError
 
+from ..function import Function
 from . import pod
-from .function import Function
 from .pod import Placement
 
 MODES = {"knative": "Serverless", "standard": "RawDeployment"}

@@ -1,6 +1,6 @@
 """A function as a Helm chart: what `medusa deploy kubernetes` renders, with what differs between releases left open.
 
-The manifests are those of kubernetes.py. Names become the release's, and what a release may want otherwise is moved to
+The manifests are those of deployment.py. Names become the release's, and what a release may want otherwise is moved to
 values.yaml, so that a chart whose values are left alone renders exactly these manifests.
 """
 
@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from . import document, kubernetes
-from .function import Function
+from .. import document
+from ..function import Function
+from . import deployment
 from .pod import Placement
 
 # Stand for the release in the manifests, where any text may follow or precede them.
@@ -32,12 +33,12 @@ _LIMITS = {
 
 
 def chart(
-    name: str, function: Function, placement: Placement, scaling: kubernetes.Scaling, comments: list[str]
+    name: str, function: Function, placement: Placement, scaling: deployment.Scaling, comments: list[str]
 ) -> dict[str, str]:
     """The chart's files. ``function`` and ``placement`` are named RELEASE and NAMESPACE."""
     values: dict[str, Any] = {}
     files = {}
-    for manifest in kubernetes.manifests(function, placement, scaling):
+    for manifest in deployment.manifests(function, placement, scaling):
         kind = manifest["kind"]
         opened = _Opened(values)
         if kind == "Deployment":

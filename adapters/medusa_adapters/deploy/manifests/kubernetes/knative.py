@@ -7,8 +7,8 @@ from typing import Any
 
 from medusa_runtime.errors import ConfigError
 
+from ..function import Function
 from . import features, network_policy, pod, scaling
-from .function import Function
 from .pod import Placement
 
 MOST_TIMEOUT_S = 600  # unless the cluster raises max-revision-timeout-seconds

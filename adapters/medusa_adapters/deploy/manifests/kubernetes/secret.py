@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from medusa_runtime.errors import ConfigError
 
-from . import values
+from .. import values
 
 _ENTRY = re.compile(r"[-._a-zA-Z0-9]{1,253}")
 FORM = "SECRET or VARIABLE=SECRET/KEY"
