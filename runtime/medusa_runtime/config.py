@@ -21,6 +21,7 @@ GRAPHS = ("capture", "restore")
 ACCESS_LOGS = ("off", "text", "json")
 TRACES = ("off", "otlp")
 TOOL_CALL_PARSERS = ("auto", "hermes", "llama3_json", "mistral", "none")
+VLLM_MODES = ("auto", "compatible")
 COMPILE = ("auto", "always", "never")
 ENGINE_STARTS = ("now", "request")
 NODE_SOCKET = "/run/medusa/node.sock"
@@ -57,6 +58,7 @@ class Settings:
     kernels: str = "auto"
     tensor_parallel: int = 1
     vllm_args: str | None = None
+    vllm_mode: str = "auto"
     layers: str | None = None
     group: str | None = None
     threads: int | None = None
@@ -318,6 +320,13 @@ OPTIONS = (
         ("MEDUSA_LAYERS",),
         layer_range,
         "START:STOP: the layers that are fetched and loaded first, of a group",
+        "vllm_mode",
+        ("MEDUSA_VLLM_MODE",),
+        OneOf(*VLLM_MODES),
+        "vllm: compatible starts vLLM's own processes; auto does so where it must",
+    ),
+    Option(
+        "layers", ("MEDUSA_LAYERS",), _layers, "START:STOP: the layers that are fetched and loaded first, of a group"
     ),
     Option("group", ("MEDUSA_GROUP",), _text, "group: the file that describes the workers which share the model"),
     Option("threads", ("MEDUSA_THREADS",), positive, "compute threads; default: the container's CPUs"),

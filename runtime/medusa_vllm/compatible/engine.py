@@ -1,0 +1,245 @@
+"""Our engine protocol over ``vllm serve``: token ids go there and come back by its own routes.
+
+    add ─▶ /v1/completions (token ids, streamed) ─token▶ completion ─delta▶ sink
+
+It starts as slowly as vLLM does, since vLLM imports itself in its own processes; only the weights are ours.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from http.client import OK, HTTPException
+from types import SimpleNamespace
+from typing import Any
+
+from medusa_runtime.config import Settings
+from medusa_runtime.engine.base import EngineInfo, GenerateRequest, SamplingParams, StructuredOutputs
+from medusa_runtime.engine.serving.completion import advance
+from medusa_runtime.engine.serving.model_name import served_name
+from medusa_runtime.engine.serving.requests import Requests, Sink
+from medusa_runtime.engine.serving.sequence import Sequence
+from medusa_runtime.engine.serving.tokenizer import Tokenizer
+from medusa_runtime.engine.serving.validation import check_token_ids
+from medusa_runtime.engine.torch.sampler import Sampled
+from medusa_runtime.errors import EngineError, MedusaError, RequestError
+from medusa_runtime.region.reader import Region
+from medusa_runtime.timeline import Timeline
+
+from ..eos import eos_token_ids
+from ..structured import TokenizerFolder
+from .server import Exchange, VllmServer
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.2
+_PIECE_BYTES = 1 << 16
+
+
+class CompatibleEngine:
+    """vLLM's own server as an engine. Construction returns when it answers."""
+
+    def __init__(self, region: Region, settings: Settings, timeline: Timeline) -> None:
+        region.wait_index()
+        self._timeline = timeline
+        self._tokenizer = Tokenizer(region.file("tokenizer.json"), timeline)
+        self._files = TokenizerFolder(region)
+        self._name = served_name(settings, region.file)
+        folder = self._files.path()
+        config = json.loads((folder / "config.json").read_text())
+        self._server = VllmServer(folder, region, settings, timeline, self._name)
+        try:
+            with timeline.stage("vllm_server"):
+                self._server.wait_ready()
+            model = json.loads(self._server.get("/v1/models")[1])["data"][0]
+        except BaseException:
+            self.close()
+            raise
+        text = config.get("text_config", config)
+        endings = SimpleNamespace(eos_token_id=text.get("eos_token_id", config.get("eos_token_id")))
+        self.info = EngineInfo(
+            "vllm",
+            str(next(iter(config.get("architectures") or ["unknown"]))),
+            int(text.get("vocab_size", config.get("vocab_size", 1 << 31))),
+            int(model["max_model_len"]),
+            eos_token_ids(region, endings),
+            int(model["max_model_len"]) * settings.max_concurrency,
+        )
+        self._requests = Requests(settings, self._tokenizer, self.info, self._release)
+        self._exchanges: dict[str, Exchange] = {}
+        self._delivery = threading.Lock()
+        self._prompt_tokens = self._generated_tokens = 0
+
+    def add(self, request: GenerateRequest, sink: Sink) -> None:
+        sequence = self._requests.open(request, sink)
+        threading.Thread(target=self._run, args=(sequence,), name="vllm-request", daemon=True).start()
+
+    def cancel(self, request_id: str) -> None:
+        sequence = self._requests.get(request_id)
+        if sequence is not None:
+            sequence.cancelled = True
+            self._hang_up(request_id)
+
+    def run(self, stop: threading.Event) -> None:
+        end: MedusaError = EngineError("the engine is stopping; try again")
+        try:
+            while not stop.wait(_LOOK_S):
+                self._server.check()
+        except MedusaError as error:
+            end = error
+            raise
+        finally:
+            with self._delivery:
+                self._requests.close(end)
+
+    def wait_ready(self) -> None:
+        self._tokenizer.wait()
+
+    def open_http(self) -> Callable[[socket.socket], None]:
+        """Return what takes a connection, and passes its bytes on to vLLM's server and back."""
+        return self._pass_on
+
+    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens)
+
+    def detokenize(self, token_ids: list[int]) -> str:
+        check_token_ids("token_ids", token_ids, self.info)
+        return self._tokenizer.decode(token_ids)
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "running": len(self._requests),
+            "waiting": 0,
+            "kv_tokens": self.info.kv_tokens,
+            "kv_tokens_used": 0,
+            "prompt_tokens_total": self._prompt_tokens,
+            "generated_tokens_total": self._generated_tokens,
+            "steps_total": 0,
+        }
+
+    def close(self) -> None:
+        self._server.close()
+        self._files.close()
+
+    def _run(self, sequence: Sequence) -> None:
+        try:
+            self._prompt_tokens += sequence.prompt_length
+            for choice in self._choices(sequence):
+                if sequence.cancelled or not self._take(sequence, choice):
+                    break
+            error = None
+        except MedusaError as found:
+            error = found
+        except (OSError, ValueError, KeyError, HTTPException) as found:
+            error = EngineError(f"vLLM's own server did not answer: {type(found).__name__}: {found}")
+        with self._delivery:
+            if self._requests.get(sequence.id) is sequence:
+                reason = "cancelled" if sequence.cancelled else "error" if error else "stop"
+                self._requests.end(sequence, reason, None if sequence.cancelled else error)
+
+    def _choices(self, sequence: Sequence) -> Iterator[dict[str, Any]]:
+        with self._server.ask("POST", "/v1/completions", self._body(sequence)) as exchange:
+            self._exchanges[sequence.id], answer = exchange, exchange.response
+            if answer.status != OK:
+                message = json.loads(answer.read()).get("error", {}).get("message", "no reason")
+                raise RequestError(f"vLLM refuses the request: {message}")
+            for line in answer:
+                data = line.removeprefix(b"data: ").strip()
+                if line.startswith(b"data: ") and data != b"[DONE]":
+                    event = json.loads(data)
+                    if "error" in event:
+                        raise EngineError(f"vLLM ended the request: {event['error'].get('message')}")
+                    yield from event["choices"]
+
+    def _hang_up(self, request_id: str) -> None:
+        """Close a request's connection, which makes vLLM abort it."""
+        if (exchange := self._exchanges.pop(request_id, None)) is not None:
+            exchange.hang_up()
+
+    def _take(self, sequence: Sequence, choice: dict[str, Any]) -> bool:
+        for position, token in enumerate(choice.get("token_ids") or ()):
+            with self._delivery:
+                if self._requests.get(sequence.id) is not sequence:
+                    return False
+                delta = advance(sequence, _sampled(choice.get("logprobs"), position, token), self._tokenizer)
+                if self._generated_tokens == 0:
+                    self._timeline.mark("first_token")
+                self._generated_tokens += 1
+                self._requests.tell(sequence, delta)
+            if delta.finish_reason is not None:
+                return False
+        return True
+
+    def _body(self, sequence: Sequence) -> dict[str, Any]:
+        params: SamplingParams = sequence.params
+        body = {
+            "model": self._name,
+            "prompt": sequence.tokens[: sequence.prompt_length],
+            "max_tokens": sequence.limit - sequence.prompt_length,
+            "stream": True,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            **{name: getattr(params, name) for name in _SAME},
+            "top_k": max(params.top_k, 0),
+            "stop_token_ids": sorted(sequence.ending),
+        }
+        if params.structured_outputs is not None:
+            body["structured_outputs"] = _structured(params.structured_outputs)
+        return {name: value for name, value in body.items() if value is not None}
+
+    def _release(self, sequence: Sequence) -> None:
+        self._hang_up(sequence.id)
+
+    def _pass_on(self, connection: socket.socket) -> None:
+        threading.Thread(target=self._join, args=(connection,), name="vllm-connection", daemon=True).start()
+
+    def _join(self, connection: socket.socket) -> None:
+        with connection:
+            try:
+                server = self._server.connect()
+            except OSError:
+                return
+            with server:
+                back = threading.Thread(target=_copy, args=(server, connection), daemon=True)
+                back.start()
+                _copy(connection, server)
+                back.join()
+
+
+_SAME = (
+    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+    "ignore_eos", "min_tokens", "logprobs", "logit_bias",
+)  # fmt: skip
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    try:
+        while piece := source.recv(_PIECE_BYTES):
+            target.sendall(piece)
+    except OSError:
+        pass
+    for end in (source, target):
+        try:
+            end.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+
+def _structured(asked: StructuredOutputs) -> dict[str, Any]:
+    field = "json" if asked.kind == "json_schema" else asked.kind
+    return {field: json.loads(asked.text) if asked.kind in ("choice", "json_schema") else asked.text}
+
+
+def _sampled(logprobs: dict[str, Any] | None, position: int, token: int) -> Sampled:
+    """A token with its log-probabilities, whose texts are of the form ``token_id:7``."""
+    if not logprobs or position >= len(logprobs.get("token_logprobs") or ()):
+        return Sampled(token)
+    top = (logprobs.get("top_logprobs") or [{}] * (position + 1))[position] or {}
+    likely = tuple((int(name.partition(":")[2]), value) for name, value in top.items() if name.startswith("token_id:"))
+    return Sampled(token, logprobs["token_logprobs"][position], likely)
+
+
+__all__ = ["CompatibleEngine"]

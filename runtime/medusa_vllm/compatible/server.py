@@ -1,0 +1,160 @@
+"""``vllm serve`` as a child process on a Unix socket, with weights from our region."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Self
+
+from medusa_runtime.config import Settings
+from medusa_runtime.errors import EngineError
+from medusa_runtime.region.reader import Region
+from medusa_runtime.timeline import Timeline
+
+from ..attached import settings_for
+from ..flags import words
+from ..plugin import ANY_VERSION_FORMAT
+
+_LOOK_S = 0.1
+_END_S = 10.0
+_PR_SET_PDEATHSIG = 1
+_GIB = 1024
+# `vllm serve`. vLLM's own main asks for a distribution named vllm, which a build for CPUs is not.
+_MAIN = """
+import sys
+try:
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+except ImportError:
+    from vllm.entrypoints.cli.main import main
+    sys.exit(main())
+parser, command = FlexibleArgumentParser(prog="vllm"), ServeSubcommand()
+command.subparser_init(parser.add_subparsers(required=True, dest="subparser"))
+arguments = parser.parse_args()
+command.validate(arguments)
+command.cmd(arguments)
+"""
+
+
+class Exchange:
+    """An answer that is being read; on exit its connection is closed."""
+
+    def __init__(self, connection: socket.socket, response: http.client.HTTPResponse) -> None:
+        self._connection = connection
+        self.response = response
+
+    def hang_up(self) -> None:
+        """End the connection, also while another thread reads from it."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.response.close()
+        self._connection.close()
+
+
+class VllmServer:
+    """The process. ``folder`` has the checkpoint's small files, and gets the socket."""
+
+    def __init__(self, folder: Path, region: Region, settings: Settings, timeline: Timeline, name: str) -> None:
+        self._socket = folder / "vllm.sock"
+        extra = json.dumps(settings_for(region, timeline, settings))
+        command = [sys.executable, "-c", _MAIN, "serve", str(folder), "--uds", str(self._socket)]
+        command += ["--load-format", ANY_VERSION_FORMAT, "--model-loader-extra-config", extra]
+        command += ["--served-model-name", name, "--max-num-seqs", str(settings.max_concurrency)]
+        if settings.compile != "always":
+            command.append("--enforce-eager")
+        if settings.max_model_len is not None:
+            command += ["--max-model-len", str(settings.max_model_len)]
+        if settings.dtype != "auto":
+            command += ["--dtype", settings.dtype]
+        if settings.tensor_parallel > 1:
+            command += ["--tensor-parallel-size", str(settings.tensor_parallel)]
+        environment = dict(os.environ)
+        environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+        if settings.device == "cpu":
+            environment.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max((settings.kv_cache_mb or _GIB) // _GIB, 1)))
+        parent = os.getpid()
+
+        def prepare() -> None:
+            # SIGTERM lets vLLM's server end its own processes.
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+            if os.getppid() != parent:
+                os._exit(1)
+
+        self._process = subprocess.Popen([*command, *words(settings)], env=environment, preexec_fn=prepare)
+
+    def wait_ready(self) -> None:
+        """Wait until it answers. Raises EngineError when it ends first; its log has said why."""
+        while True:
+            self.check()
+            try:
+                if self.get("/health")[0] == http.client.OK:
+                    return
+            except OSError:
+                time.sleep(_LOOK_S)
+
+    def check(self) -> None:
+        """Raise EngineError if the process has ended, and say how."""
+        status = self._process.poll()
+        if status is not None:
+            how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+            raise EngineError(f"vLLM's own server {how}; its log says why")
+
+    def connect(self) -> socket.socket:
+        """A connection to the server. Raises OSError."""
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(str(self._socket))
+        except OSError:
+            connection.close()
+            raise
+        return connection
+
+    def get(self, path: str) -> tuple[int, bytes]:
+        """The status and the body of a GET. Raises OSError."""
+        with self.ask("GET", path, None) as exchange:
+            return exchange.response.status, exchange.response.read()
+
+    def ask(self, method: str, path: str, body: Any) -> Exchange:
+        """Send a request, and return once the answer's head has come. Raises OSError."""
+        connection = self.connect()
+        try:
+            data = b"" if body is None else json.dumps(body).encode()
+            head = (f"{method} {path} HTTP/1.1", "Host: engine", "Connection: close", "Content-Type: application/json",
+                    f"Content-Length: {len(data)}", "", "")  # fmt: skip
+            connection.sendall("\r\n".join(head).encode() + data)
+            answer = http.client.HTTPResponse(connection, method=method)
+            answer.begin()
+        except http.client.HTTPException as error:
+            connection.close()
+            raise OSError(f"no answer: {error}") from error
+        except BaseException:
+            connection.close()
+            raise
+        return Exchange(connection, answer)
+
+    def close(self) -> None:
+        """End it, at first with SIGTERM."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+
+__all__ = ["VllmServer"]

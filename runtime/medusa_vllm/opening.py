@@ -1,0 +1,110 @@
+"""Opens the engine, or in a version of vLLM whose parts are not those that it uses, the compatible mode."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import threading
+from typing import Any
+
+from medusa_runtime.config import Settings
+from medusa_runtime.errors import MedusaError
+from medusa_runtime.region.reader import Region
+from medusa_runtime.timeline import Timeline
+from medusa_runtime.zygote import RESTART
+
+from .version import TESTED, UNKNOWN_PARTS, installed_version
+
+logger = logging.getLogger(__name__)
+
+# A page that forks share: an engine that finds a part unknown tells the next one.
+_shared = mmap.mmap(-1, mmap.PAGESIZE)
+
+
+def preimport(settings: Settings, region: Region | None = None) -> None:
+    """Import what the engine needs, or find out that this version of vLLM has other parts.
+
+    Raises MissingPackageError without vLLM, and what else is no matter of its version.
+    """
+    if settings.vllm_mode == "compatible":
+        _note("--vllm-mode compatible was given")
+        return
+    try:
+        from .imports import preimport as import_parts
+
+        import_parts(settings, region)
+    except UNKNOWN_PARTS as error:
+        if _tested():
+            raise
+        _note(_said(error))
+
+
+def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Any:
+    """vLLM as an engine. In the compatible mode this returns when vLLM's own server answers."""
+    if not _shared[0]:
+        try:
+            from .engine import VllmEngine
+
+            engine = VllmEngine(region, settings, timeline)
+            return engine if _tested() else _Watched(engine)
+        except UNKNOWN_PARTS as error:
+            if _tested():
+                raise
+            _note(_said(error))
+        except MedusaError as error:
+            if _tested() or not isinstance(error.__cause__, UNKNOWN_PARTS):
+                raise
+            _note(_said(error.__cause__))
+    from .compatible.engine import CompatibleEngine
+
+    logger.warning(
+        "vLLM %s: %s. Its own server and processes are used, with weights from medusa's region: answers are the same, "
+        "and a start takes as long as vLLM's own (fast ones are %s)",
+        installed_version(),
+        bytes(_shared[1:]).rstrip(b"\0").decode(errors="replace"),
+        ", ".join(f"{each}x" for each in TESTED),
+    )
+    timeline.mark("compatible")
+    return CompatibleEngine(region, settings, timeline)
+
+
+def _tested() -> bool:
+    return installed_version().startswith(TESTED)
+
+
+class _Watched:
+    """The engine, whose load may find an unknown part; then the process ends, and the next one is compatible."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def wait_ready(self) -> None:
+        try:
+            self._engine.wait_ready()
+        except MedusaError as error:
+            if isinstance(error.__cause__, UNKNOWN_PARTS):
+                threading.Event().wait()  # this process is about to end
+            raise
+
+    def run(self, stop: threading.Event) -> None:
+        try:
+            self._engine.run(stop)
+        except MedusaError as error:
+            if self._engine.loaded or not isinstance(error.__cause__, UNKNOWN_PARTS):
+                raise
+            _note(_said(error.__cause__))
+            os._exit(RESTART)
+
+
+def _note(reason: str) -> None:
+    data = reason.encode()[: mmap.PAGESIZE - 1]
+    _shared[:] = b"\1" + data.ljust(mmap.PAGESIZE - 1, b"\0")
+
+
+def _said(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, UNKNOWN_PARTS[0]) else f"{type(error).__name__}: {text}"

@@ -1,0 +1,53 @@
+"""The compatible mode: vLLM's own server and processes, with weights from our region, behind our door."""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+import openai_examples
+import pytest
+
+PATIENCE_S = 300.0
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; see `make test-vllm`"),
+]
+
+
+def test_it_answers_as_the_fast_engine_does(start: Callable[..., Any], example: Path) -> None:
+    torch_engine = start("--model", example)
+    expected = torch_engine.complete("Return the", max_tokens=8, logprobs=1)["choices"][0]
+    assert torch_engine.stop() == 0
+    serving = start("--model", example, "--engine", "vllm", "--vllm-mode", "compatible")
+    body = {"prompt": "Return the", "max_tokens": 8, "temperature": 0, "logprobs": 1}
+    status, answer, _ = serving.request("POST", "/v1/completions", body, timeout_s=PATIENCE_S)
+    assert status == 200, answer
+    assert answer["choices"][0]["text"] == expected["text"]
+    assert answer["choices"][0]["logprobs"]["tokens"] == expected["logprobs"]["tokens"]
+    assert "a start takes as long as vLLM's own" in serving.output()
+    url = f"http://127.0.0.1:{serving.port}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", timeout=PATIENCE_S, max_retries=0) as client:
+        for shown in (openai_examples.streaming, openai_examples.parse, openai_examples.responses):
+            shown(client, "pydoc-lm")
+    leave_early(serving)
+    assert serving.stop() == 0  # vLLM's processes and the folder are gone, too
+
+
+def leave_early(serving: Any) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", serving.port, timeout=PATIENCE_S)
+    body = {"prompt": "Return the", "max_tokens": 480, "ignore_eos": True, "stream": True}
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    assert connection.getresponse().readline().startswith(b"data:")
+    connection.close()
+    deadline = time.monotonic() + 30
+    while b"medusa_engine_running 0" not in serving.request("GET", "/metrics")[1]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,0 +1,74 @@
+"""What a zygote does with engines that end: by a signal before they are ready, or asking for another one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ENGINE = """
+import os, pathlib, signal
+info = None
+
+def preimport(settings, region):
+    pass
+
+class Engine:
+    def __init__(self, region, settings, timeline):
+        counter = pathlib.Path({counter!r})
+        counter.write_text(counter.read_text() + "x")
+        {end}
+    def run(self, stop):
+        pass
+    def wait_ready(self):
+        pass
+    def close(self):
+        pass
+"""
+ZYGOTE = """
+import socket, sys
+from medusa_runtime import registry, zygote
+from medusa_runtime.config import Settings
+from medusa_runtime.errors import MedusaError
+from medusa_runtime.liveness import Heartbeats
+from medusa_runtime.process import ReportPipe
+from medusa_runtime.region.reader import Region
+from medusa_runtime.timeline import Timeline
+
+kind = registry.EngineKind("ending", "engine_that_ends:Engine", "engine_that_ends:preimport", ())
+registry.register(kind)
+process = {"timeline": Timeline.create("zygote"), "reports": ReportPipe(), "heartbeats": Heartbeats()}
+listener = socket.socket(socket.AF_UNIX)
+try:
+    status = zygote.Zygote(listener, Region.create(), Settings(engine="ending", device="cpu"), **process).run()
+except MedusaError as error:
+    print(error)
+    status = 3
+sys.exit(status)
+"""
+
+
+def engines(folder: Path, end: str) -> tuple[int, str, int]:
+    """The zygote's status and output, and how many engines it forked."""
+    counter = folder / "counter"
+    counter.write_text("")
+    (folder / "engine_that_ends.py").write_text(ENGINE.format(counter=str(counter), end=end))
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
+    command = [sys.executable, "-c", ZYGOTE]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, done.stdout, len(counter.read_text())
+
+
+@pytest.mark.parametrize(("name", "meaning"), [("SIGILL", "instructions"), ("SIGKILL", "memory ran out")])
+def test_a_start_that_is_killed_names_the_signal_and_what_it_means(tmp_path: Path, name: str, meaning: str) -> None:
+    status, said, forked = engines(tmp_path, f"os.kill(os.getpid(), signal.{name})")
+    assert (status, forked) == (3, 3)
+    assert f"killed by {name} 3 times in a row, before it was ready: " in said
+    assert meaning in said
+
+
+def test_an_engine_may_ask_once_for_another(tmp_path: Path) -> None:
+    assert engines(tmp_path, "os._exit(75)")[::2] == (75, 2)
