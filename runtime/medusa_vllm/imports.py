@@ -16,7 +16,7 @@ from medusa_runtime.region.reader import Region
 
 from .cpu.amx import ask_for_tiles
 from .lean_imports import functions_as_they_are, lean_imports
-from .version import check_version
+from .version import TESTED, check_version
 
 logger = logging.getLogger(__name__)
 
@@ -63,13 +63,13 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
     This is for a process that will only fork: it touches no device and starts no thread. Raises MissingPackageError,
     ConfigError and ImportError.
     """
-    check_version()
+    version = check_version()
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if settings.log_level != "debug":
         logging.getLogger("vllm").setLevel(logging.ERROR)  # it warns about settings that are made here on purpose
     # A process that waits for its model has time to import everything.
-    lean = region is not None and settings.compile != "always"
+    lean = region is not None and settings.compile != "always" and version.startswith(TESTED)
     with lean_imports() if lean else nullcontext(), functions_as_they_are(), no_cache_folder():
         _import_all()
     from vllm.platforms import current_platform
