@@ -316,17 +316,16 @@ OPTIONS = (
     Option("tensor_parallel", ("MEDUSA_TENSOR_PARALLEL",), positive, "vllm: processes that share one model's layers"),
     Option("vllm_args", ("MEDUSA_VLLM_ARGS",), _text, "vllm: flags of vllm serve, as after -- on the command line"),
     Option(
-        "layers",
-        ("MEDUSA_LAYERS",),
-        layer_range,
-        "START:STOP: the layers that are fetched and loaded first, of a group",
         "vllm_mode",
         ("MEDUSA_VLLM_MODE",),
         OneOf(*VLLM_MODES),
         "vllm: compatible starts vLLM's own processes; auto does so where it must",
     ),
     Option(
-        "layers", ("MEDUSA_LAYERS",), _layers, "START:STOP: the layers that are fetched and loaded first, of a group"
+        "layers",
+        ("MEDUSA_LAYERS",),
+        layer_range,
+        "START:STOP: the layers that are fetched and loaded first, of a group",
     ),
     Option("group", ("MEDUSA_GROUP",), _text, "group: the file that describes the workers which share the model"),
     Option("threads", ("MEDUSA_THREADS",), positive, "compute threads; default: the container's CPUs"),
