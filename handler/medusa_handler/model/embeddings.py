@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from .served_model import ServedModel
 
-Input = str | tuple[int, ...]
+Input = str | tuple[int, ...] | tuple[str, str]
 
 _BATCH = 64  # inputs given to the engine at once; between batches a client that left is noticed
 
@@ -26,8 +26,11 @@ def embeddings(
     *,
     dimensions: int | None = None,
     truncate: int | None = None,
+    classify: bool = False,
 ) -> list[Embedding]:
-    """A vector for each input, in order. ``truncate`` cuts inputs at so many tokens, -1 at the model's limit.
+    """A vector for each input, in order; of a classifier (``classify``) the probabilities of its labels.
+
+    ``truncate`` cuts inputs at so many tokens, -1 at the model's limit.
 
     Raises RequestError, EngineError, ClientGoneError, and ApiError 503 after ``hold_s``.
     """
@@ -45,7 +48,9 @@ def embeddings(
     for start in range(0, len(order), _BATCH):
         numbers = order[start : start + _BATCH]
         batch = [inputs[number] for number in numbers]
-        found |= zip(numbers, model.engine.embed(batch, dimensions, truncate, look=look), strict=True)
+        found |= zip(
+            numbers, model.engine.embed(batch, dimensions, truncate, classify=classify, look=look), strict=True
+        )
     return [found[number] for number in range(len(inputs))]
 
 

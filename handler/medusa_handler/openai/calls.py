@@ -12,7 +12,7 @@ from medusa_runtime.engine.serving.model_name import served_name
 from medusa_runtime.errors import shown
 
 from ..faults import ApiError, NotCoveredError
-from . import chat, completion, embeddings, fields, parameters
+from . import chat, completion, embeddings, fields, parameters, ranking
 from .answer import Envelope
 from .form import Form, form
 from .parameters import Body
@@ -102,6 +102,29 @@ def embed_texts(service: Service, body: Body, gone: Callable[[], bool]) -> Respo
         raise NotCoveredError(400, "the engine's own server answers for embeddings")
     fields.check_fields(body, fields.EMBEDDINGS)
     return embeddings.embed(service, body, check_model(service, body), gone)
+
+
+def classify_texts(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
+    """Answer a request for the labels of texts."""
+    return _ranked(ranking.classify, fields.CLASSIFY, service, body, gone)
+
+
+def rerank_texts(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
+    """Answer a request for the documents that belong to a query."""
+    return _ranked(ranking.rerank, fields.RERANK, service, body, gone)
+
+
+def _ranked(
+    answer: Callable[[Service, Body, str, Callable[[], bool]], Response],
+    known: frozenset[str],
+    service: Service,
+    body: Body,
+    gone: Callable[[], bool],
+) -> Response:
+    if service.relays:
+        raise NotCoveredError(400, "the engine's own server answers for classifiers")
+    fields.check_fields(body, known)
+    return answer(service, body, check_model(service, body), gone)
 
 
 def check_model(service: Service, body: Body) -> str:

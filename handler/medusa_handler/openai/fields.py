@@ -29,6 +29,8 @@ _TEMPLATE = _names(
 COMPLETION = _SAMPLING | {"prompt", "best_of", "echo"}
 CHAT = _SAMPLING | _TEMPLATE | {"max_completion_tokens", "top_logprobs", "tool_choice", "parallel_tool_calls"}
 EMBEDDINGS = frozenset(("model", "input", "encoding_format", "dimensions", "truncate_prompt_tokens"))
+CLASSIFY = frozenset(("model", "input", "truncate_prompt_tokens"))
+RERANK = frozenset(("model", "query", "documents", "top_n", "truncate_prompt_tokens"))
 TOKENIZE = _TEMPLATE | {"model", "prompt", "add_special_tokens", "tool_choice"}
 DETOKENIZE = frozenset(("model", "tokens"))
 

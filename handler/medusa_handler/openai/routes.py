@@ -11,7 +11,7 @@ from flask import Blueprint, Response, jsonify, request
 from ..http.app import ModelRoutes
 from ..http.body import json_object
 from . import chat, fields, parameters
-from .calls import check_model, complete, converse, embed_texts
+from .calls import check_model, classify_texts, complete, converse, embed_texts, rerank_texts
 from .engine_routes import engine_routes
 from .parameters import Body
 from .prompt import infer
@@ -49,6 +49,9 @@ def _blueprint(service: Service, work: Work) -> Blueprint:
     add("/v1/completions", lambda body, gone: complete(service, body, gone))
     add("/v1/chat/completions", lambda body, gone: converse(service, body, gone))
     add("/v1/embeddings", lambda body, gone: embed_texts(service, body, gone))
+    add("/classify", lambda body, gone: classify_texts(service, body, gone))
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        add(path, lambda body, gone: rerank_texts(service, body, gone))
     add("/tokenize", lambda body, gone: _tokenize(service, body))
     add("/detokenize", lambda body, gone: _detokenize(service, body))
     if service.light_routes:

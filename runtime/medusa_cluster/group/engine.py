@@ -30,7 +30,7 @@ def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Engin
     if choose(settings.device, {}) == "cuda":
         raise ConfigError("the workers of a group compute on CPUs; expected --device cpu")
     region.wait_index()
-    if backend(region.file, settings).kind == "encoder":
+    if backend(region.file, settings).kind in ("encoder", "classifier"):
         raise ModelError("an encoder cannot be split over several workers; expected one worker for it")
     if plan.mode != "pipeline":
         if settings.layers is not None:

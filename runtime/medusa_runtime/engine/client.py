@@ -156,17 +156,18 @@ class EngineClient:
 
     def embed(
         self,
-        inputs: Sequence[str | Sequence[int]],
+        inputs: Sequence[str | Sequence[int] | Sequence[str]],
         dimensions: int | None = None,
         truncate: int | None = None,
         *,
+        classify: bool = False,
         look: Callable[[], None] | None = None,
     ) -> list[Embedding]:
         """Return a vector for each text (see EncoderEngine.embed). May be called before the weights are there.
 
         ``look`` is called a few times a second meanwhile; what it raises ends the wait. RequestError, EngineError.
         """
-        arguments = {"inputs": inputs, "dimensions": dimensions, "truncate": truncate}
+        arguments = {"inputs": inputs, "dimensions": dimensions, "truncate": truncate, "classify": classify}
         found = self._call("embed", timeout_s=None, look=look, **arguments)
         return [Embedding(tokens, base64.b64decode(data)) for tokens, data in found]
 

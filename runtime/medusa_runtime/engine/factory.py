@@ -16,7 +16,7 @@ def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Engin
     if settings.layers is not None:
         raise ConfigError("--layers is for a worker that shares a model with others: expected --engine group with it")
     region.wait_index()
-    if backend(region.file, settings).kind == "encoder":
+    if backend(region.file, settings).kind in ("encoder", "classifier"):
         from .encoder.engine import EncoderEngine
 
         return EncoderEngine(region, settings, timeline)

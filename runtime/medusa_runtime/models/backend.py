@@ -70,9 +70,13 @@ def backend(read: ReadFile, settings: Settings) -> Backend:
 
 def verify(read: ReadFile, settings: Settings) -> Backend:
     """Like ``backend``; also raises the engine's errors about keys in config.json. Imports torch."""
+    from .transformers.config import verify as verify_foreign
+
     found = backend(read, settings)
     config = read_object(read, "config.json") or {}
-    if found.kind == "decoder":
+    if found.foreign:
+        verify_foreign(config)
+    elif found.kind == "decoder":
         model_config(config)
     elif found.kind == "encoder":
         from .bert import BertConfig

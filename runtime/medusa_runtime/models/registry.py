@@ -26,13 +26,15 @@ ARCHITECTURES: dict[str, str] = {
 
 # The model_type of encoders, which turn text into vectors; models/bert.py runs them.
 ENCODERS = ("bert", "roberta", "xlm-roberta", "camembert")
+CLASSIFIER = "ForSequenceClassification"  # how transformers' classifiers of texts are named
 
 
 def is_encoder(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json describes an encoder, and not one of the decoders above."""
+    """Whether a config.json describes one of these encoders, and not a classifier or one of the decoders above."""
     named = raw.get("architectures")
-    known = isinstance(named, list) and any(name in ARCHITECTURES for name in named if isinstance(name, str))
-    return raw.get("model_type") in ENCODERS and not known
+    names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+    other = any(name in ARCHITECTURES or name.endswith(CLASSIFIER) for name in names)
+    return raw.get("model_type") in ENCODERS and not other
 
 
 def has_family(raw: Mapping[str, Any]) -> bool:

@@ -23,7 +23,7 @@ from ...region.reader import Region
 from ...timeline import Timeline
 from ..base import Delta, EngineInfo, GenerateRequest
 from ..serving.validation import check_token_ids
-from .text_encoder import Encoder, Reading
+from .text_encoder import Encoder, Reading, Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ _MOST_TEXTS = 64
 
 @dataclass(eq=False)
 class _Text:
-    tokens: list[int]
+    tokens: Tokens
     vector: Future[Tensor] = field(default_factory=Future)
 
 
@@ -47,7 +47,8 @@ class EncoderEngine:
         dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
         self._encoder = Encoder(region, timeline, Reading(dtype, settings.max_model_len))
         config = self._encoder.config
-        self.info = EngineInfo("torch", "encoder", config.vocab_size, self._encoder.max_tokens, (), 0)
+        kind = "classifier" if self._encoder.classifies else "encoder"
+        self.info = EngineInfo("torch", kind, config.vocab_size, self._encoder.max_tokens, (), 0)
         self._timeline = timeline
         self._most_tokens = max(settings.max_batched_tokens, self._encoder.max_tokens)
         self._changed = threading.Condition()
@@ -56,13 +57,25 @@ class EncoderEngine:
         self._end: MedusaError | None = None
 
     def embed(
-        self, inputs: Sequence[str | Sequence[int]], dimensions: int | None = None, truncate: int | None = None
+        self,
+        inputs: Sequence[str | Sequence[int] | Sequence[str]],
+        dimensions: int | None = None,
+        truncate: int | None = None,
+        classify: bool = False,
     ) -> list[tuple[int, str]]:
         """Return each input's number of tokens and its vector (float32 little-endian, in base64). Call from any thread.
 
         ``dimensions``: keep only the first so many numbers, scaled to length 1 again. ``truncate``: cut inputs after so
-        many tokens, -1: at the model's limit. Raises RequestError, EngineError, and the error of weights that failed.
+        many tokens, -1: at the model's limit. ``classify``: a classifier is asked, whose vector has each label's
+        probability. Raises RequestError, EngineError, and the error of weights that failed.
         """
+        if classify is not self._encoder.classifies:
+            able = (
+                "classifies texts: expected /classify or /rerank"
+                if not classify
+                else "makes embeddings: expected /v1/embeddings"
+            )
+            raise RequestError(f"this model {able}")
         size = self._encoder.size
         if dimensions is not None and dimensions > size:
             raise RequestError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +16,30 @@ from ...load.skeleton import skeleton
 from ...models.base import DTYPES
 from ...models.bert import Bert, BertConfig
 from ...models.pooling import POOLINGS, unit
+from ...models.registry import is_encoder
 from ...models.sentences import Sentences
+from ...models.transformers.encoder import TransformersEncoder
 from ...region.reader import Region
 from ...timeline import Timeline
 from ..checkpoint_files import read_config_json, weights_dtype
 from ..serving.tokenizer import Tokenizer
+
+
+class Tokens(list[int]):
+    """The token ids of a text or a pair of texts; ``segments`` are 0 in the first and 1 in the second, or empty."""
+
+    def __init__(self, ids: Sequence[int], segments: Sequence[int] = ()) -> None:
+        super().__init__(ids)
+        self.segments = list(segments)
+
+
+def _build(raw: dict[str, Any], dtype: torch.dtype) -> tuple[Bert | TransformersEncoder, Applier]:
+    if is_encoder(raw):
+        with skeleton():
+            model = Bert(BertConfig.from_hf(raw, pooler=False)).eval()
+        return model, Applier(model, dtype=dtype)
+    foreign = TransformersEncoder(raw, dtype)
+    return foreign, foreign.applier()
 
 
 @dataclass(frozen=True)
@@ -39,13 +59,14 @@ class Encoder:
     def __init__(self, region: Region, timeline: Timeline, reading: Reading | None = None) -> None:
         reading = reading or Reading()
         raw = read_config_json(region)
-        self.config = BertConfig.from_hf(raw, pooler=False)
         self.sentences = Sentences.read(region.file)
-        self.max_tokens = self._longest(reading.max_tokens)
         dtype = reading.dtype or DTYPES[weights_dtype(region.wait_index())]
-        with timeline.stage("skeleton"), skeleton():
-            self._model = Bert(self.config).eval()
-        self._loader = Loader(region, Applier(self._model, dtype=dtype), timeline=timeline)
+        with timeline.stage("skeleton"):
+            self._model, applier = _build(raw, dtype)
+        self.config = self._model.config
+        self.classifies = isinstance(self._model, TransformersEncoder) and self._model.classifies
+        self.max_tokens = self._longest(reading.max_tokens)
+        self._loader = Loader(region, applier, timeline=timeline)
         self.tokenizer = Tokenizer(region.file("tokenizer.json"), timeline)
 
     @property
@@ -64,23 +85,27 @@ class Encoder:
             )
         return wanted
 
-    def tokens(self, given: str | Sequence[int], most: int | None = None) -> list[int]:
-        """The token ids of a text, special tokens included; ids are taken as they are.
+    def tokens(self, given: str | Sequence[int] | Sequence[str], most: int | None = None) -> Tokens:
+        """The token ids of a text, or of a pair of texts, special tokens included; ids are taken as they are.
 
         What is longer than ``most`` is cut there. RequestError for what is empty, too long or no id of the model.
         """
         if isinstance(given, str):
             if most is None:
                 self.tokenizer.check_length(given, self.max_tokens, name="input")
-            found = self.tokenizer.encode(given, True)
+            found = Tokens(self.tokenizer.encode(given, True))
+        elif len(given) == 2 and isinstance(given[0], str):
+            for text in given:
+                self.tokenizer.check_length(str(text), self.max_tokens, name="input")
+            found = Tokens(*self.tokenizer.encode_pair(str(given[0]), str(given[1])))
         else:
-            found = list(given)
+            found = Tokens(list(given))  # type: ignore[arg-type]
         if not found:
             raise RequestError("input: expected at least one token, found an empty input", "input")
         if most is not None:
             # As tokenizers cut: what a text ends with, BERT's [SEP], stays at its end.
             most = min(most, self.max_tokens)
-            found = found if len(found) <= most else [*found[: most - 1], found[-1]]
+            found = found if len(found) <= most else Tokens([*found[: most - 1], found[-1]], found.segments[:most])
         if len(found) > self.max_tokens:
             raise ContextLengthError(
                 f"this model's maximum context length is {self.max_tokens} tokens, and the input has {len(found)}; "
@@ -92,7 +117,7 @@ class Encoder:
                 raise RequestError(f"input: expected token ids below {self.config.vocab_size}, found {token}", "input")
         return found
 
-    def encode(self, texts: Sequence[Sequence[int]]) -> Tensor:
+    def encode(self, texts: Sequence[Tokens]) -> Tensor:
         """Token ids of each text → float32 [texts, size]."""
         longest = max(map(len, texts))
         ids = torch.zeros(len(texts), longest, dtype=torch.long)
@@ -100,9 +125,18 @@ class Encoder:
         for row, text in enumerate(texts):
             ids[row, : len(text)] = torch.tensor(text)
             mask[row, : len(text)] = True
-        hidden = self._model(ids, None if bool(mask.all()) else mask)
+        segments = self._segments(texts, longest)
+        hidden: Tensor = self._model(ids, None if bool(mask.all()) else mask, segments)
+        if self.classifies:
+            return hidden
         vectors = POOLINGS[self.sentences.pooling](hidden, mask).float()
         return unit(vectors) if self.sentences.unit else vectors
+
+    @staticmethod
+    def _segments(texts: Sequence[Tokens], longest: int) -> Tensor | None:
+        if not any(text.segments for text in texts):
+            return None
+        return torch.tensor([[*text.segments, *[0] * (longest - len(text.segments))] for text in texts])
 
     def embed(self, texts: Sequence[str]) -> list[list[float]]:
         """A vector for each text, all in one batch; longer texts are cut. For a function that runs its own encoder."""

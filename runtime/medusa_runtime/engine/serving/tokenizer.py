@@ -57,6 +57,15 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], list[int]]:
+        """The token ids of two texts as one input, and for each token the text that it belongs to, 0 or 1."""
+        if not self.present:
+            raise RequestError(
+                f"prompt: this checkpoint has no tokenizer.json, so text cannot be used; {_HINT}", "prompt"
+            )
+        encoding = self._loaded().encode(_without_surrogates(first), _without_surrogates(second))
+        return list(encoding.ids), list(encoding.type_ids)
+
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
         if not self.present:
             raise RequestError(

@@ -41,7 +41,7 @@ class Profile(NamedTuple):
 
 def profile(region: Region, settings: Settings) -> Profile:
     """Profile the model in a region on this machine's CPU. Raises what an engine would raise for it."""
-    if backend(region.file, settings).kind == "encoder":
+    if backend(region.file, settings).kind in ("encoder", "classifier"):
         return Profile(_encoder_order(region), None)
     config = read_config(region)
     dtype = config.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)

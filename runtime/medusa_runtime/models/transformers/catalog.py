@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...errors import MissingPackageError, ModelError
-from ..registry import architecture_of, unsupported
+from ..registry import CLASSIFIER, architecture_of, unsupported
 
-_HEADS = ("SequenceClassification",)
 _RECURRENT = frozenset({"linear_attention", "mamba", "conv", "recurrent", "hybrid", "moe", "mamba2", "attention_mamba"})
 INSTALL = 'pip install "medusa-runtime[transformers]"'
 
@@ -66,7 +65,7 @@ def _kind(architecture: str, raw: Mapping[str, Any]) -> str:
         raise _refused(architecture, "has recurrent layers, for which the torch engine has no cache")
     if architecture.endswith(("ForCausalLM", "LMHeadModel")):
         return "decoder"
-    if architecture.endswith(_HEADS):
+    if architecture.endswith(CLASSIFIER):
         return "classifier"
     if architecture.endswith(("Model", "ForMaskedLM")):
         return "encoder"

@@ -67,6 +67,15 @@ def preimport(raw: Mapping[str, Any]) -> None:
         own_class(known(raw))
 
 
+def verify(raw: Mapping[str, Any]) -> None:
+    """Raise what is wrong with the config.json of a model that transformers runs."""
+    found = known(raw)
+    if found.kind == "decoder":
+        TransformersConfig.of(raw)
+    else:
+        own_config(found, raw)
+
+
 def own_class(found: Known) -> Any:
     """The class itself. Imports transformers, as far as this class needs it."""
     return getattr(import_from_transformers(found.module), found.name)

@@ -1,0 +1,126 @@
+"""Models that run by transformers' code, here and in transformers: ``python -m benchmarks.transformers_backend``.
+
+A random OLMo 2 of some 60 million parameters in bfloat16 (``--model`` takes another). Each round starts `medusa serve`
+and a process that calls ``from_pretrained`` and ``generate``, in turn, from the exec to the first token; and then has
+both continue a batch of prompts greedily.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from medusa_adapters.bench.served_instance import ServedInstance, serve_command
+
+_PROMPT_TOKENS = 32
+_MAKE = """
+import sys, torch, transformers
+config = transformers.Olmo2Config(
+    vocab_size=8192, hidden_size=512, intermediate_size=1536, num_hidden_layers=int(sys.argv[2]),
+    num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=1024, eos_token_id=2, pad_token_id=1,
+)
+transformers.Olmo2ForCausalLM(config).to(torch.bfloat16).save_pretrained(sys.argv[1])
+"""
+_THEIRS = """
+import json, sys, time
+import torch
+from transformers import AutoModelForCausalLM
+folder, batch, tokens, prompt = sys.argv[1], *map(int, sys.argv[2:5])
+model = AutoModelForCausalLM.from_pretrained(folder)
+greedy = {"do_sample": False, "pad_token_id": 1}
+
+def run(rows, count):
+    ids = torch.tensor([[(row * 31 + at * 7) % 5000 + 3 for at in range(prompt)] for row in range(rows)])
+    mask = torch.ones_like(ids)
+    model.generate(ids, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, **greedy)
+
+run(1, 1)
+print(json.dumps({"first": time.time()}), flush=True)
+run(batch, 4)
+began = time.perf_counter()
+run(batch, tokens)
+print(json.dumps({"rate": batch * tokens / (time.perf_counter() - began)}), flush=True)
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=64, help="of each sequence")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="write the numbers there, too")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = arguments.model or make(Path(folder))
+        result = measure(model, arguments.batch, arguments.tokens, arguments.runs)
+    print("| | first token | tokens/s |\n|---|---|---|")
+    for row in ("ours", "theirs"):
+        first, rate = (statistics.median(result[row][name]) for name in ("first", "rate"))
+        print(f"| `{row}` | {first:.2f} s | {rate:,.0f} |")
+    print(f"ratios of pairs, medians: first token {result['first_ratio']:.2f}, tokens/s {result['rate_ratio']:.2f}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result))
+
+
+def make(folder: Path, layers: int = 16) -> Path:
+    """Write the random model."""
+    subprocess.run([sys.executable, "-c", _MAKE, str(folder), str(layers)], check=True, capture_output=True)
+    return folder
+
+
+def measure(model: Path, batch: int, tokens: int, runs: int) -> dict[str, Any]:
+    """Seconds to the first token and tokens a second of each run, and the medians of the pairs' ratios."""
+    result: dict[str, Any] = {row: {"first": [], "rate": []} for row in ("ours", "theirs")}
+    for _ in range(runs):
+        for row, run in (("ours", _ours), ("theirs", _theirs)):
+            for name, value in zip(("first", "rate"), run(model, batch, tokens), strict=True):
+                result[row][name].append(value)
+    for name in ("first", "rate"):
+        pairs = zip(result["ours"][name], result["theirs"][name], strict=True)
+        result[f"{name}_ratio"] = statistics.median(ours / theirs for ours, theirs in pairs)
+    return result
+
+
+def _ours(model: Path, batch: int, tokens: int) -> tuple[float, float]:
+    began = time.time()
+    command = serve_command("--model", model, "--device", "cpu", "--state", "none", "--max-concurrency", str(batch))
+    with ServedInstance(command) as served:
+        served.completion(_body(0, 1))
+        first = time.time() - began
+        _batch(served, batch, 4)
+        started = time.perf_counter()
+        _batch(served, batch, tokens)
+        return first, batch * tokens / (time.perf_counter() - started)
+
+
+def _batch(served: ServedInstance, batch: int, tokens: int) -> None:
+    threads = [threading.Thread(target=served.completion, args=(_body(row, tokens),)) for row in range(batch)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _body(row: int, tokens: int) -> dict[str, Any]:
+    prompt = [(row * 31 + at * 7) % 5000 + 3 for at in range(_PROMPT_TOKENS)]
+    return {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+
+
+def _theirs(model: Path, batch: int, tokens: int) -> tuple[float, float]:
+    began = time.time()
+    command = [sys.executable, "-c", _THEIRS, str(model), str(batch), str(tokens), str(_PROMPT_TOKENS)]
+    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    return json.loads(out[-2])["first"] - began, json.loads(out[-1])["rate"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Encoders and sequence classifiers of transformers, which read whole texts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..fields import Fields
+from .applier import TransformersApplier
+from .catalog import Known, known
+from .config import own_class, own_config
+from .decoder import construct, own_attention
+
+
+class Sizes(NamedTuple):
+    """What an engine must know about an encoder. ``longest``: tokens of a text. ``hidden_size``: of what it returns."""
+
+    vocab_size: int
+    hidden_size: int
+    longest: int
+
+
+class TransformersEncoder(nn.Module):
+    """Token ids [texts, tokens] → hidden states [texts, tokens, hidden], or of a classifier a vector for each text.
+
+    A classifier's vector has the probability of each label; with one label it is that label's score, between 0 and 1.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.known: Known = known(raw)
+        self._raw, self._dtype = raw, dtype
+        Fields(raw).refuse_quantized()
+        self.module = self._build()
+        self.classifies = self.known.kind == "classifier"
+        own = self.module.config
+        self._several = getattr(own, "problem_type", None) == "multi_label_classification"
+        size = own.num_labels if self.classifies else own.hidden_size
+        self.config = Sizes(own.vocab_size, size, self._longest(own))
+        self._takes_segments = "token_type_ids" in inspect.signature(type(self.module).forward).parameters
+        self._applier: TransformersApplier | None = None
+
+    def forward(self, token_ids: Tensor, mask: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
+        options: dict[str, Any] = {"attention_mask": torch.ones_like(token_ids) if mask is None else mask.long()}
+        if self._takes_segments and segments is not None:
+            options["token_type_ids"] = segments
+        whole = self.module if self.classifies else self.module.base_model
+        out = whole(input_ids=token_ids, return_dict=True, **options)
+        if not self.classifies:
+            hidden: Tensor = out.last_hidden_state
+            return hidden
+        logits: Tensor = out.logits.float()
+        return logits.sigmoid() if self._several or logits.shape[-1] == 1 else logits.softmax(-1)
+
+    def rename(self, name: str) -> str | None:
+        target = None if self._applier is None else self._applier.target(name)
+        return None if target is None else f"module.{target}"
+
+    def applier(self) -> TransformersApplier:
+        """What fills the module from a region."""
+        self._applier = TransformersApplier(self.module, self._build, self._dtype)
+        return self._applier
+
+    def _build(self) -> Any:
+        kind = own_class(self.known)
+        own = own_config(self.known, self._raw)
+        own._attn_implementation = own_attention(kind)
+        return construct(kind, own, self._dtype)
+
+    def _longest(self, own: Any) -> int:
+        positions = int(getattr(own, "max_position_embeddings", 512))
+        for name, part in self.module.named_modules():
+            # RoBERTa counts positions from behind the padding's index.
+            if name.endswith("position_embeddings") and getattr(part, "padding_idx", None) is not None:
+                return positions - int(part.padding_idx) - 1
+        return positions
+
+
+__all__ = ["Sizes", "TransformersEncoder"]

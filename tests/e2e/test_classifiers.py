@@ -1,0 +1,112 @@
+"""`medusa serve` of encoders and classifiers that run by transformers' code: the same numbers as transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from medusa_runtime.config import Settings
+from medusa_runtime.engine.encoder.text_encoder import Encoder
+from medusa_runtime.fetch.prefetcher import prefetch
+from medusa_runtime.region.reader import Region
+from medusa_runtime.timeline import Timeline
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "cat", "sat", "the", "mat", "was", "and", "on"]
+TEXTS = ["a cat sat", "the mat was a cat and the cat sat on the mat"]
+SHAPE = {"vocab_size": len(WORDS), "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+LARGE = SHAPE | {"intermediate_size": 48, "max_position_embeddings": 40}
+DISTILLED = {"vocab_size": len(WORDS), "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "distilbert": ("DistilBertModel", DISTILLED | {"max_position_embeddings": 40}),
+    "distilbert-masked": ("DistilBertForMaskedLM", DISTILLED | {"max_position_embeddings": 40}),
+    "electra": ("ElectraModel", LARGE | {"embedding_size": 16}),
+    "mpnet": ("MPNetModel", LARGE),
+    "albert": ("AlbertModel", LARGE | {"embedding_size": 16}),
+    "modernbert": ("ModernBertModel", LARGE | {"pad_token_id": 0, "global_attn_every_n_layers": 2}),
+    "distilbert-labels": ("DistilBertForSequenceClassification", DISTILLED | {"max_position_embeddings": 40,
+                                                                              "num_labels": 3}),
+    "roberta-labels": ("RobertaForSequenceClassification", LARGE | {"num_labels": 2, "pad_token_id": 1}),
+    "bert-score": ("BertForSequenceClassification", LARGE | {"num_labels": 1}),
+}  # fmt: skip
+
+
+def write(case: str, folder: Path) -> Any:
+    name, values = CASES[case]
+    kind = getattr(transformers, name)
+    torch.manual_seed(1)
+    model = kind(kind.config_class(**values)).eval()
+    for parameter in model.parameters():
+        parameter.data += torch.randn_like(parameter) * 0.2
+    model.save_pretrained(folder)
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: id for id, word in enumerate(WORDS)}, "[UNK]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    words.save(str(folder / "tokenizer.json"))
+    return model
+
+
+def ids_of(folder: Path, *texts: str) -> Any:
+    return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).encode(*texts)
+
+
+def expected(model: Any, folder: Path, *texts: str) -> torch.Tensor:
+    """One text, or a pair, without padding."""
+    found = ids_of(folder, *texts)
+    segments = {"token_type_ids": torch.tensor([found.type_ids])} if len(texts) == 2 else {}
+    with torch.no_grad():
+        if hasattr(model, "classifier"):
+            logits = model(torch.tensor([found.ids]), **segments).logits[0]
+            return logits.sigmoid() if len(logits) == 1 else logits.softmax(-1)
+        hidden = model.base_model(torch.tensor([found.ids])).last_hidden_state[0]
+    return torch.nn.functional.normalize(hidden.mean(0), dim=-1)
+
+
+QUICK = ("distilbert", "modernbert", "roberta-labels")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
+)
+def test_vectors_and_labels_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    model = write(case, tmp_path)
+    region = Region.create()
+    prefetch(region, str(tmp_path), settings=Settings(), timeline=Timeline.create("prefetcher"))
+    encoder = Encoder(region, Timeline.create("engine"))
+    try:
+        with torch.inference_mode():
+            found = encoder.encode([encoder.tokens(text) for text in TEXTS])  # the shorter one is padded
+        wanted = torch.stack([expected(model, tmp_path, text) for text in TEXTS])
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    finally:
+        encoder.close()
+        region.close()
+
+
+def test_a_classifier_answers_its_routes(tmp_path: Path, start: Callable[..., Any]) -> None:
+    model = write("bert-score", tmp_path)
+    instance = start("--model", str(tmp_path))
+
+    def post(path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        answer = instance.exchange("POST", path, json.dumps(body), {"content-type": "application/json"})
+        return answer.status, json.loads(answer.body)
+
+    status, ranked = post("/rerank", {"query": "the cat", "documents": TEXTS, "top_n": 2})
+    assert status == 200, ranked
+    scores = {one["index"]: one["relevance_score"] for one in ranked["results"]}
+    wanted = [float(expected(model, tmp_path, "the cat", text)) for text in TEXTS]
+    assert [scores[0], scores[1]] == pytest.approx(wanted, rel=1e-4)
+    assert [one["relevance_score"] for one in ranked["results"]] == sorted(scores.values(), reverse=True)
+    status, classified = post("/classify", {"input": TEXTS})
+    assert (status, [one["label"] for one in classified["data"]]) == (200, ["LABEL_0", "LABEL_0"])
+    assert classified["data"][1]["probs"] == pytest.approx(expected(model, tmp_path, TEXTS[1]).tolist(), rel=1e-4)
+    assert post("/v1/embeddings", {"input": "a"})[0] == 400
+    assert post("/rerank", {"query": "a"})[0] == 400
