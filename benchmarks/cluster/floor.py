@@ -37,7 +37,7 @@ def bare_chain(lab: Laboratory, nodes: Sequence[str], size_bytes: int) -> BareCh
     finally:
         for relay in relays:
             relay.kill()
-            relay.wait()
+            relay.communicate()  # also closes its pipes
     received = found[1:]
     return BareChain(
         max(one["ended_s"] for one in received) - began,

@@ -191,7 +191,8 @@ class Connection:
 
     def _wake_at(self, size_bytes: int) -> None:
         if size_bytes != self._wake_bytes:
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size_bytes)
+            with suppress(OSError):  # some sandboxes do not know it; then the thread wakes more often
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size_bytes)
             self._wake_bytes = size_bytes
 
     def _receive_all(self, buffer: memoryview) -> int:
