@@ -35,11 +35,15 @@ def _import_foreign(region: Region) -> None:
     What is wrong with the model is reported by the engine.
     """
     from ..models.backend import read_object
-    from ..models.transformers.config import preimport as preimport_class
+    from ..models.registry import has_family, is_encoder
 
     try:
         config = read_object(lambda name: region.file(name, _PATIENCE_S), "config.json")
-        if config is not None:
-            preimport_class(config)
+        if config is None or is_encoder(config) or has_family(config):
+            return
+        from ..models.transformers.catalog import known
+        from ..models.transformers.config import own_class
+
+        own_class(known(config))
     except (MedusaError, TimeoutError):
         logger.debug("the model is not known yet; its module is imported by the engine")

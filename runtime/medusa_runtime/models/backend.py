@@ -13,7 +13,6 @@ from ..config import Settings, require_handler
 from ..errors import CorruptError, MismatchError, ModelError
 from .fields import Fields
 from .registry import architecture_of, has_family, is_encoder, model_config
-from .transformers.catalog import known
 
 ReadFile = Callable[[str], bytes | None]
 
@@ -64,6 +63,8 @@ def backend(read: ReadFile, settings: Settings) -> Backend:
     Fields(config).refuse_quantized()
     if has_family(config):
         return Backend("decoder", architecture)
+    from .transformers.catalog import known  # most models do without it
+
     found = known(config)
     return Backend(found.kind, found.name, foreign=True)
 

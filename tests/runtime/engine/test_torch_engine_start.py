@@ -78,6 +78,34 @@ def test_a_prefill_starts_at_once_and_ends_when_the_last_layer_is_there(
     assert stages >= {"skeleton", "tokenizer", "kv_plan", "first_forward", "first_token", "apply", "wait"}
 
 
+@pytest.mark.parametrize("family", ["GPT2", "Mixtral"])  # of Mixtral an expert's tensors become parts of one
+def test_a_module_of_transformers_runs_as_far_as_its_weights_are_there(
+    family: str, tmp_path: Path, serve: Any, serve_region: Any
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 97}
+    experts = {"num_key_value_heads": 2, "intermediate_size": 48, "num_local_experts": 2}
+    config = getattr(transformers, f"{family}Config")(**sizes | (experts if family == "Mixtral" else {}))
+    kind = transformers.GPT2LMHeadModel if family == "GPT2" else transformers.MixtralForCausalLM
+    kind(config).save_pretrained(tmp_path)
+    expected = serve(tmp_path).ask([5, 6, 7]).tokens
+    arriving = Arriving(tmp_path)
+    try:
+        served = serve_region(arriving.region)
+        answer = served.ask([5, 6, 7])
+        until_a_forward_waits(served)
+        last = (".h.3.", ".layers.3.")
+        arriving.let_in(lambda name: not any(part in name for part in last))
+        time.sleep(0.1)
+        assert answer.incoming.empty()
+        arriving.let_in(lambda name: True)
+        arriving.writer.finish()
+        assert answer.tokens == expected
+        assert "wait" in {stage.name for stage in served.timeline.stages()}
+    finally:
+        arriving.writer.close()
+
+
 def test_a_request_cancelled_while_it_waits_for_weights_gets_no_token(serve_region: Any, arriving: Arriving) -> None:
     served = serve_region(arriving.region)
     answer, queued = served.ask("Tokens flow"), served.ask("from storage")

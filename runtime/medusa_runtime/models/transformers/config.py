@@ -10,7 +10,6 @@ from ...errors import ConfigError, ModelError
 from ...imports.lean_transformers import import_from_transformers
 from ..base import DTYPES, ModelConfig
 from ..fields import Fields
-from ..registry import has_family, is_encoder
 from .catalog import Known, known
 
 if TYPE_CHECKING:
@@ -59,12 +58,6 @@ class TransformersConfig(ModelConfig):
         from .decoder import TransformersDecoder
 
         return TransformersDecoder(self)
-
-
-def preimport(raw: Mapping[str, Any]) -> None:
-    """Import the module of a model that transformers runs; nothing for others. Raises what ``catalog.known`` raises."""
-    if not (is_encoder(raw) or has_family(raw)):
-        own_class(known(raw))
 
 
 def verify(raw: Mapping[str, Any]) -> None:
