@@ -93,9 +93,14 @@ class DemandRings:
     def __init__(self, memory: WriterMemory) -> None:
         self._memory = memory
         self._outside: memoryview | None = None
+        self._paced = True
 
-    def listen(self, demand_fd: int) -> None:
-        """Also heed readers that may not write to the region; ``demand_fd`` is a ``demand_memory``."""
+    def listen(self, demand_fd: int, *, paced: bool = True) -> None:
+        """Also heed readers that may not write to the region; ``demand_fd`` is a ``demand_memory``.
+
+        ``paced``: they may hold back what nobody waits for; not those of many users, who could do so to one another.
+        """
+        self._paced = paced
         self._outside = memoryview(mmap.mmap(demand_fd, HEADER_BYTES, prot=mmap.PROT_READ)).cast("Q")
 
     @property
@@ -108,7 +113,8 @@ class DemandRings:
         """The share of the link for what nobody waits for, as readers want it now; 1 without a wish."""
         now_ms = time.monotonic() * 1e3
         place = PACE_OFFSET // 8
-        words = [memory[place] for memory in (self._memory.words, self._outside) if memory is not None]
+        memories = (self._memory.words, self._outside if self._paced else None)
+        words = [memory[place] for memory in memories if memory is not None]
         shares = [word & (1 << _SHARE_BITS) - 1 for word in words if word >> _SHARE_BITS > now_ms]
         return min(shares, default=_WHOLE) / _WHOLE
 

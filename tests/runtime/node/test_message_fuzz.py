@@ -37,7 +37,7 @@ _SCHEMES = st.sampled_from(
     ["", "file://", "local://", "reference://", "s3://", "http://127.0.0.1:1/", "zip://", "HF://"]
 )
 _URLS = st.builds(lambda scheme, parts: scheme + "".join(parts), _SCHEMES, st.lists(_PARTS, max_size=8))
-_FIELDS = ("version", "url", "pin", "fresh", "background", "kind", "settings", "type")
+_FIELDS = ("version", "url", "pin", "fresh", "background", "layers", "kind", "settings", "type")
 _KINDS = st.sampled_from(
     ["hello", "region", "keep", "engine", "drop", "unpin", "status", "room", "sealed", "take", "fork"]
 )

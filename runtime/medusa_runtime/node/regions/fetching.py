@@ -131,7 +131,7 @@ def _run(
     # It is not known yet which functions will use it.
     restoring = Restoration(settings, timeline, engines=engine_names(), for_peers=in_cluster)
     writer = held.region.writer()
-    writer.demand.listen(held.demand_fd)
+    writer.demand.listen(held.demand_fd, paced=cluster is not None or settings.layers is not None)
     try:
         store = open_store_of(held.key, policy) if folder is None else _open_folder(held.key, folder)
         held.heartbeats.keep("prefetcher")  # a thread; by now this process has the rights that it will have
