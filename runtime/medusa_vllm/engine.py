@@ -41,6 +41,7 @@ from .configuration import configure
 from .core_request import CLIENT, core_request
 from .eos import eos_token_ids
 from .flags import words
+from .imports import server_is_imported
 from .serving.front_end import FrontEnd, Served
 from .structured import StructuredCore, TokenizerFolder
 
@@ -116,7 +117,7 @@ class VllmEngine:
                     self._step()
                 else:
                     self._core.complete_idle()
-                    if self._generated_tokens:
+                    if self._generated_tokens or server_is_imported():
                         self._mount_when_idle()
                     self._inbox.wait(_IDLE_S)
         except MedusaError as error:
@@ -208,7 +209,10 @@ class VllmEngine:
             self._loaded.set()
 
     def _mount_when_idle(self) -> None:
-        """Mount vLLM's server in a thread of its own, once, when the first token is out and nothing else is to do."""
+        """Mount vLLM's server in a thread of its own, once.
+
+        That is when nothing else is to do, and the first token is out or the server's modules are imported already.
+        """
         if self._mounting or not hasattr(self._core, "attach_front_end"):
             return
         self._mounting = True

@@ -6,6 +6,7 @@ import importlib
 import json
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -110,6 +111,11 @@ def _import_server() -> None:
         except ImportError as error:  # a model can be served without it, by our own routes
             logger.warning("vLLM's HTTP server cannot be imported: %s", error)
             return
+
+
+def server_is_imported() -> bool:
+    """Whether this process, or the one that it was forked from, has imported vLLM's HTTP server."""
+    return all(module in sys.modules for module in _SERVER_MODULES)
 
 
 @contextmanager

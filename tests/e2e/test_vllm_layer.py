@@ -119,3 +119,10 @@ def test_the_server_is_mounted_once_without_being_asked(start: Callable[..., Any
     (stage,) = [stage for stage in serving.request("GET", "/timeline")[1]["stages"] if stage["name"] == "vllm_server"]
     assert stage["process"] == "engine"
     assert serving.stop() == 0
+
+
+def test_a_model_that_embeds_answers_for_embeddings(start: Callable[..., Any], example: Path) -> None:
+    serving = start("--model", example, "--engine", "vllm", "--", "--runner", "pooling", "--convert", "embed")
+    with client_of(serving) as client:
+        openai_examples.embeddings(client, MODEL)
+    assert serving.stop() == 0

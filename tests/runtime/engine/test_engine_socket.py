@@ -216,3 +216,49 @@ def test_frames_round_trip() -> None:
     assert request_from_frame(request_to_frame(asked)) == asked
     delta = Delta("a", "\ud800t", (1,), (TokenLogprob(1, "t", -0.5, ((1, "t", -0.5),)),), "stop", "x", 3, 4, ("c", "m"))
     assert delta_from_frame(json.loads(pack(delta_to_frame(delta))[4:].decode("utf-8", "surrogatepass"))) == delta
+
+
+class WithHttp(SpellingEngine):
+    """Its own server echoes one line, once it is up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = threading.Event()
+
+    def open_http(self) -> Callable[[socket.socket], None]:
+        self.up.wait(10)
+
+        def take(connection: socket.socket) -> None:
+            with connection:
+                connection.sendall(connection.recv(100).upper())
+
+        return take
+
+
+def test_a_connection_is_handed_to_the_engines_own_server_once_it_is_up(listener: socket.socket) -> None:
+    engine = WithHttp()
+    server = EngineServer(listener, engine)  # type: ignore[arg-type]
+    server.start()
+    looked: list[bool] = []
+
+    def look() -> None:
+        looked.append(True)
+        engine.up.set()
+
+    client = EngineClient(str(listener.getsockname()))
+    for _ in range(2):  # the second time the answer comes at once
+        with client.http(look) as connection:
+            server.announce_ready()  # frames for other clients; this one speaks something else now
+            connection.sendall(b"get / http/1.1")
+            assert connection.recv(100) == b"GET / HTTP/1.1"
+            assert connection.recv(100) == b""
+    assert looked
+    client.close()
+
+
+def test_an_engine_without_a_server_refuses_such_a_connection(listener: socket.socket) -> None:
+    EngineServer(listener, SpellingEngine()).start()  # type: ignore[arg-type]
+    client = EngineClient(str(listener.getsockname()))
+    with pytest.raises(RequestError, match="no HTTP server of its own"):
+        client.http(lambda: None)
+    client.close()
