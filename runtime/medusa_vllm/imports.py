@@ -54,6 +54,7 @@ _SERVER_MODULES = (
     "vllm.entrypoints.launchers.app",
     "vllm.entrypoints.launchers.api_server.app_state",
     "vllm.v1.engine.async_llm",
+    "vllm.renderers.hf",
 )
 _OURS = tuple(f"medusa_vllm.{name}" for name in ("executor", "loader", "cpu.worker"))
 
@@ -105,12 +106,19 @@ def _import_all() -> None:
 
 
 def _import_server() -> None:
-    for module in _SERVER_MODULES:
-        try:
+    """Import vLLM's HTTP server, and make an app once, which imports the rest and fills what Python keeps of types."""
+    try:
+        for module in _SERVER_MODULES:
             importlib.import_module(module)
-        except ImportError as error:  # a model can be served without it, by our own routes
-            logger.warning("vLLM's HTTP server cannot be imported: %s", error)
-            return
+        import uvicorn
+        from vllm.entrypoints.launchers.app import build_app
+
+        from .serving.arguments import server_arguments
+
+        app = build_app(server_arguments([], "model"), ("generate",))
+        uvicorn.Config(app, log_config=None, ws="none").load()
+    except Exception as error:  # noqa: BLE001 - a model can be served without it, by our own routes
+        logger.warning("vLLM's HTTP server cannot be imported: %s: %s", type(error).__name__, error)
 
 
 def server_is_imported() -> bool:

@@ -131,7 +131,7 @@ class FrontEnd:
         app = build_app(arguments, tasks, client.model_config)
         await init_app_state(client, app.state, arguments, tasks)
         settings = uvicorn.Config(
-            app, log_config=None, access_log=False, timeout_keep_alive=_KEEP_ALIVE_S, log_level="warning",
+            app, log_config=None, access_log=False, timeout_keep_alive=_KEEP_ALIVE_S, log_level="warning", ws="none",
             h11_max_incomplete_event_size=arguments.h11_max_incomplete_event_size,
         )  # fmt: skip
         server = uvicorn.Server(settings)
