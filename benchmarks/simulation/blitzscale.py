@@ -46,7 +46,17 @@ def hosts(trace: str) -> Machine:
 def fleet(trace: str) -> Fleet:
     profile, _, _, capacity = _CASES[trace]
     slo = 0.45 if trace == "azure-code" else 1.25
-    model = Model("m", PROFILES[profile], "", slo, 0.2, min=1, tokens_per_s=capacity, concurrency=_CONCURRENCY[trace])
+    model = Model(
+        "m",
+        PROFILES[profile],
+        "",
+        slo,
+        0.2,
+        min=1,
+        tokens_per_s=capacity,
+        concurrency=_CONCURRENCY[trace],
+        disaggregated=True,
+    )
     return Fleet(trace, (hosts(trace),), (model,))
 
 
@@ -116,8 +126,8 @@ def figure_18(seconds: float) -> Figure:
         bars(shown, "device seconds"),
         found,
         "The paper does not say over which time its policy counts arriving tokens; here it is one second, in the last "
-        "lines more. With one second, each peak of a second starts instances, which then end one by one. Prefill "
-        "and decode share instances here; the paper separates them.",
+        "lines more. With one second, each peak of a second starts instances, which then end one by one, after "
+        "their last request.",
     )
 
 
