@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from ..errors import CorruptError
 from .header import DTYPE_BITS, HeaderEntry
-from .order import execution_order
 
 PAGE_BYTES = 4096
 _FORMAT = 1
@@ -67,7 +66,11 @@ class WeightIndex:
         self.recorded = recorded
         self.shards = tuple(shards)
         self.tensors = dict(tensors)
-        self.order = tuple(execution_order(self.tensors) if order is None else order)
+        if order is None:
+            from .order import execution_order  # not for the processes that get the index from a region
+
+            order = execution_order(self.tensors)
+        self.order = tuple(order)
         if sorted(self.order) != sorted(self.tensors):
             raise CorruptError("the weight index's order does not name each of its tensors once; materialize it again")
 
