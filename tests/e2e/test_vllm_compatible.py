@@ -35,7 +35,7 @@ def test_it_answers_as_the_fast_engine_does(start: Callable[..., Any], example: 
     assert "a start takes as long as vLLM's own" in serving.output()
     url = f"http://127.0.0.1:{serving.port}/v1"
     with openai.OpenAI(base_url=url, api_key="none", timeout=PATIENCE_S, max_retries=0) as client:
-        for shown in (openai_examples.streaming, openai_examples.parse, openai_examples.responses):
+        for shown in (openai_examples.streaming, openai_examples.responses):
             shown(client, "pydoc-lm")
     leave_early(serving)
     assert serving.stop() == 0  # vLLM's processes and the folder are gone, too
