@@ -88,12 +88,14 @@ def test_a_shard_that_is_no_safetensors(start: Start, copy: Path) -> None:
     refused(start("--model", copy), "Weights.Corrupt", "model.safetensors")
 
 
-def test_an_unsupported_architecture(start: Start, copy: Path) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "kind", "said"),
+    [("ZebraForCausalLM", "zebra", "LlamaForCausalLM"), ("MambaForCausalLM", "mamba", "recurrent state")],
+)
+def test_an_unsupported_architecture(start: Start, copy: Path, architecture: str, kind: str, said: str) -> None:
     config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(
-        json.dumps(config | {"architectures": ["MambaForCausalLM"], "model_type": "mamba"})
-    )
-    refused(start("--model", copy), "MambaForCausalLM", "LlamaForCausalLM", "vllm", "Model.Unsupported")
+    (copy / "config.json").write_text(json.dumps(config | {"architectures": [architecture], "model_type": kind}))
+    refused(start("--model", copy), architecture, said, "vllm", "Model.Unsupported")
 
 
 def test_a_missing_tensor(start: Start, copy: Path) -> None:

@@ -73,7 +73,7 @@ def _judge_chunks(data: bytes, start: int) -> Judgement:
     while room > 0:
         line = data.find(b"\r\n", at)
         if line < 0:
-            return Judgement(Sent.PART, min(room, 3))  # the end of this line, and the empty one
+            return Judgement(Sent.PART, min(room, _missing_line(data, at)))
         chunk = _CHUNK.fullmatch(data, at, line)
         if chunk is None:
             break
@@ -84,6 +84,13 @@ def _judge_chunks(data: bytes, start: int) -> Judgement:
         if at > len(data):
             return Judgement(Sent.PART, min(room, at - len(data)))
     return Judgement(Sent.HEAD)
+
+
+def _missing_line(data: bytes, at: int) -> int:
+    """How many bytes must come at least before a chunk's line, which begins ``at``, has a successor or is wrong."""
+    ending = data.endswith(b"\r", at)
+    right = _CHUNK.fullmatch(data, at, len(data) - ending) is not None
+    return 2 + right - ending
 
 
 def _missing_end(data: bytes) -> Judgement:
