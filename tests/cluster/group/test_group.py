@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -74,6 +75,7 @@ def test_several_steps_are_under_way(group: Callable[..., Group]) -> None:
     answers = [made.leader.ask(prompt, max_tokens=60) for prompt in PROMPTS]
     while not all(answer.deltas and answer.deltas[-1].finish_reason for answer in answers):
         most = max(most, made.leader.engine.stats()["steps_under_way"])
+        time.sleep(0.001)  # the workers run in this process, too
         for answer in answers:
             while not answer.incoming.empty():
                 answer.next()
