@@ -83,7 +83,7 @@ def form(
             if worker is not None:
                 found.pop(worker.rank, None)  # it lost its connection and has come again
                 found[worker.rank] = worker
-        return _connected([found[rank] for rank in sorted(found)], plan, layers, link)
+        return _connected([found[rank] for rank in sorted(found)], plan, layers, link, stopped)
     except BaseException:
         for worker in found.values():
             worker.close()
@@ -119,7 +119,9 @@ def _admit(greeting: Greeting, plan: GroupPlan, ours: dict[str, Any]) -> Worker 
     return Worker(greeting.rank, LayerRange(start, stop, int(ours["total"])), place, blocks, channel)
 
 
-def _connected(workers: list[Worker], plan: GroupPlan, layers: LayerRange, link: Link | None) -> Formation:
+def _connected(
+    workers: list[Worker], plan: GroupPlan, layers: LayerRange, link: Link | None, stopped: Callable[[], bool]
+) -> Formation:
     ranges = [layers, *(worker.layers for worker in workers)]
     stops = [0, *(one.stop for one in ranges)]
     if [one.start for one in ranges] != stops[:-1] or stops[-1] != layers.total:
@@ -129,8 +131,9 @@ def _connected(workers: list[Worker], plan: GroupPlan, layers: LayerRange, link:
 
     def channel(worker: Worker, purpose: str) -> TcpChannel:
         return connect(
-            worker.place, group=plan.number, token=plan.token, rank=0, purpose=purpose, deadline=deadline, link=link
-        )
+            worker.place, group=plan.number, token=plan.token, rank=0, purpose=purpose, deadline=deadline, link=link,
+            stopped=stopped,
+        )  # fmt: skip
 
     for worker in workers:
         worker.gathered = channel(worker, "blocks")
