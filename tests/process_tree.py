@@ -31,8 +31,21 @@ def process_name(pid: int) -> str:
         return ""
 
 
+def children(pid: int) -> list[int]:
+    """Those that have not ended."""
+    return [child for child, parent in _parents().items() if parent == pid]
+
+
 def descendants(pid: int) -> dict[int, str]:
     """Children's children and so on that have not ended, with their names, without the process itself."""
+    parents = _parents()
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return {child: process_name(child) for child in found - {pid}}
+
+
+def _parents() -> dict[int, int]:
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -40,10 +53,7 @@ def descendants(pid: int) -> dict[int, str]:
                 state, parent = _state_and_parent(int(entry.name))
                 if state != "Z":
                     parents[int(entry.name)] = parent
-    found = {pid}
-    while more := {child for child, parent in parents.items() if parent in found} - found:
-        found |= more
-    return {child: process_name(child) for child in found - {pid}}
+    return parents
 
 
 def _state_and_parent(pid: int) -> tuple[str, int]:

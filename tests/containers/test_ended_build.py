@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from process_tree import descendants
+from process_tree import children, descendants
 
 from .conftest import ROOT, podman
 
@@ -49,23 +49,21 @@ def test_a_build_that_is_ended_is_one_error(base: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", BUILD, str(ROOT / "images"), str(tmp_path), base, name]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
-        said = []
-        for line in process.stdout:
-            said.append(line)
-            if line.strip() == "begun":
-                break
-        family = descendants(process.pid)
-        (podman_build,) = [pid for pid in family if parent(pid) == process.pid]
-        os.kill(podman_build, signal.SIGTERM)
-        status = process.wait(60)
-        for pid in family:  # podman leaves what the step runs, which holds the pipe
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        said, family = [], [process.pid]
+        try:
+            for line in process.stdout:
+                said.append(line)
+                if line.strip() == "begun":
+                    break
+            (podman_build,) = children(process.pid)
+            family += descendants(process.pid)
+            os.kill(podman_build, signal.SIGTERM)
+            status = process.wait(60)
+        finally:
+            for pid in family:  # podman leaves what the step runs, which holds the pipe
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         said += process.stdout
     assert status == 1, "".join(said)
     assert said[-1].startswith("nothing was built: expected an image of podman build, it ended with status ")
     assert podman("image", "exists", f"{name}:slim", check=False).returncode == 1
-
-
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
