@@ -158,7 +158,8 @@ class Cluster:
     async def _tick_for_ever(self) -> None:
         while True:
             try:
-                await asyncio.wait_for(self._wake.wait(), TICK_S)
+                async with asyncio.timeout(TICK_S):  # Python 3.11's wait_for may lose a cancellation
+                    await self._wake.wait()
             except TimeoutError:
                 pass
             self._wake.clear()

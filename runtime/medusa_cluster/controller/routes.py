@@ -37,7 +37,8 @@ class Routes:
         """The routes once they are others than those of ``version``, or after ``wait_s``."""
         if version == self.version:
             try:
-                await asyncio.wait_for(self._changed.wait(), wait_s)
+                async with asyncio.timeout(wait_s):
+                    await self._changed.wait()
             except TimeoutError:
                 pass
         return self.current

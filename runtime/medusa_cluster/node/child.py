@@ -71,7 +71,8 @@ class Child:
         """SIGTERM, and after ``grace_s`` SIGKILL to it and to its process group; returns the exit status."""
         self.signal(signal.SIGTERM)
         try:
-            return await asyncio.wait_for(self.wait(), grace_s)
+            async with asyncio.timeout(grace_s):
+                return await self.wait()
         except TimeoutError:
             self.kill()
             return await self.wait()

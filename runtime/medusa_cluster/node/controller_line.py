@@ -31,7 +31,8 @@ class ControllerLine:
             return await self.ask_head(self._settings.head_url, operation, arguments)
         request = {"op": operation, "arguments": arguments}
         try:
-            return await asyncio.wait_for(call(self._settings.controller_socket, request), _ANSWERS_WITHIN_S)
+            async with asyncio.timeout(_ANSWERS_WITHIN_S):
+                return await call(self._settings.controller_socket, request)
         except (OSError, TimeoutError):
             raise NoControllerError("the cluster's controller is away; it comes back by itself") from None
 

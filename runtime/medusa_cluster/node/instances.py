@@ -93,7 +93,8 @@ class Instances:
         if instance.failure is not None:
             raise InstanceError(instance.failure)
         try:
-            return await asyncio.wait_for(asyncio.shield(instance.listening), _LISTENS_WITHIN_S)
+            async with asyncio.timeout(_LISTENS_WITHIN_S):
+                return await asyncio.shield(instance.listening)
         except TimeoutError:
             raise InstanceError(f"{instance_id} does not listen after {_LISTENS_WITHIN_S:.0f} s") from None
 

@@ -144,7 +144,8 @@ class Operations:
             return self._sources[url]
         try:
             arguments = {"node": self._settings.name, "url": url}
-            found = await asyncio.wait_for(self._line.call("sources", arguments), timeout=_SOURCES_WITHIN_S)
+            async with asyncio.timeout(_SOURCES_WITHIN_S):
+                found = await self._line.call("sources", arguments)
         except (NoControllerError, TimeoutError):
             return []
         return [str(source) for source in found]
