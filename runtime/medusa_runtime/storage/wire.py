@@ -152,16 +152,7 @@ class Connection:
             buffer[:count] = self._left[:count]
             self._left = self._left[count:]
         else:
-            began = time.monotonic()
-            try:
-                count = self._fill(buffer[:wanted])
-            except (TimeoutError, BlockingIOError) as error:
-                raise StalledError(_reason(error)) from None
-            except OSError as error:
-                raise WireError(_reason(error)) from None
-            if not count:
-                raise WireError(f"the connection was closed {self._to_read} bytes before the answer's end")
-            self._pace.add(count, time.monotonic() - began)
+            count = self._count_received(lambda: self._fill(buffer[:wanted]))
         self._to_read -= count
         return count
 
@@ -174,19 +165,28 @@ class Connection:
         wanted = sum(map(len, buffers))
         if self._left or self.endpoint.tls or wanted > self._to_read:
             return self.receive(buffers[0])
-        began = time.monotonic()
-        try:
+
+        def take() -> int:
             self._wake_at(min(wanted, _WAKE_BYTES))
             self._readable.poll(self._silence_s * 1000)
-            count = self._socket.recvmsg_into(buffers, 0, socket.MSG_DONTWAIT)[0]
-        except BlockingIOError as error:
+            return self._socket.recvmsg_into(buffers, 0, socket.MSG_DONTWAIT)[0]
+
+        count = self._count_received(take)
+        self._to_read -= count
+        return count
+
+    def _count_received(self, take: Callable[[], int]) -> int:
+        """Receive with ``take``, and count its bytes in the connection's pace. StalledError after a silence."""
+        began = time.monotonic()
+        try:
+            count = take()
+        except (TimeoutError, BlockingIOError) as error:
             raise StalledError(_reason(error)) from None
         except OSError as error:
             raise WireError(_reason(error)) from None
         if not count:
             raise WireError(f"the connection was closed {self._to_read} bytes before the answer's end")
         self._pace.add(count, time.monotonic() - began)
-        self._to_read -= count
         return count
 
     def _wake_at(self, size_bytes: int) -> None:
