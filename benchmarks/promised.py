@@ -27,7 +27,7 @@ class Promise(NamedTuple):
 
 
 class Options(Protocol):
-    """What a benchmark hands to its modules."""
+    """The options of a benchmark that the modules of its rows read."""
 
     @property
     def rows(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What a chain takes at least on this machine: relays that receive and send, and do nothing else."""
+"""Measure the least that a chain takes on this machine, with relays that only receive and send."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the simulator is told about a system: stage times of starts, and of single requests, none of a replay's own."""
+"""Calibrate the simulator with a system's stage times, from starts and single requests outside the replays."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class _Running:
 
 @dataclass
 class Replayed:
-    """What a replay has shown. ``node_s``: the seconds of all instances, from exec to their end."""
+    """The results of a replay. ``node_s`` is the sum of all instances' seconds, from exec to end."""
 
     answers: list[Answer] = field(default_factory=list)
     node_s: float = 0.0

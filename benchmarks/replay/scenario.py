@@ -1,4 +1,4 @@
-"""What is replayed: the simulator's traces, cut and scaled to what a small model on a CPU can bear."""
+"""The traces of a replay: the simulator's own, cut and scaled to the load that a small model on a CPU can serve."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def second_testbed(slo: float = 1.0) -> tuple[Fleet, list[str]]:
 
 @dataclass(frozen=True)
 class Assumed:
-    """What the paper does not print about its end-to-end runs; ``docs/simulate.md`` says why, and what each is worth.
+    """Assumptions where the paper does not describe its end-to-end runs; ``docs/simulate.md`` gives their reasons.
 
     ``popularity``: Zipf's exponent over the models. ``loop_s``: of the controller. ``spread``: of a start's length.
     """
@@ -271,7 +271,7 @@ def figure_14(seconds: float) -> Figure:
 def figure_7(seconds: float) -> Figure:
     """Thirty workers for a burst: how many serve when."""
     del seconds
-    profile = replace(PROFILES["llama2-13b@v100"])
+    profile = PROFILES["llama2-13b@v100"]
     machines = (Machine("v100", 8, 16 * GBIT, 4, "v100", 330 * GB),)
     series: dict[str, list[tuple[float, float]]] = {}
     half: dict[str, float] = {}

@@ -15,18 +15,9 @@ from medusa_cluster.simulation.trace import LENGTHS, Request, gamma
 from medusa_runtime.errors import ConfigError
 from medusa_runtime.state.stage_times import Worker
 
-pytest.importorskip("simpy")
+from benchmarks.simulation.paraserve import COLD
 
-# ParaServe's Figure 8, TTFT of cold starts in seconds: vLLM, ServerlessLLM, the same with the model in host memory,
-# one worker, four workers.
-PUBLISHED = {
-    "opt-2.7b@a10": (10.1, 10.0, 7.1, 4.7, 4.7),
-    "llama2-7b@a10": (16.6, 14.1, 8.1, 8.4, 5.6),
-    "llama3-8b@a10": (19.3, 17.1, 9.1, 10.3, 6.3),
-    "llama2-7b@v100": (23.2, 19.1, 12.1, 9.9, 7.7),
-    "opt-13b@v100": (40.3, 26.1, 14.8, 17.0, 8.5),
-    "llama2-13b@v100": (38.6, 26.2, 15.1, 17.4, 8.7),
-}
+pytest.importorskip("simpy")
 
 
 def fleet(model: str, nodes: int = 4, **changes: object) -> Fleet:
@@ -39,7 +30,7 @@ def cold(model: str, strategy: Strategy, ttft_slo_s: float = 1e9) -> float:
     return outcome.ttft_s[0]
 
 
-@pytest.mark.parametrize("model", PUBLISHED)
+@pytest.mark.parametrize("model", COLD)
 def test_cold_starts_are_those_of_the_paper_within_15_percent(model: str) -> None:
     s_llm, group = strategy_named("serverlessllm"), strategy_named("paraserve")
     times = group.times(PROFILES[model], 512)
@@ -51,7 +42,7 @@ def test_cold_starts_are_those_of_the_paper_within_15_percent(model: str) -> Non
         cold(model, strategy_named("single")),
         cold(model, group, fastest + 0.01),
     )
-    assert found == pytest.approx(PUBLISHED[model], rel=0.15)
+    assert found == pytest.approx(COLD[model], rel=0.15)
     assert found[4] == pytest.approx(fastest, abs=0.05)  # the prediction holds, too
 
 
