@@ -18,6 +18,7 @@ DTYPES = {
     "bfloat16": "BF16",
     "float16": "F16",
     "int64": "I64",
+    "int8": "I8",
     "float8_e4m3fn": "F8_E4M3",
 }
 

@@ -13,6 +13,7 @@ from medusa_adapters.cli.doctor import examine
 from medusa_adapters.trial import Trial
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import MedusaError
+from medusa_runtime.load.quantized.scheme import METHODS
 from medusa_runtime.models.registry import ARCHITECTURES, ENCODERS
 
 from benchmarks.coldstart.others import yardsticks
@@ -114,6 +115,10 @@ def test_metrics_of_the_benchmarks_are_explained_and_no_others() -> None:
 def test_supported_architectures_are_those_of_the_registry() -> None:
     listed = first_cells("models.md", "The torch engine")
     assert sorted(set(listed)) == sorted({*ARCHITECTURES, *ENCODERS, "architectures", "model_type"})
+
+
+def test_quantizations_are_those_that_are_read() -> None:
+    assert set(first_cells("models.md", "Quantized weights")) == {*METHODS, "quant_method"}
 
 
 @pytest.mark.parametrize("scheme", ["s3", "hf", "gs", "az", "abfs", "https", "http", "file"])

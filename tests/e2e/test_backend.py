@@ -38,7 +38,7 @@ REFUSED = {
         {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5", "is_encoder_decoder": True},
         "T5ForConditionalGeneration is an encoder and a decoder",
     ),
-    "quantized": ({"quantization_config": {"bits": 4}}, "runs no quantized weights"),
+    "quantized": ({"quantization_config": {"bits": 4}}, "expected quant_method to be compressed-tensors"),
     "no-list": ({"architectures": "Llama"}, "expected architectures to be a list"),
 }
 

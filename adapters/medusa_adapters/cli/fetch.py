@@ -57,11 +57,6 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def can_end_anywhere(arguments: argparse.Namespace) -> bool:
-    """Whether nothing has to be removed at Ctrl-C, and no code that could hold it up runs in this process."""
-    return arguments.to is None
-
-
 def leftovers(arguments: argparse.Namespace) -> list[Leftovers]:
     return [] if arguments.to is None else [Leftovers(arguments.to, f"*{PART}")]
 
@@ -112,17 +107,17 @@ def _into_memory(settings: Settings) -> int:
         return 0
 
     child = fork("prefetcher", prefetch, timeline=timeline, reports=reports)
-    line, ending = _line(), os.pidfd_open(child)
+    line = _line()
     try:
-        while not select.select([ending], [], [], _LOOK_EVERY_S)[0]:
+        while not (ended := os.waitpid(child, os.WNOHANG))[0]:
             line.show(region.progress())
-        _, status = os.waitpid(child, 0)
+            time.sleep(_LOOK_EVERY_S)
         child = 0
         line.end()
         for report in reports.read():
             raise from_code(report.code, report.message)
-        if status:
-            raise StorageError(f"the prefetcher ended with status {os.waitstatus_to_exitcode(status)}")
+        if ended[1]:
+            raise StorageError(f"the prefetcher ended with status {os.waitstatus_to_exitcode(ended[1])}")
         return region.progress().total_bytes
     finally:
         line.end()
@@ -132,7 +127,6 @@ def _into_memory(settings: Settings) -> int:
         region.close()
         reports.close()
         os.close(timeline.fd)
-        os.close(ending)
 
 
 def _into_folder(url: str, folder: Path, connections: int) -> int:

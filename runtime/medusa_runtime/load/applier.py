@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,12 @@ from torch import Tensor, nn
 from medusa_runtime.checkpoint.index import WeightIndex
 from medusa_runtime.load.gate import Gate, gates
 from medusa_runtime.load.plan import Place, Plan, Rename, places, plan
+from medusa_runtime.load.source import Source
+from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
+
+if TYPE_CHECKING:
+    from medusa_runtime.load.quantized.scheme import Quantization
 
 
 class Applier:
@@ -19,14 +24,35 @@ class Applier:
 
     ``dtype`` converts floating point tensors; None keeps the checkpoint's types. ``rename`` maps a tensor's name in the
     checkpoint to the module's, or to None to leave it out; without it the module's own ``rename`` is used if it has
-    one, else the names are equal.
+    one, else the names are equal. ``quantization``: how the checkpoint stores weights that are quantized.
     """
 
-    def __init__(self, module: nn.Module, *, dtype: torch.dtype | None = None, rename: Rename | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        dtype: torch.dtype | None = None,
+        rename: Rename | None = None,
+        quantization: Quantization | None = None,
+    ) -> None:
         self.module = module
         self.dtype = dtype
+        self.quantization = quantization
         self._rename: Rename = rename or getattr(module, "rename", None) or (lambda name: name)
         self._places: dict[str, Place] = {}
+
+    def source(self, region: Region) -> Source:
+        """The tensors of a region, as this applier takes them."""
+        if self.quantization is None:
+            return Source(region)
+        from medusa_runtime.load.quantized.source import QuantizedSource  # most checkpoints do without it
+
+        return QuantizedSource(region, self.quantization, self.unquantized_dtype)
+
+    @property
+    def unquantized_dtype(self) -> torch.dtype:
+        """The dtype of the weights that are made of quantized ones."""
+        return self.dtype or torch.float32
 
     def gates(self, timeline: Timeline | None) -> list[Gate]:
         """Gates in front of the module's parts, closed."""

@@ -9,7 +9,7 @@ from torch import nn
 
 from medusa_runtime.load.gate import Gate
 from medusa_runtime.load.plan import Place
-from medusa_runtime.region.reader import Region
+from medusa_runtime.load.source import Source
 from medusa_runtime.timeline import Timeline
 
 _HINT_EVERY_S, _HINTED = 0.01, 256  # how often the prefetcher gets the names of the next tensors, and how many
@@ -23,11 +23,11 @@ class Backlog:
     is counted.
     """
 
-    def __init__(self, region: Region, gates: Sequence[Gate], timeline: Timeline | None) -> None:
+    def __init__(self, source: Source, gates: Sequence[Gate], timeline: Timeline | None) -> None:
         self.pending: dict[str, Place] = {}  # by the tensors' names in the checkpoint
         self.urgent: list[str] = []  # those of them that a forward waited for at the last look
         self.demanding: list[Gate] = []  # at which a forward waits
-        self._region = region
+        self._source = source
         self._gates = gates
         self._timeline = timeline
         self._waiting: dict[nn.Module, list[Gate]] = {}
@@ -64,19 +64,19 @@ class Backlog:
 
     def arrived(self, wait_s: float) -> list[str]:
         """Return pending tensors whose bytes are there, urgent ones first; wait for the next one when there is none."""
-        pending, region = self.pending, self._region
+        pending, source = self.pending, self._source
         while self._order[self._next] not in pending:
             self._next += 1
         self.urgent = self._demand_again()
         if self._hints and (now := time.monotonic()) >= self._hint_at:
             self._hint_at = now + _HINT_EVERY_S
-            region.hint(self._order[self._next : self._next + _HINTED])
+            source.hint(self._order[self._next : self._next + _HINTED])
         ahead = self._order[self._next : self._next + _LOOKAHEAD]
         looked = [name for name in dict.fromkeys([*self.urgent, *ahead]) if name in pending]
-        found = [name for name in looked if region.has(name)]
+        found = [name for name in looked if source.has(name)]
         if not found:
             try:
-                region.wait_tensor(looked[0], wait_s)
+                source.wait_tensor(looked[0], wait_s)
             except TimeoutError:
                 pass
         return found
@@ -96,14 +96,14 @@ class Backlog:
         self.demanding.append(gate)
         names = self._needs.get(gate)
         if names is not None:  # else the index has not come, and nothing is fetched yet
-            self._region.demand([name for name in names if name in self.pending])
+            self._source.demand([name for name in names if name in self.pending])
 
     def _demand_again(self) -> list[str]:
         """Return the pending tensors that a forward waits for; demand them again, in case the first demand was lost."""
         self.demanding = [gate for gate in self.demanding if not gate.is_open]
         names = [name for gate in self.demanding for name in self._needs.get(gate, ()) if name in self.pending]
         if names:
-            self._region.demand(names)
+            self._source.demand(names)
         return names
 
     def _gates_of(self, place: Place) -> list[Gate]:

@@ -55,18 +55,19 @@ class Loader:
         on_end: Callable[[BaseException | None], None] = lambda _: None,
     ) -> None:
         self._region = region
+        self._source = source = applier.source(region)
         self._applier = applier
         self._timeline = timeline
         self._on_end = on_end
         self._placed = threading.Event()
         self._gates = applier.gates(timeline)
-        self._backlog = Backlog(region, self._gates, timeline)
+        self._backlog = Backlog(source, self._gates, timeline)
         self._upload: DeviceLoad | None = None
         if link is not None:
             from medusa_runtime.load.upload.device_load import DeviceLoad
 
-            self._upload = DeviceLoad(region, applier, self._backlog, link, release=release, on_placed=self._placed.set)
-        self._load = self._upload or HostLoad(region, applier, self._backlog, release=release)
+            self._upload = DeviceLoad(source, applier, self._backlog, link, release=release, on_placed=self._placed.set)
+        self._load = self._upload or HostLoad(source, applier, self._backlog, release=release)
         self._closing = self._waited = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="medusa-loader", daemon=True)
@@ -111,9 +112,14 @@ class Loader:
         """Where each tensor lies in the ``slab``."""
         return None if self._upload is None else self._upload.layout
 
+    @property
+    def index(self) -> WeightIndex:
+        """The index of the tensors that it applies; waits for it. Those of a quantized weight are one there."""
+        return self._source.wait_index()
+
     def names(self) -> dict[int, str]:
         """The checkpoint's name of each tensor of the module, by the tensor's id. Only after ``wait``."""
-        return self._applier.names(self._region.wait_index())
+        return self._applier.names(self._source.wait_index())
 
     def close(self) -> None:
         """Stop applying; a forward that still waits raises. What is applied stays. May be called twice."""
@@ -149,7 +155,7 @@ class Loader:
         while True:
             self._check_closing()
             try:
-                return self._region.wait_index(_POLL_S)
+                return self._source.wait_index(_POLL_S)
             except TimeoutError:
                 continue
 
@@ -166,7 +172,7 @@ class Loader:
                 "the weights were released by a process that has ended (--host-weights release); start the instance "
                 "again, or keep the host's copy"
             )
-        self._load.run(index, self._check_closing)
+        self._load.run(self._check_closing)
 
     def _stage(self, name: str) -> AbstractContextManager[dict[str, Any]]:
         return nullcontext({}) if self._timeline is None else self._timeline.stage(name)

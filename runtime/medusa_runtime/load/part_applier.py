@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,6 +14,9 @@ from medusa_runtime.load.gate import Gate, gates
 from medusa_runtime.load.plan import Place, Plan, places, plan
 from medusa_runtime.timeline import Timeline
 
+if TYPE_CHECKING:
+    from medusa_runtime.load.quantized.scheme import Quantization
+
 
 class PartApplier(Applier):
     """Applies the tensors that ``needed`` names, by their qualified names in the module, or with ``rest`` all others.
@@ -22,9 +26,15 @@ class PartApplier(Applier):
     """
 
     def __init__(
-        self, module: nn.Module, needed: Callable[[str], bool], *, dtype: torch.dtype | None, rest: bool = False
+        self,
+        module: nn.Module,
+        needed: Callable[[str], bool],
+        *,
+        dtype: torch.dtype | None,
+        quantization: Quantization | None = None,
+        rest: bool = False,
     ) -> None:
-        super().__init__(module, dtype=dtype)
+        super().__init__(module, dtype=dtype, quantization=quantization)
         self._needed = needed
         self._is_rest = rest
 

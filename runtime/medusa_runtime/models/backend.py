@@ -21,22 +21,24 @@ class Backend(NamedTuple):
     """What runs a checkpoint.
 
     ``kind``: decoder, encoder or classifier of the torch engine, vllm, or handler, whose code runs the model itself.
-    ``foreign``: the torch engine runs it by transformers' code.
+    ``foreign``: the torch engine runs it by transformers' code. ``quantization``: how its weights are quantized, if so.
     """
 
     kind: str
     architecture: str = ""
     foreign: bool = False
+    quantization: str = ""
 
     def __str__(self) -> str:
         if self.kind == "handler":
             return "the handler's own module (--engine none)"
         if self.kind == "vllm":
             return f"the vllm engine, if it knows {self.architecture}"
+        weights = f", from weights in {self.quantization}" if self.quantization else ""
         if self.foreign:
             what = "" if self.kind == "decoder" else f" as {'an' if self.kind == 'encoder' else 'a'} {self.kind}"
-            return f"the torch engine, by transformers' {self.architecture}{what}"
-        return f"the torch engine, as {'an encoder' if self.kind == 'encoder' else self.architecture}"
+            return f"the torch engine, by transformers' {self.architecture}{what}{weights}"
+        return f"the torch engine, as {'an encoder' if self.kind == 'encoder' else self.architecture}{weights}"
 
 
 def backend(read: ReadFile, settings: Settings) -> Backend:
@@ -56,17 +58,17 @@ def backend(read: ReadFile, settings: Settings) -> Backend:
             raise ModelError(
                 "--engine vllm continues text, and this model is an encoder; expected --engine torch for it"
             )
-        return Backend("encoder", str(config.get("model_type")))
+        return Backend("encoder", str(config.get("model_type")), quantization=str(Fields(config).quantization() or ""))
     architecture = architecture_of(config)
     if settings.engine == "vllm":
         return Backend("vllm", architecture)
-    Fields(config).refuse_quantized()
+    stored = str(Fields(config).quantization() or "")
     if has_family(config):
-        return Backend("decoder", architecture)
+        return Backend("decoder", architecture, quantization=stored)
     from .transformers.catalog import known  # most models do without it
 
     found = known(config)
-    return Backend(found.kind, found.name, foreign=True)
+    return Backend(found.kind, found.name, True, stored)
 
 
 def verify(read: ReadFile, settings: Settings) -> Backend:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from medusa_runtime.load.applier import Applier
 from medusa_runtime.load.skeleton import skeleton
 from medusa_runtime.models.fields import Fields
+
+if TYPE_CHECKING:
+    from medusa_runtime.load.quantized.scheme import Quantization
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -52,6 +55,7 @@ class ModelConfig:
     dtype: torch.dtype
     eos_token_ids: tuple[int, ...]
     windows: tuple[int | None, ...]
+    quantization: Quantization | None = None
 
     @classmethod
     def read(cls, architecture: str, fields: Fields) -> Self:
@@ -75,7 +79,6 @@ class ModelConfig:
         kv_heads = kv_heads or fields.count("num_key_value_heads", default=heads)
         if heads % kv_heads:
             raise fields.error("num_key_value_heads", f"a divisor of the {heads} attention heads", kv_heads)
-        fields.refuse_quantized()
         layers = fields.count("num_hidden_layers", "n_layer")
         dtype = "dtype" if fields.get("dtype") is not None else "torch_dtype"
         return {
@@ -91,6 +94,7 @@ class ModelConfig:
             "dtype": DTYPES[fields.choice(dtype, DTYPES, default="float32")],
             "eos_token_ids": fields.ids("eos_token_id"),
             "windows": (None,) * layers,
+            "quantization": fields.quantization(),
         }
 
 
@@ -142,4 +146,4 @@ class DecoderModel(nn.Module):
 
     def applier(self, dtype: torch.dtype) -> Applier:
         """What fills the model from a region, with floats of ``dtype``."""
-        return Applier(self, dtype=dtype)
+        return Applier(self, dtype=dtype, quantization=self.config.quantization)

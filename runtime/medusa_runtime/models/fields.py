@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from medusa_runtime.errors import ConfigError
 
+if TYPE_CHECKING:
+    from medusa_runtime.load.quantized.scheme import Quantization
+
+QUANTIZED = ("quantization_config", "compression_config")  # the key is one of these
 _MISSING = object()
 
 
@@ -54,14 +58,13 @@ class Fields:
             raise self.error(name, "a token id or a list of them", value)
         return found
 
-    def refuse_quantized(self) -> None:
-        """ConfigError for quantized weights, which the torch engine does not run."""
-        if self.get("quantization_config") is not None:
-            raise self.error(
-                "quantization_config",
-                "absent (the torch engine runs no quantized weights, --engine vllm does)",
-                self.raw["quantization_config"],
-            )
+    def quantization(self) -> Quantization | None:
+        """How the weights are quantized, if they are. Raises ConfigError for a way that is not supported."""
+        if self.get(*QUANTIZED) is None:
+            return None
+        from medusa_runtime.load.quantized.scheme import Quantization  # most checkpoints do without it
+
+        return Quantization.of(self.raw, self.where)
 
     def error(self, name: str, expected: str, found: Any) -> ConfigError:
         """The error for a key whose value is not as expected."""

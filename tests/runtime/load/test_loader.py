@@ -13,6 +13,7 @@ import torch
 from medusa_runtime.errors import CorruptError, MismatchError
 from medusa_runtime.load.applier import Applier
 from medusa_runtime.load.loader import Loader
+from medusa_runtime.load.quantized.scheme import Quantization
 from medusa_runtime.load.skeleton import skeleton
 from medusa_runtime.timeline import Timeline
 from torch import Tensor, nn
@@ -280,3 +281,19 @@ def test_parameters_that_nobody_calls(filling: Fill) -> None:
         filled.arrive(*source.state_dict())
         thread.join(120)
     torch.testing.assert_close(results[0], source(torch.ones(2)))
+
+
+def test_a_forward_waits_for_all_parts_of_a_quantized_weight(filling: Callable[..., Any]) -> None:
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+    groups = {"all": {"targets": ["Linear"], "weights": weights}}
+    config = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups}
+    quantization = Quantization.of({"quantization_config": config})
+    weight, scale = torch.randint(-127, 128, (6, 4)).to(torch.int8), torch.rand(6, 1)
+    filled = filling({"0.weight": weight, "0.weight_scale": scale}).lay_out()
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(4, 6, bias=False))
+    with Loader(filled.region, Applier(module, dtype=torch.float32, quantization=quantization)) as loader:
+        filled.arrive("0.weight")
+        assert not loader.is_loaded("0")
+        filled.arrive("0.weight_scale")
+        assert torch.equal(module(torch.eye(4)), (weight * scale).t())

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...checkpoint.index import WeightIndex
 from ...errors import ConfigError, ContextLengthError, RequestError
 from ...load.applier import Applier
 from ...load.loader import Loader
 from ...load.skeleton import skeleton
 from ...models.base import DTYPES
 from ...models.bert import Bert, BertConfig
+from ...models.fields import Fields
 from ...models.pooling import POOLINGS, unit
 from ...models.registry import is_encoder
 from ...models.sentences import Sentences
@@ -37,7 +39,7 @@ def _build(raw: dict[str, Any], dtype: torch.dtype) -> tuple[Bert | Transformers
     if is_encoder(raw):
         with skeleton():
             model = Bert(BertConfig.from_hf(raw, pooler=False)).eval()
-        return model, Applier(model, dtype=dtype)
+        return model, Applier(model, dtype=dtype, quantization=Fields(raw).quantization())
     foreign = TransformersEncoder(raw, dtype)
     return foreign, foreign.applier()
 
@@ -68,6 +70,11 @@ class Encoder:
         self.max_tokens = self._longest(reading.max_tokens)
         self._loader = Loader(region, applier, timeline=timeline)
         self.tokenizer = Tokenizer(region.file("tokenizer.json"), timeline)
+
+    @property
+    def index(self) -> WeightIndex:
+        """The index of the tensors that the encoder takes."""
+        return self._loader.index
 
     @property
     def size(self) -> int:

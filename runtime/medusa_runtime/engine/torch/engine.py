@@ -70,6 +70,11 @@ class TorchEngine:
                     f"{config.architecture} runs by transformers, which the torch engine does on CPUs only; expected "
                     "--device cpu, or --engine vllm"
                 )
+            if gpu is not None and config.quantization is not None:
+                raise ModelError(
+                    f"the weights are quantized ({config.quantization}), which the torch engine runs on CPUs only; "
+                    "expected --device cpu, or --engine vllm"
+                )
         dtype = config.dtype if settings.dtype == "auto" else getattr(torch, settings.dtype)
         config = replace(config, dtype=dtype)
         with timeline.stage("skeleton", architecture=config.architecture):
@@ -219,7 +224,13 @@ class TorchEngine:
         """What applies this engine's layers; with ``rest`` the other ones."""
         if self.layers.first and self.layers.last:
             return self._model.applier(self._dtype)
-        return PartApplier(self._model, lambda name: self.layers.needs(self._model, name), dtype=self._dtype, rest=rest)
+        return PartApplier(
+            self._model,
+            lambda name: self.layers.needs(self._model, name),
+            dtype=self._dtype,
+            quantization=self._model.config.quantization,
+            rest=rest,
+        )
 
     def _constraint(self, request: GenerateRequest, generated: list[int] | None = None) -> Constraint | None:
         asked = request.params.structured_outputs

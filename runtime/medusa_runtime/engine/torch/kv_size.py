@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...checkpoint.index import TensorEntry
+from ...checkpoint.index import TensorEntry, WeightIndex
 from ...config import Settings
 from ...limits import memory_available_bytes
 from ...models import ModelConfig
@@ -16,23 +16,34 @@ from ...state.kv_plan import Geometry, KvPlan, activation_bytes, graph_bytes, pl
 from .kv_cache import BLOCK_TOKENS, KvShape, blocks_for
 
 
-def free_bytes(region: Region, settings: Settings, dtype: torch.dtype) -> int:
+def free_bytes(region: Region, settings: Settings, config: ModelConfig, dtype: torch.dtype) -> int:
     """What can be allocated once the weights of this region are there, all of them: a worker may come to hold them."""
-    index, progress = region.wait_index(), region.progress()
+    index, progress = weights(region, config, dtype), region.progress()
     total = sum(shard.data_bytes for shard in index.shards)
     # Mapped files are page cache, which counts as free but is needed; what was fetched into the region does not.
     to_come = total if any(shard.path is not None for shard in index.shards) else total - progress.fetched_bytes
-    casts = sum(_cast_bytes(entry, dtype) for entry in index.tensors.values())
+    stored = region.wait_index().tensors
+    casts = sum(_cast_bytes(entry, dtype, entry is not stored.get(name)) for name, entry in index.tensors.items())
     free = memory_available_bytes() - to_come - casts
     if settings.memory_limit_mb is not None:
         free = min(free, (settings.memory_limit_mb << 20) - total - casts)
     return free
 
 
-def _cast_bytes(entry: TensorEntry, dtype: torch.dtype) -> int:
-    """The memory of a tensor's copy in another dtype; none when it is used as it is."""
+def weights(region: Region, config: ModelConfig, dtype: torch.dtype) -> WeightIndex:
+    """The index of a checkpoint's weights in the shapes in which they are used."""
+    index = region.wait_index()
+    if config.quantization is None:
+        return index
+    from ...load.quantized.source import QuantizedIndex
+
+    return QuantizedIndex(index, config.quantization, dtype)
+
+
+def _cast_bytes(entry: TensorEntry, dtype: torch.dtype, made: bool) -> int:
+    """The memory of a tensor's copy in another dtype, or of one that is ``made``; none when it is used as it is."""
     name = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}[dtype]
-    return 0 if entry.dtype == name else math.prod(entry.shape) * dtype.itemsize
+    return 0 if entry.dtype == name and not made else math.prod(entry.shape) * dtype.itemsize
 
 
 def geometry(shape: KvShape, max_positions: int) -> Geometry:
@@ -61,7 +72,7 @@ def kv_plan(
     return plan(
         geometry(KvShape.of(config, dtype, layers), config.max_positions),
         settings,
-        free_bytes=free_bytes(region, settings, dtype) if device_free_bytes is None else device_free_bytes,
+        free_bytes=free_bytes(region, settings, config, dtype) if device_free_bytes is None else device_free_bytes,
         activation_bytes=activations(region, config, settings, dtype),
         graph_bytes=graph_bytes(
             len(graph_sizes),
@@ -77,7 +88,7 @@ def kv_plan(
 def activations(region: Region, config: ModelConfig, settings: Settings, dtype: torch.dtype) -> int:
     """What a forward may take beside weights and cache, calculated."""
     return activation_bytes(
-        region.wait_index(),
+        weights(region, config, dtype),
         hidden=config.hidden_size,
         vocabulary=config.vocab_size,
         item_bytes=dtype.itemsize,

@@ -7,9 +7,11 @@ from typing import NamedTuple
 
 import torch
 
+from ...checkpoint.index import WeightIndex
 from ...config import Settings
 from ...load.loader import Loader
 from ...load.plan import Rename
+from ...load.quantized.source import QuantizedIndex
 from ...load.trace import record_execution_order
 from ...models import DecoderModel, build_model
 from ...models.backend import backend
@@ -52,7 +54,7 @@ def profile(region: Region, settings: Settings) -> Profile:
     try:
         loader.wait()
         with torch.inference_mode():
-            order = _order(model, region, config)
+            order = _order(model, loader, config)
             measured = _activations(model, KvShape.of(config, dtype), settings, config)
     finally:
         loader.close()
@@ -72,10 +74,10 @@ def _encoder_order(region: Region) -> list[str]:
             used = record_execution_order(encoder._model, torch.zeros((1, _ORDER_TOKENS), dtype=torch.long))
     finally:
         encoder.close()
-    return _named(used, encoder._model.rename, region)
+    return _named(used, encoder._model.rename, encoder.index)
 
 
-def _order(model: DecoderModel, region: Region, config: ModelConfig) -> list[str]:
+def _order(model: DecoderModel, loader: Loader, config: ModelConfig) -> list[str]:
     def forward(token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         logits = model.run(token_ids, positions, CausalAttention(_ORDER_TOKENS), positions)
         assert logits is not None
@@ -87,13 +89,14 @@ def _order(model: DecoderModel, region: Region, config: ModelConfig) -> list[str
         used = record_execution_order(model, places % config.vocab_size, places)
     finally:
         del model.forward
-    return _named(used, model.rename, region)
+    return _named(used, model.rename, loader.index)
 
 
-def _named(used: list[str], rename: Rename, region: Region) -> list[str]:
+def _named(used: list[str], rename: Rename, index: WeightIndex) -> list[str]:
     """Return the checkpoint's names for parameters used in this order; tensors that were not used come last."""
     rank = {name: number for number, name in enumerate(used)}
-    return sorted(region.wait_index().order, key=lambda name: rank.get(rename(name) or "", len(rank)))
+    order = sorted(index.order, key=lambda name: rank.get(rename(name) or "", len(rank)))
+    return index.parts(order) if isinstance(index, QuantizedIndex) else order
 
 
 def _activations(model: DecoderModel, shape: KvShape, settings: Settings, config: ModelConfig) -> int | None:

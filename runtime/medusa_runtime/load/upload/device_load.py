@@ -7,15 +7,13 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from medusa_runtime.checkpoint.index import WeightIndex
 from medusa_runtime.load.applier import Applier
 from medusa_runtime.load.backlog import Backlog
+from medusa_runtime.load.source import Source
 from medusa_runtime.load.upload.link import Link
 from medusa_runtime.load.upload.slab import Layout, lay_out
 from medusa_runtime.load.upload.slab import views as slab_views
 from medusa_runtime.load.upload.uploads import Uploads
-from medusa_runtime.load.views import Views
-from medusa_runtime.region.reader import Region
 
 _POLL_S = 0.0005  # how long to wait for the next tensor before looking for copies that are done
 
@@ -29,7 +27,7 @@ class DeviceLoad:
 
     def __init__(
         self,
-        region: Region,
+        source: Source,
         applier: Applier,
         backlog: Backlog,
         link: Link,
@@ -37,7 +35,7 @@ class DeviceLoad:
         release: bool,
         on_placed: Callable[[], None],
     ) -> None:
-        self._region = region
+        self._source = source
         self._applier = applier
         self._backlog = backlog
         self._link = link
@@ -46,9 +44,9 @@ class DeviceLoad:
         self.slab: Tensor | None = None
         self.layout: Layout | None = None
 
-    def run(self, index: WeightIndex, check: Callable[[], None]) -> None:
+    def run(self, check: Callable[[], None]) -> None:
         """Upload and apply all of the backlog; ``check`` is called again and again and may raise."""
-        views, uploads, backlog, link = Views(self._region), Uploads(self._link), self._backlog, self._link
+        tensors, uploads, backlog, link = self._source, Uploads(self._link), self._backlog, self._link
         places, sources, begun_ns = dict(backlog.pending), dict[str, Tensor](), dict[str, int]()
         targets = self._place()
         while backlog.pending or uploads:
@@ -60,11 +58,11 @@ class DeviceLoad:
                 if self._release:
                     link.forget(source)
                     del source
-                    self._region.release(name)
+                    tensors.applied(name, copied=True, release=True)
             for name in backlog.arrived(_POLL_S) if backlog.pending else ():
                 del backlog.pending[name]
                 begun_ns[name] = time.monotonic_ns()
-                sources[name] = views.tensor(name, index.tensors[name])
+                sources[name] = tensors.tensor(name)
                 uploads.begin(name, targets[name], sources[name], urgent=name in backlog.urgent)
                 if not uploads.has_room:
                     break

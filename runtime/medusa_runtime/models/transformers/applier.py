@@ -6,7 +6,7 @@ import copy
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from ...errors import MismatchError
 from ...load.factory.applier import FactoryApplier
 from ...load.factory.options import BuildOptions
 from ...load.plan import Place, Plan, plan
+
+if TYPE_CHECKING:
+    from ...load.quantized.scheme import Quantization
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +36,22 @@ class _Fused:
 class TransformersApplier(FactoryApplier):
     """Tensors that the module has no place for are left out, as transformers does; a missing one is an error."""
 
-    def __init__(self, module: nn.Module, factory: Callable[[], nn.Module], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        factory: Callable[[], nn.Module],
+        dtype: torch.dtype,
+        quantization: Quantization | None = None,
+    ) -> None:
         keep_wide(module)
         super().__init__(module, factory, BuildOptions(rename=self.target, exact=dtype.itemsize > 2))
+        self.quantization, self._float = quantization, dtype
         self._names = _Names(module)
         self._fused: dict[Place, tuple[_Fused, str]] = {}
+
+    @property
+    def unquantized_dtype(self) -> torch.dtype:
+        return self._float
 
     def target(self, name: str) -> str | None:
         """The module's tensor that a tensor of the checkpoint belongs to, or is a part of."""

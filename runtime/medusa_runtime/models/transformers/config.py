@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from ...errors import ConfigError, ModelError
 from ...imports.lean_transformers import import_from_transformers
 from ..base import DTYPES, ModelConfig
-from ..fields import Fields
+from ..fields import QUANTIZED, Fields
 from .catalog import Known, known
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ class TransformersConfig(ModelConfig):
         """Raises what ``catalog.known`` raises, and ConfigError for a config.json that transformers refuses."""
         found = known(raw)
         fields = Fields(raw)
-        fields.refuse_quantized()
         config = own_config(found, raw)
         heads, hidden = config.num_attention_heads, config.hidden_size
         dtype = "dtype" if fields.get("dtype") is not None else "torch_dtype"
@@ -50,6 +49,7 @@ class TransformersConfig(ModelConfig):
             dtype=DTYPES[fields.choice(dtype, DTYPES, default="float32")],
             eos_token_ids=fields.ids("eos_token_id"),
             windows=(None,) * config.num_hidden_layers,
+            quantization=fields.quantization(),
             raw=raw,
             known=found,
         )
@@ -66,6 +66,7 @@ def verify(raw: Mapping[str, Any]) -> None:
     if found.kind == "decoder":
         TransformersConfig.of(raw)
     else:
+        Fields(raw).quantization()
         own_config(found, raw)
 
 
@@ -78,7 +79,7 @@ def own_config(found: Known, raw: Mapping[str, Any]) -> Any:
     """A model's configuration as transformers reads it. Raises ConfigError where it does not accept config.json."""
     kind = own_class(found).config_class
     try:
-        return kind.from_dict(dict(raw))
+        return kind.from_dict({name: value for name, value in raw.items() if name not in QUANTIZED})
     except Exception as error:
         text = " ".join(str(error).split())
         raise ConfigError(

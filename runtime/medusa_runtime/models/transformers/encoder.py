@@ -34,7 +34,7 @@ class TransformersEncoder(nn.Module):
         super().__init__()
         self.known: Known = known(raw)
         self._raw, self._dtype = raw, dtype
-        Fields(raw).refuse_quantized()
+        self._quantization = Fields(raw).quantization()
         self.module = self._build()
         self.classifies = self.known.kind == "classifier"
         own = self.module.config
@@ -62,7 +62,7 @@ class TransformersEncoder(nn.Module):
 
     def applier(self) -> TransformersApplier:
         """What fills the module from a region."""
-        self._applier = TransformersApplier(self.module, self._build, self._dtype)
+        self._applier = TransformersApplier(self.module, self._build, self._dtype, self._quantization)
         return self._applier
 
     def _build(self) -> Any:

@@ -1,0 +1,1 @@
+"""Quantized checkpoints: how their weights are stored, and the floats that they stand for."""

@@ -1,0 +1,281 @@
+"""The ways in which checkpoints store a quantized weight [out, in]: the tensors it consists of, and their shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+from medusa_runtime.checkpoint.index import TensorEntry
+from medusa_runtime.errors import MismatchError
+from medusa_runtime.load.quantized import unpack
+from medusa_runtime.load.quantized.codes import Codes
+from medusa_runtime.load.quantized.scheme import Scheme
+
+_FLOATS = frozenset({"F32", "F16", "BF16"})
+_SCALES = _FLOATS | {"F8_E8M0"}
+_FP8 = frozenset({"F8_E4M3", "F8_E5M2"})
+_ALIASES = {"weight_scale_inv": "weight_scale"}  # in DeepSeek's checkpoints; it is no inverse
+# Of a module's activations, or of a cache in 8 bits. Here both are floats, which is more exact.
+_UNUSED = (
+    "input_scale", "input_zero_point", "input_scale_ub", "output_scale", "output_zero_point", "q_scale", "k_scale",
+    "v_scale", "kv_scale", "prob_output_scale", "k_zero_point", "v_zero_point",
+)  # fmt: skip
+
+
+class Stored(NamedTuple):
+    """A quantized weight of ``shape`` [out, in]. ``parts``: the name in the checkpoint of each of its tensors."""
+
+    module: str
+    scheme: Scheme
+    shape: tuple[int, int]
+    parts: dict[str, str]
+
+    def codes(self, tensors: Mapping[str, Tensor]) -> Codes:
+        """The integers (or 8-bit floats) and scales that ``tensors``, by the parts' names, hold.
+
+        Raises MismatchError for values that do not belong to this shape.
+        """
+        return LAYOUTS[self.scheme.layout].codes(self, tensors)
+
+
+class Layout(NamedTuple):
+    """``marker``: the part by which a quantized weight is known. ``shape``: checks all parts, and finds [out, in]."""
+
+    marker: str
+    needed: tuple[str, ...]
+    optional: tuple[str, ...]
+    shape: Callable[[_Parts, Scheme], tuple[int, int]]
+    codes: Callable[[Stored, Mapping[str, Tensor]], Codes]
+
+
+class _Parts:
+    """The entries of a module's parts, checked one by one."""
+
+    def __init__(self, names: Mapping[str, str], entries: Mapping[str, TensorEntry]) -> None:
+        self.names, self.entries = names, entries
+
+    def error(self, part: str, expected: str, found: object) -> MismatchError:
+        return MismatchError(f"{self.names.get(part, part)}: expected {expected}, found {found}")
+
+    def typed(self, part: str, dtypes: frozenset[str]) -> tuple[int, ...]:
+        """The shape of a part that has one of these dtypes."""
+        entry = self.entries[part]
+        if entry.dtype not in dtypes:
+            raise self.error(part, " or ".join(sorted(dtypes)), entry.dtype)
+        return entry.shape
+
+    def matrix(self, part: str, dtypes: frozenset[str]) -> tuple[int, int]:
+        shape = self.typed(part, dtypes)
+        if len(shape) != 2 or not all(shape):
+            raise self.error(part, "rows and columns", list(shape))
+        return shape[0], shape[1]
+
+    def shaped(self, part: str, dtypes: frozenset[str], *accepted: tuple[int, ...]) -> None:
+        shape = self.typed(part, dtypes)
+        if shape not in accepted:
+            raise self.error(part, " or ".join(str(list(one)) for one in accepted), list(shape))
+
+    def groups(self, part: str, inputs: int, group: int | None) -> int:
+        """How many groups the columns are in."""
+        if group is None:
+            return 1
+        if inputs % group:
+            raise self.error(part, f"columns in whole groups of {group}", f"{inputs} columns")
+        return inputs // group
+
+
+def find(scheme_of: Callable[[str], Scheme | None], entries: Mapping[str, TensorEntry]) -> dict[str, Stored]:
+    """The quantized weights of a checkpoint, by the name that each would have unquantized.
+
+    ``scheme_of``: the scheme of a module. Raises MismatchError for parts that are missing, or do not fit each other.
+    """
+    modules: dict[str, dict[str, TensorEntry]] = {}
+    for name, entry in entries.items():
+        module, dot, part = name.rpartition(".")
+        if dot and part in _PARTS:
+            modules.setdefault(module, {})[part] = entry
+    found: dict[str, Stored] = {}
+    for module, parts in modules.items():
+        scheme = scheme_of(module)
+        marker = _marker(parts)
+        if marker is None:
+            continue
+        layout = None if scheme is None else LAYOUTS[scheme.layout]
+        if layout is None or marker != layout.marker:
+            expected = "a weight that is not quantized" if layout is None else layout.marker
+            raise MismatchError(f"{module}: expected {expected} by config.json, found {marker}")
+        assert scheme is not None
+        if marker != "weight" and "weight" in parts:
+            raise MismatchError(f"{module}: expected {marker} or weight, found both")
+        found[f"{module}.weight"] = _stored(module, scheme, layout, parts)
+    return found
+
+
+def is_unused(name: str) -> bool:
+    """Whether a tensor only says how to quantize what is computed, which is not done here."""
+    return name.rpartition(".")[2] in _UNUSED
+
+
+def _marker(parts: Mapping[str, TensorEntry]) -> str | None:
+    """The part by which these are known as a quantized weight; None where they are none."""
+    for marker in ("weight_packed", "qweight"):
+        if marker in parts:
+            return marker
+    weight = parts.get("weight")
+    stored = weight is not None and (weight.dtype == "I8" or weight.dtype in _FP8)
+    return "weight" if stored or any(_ALIASES.get(part, part) == "weight_scale" for part in parts) else None
+
+
+def _stored(module: str, scheme: Scheme, layout: Layout, parts: Mapping[str, TensorEntry]) -> Stored:
+    names = {_ALIASES.get(part, part): f"{module}.{part}" for part in parts}
+    entries = {_ALIASES.get(part, part): entry for part, entry in parts.items()}
+    taken = [part for part in entries if part in (*layout.needed, *layout.optional)]
+    absent = [part for part in layout.needed if part not in taken]
+    if absent:
+        raise MismatchError(f"{module}: expected the tensors {', '.join(layout.needed)}, found no {', '.join(absent)}")
+    names = {part: names[part] for part in taken}
+    shape = layout.shape(_Parts({"weight_zero_point": f"{module}.weight_zero_point"} | names, entries), scheme)
+    return Stored(module, scheme, shape, names)
+
+
+def _direct_shape(parts: _Parts, scheme: Scheme) -> tuple[int, int]:
+    rows, columns = parts.matrix("weight", _FP8 | {"I8"})
+    if scheme.group is not None:
+        scale: tuple[tuple[int, ...], ...] = ((rows, parts.groups("weight", columns, scheme.group)),)
+    elif scheme.block is not None:
+        scale = ((-(-rows // scheme.block[0]), -(-columns // scheme.block[1])),)
+    else:
+        scale = ((), (1,), (rows,), (rows, 1), (1, 1))
+    parts.shaped("weight_scale", _SCALES, *scale)
+    if "weight_zero_point" in parts.entries:
+        parts.shaped("weight_zero_point", frozenset({"I8"}), parts.entries["weight_scale"].shape)
+    elif not scheme.symmetric:
+        raise parts.error("weight_zero_point", "zero points, as config.json says symmetric: false", "no such tensor")
+    if "weight_g_idx" in parts.entries:
+        parts.shaped("weight_g_idx", frozenset({"I32", "I64"}), (columns,))
+    return rows, columns
+
+
+def _direct_codes(stored: Stored, tensors: Mapping[str, Tensor]) -> Codes:
+    scale, zero = tensors["weight_scale"], tensors.get("weight_zero_point")
+    if scale.dim() < 2:  # one for the tensor, or one for each row
+        scale = scale.reshape(-1, 1)
+        zero = None if zero is None else zero.reshape(-1, 1)
+    group_of = _group_of(stored, tensors.get("weight_g_idx"), "weight_g_idx", scale.shape[1])
+    return Codes(tensors["weight"], scale, zero, block=stored.scheme.block, group_of=group_of)
+
+
+def _pack_shape(parts: _Parts, scheme: Scheme) -> tuple[int, int]:
+    per_word = 32 // scheme.bits
+    rows, words = parts.matrix("weight_packed", frozenset({"I32"}))
+    columns = words * per_word
+    groups = parts.groups("weight_packed", columns, scheme.group)
+    parts.shaped("weight_scale", _SCALES, *(((rows, groups),) if scheme.group else ((rows, 1), (rows,), (1,), ())))
+    scale = parts.entries["weight_scale"].shape
+    if "weight_zero_point" in parts.entries:
+        packed = (-(-rows // per_word), scale[1]) if len(scale) == 2 else scale
+        if parts.entries["weight_zero_point"].dtype == "I8":
+            parts.shaped("weight_zero_point", frozenset({"I8"}), scale)
+        else:
+            parts.shaped("weight_zero_point", frozenset({"I32"}), packed)
+    elif not scheme.symmetric:
+        raise parts.error("weight_zero_point", "zero points, as config.json says symmetric: false", "no such tensor")
+    if "weight_shape" in parts.entries:
+        parts.shaped("weight_shape", frozenset({"I32", "I64"}), (2,))
+    if "weight_g_idx" in parts.entries:
+        parts.shaped("weight_g_idx", frozenset({"I32", "I64"}), (columns,))
+    return rows, columns
+
+
+def _pack_codes(stored: Stored, tensors: Mapping[str, Tensor]) -> Codes:
+    bits, scale, zero = stored.scheme.bits, tensors["weight_scale"], tensors.get("weight_zero_point")
+    said = tensors.get("weight_shape")
+    if said is not None and said.tolist() != list(stored.shape):
+        raise MismatchError(f"{stored.module}.weight_shape: expected {list(stored.shape)}, found {said.tolist()}")
+    scale = scale.reshape(-1, 1) if scale.dim() < 2 else scale
+    middle = 1 << (bits - 1)
+    if zero is None:
+        zero = scale.new_full((1, 1), middle)
+    elif zero.element_size() == 1:
+        zero = zero.float().reshape(scale.shape) + middle
+    else:
+        zero = unpack.down(zero, bits)[: scale.shape[0]]
+    group_of = _group_of(stored, tensors.get("weight_g_idx"), "weight_g_idx", scale.shape[1])
+    return Codes(unpack.across(tensors["weight_packed"], bits), scale, zero, group_of=group_of)
+
+
+def _gptq_shape(parts: _Parts, scheme: Scheme) -> tuple[int, int]:
+    per_word = 32 // scheme.bits
+    words, rows = parts.matrix("qweight", frozenset({"I32"}))
+    columns = words * per_word
+    return _transposed_shape(parts, scheme, rows, columns)
+
+
+def _awq_shape(parts: _Parts, scheme: Scheme) -> tuple[int, int]:
+    columns, words = parts.matrix("qweight", frozenset({"I32"}))
+    return _transposed_shape(parts, scheme, words * (32 // scheme.bits), columns)
+
+
+def _transposed_shape(parts: _Parts, scheme: Scheme, rows: int, columns: int) -> tuple[int, int]:
+    if rows % (32 // scheme.bits):
+        raise parts.error("qweight", f"a multiple of {32 // scheme.bits} rows of the weight", rows)
+    groups = parts.groups("qweight", columns, scheme.group)
+    parts.shaped("scales", _FLOATS, (groups, rows))
+    parts.shaped("qzeros", frozenset({"I32"}), (groups, rows // (32 // scheme.bits)))
+    if "g_idx" in parts.entries:
+        parts.shaped("g_idx", frozenset({"I32", "I64"}), (columns,))
+    return rows, columns
+
+
+def _gptq_codes(stored: Stored, tensors: Mapping[str, Tensor]) -> Codes:
+    bits, scales = stored.scheme.bits, tensors["scales"]
+    zeros = unpack.across(tensors["qzeros"], bits)
+    if stored.scheme.shifted:
+        zeros = (zeros + 1) & ((1 << bits) - 1)  # zero was stored as -1, which has all bits
+    group_of = _group_of(stored, tensors.get("g_idx"), "g_idx", scales.shape[0])
+    return Codes(unpack.down(tensors["qweight"], bits), scales, zeros, group_of=group_of, transposed=True)
+
+
+def _awq_codes(stored: Stored, tensors: Mapping[str, Tensor]) -> Codes:
+    values, zeros = (unpack.interleaved(tensors[name]) for name in ("qweight", "qzeros"))
+    return Codes(values, tensors["scales"], zeros, transposed=True)
+
+
+def _group_of(stored: Stored, index: Tensor | None, part: str, groups: int) -> Tensor | None:
+    """The group of each column, where that is not simply one group behind the other; all -1 also means that."""
+    if index is None or bool((index == -1).all()):
+        return None
+    index = index.long()
+    if not 0 <= int(index.min()) <= int(index.max()) < groups:
+        raise MismatchError(
+            f"{stored.module}.{part}: expected groups from 0 to {groups - 1}, "
+            f"found {int(index.min())} to {int(index.max())}"
+        )
+    columns = stored.shape[1]
+    usual = index.new_tensor(range(columns)) // (columns // groups)
+    return None if bool((index == usual).all()) else index
+
+
+LAYOUTS: dict[str, Layout] = {
+    "direct": Layout(
+        "weight",
+        ("weight", "weight_scale"),
+        ("weight_zero_point", "weight_g_idx"),
+        _direct_shape,
+        _direct_codes,
+    ),
+    "pack": Layout(
+        "weight_packed",
+        ("weight_packed", "weight_scale"),
+        ("weight_zero_point", "weight_shape", "weight_g_idx"),
+        _pack_shape,
+        _pack_codes,
+    ),
+    "gptq": Layout("qweight", ("qweight", "qzeros", "scales"), ("g_idx",), _gptq_shape, _gptq_codes),
+    "awq": Layout("qweight", ("qweight", "qzeros", "scales"), (), _awq_shape, _awq_codes),
+}
+_PARTS = frozenset(name for layout in LAYOUTS.values() for name in (*layout.needed, *layout.optional)) | {*_ALIASES}
+
+__all__ = ["LAYOUTS", "Stored", "find", "is_unused"]

@@ -1,0 +1,256 @@
+"""The ``quantization_config`` of a config.json: how each module's weight is stored. It needs no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from medusa_runtime.errors import ConfigError
+
+SUPPORTED = (
+    "compressed-tensors (int-quantized, float-quantized, naive-quantized or pack-quantized), gptq, awq (gemm), fp8 or "
+    "fbgemm_fp8"
+)
+_OTHERS = "or --engine vllm"
+_STRATEGIES = ("tensor", "channel", "group", "block")
+_DIRECT = ("int-quantized", "float-quantized", "naive-quantized")
+_PACKABLE = (2, 4, 8)  # bits of which a 32-bit word holds a whole number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """How the weight of a module is stored.
+
+    ``layout``: a key of ``layouts.LAYOUTS``. ``group``: columns that share a scale; ``block``: rows and columns that
+    do. With neither, the scale's shape says whether it is the tensor's or a row's. ``shifted``: stored zero points are
+    one too small, as those of GPTQ's first format.
+    """
+
+    layout: str
+    bits: int
+    group: int | None = None
+    block: tuple[int, int] | None = None
+    symmetric: bool = True
+    shifted: bool = False
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """The modules that a scheme is for, or with None those that are not quantized."""
+
+    patterns: tuple[str, ...]
+    scheme: Scheme | None
+
+    def matches(self, module: str) -> bool:
+        return any(_matches(pattern, module) for pattern in self.patterns)
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The schemes of a checkpoint. ``method`` and ``label`` say which it is, for people."""
+
+    method: str
+    label: str
+    rules: tuple[_Rule, ...] = ()
+    default: Scheme | None = None
+    strict: bool = field(default=False)  # a module without a scheme has no quantized weight
+
+    def scheme(self, module: str) -> Scheme | None:
+        """The scheme of a module's weight, if it has one that is quantized; None where it is not."""
+        for rule in self.rules:
+            if rule.matches(module):
+                return rule.scheme
+        return self.default
+
+    def __str__(self) -> str:
+        return self.label
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], where: str = "config.json") -> Quantization | None:
+        """What the parsed config.json says; None for weights that are not quantized.
+
+        Raises ConfigError for a method, a format or an option that is not supported.
+        """
+        key = next((key for key in ("quantization_config", "compression_config") if config.get(key) is not None), None)
+        if key is None:
+            return None
+        raw = config[key]
+        if not isinstance(raw, Mapping):
+            raise ConfigError(f"{where}: expected {key} to be an object, found {raw!r}")
+        reader = _Reader(raw, f"{where}: {key}")
+        method = raw.get("quant_method", "compressed-tensors" if key == "compression_config" else None)
+        if not isinstance(method, str) or method not in METHODS:
+            raise reader.error("quant_method", SUPPORTED, method)
+        found = METHODS[method](reader)
+        for rule in found.rules:
+            rule.matches("")  # an expression that is none is an error now
+        return found
+
+
+class _Reader:
+    """The values of one JSON object; each has the expected form, or one error names its key."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
+        self.raw, self.where = raw, where
+
+    def error(self, name: str, expected: str, found: object) -> ConfigError:
+        shown = "nothing" if found is None else repr(found)
+        return ConfigError(f"{self.where}: expected {name} to be {expected} {_OTHERS}, found {shown}")
+
+    def get(self, *names: str) -> Any:
+        return next((self.raw[name] for name in names if self.raw.get(name) is not None), None)
+
+    def bits(self, *names: str, known: tuple[int, ...]) -> int:
+        value = self.get(*names)
+        if isinstance(value, bool) or not isinstance(value, int) or value not in known:
+            raise self.error(names[0], " or ".join(map(str, known)), value)
+        return value
+
+    def group(self, *names: str) -> int | None:
+        """The columns of a group; None for -1, which means the whole row."""
+        value = self.get(*names)
+        if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and value != -1):
+            raise self.error(names[0], "a positive number of columns, or -1", value)
+        return None if value == -1 else value
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise self.error(name, "true or false", value)
+        return default if value is None else value
+
+    def one_of(self, name: str, known: tuple[str, ...], default: str | None = None) -> str:
+        value = self.get(name)
+        value = default if value is None else value
+        if not isinstance(value, str) or value.lower() not in known:
+            raise self.error(name, " or ".join(known), value)
+        return value.lower()
+
+    def names(self, *keys: str) -> tuple[str, ...]:
+        value = self.get(*keys)
+        if value is not None and (not isinstance(value, list) or not all(isinstance(one, str) for one in value)):
+            raise self.error(keys[0], "a list of names", value)
+        return tuple(value or ())
+
+    def block(self, name: str, value: object) -> tuple[int, int]:
+        if isinstance(value, list) and len(value) == 2 and all(type(one) is int and one > 0 for one in value):
+            return value[0], value[1]
+        raise self.error(name, "two positive numbers, of rows and columns", value)
+
+    def inside(self, name: str, value: object) -> _Reader:
+        if not isinstance(value, Mapping):
+            raise self.error(name, "an object", value)
+        return _Reader(value, f"{self.where}.{name}")
+
+
+def _compressed(reader: _Reader) -> Quantization:
+    """compressed-tensors: groups of modules, each with a scheme. What is done to activations is left out."""
+    sparse = reader.get("sparsity_config")
+    if sparse and reader.inside("sparsity_config", sparse).get("format") not in (None, "dense"):
+        raise reader.error("sparsity_config", "absent, or of format dense,", sparse)
+    transforms = reader.get("transform_config")
+    if transforms and reader.inside("transform_config", transforms).get("config_groups"):
+        raise reader.error("transform_config", "absent", transforms)
+    groups = reader.get("config_groups")
+    rules = [_Rule(reader.names("ignore"), None)]
+    labels = []
+    for name, group in reader.inside("config_groups", groups).raw.items():
+        inner = reader.inside(f"config_groups.{name}", group)
+        weights = inner.get("weights")
+        if weights is None:
+            continue
+        form = inner.get("format") or reader.get("format")
+        if form not in (*_DIRECT, "pack-quantized"):
+            raise reader.error("format", ", ".join((*_DIRECT, "pack-quantized")), form)
+        scheme = _compressed_scheme(inner.inside("weights", weights), str(form))
+        rules.append(_Rule(inner.names("targets"), scheme))
+        labels.append(f"{form}, {scheme.bits} bits")
+    if not labels:
+        raise reader.error("config_groups", "groups of modules with weights", groups)
+    # A module that is named goes before one of its class.
+    rules[1:] = [
+        *(_Rule(tuple(p for p in r.patterns if p != "Linear"), r.scheme) for r in rules[1:]),
+        *(_Rule(("Linear",), r.scheme) for r in rules[1:] if "Linear" in r.patterns),
+    ]
+    label = f"compressed-tensors ({'; '.join(dict.fromkeys(labels))})"
+    return Quantization("compressed-tensors", label, tuple(rules), strict=True)
+
+
+def _compressed_scheme(weights: _Reader, form: str) -> Scheme:
+    number = weights.one_of("type", ("int", "float"), "int")
+    packed = form == "pack-quantized"
+    bits = weights.bits("num_bits", known=_PACKABLE if packed else (8,) if number == "float" else (2, 3, 4, 5, 6, 7, 8))
+    if packed and number == "float":
+        raise weights.error("type", "int for pack-quantized", number)
+    strategy = weights.one_of("strategy", _STRATEGIES, "tensor" if weights.get("group_size") in (None, -1) else "group")
+    return Scheme(
+        layout="pack" if packed else "direct",
+        bits=bits,
+        group=weights.group("group_size") if strategy == "group" else None,
+        block=weights.block("block_structure", weights.get("block_structure")) if strategy == "block" else None,
+        symmetric=weights.flag("symmetric", True),
+    )
+
+
+def _gptq(reader: _Reader) -> Quantization:
+    form = reader.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    if reader.get("is_marlin_format"):
+        raise reader.error("is_marlin_format", "false", True)
+    bits, group = reader.bits("bits", known=_PACKABLE), reader.group("group_size")
+    scheme = Scheme(layout="gptq", bits=bits, group=group, symmetric=False, shifted=form == "gptq")
+    rules = []
+    dynamic = reader.get("dynamic")
+    for pattern, options in (reader.inside("dynamic", dynamic).raw if dynamic else {}).items():
+        sign, _, rest = pattern.partition(":")
+        if sign == "-":
+            rules.append(_Rule((f"re:{rest}",), None))
+            continue
+        inner = reader.inside(f"dynamic.{pattern}", options)
+        own = replace(
+            scheme,
+            bits=inner.bits("bits", known=_PACKABLE) if "bits" in inner.raw else bits,
+            group=inner.group("group_size") if "group_size" in inner.raw else group,
+        )
+        rules.append(_Rule((f"re:{rest if sign == '+' else pattern}",), own))
+    return Quantization("gptq", f"gptq, {bits} bits", tuple(rules), scheme)
+
+
+def _awq(reader: _Reader) -> Quantization:
+    reader.one_of("version", ("gemm",), "gemm")
+    bits = reader.bits("bits", "w_bit", known=(4,))
+    group = reader.group("group_size", "q_group_size")
+    return Quantization(
+        "awq", f"awq, {bits} bits", default=Scheme(layout="awq", bits=bits, group=group, symmetric=False)
+    )
+
+
+def _fp8(reader: _Reader) -> Quantization:
+    sizes = reader.get("weight_block_size")
+    block = None if sizes is None else reader.block("weight_block_size", sizes)
+    method = str(reader.raw["quant_method"])
+    return Quantization(method, method, default=Scheme(layout="direct", bits=8, block=block))
+
+
+METHODS: dict[str, Callable[[_Reader], Quantization]] = {
+    "compressed-tensors": _compressed,
+    "gptq": _gptq,
+    "awq": _awq,
+    "fp8": _fp8,
+    "fbgemm_fp8": _fp8,
+}
+
+
+def _matches(pattern: str, module: str) -> bool:
+    if pattern.startswith("re:"):
+        try:
+            return re.match(pattern[3:], module) is not None
+        except re.error as error:
+            raise ConfigError(
+                f"config.json: quantization_config: expected a regular expression, found {pattern!r} ({error})"
+            ) from None
+    return pattern in (module, "Linear")
+
+
+__all__ = ["METHODS", "SUPPORTED", "Quantization", "Scheme"]

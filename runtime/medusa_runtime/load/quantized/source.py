@@ -1,0 +1,87 @@
+"""A region whose quantized weights a loader finds as floats, under the names that they would have unquantized."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from medusa_runtime.checkpoint.index import TensorEntry, WeightIndex
+from medusa_runtime.load.quantized.layouts import Stored, find, is_unused
+from medusa_runtime.load.quantized.scheme import Quantization
+from medusa_runtime.load.source import Source
+from medusa_runtime.load.views import DTYPES
+from medusa_runtime.region.reader import Region
+
+
+class QuantizedIndex(WeightIndex):
+    """The index of a checkpoint as if it were not quantized. ``stored``: the weights that are, by their names here."""
+
+    def __init__(self, index: WeightIndex, quantization: Quantization, dtype: torch.dtype) -> None:
+        """Weights become ``dtype``. Raises MismatchError for parts of a weight that are missing or do not fit."""
+        self.stored: dict[str, Stored] = find(quantization.scheme, index.tensors)
+        whole = {part: name for name, stored in self.stored.items() for part in stored.parts.values()}
+        named = next(name for name, found in DTYPES.items() if found is dtype)
+        order: dict[str, None] = {}
+        tensors: dict[str, TensorEntry] = {}
+        for name in index.order:
+            entry = index.tensors[name]
+            if name in whole:
+                name = whole[name]
+                entry = entry._replace(dtype=named, shape=self.stored[name].shape, strides=None)
+            elif is_unused(name):
+                continue
+            tensors.setdefault(name, entry)
+            order[name] = None
+        super().__init__(index.shards, tensors, tuple(order), recorded=index.recorded)
+
+    def parts(self, names: Iterable[str]) -> list[str]:
+        """The checkpoint's names for these tensors, in the same order."""
+        stored = self.stored
+        return list(chain.from_iterable(stored[name].parts.values() if name in stored else (name,) for name in names))
+
+
+class QuantizedSource(Source):
+    """Weights are made when all their parts have arrived: the integers are read once, and floats of ``dtype`` kept."""
+
+    def __init__(self, region: Region, quantization: Quantization, dtype: torch.dtype) -> None:
+        super().__init__(region)
+        self._quantization, self._dtype = quantization, dtype
+        self._index: QuantizedIndex | None = None
+
+    def wait_index(self, timeout_s: float | None = None) -> QuantizedIndex:
+        if self._index is None:
+            self._index = QuantizedIndex(self.region.wait_index(timeout_s), self._quantization, self._dtype)
+        return self._index
+
+    def has(self, name: str) -> bool:
+        return all(self.region.has(part) for part in self._parts(name))
+
+    def wait_tensor(self, name: str, timeout_s: float | None = None) -> None:
+        for part in self._parts(name):
+            self.region.wait_tensor(part, timeout_s)
+
+    def demand(self, names: Sequence[str]) -> None:
+        self.region.demand(self.wait_index().parts(names))
+
+    def hint(self, names: Sequence[str]) -> None:
+        self.region.hint(self.wait_index().parts(names))
+
+    def tensor(self, name: str) -> Tensor:
+        stored = self.wait_index().stored.get(name)
+        if stored is None:
+            return super().tensor(name)
+        tensors = {part: Source.tensor(self, full) for part, full in stored.parts.items()}
+        return stored.codes(tensors).dequantize(self._dtype)
+
+    def applied(self, name: str, *, copied: bool, release: bool) -> None:
+        for part in self._parts(name):
+            super().applied(part, copied=copied or name in self.wait_index().stored, release=release)
+
+    def _parts(self, name: str) -> Sequence[str]:
+        return self.wait_index().parts((name,))
+
+
+__all__ = ["QuantizedIndex", "QuantizedSource"]

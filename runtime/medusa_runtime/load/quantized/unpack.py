@@ -1,0 +1,45 @@
+"""Small integers out of 32-bit words. Words are little-endian, and so are the integers in them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight neighbours each nibble of a word is
+
+
+def across(words: Tensor, bits: int) -> Tensor:
+    """int32 [rows, words] → uint8 [rows, words * 32 / bits]: a word holds neighbours of a row."""
+    octets = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return octets
+    return torch.stack([_field(octets, bits, at) for at in range(8 // bits)], -1).flatten(1)
+
+
+def down(words: Tensor, bits: int) -> Tensor:
+    """int32 [words, columns] → uint8 [words * 32 / bits, columns]: a word holds neighbours of a column."""
+    octets = words.contiguous().view(torch.uint8).view(*words.shape, 4)
+    out = torch.empty(words.shape[0], 32 // bits, words.shape[1], dtype=torch.uint8)
+    for at in range(32 // bits):
+        octet, shift = divmod(at * bits, 8)
+        out[:, at] = _field(octets[..., octet], bits, shift // bits)
+    return out.flatten(0, 1)
+
+
+def interleaved(words: Tensor) -> Tensor:
+    """int32 [rows, words] → uint8 [rows, words * 8]: AWQ's nibbles, which are first the even and then the odd ones."""
+    octets = words.contiguous().view(torch.uint8).view(*words.shape, 4)
+    out = torch.empty(*words.shape, 8, dtype=torch.uint8)
+    for at, place in enumerate(_AWQ_ORDER):
+        out[..., place] = _field(octets[..., at // 2], 4, at % 2)
+    return out.flatten(1)
+
+
+def _field(octets: Tensor, bits: int, at: int) -> Tensor:
+    """The integer in bits [at * bits, (at + 1) * bits) of each byte."""
+    if bits == 8:
+        return octets
+    return (octets >> (at * bits)) & ((1 << bits) - 1)
+
+
+__all__ = ["across", "down", "interleaved"]

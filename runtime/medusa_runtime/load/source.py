@@ -1,0 +1,57 @@
+"""What a loader reads: the tensors of a region, by the names under which a module expects them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from medusa_runtime.checkpoint.index import WeightIndex
+from medusa_runtime.load.views import Views
+from medusa_runtime.region.reader import Region
+
+
+class Source:
+    """A region's tensors as they are. ``QuantizedSource`` has weights that it makes of several of them."""
+
+    def __init__(self, region: Region) -> None:
+        self.region = region
+        self._views: Views | None = None
+
+    def wait_index(self, timeout_s: float | None = None) -> WeightIndex:
+        """The index of these tensors, like ``Region.wait_index``."""
+        return self.region.wait_index(timeout_s)
+
+    def has(self, name: str) -> bool:
+        """Whether all bytes of a tensor are there, without waiting."""
+        return self.region.has(name)
+
+    def wait_tensor(self, name: str, timeout_s: float | None = None) -> None:
+        """Wait for all bytes of a tensor, like ``Region.wait_tensor``."""
+        self.region.wait_tensor(name, timeout_s)
+
+    def demand(self, names: Sequence[str]) -> None:
+        """Have these tensors fetched before all others; does not wait."""
+        self.region.demand(names)
+
+    def hint(self, names: Sequence[str]) -> None:
+        """Have these tensors fetched next; does not wait."""
+        self.region.hint(names)
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor whose bytes are there: a view of the region, if that can be."""
+        if self._views is None:
+            self._views = Views(self.region)
+        return self._views.tensor(name, self.region.wait_index().tensors[name])
+
+    def applied(self, name: str, *, copied: bool, release: bool) -> None:
+        """A module has a tensor. One that was ``copied`` leaves this process, and with ``release`` the region."""
+        if not copied:
+            self.region.viewed.add(name)
+        elif release:
+            self.region.release(name)
+        else:
+            self.region.unmap(name)
+
+
+__all__ = ["Source"]

@@ -1,0 +1,272 @@
+"""Quantized checkpoints: each format gives the floats that it stands for, and what does not fit is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_fixtures import SETTINGS, Served, fill_region
+from medusa_runtime.checkpoint.index import TensorEntry
+from medusa_runtime.engine.checkpoint_files import read_config
+from medusa_runtime.engine.torch.kv_size import free_bytes
+from medusa_runtime.engine.torch.profile import profile
+from medusa_runtime.errors import ConfigError, MismatchError
+from medusa_runtime.load.loader import Loader
+from medusa_runtime.load.quantized import unpack
+from medusa_runtime.load.quantized.scheme import Quantization
+from medusa_runtime.models import build_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from benchmarks.quantize import FORMATS, Options, quantize
+
+LINEAR = "model.layers.1.mlp.down_proj"
+
+
+def loaded(folder: Path, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The parameters of the model in a folder."""
+    region = fill_region(folder)
+    try:
+        config = read_config(region)
+        model = build_model(config)
+        with Loader(region, model.applier(dtype or config.dtype)) as loader:
+            loader.wait()
+        return {name: parameter.clone() for name, parameter in model.named_parameters()}
+    finally:
+        region.close()
+
+
+def change(folder: Path, **changes: Any) -> None:
+    """Replace tensors of ``LINEAR`` by their suffix; None takes one away."""
+    tensors = load_file(folder / "model.safetensors")
+    for suffix, tensor in changes.items():
+        name = f"{LINEAR}.{suffix}"
+        if tensor is None:
+            del tensors[name]
+        else:
+            tensors[name] = (tensor(tensors[name]) if callable(tensor) else tensor).contiguous()
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_are_the_floats_that_the_integers_stand_for(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    stored, floats = tmp_path / "stored", tmp_path / "floats"
+    quantize(checkpoint, stored, name, dequantized=floats)
+    found, expected = loaded(stored), loaded(floats)
+    assert list(found) == list(expected)
+    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+    assert not torch.equal(expected[f"{LINEAR.removeprefix('model.')}.weight"], loaded(checkpoint)["norm.weight"])
+    half = loaded(stored, torch.bfloat16)
+    assert all(torch.equal(half[key], expected[key].bfloat16()) for key in expected)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("name", ["pack-4-asymmetric", "gptq-4-act-order", "gptq-v2"])
+def test_bits_and_whole_rows(name: str, bits: int, checkpoint: Path, tmp_path: Path) -> None:
+    for group in (0, 16):
+        stored, floats = tmp_path / f"stored-{group}", tmp_path / f"floats-{group}"
+        options: Options = FORMATS[name].options._replace(bits=bits, group=group)
+        quantize(checkpoint, stored, name, dequantized=floats, options=options)
+        expected = loaded(floats)
+        assert all(torch.equal(tensor, expected[key]) for key, tensor in loaded(stored).items())
+
+
+@pytest.mark.parametrize("name", ["int8", "pack-4-asymmetric", "gptq-4-act-order", "awq", "fp8-blocks"])
+def test_greedy_tokens_are_those_of_the_floats(
+    name: str, checkpoint: Path, tmp_path: Path, serve: Callable[..., Served]
+) -> None:
+    stored, floats = tmp_path / "stored", tmp_path / "floats"
+    quantize(checkpoint, stored, name, dequantized=floats)
+    found, expected = (
+        [serve(folder).ask(text).tokens for text in ("Tokens", "A layer runs")] for folder in (stored, floats)
+    )
+    assert found == expected
+    assert found != [serve(checkpoint).ask(text).tokens for text in ("Tokens", "A layer runs")]
+
+
+def test_the_plan_counts_the_memory_of_what_is_made(checkpoint: Path, tmp_path: Path) -> None:
+    quantize(checkpoint, tmp_path, "pack-4")
+    region = fill_region(tmp_path)
+    try:
+        config, index = read_config(region), region.wait_index()
+        made = sum(4 * 8 * e.shape[0] * e.shape[1] for name, e in index.tensors.items() if name.endswith("_packed"))
+        assert made == 4 * 4 * (64 * 64 * 2 + 64 * 32 * 2 + 64 * 128 * 3)
+        from dataclasses import replace
+
+        limited = replace(SETTINGS, memory_limit_mb=1)
+        plain = replace(config, quantization=None)
+        scales = {name: e for name, e in index.tensors.items() if name.endswith(("_packed", "_shape", "_g_idx"))}
+        cast = sum(4 * _numel(entry) for entry in scales.values())  # what a plan without the scheme takes for casts
+        before = free_bytes(region, limited, plain, torch.float32) + cast
+        assert before - free_bytes(region, limited, config, torch.float32) == made
+        assert sorted(profile(region, SETTINGS).order) == sorted(index.tensors)
+    finally:
+        region.close()
+
+
+def _numel(entry: TensorEntry) -> int:
+    return torch.Size(entry.shape).numel()
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no scale": (
+        "int8",
+        {"weight_scale": None},
+        r"expected the tensors weight, weight_scale, found no weight_scale",
+    ),
+    "a scale of another length": (
+        "int8",
+        {"weight_scale": torch.ones(63, 1)},
+        r"weight_scale: expected .*\[64, 1\].*found \[63, 1\]",
+    ),
+    "integers as scale": (
+        "int8",
+        {"weight_scale": lambda t: t.int()},
+        "weight_scale: expected .*F32.*, found I32",
+    ),
+    "no zero points": (
+        "pack-4-asymmetric",
+        {"weight_zero_point": None},
+        "weight_zero_point: expected zero points",
+    ),
+    "another shape": (
+        "pack-4",
+        {"weight_shape": torch.tensor([64, 120])},
+        r"weight_shape: expected \[64, 128\], found \[64, 120\]",
+    ),
+    "too few words": (
+        "pack-4",
+        {"weight_packed": lambda t: t[:, :-1]},
+        "weight_packed: expected columns in whole groups of 32, found 120",
+    ),
+    "floats as words": (
+        "gptq-4",
+        {"qweight": lambda t: t.float()},
+        "qweight: expected I32, found F32",
+    ),
+    "zero points of another shape": (
+        "awq",
+        {"qzeros": lambda t: t[:-1]},
+        r"qzeros: expected \[4, 8\], found \[3, 8\]",
+    ),
+    "a group that is not there": (
+        "gptq-4-act-order",
+        {"g_idx": lambda t: t + 1},
+        "g_idx: expected groups from 0 to 3, found 1 to 4",
+    ),
+    "short group index": (
+        "gptq-4",
+        {"g_idx": lambda t: t[1:]},
+        r"g_idx: expected \[128\], found \[127\]",
+    ),
+    "stored twice": (
+        "gptq-4",
+        {"weight": torch.ones(64, 128)},
+        "expected qweight or weight, found both",
+    ),
+    "another format": (
+        "gptq-4",
+        {"weight_packed": torch.ones(64, 16).int()},
+        "expected qweight by config.json, found weight_packed",
+    ),
+    "too few blocks": (
+        "fp8-blocks",
+        {"weight_scale_inv": lambda t: t[:, 1:]},
+        r"weight_scale_inv: expected \[2, 4\], found \[2, 3\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_named(case: str, checkpoint: Path, tmp_path: Path) -> None:
+    name, changes, said = REFUSED[case]
+    quantize(checkpoint, tmp_path, name)
+    change(tmp_path, **changes)
+    with pytest.raises(MismatchError, match=LINEAR.replace(".", r"\.") + ".*" + said):
+        loaded(tmp_path)
+
+
+def test_a_weight_that_config_json_leaves_out_is_not_quantized(checkpoint: Path, tmp_path: Path) -> None:
+    quantize(checkpoint, tmp_path, "pack-4")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["ignore"] = ["lm_head", f"re:.*{LINEAR[-9:]}$"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    said = r"down_proj: expected a weight that is not quantized by config\.json, found weight_packed"
+    with pytest.raises(MismatchError, match=said):
+        loaded(tmp_path)
+
+
+def test_modules_may_have_schemes_of_their_own(checkpoint: Path, tmp_path: Path) -> None:
+    parts = {name: tmp_path / name for name in ("pack-4", "pack-8", "floats-4", "floats-8")}
+    for bits in (4, 8):
+        quantize(checkpoint, parts[f"pack-{bits}"], f"pack-{bits}", dequantized=parts[f"floats-{bits}"])
+    stored = {name: load_file(folder / "model.safetensors") for name, folder in parts.items()}
+    four, eight = ({n: t for n, t in stored[f"pack-{b}"].items() if ("mlp" in n) is (b == 4)} for b in (4, 8))
+    save_file(four | eight, parts["pack-4"] / "model.safetensors")
+    config = json.loads((parts["pack-4"] / "config.json").read_text())
+    other = json.loads((parts["pack-8"] / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
+    groups = config["quantization_config"]["config_groups"]
+    groups["group_1"] = other | {"targets": [r"re:.*self_attn\..*"]}
+    (parts["pack-4"] / "config.json").write_text(json.dumps(config))
+    found, expected = loaded(parts["pack-4"]), {b: loaded(parts[f"floats-{b}"]) for b in (4, 8)}
+    assert all(torch.equal(tensor, expected[4 if "mlp" in name else 8][name]) for name, tensor in found.items())
+
+
+def compressed(**weights: Any) -> dict[str, Any]:
+    config = FORMATS["pack-4"].config(FORMATS["pack-4"].options)
+    config["config_groups"]["group_0"]["weights"] |= weights
+    return config
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "expected quant_method to be compressed-tensors.*awq"),
+        ({"quant_method": "mxfp4"}, "found 'mxfp4'"),
+        ({"bits": 4}, "expected quant_method to be .* or --engine vllm, found nothing"),
+        ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "expected bits to be 2 or 4 or 8 .*found 3"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "expected group_size to be a positive number"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"}, "found 'marlin'"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "expected version to be gemm"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "expected weight_block_size to be two positive numbers"),
+        (compressed() | {"format": "nvfp4-pack-quantized"}, "expected format to be int-quantized, .*found 'nvfp4"),
+        (compressed() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "expected sparsity_config to be absent"),
+        (compressed() | {"ignore": ["re:("]}, "expected a regular expression, found 're:\\('"),
+        (compressed() | {"config_groups": {}}, "expected config_groups to be groups of modules"),
+        (compressed(num_bits=3), "expected num_bits to be 2 or 4 or 8"),
+        (compressed(strategy="tensor_group"), "expected strategy to be tensor or channel or group or block"),
+        ([1], "expected quantization_config to be an object"),
+    ],
+)  # fmt: skip
+def test_what_config_json_may_say(raw: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"config.json: .*{said}"):
+        Quantization.of({"quantization_config": raw})
+
+
+def test_words_hold_their_integers_where_the_formats_say() -> None:
+    columns = torch.tensor([[0x76543210]], dtype=torch.int32)  # GPTQ and compressed-tensors: the first is the lowest
+    assert unpack.across(columns, 4).tolist() == [list(range(8))]
+    assert unpack.down(columns, 4).flatten().tolist() == list(range(8))
+    assert unpack.interleaved(torch.tensor([[0x75316420]], dtype=torch.int32)).tolist() == [list(range(8))]
+    assert unpack.across(torch.tensor([[-0x7F7F7F80]], dtype=torch.int32), 8).tolist() == [[0x80] * 4]
+    assert unpack.down(torch.tensor([[0b11100100]], dtype=torch.int32), 2)[:4].flatten().tolist() == [0, 1, 2, 3]
+
+
+def test_a_model_of_transformers_may_be_quantized(tmp_path: Path, serve: Callable[..., Served]) -> None:
+    transformers = pytest.importorskip("transformers")
+    shape = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    gated = {"intermediate_size": 96, "max_position_embeddings": 64, "num_key_value_heads": 2, "num_local_experts": 4}
+    torch.manual_seed(5)
+    config = transformers.MixtralConfig(**shape, **gated, initializer_range=0.3)
+    plain, stored, floats = tmp_path / "plain", tmp_path / "stored", tmp_path / "floats"
+    transformers.MixtralForCausalLM(config).save_pretrained(plain)
+    quantize(plain, stored, "pack-4", dequantized=floats)
+    names = list(load_file(stored / "model.safetensors"))
+    assert any("self_attn.q_proj.weight_packed" in name for name in names)
+    assert any("experts.1" in name and name.endswith("weight_packed") for name in names)
+    answers = [serve(folder, max_concurrency=2).ask([5, 17, 2, 88], max_tokens=8).tokens for folder in (stored, floats)]
+    assert answers[0] == answers[1]
