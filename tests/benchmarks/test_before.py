@@ -31,5 +31,8 @@ def test_a_checkout_is_as_fast_as_itself(tmp_path: Path) -> None:
     }
     for metric in ("ttft_s", "all_cpu_s", "zygote_cpu_s", "function_cpu_s"):
         assert 0.1 < rows["start, now", metric] / rows["start, before", metric] < 10
+    for row, metric in (("livez", "median_ms"), ("livez", "p99_ms"), ("limited-fetch", "fetch_s")):
+        assert rows[f"{row}, now", metric] >= 0
+        assert f"{row}: {metric}, times before" in run.stdout
     assert rows["fetch, now", "cpu_s"] > rows["import, now", "cpu_s"] > 0
     assert "start: ttft_s, times before" in run.stdout

@@ -35,6 +35,9 @@ class FaultyOrigin(http.server.ThreadingHTTPServer):
         self.retry_after: str | None = None
         self.etags = True
         self.bytes_per_s: float | None = None
+        self.shared_bytes_per_s: float | None = None  # of all connections together, as over one slow link
+        self.sent_bytes = 0  # of bodies
+        self.wire = threading.Lock()
         self.accept: Callable[[dict[str, str], str], bool] = lambda headers, path: True
         self.redirects: dict[str, str] = {}
         self.stopping = threading.Event()
@@ -121,9 +124,15 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _send(self, body: bytes) -> None:
         step = 1 << 16
         for at in range(0, len(body), step):
-            self.wfile.write(body[at : at + step])
+            piece = body[at : at + step]
+            if self.server.shared_bytes_per_s:
+                with self.server.wire:
+                    time.sleep(len(piece) / self.server.shared_bytes_per_s)
+            self.wfile.write(piece)
+            with self.server.lock:
+                self.server.sent_bytes += len(piece)
             if self.server.bytes_per_s:
-                time.sleep(len(body[at : at + step]) / self.server.bytes_per_s)
+                time.sleep(len(piece) / self.server.bytes_per_s)
 
     def _plain(self, status: int, headers: dict[str, str]) -> None:
         self.send_response(status)

@@ -61,7 +61,7 @@ class _Version(argparse.Action):
 def run(argv: Sequence[str], *, in_child: bool = False) -> int:
     """Run one command; returns the exit status: 0, 2 for a bad call, 1 for every other failure.
 
-    ``in_child``: in a child process, so that Ctrl-C always ends it.
+    ``in_child``: in a child process where the command needs one, so that Ctrl-C always ends it.
     """
     _open_standard_streams()
     # torch warns of this when it is imported in full and NumPy is not installed, which nothing of ours needs.
@@ -81,8 +81,11 @@ def run(argv: Sequence[str], *, in_child: bool = False) -> int:
 
         if not in_child:
             return command()
-        from .foreground import run_in_child
+        from .foreground import end, end_at_interrupt, run_in_child
 
+        if hasattr(module, "can_end_anywhere") and module.can_end_anywhere(arguments):
+            end_at_interrupt()
+            end(command())
         leftovers = module.leftovers(arguments) if hasattr(module, "leftovers") else ()
         return run_in_child(command, leftovers, scratch=arguments.module in _WITH_SCRATCH)
     except MedusaError as error:

@@ -57,6 +57,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def can_end_anywhere(arguments: argparse.Namespace) -> bool:
+    """Whether nothing has to be removed at Ctrl-C, and no code that could hold it up runs in this process."""
+    return arguments.to is None
+
+
 def leftovers(arguments: argparse.Namespace) -> list[Leftovers]:
     return [] if arguments.to is None else [Leftovers(arguments.to, f"*{PART}")]
 
@@ -107,17 +112,17 @@ def _into_memory(settings: Settings) -> int:
         return 0
 
     child = fork("prefetcher", prefetch, timeline=timeline, reports=reports)
-    line = _line()
+    line, ending = _line(), os.pidfd_open(child)
     try:
-        while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+        while not select.select([ending], [], [], _LOOK_EVERY_S)[0]:
             line.show(region.progress())
-            time.sleep(_LOOK_EVERY_S)
+        _, status = os.waitpid(child, 0)
         child = 0
         line.end()
         for report in reports.read():
             raise from_code(report.code, report.message)
-        if ended[1]:
-            raise StorageError(f"the prefetcher ended with status {os.waitstatus_to_exitcode(ended[1])}")
+        if status:
+            raise StorageError(f"the prefetcher ended with status {os.waitstatus_to_exitcode(status)}")
         return region.progress().total_bytes
     finally:
         line.end()
@@ -127,6 +132,7 @@ def _into_memory(settings: Settings) -> int:
         region.close()
         reports.close()
         os.close(timeline.fd)
+        os.close(ending)
 
 
 def _into_folder(url: str, folder: Path, connections: int) -> int:

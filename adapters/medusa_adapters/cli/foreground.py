@@ -1,8 +1,9 @@
-"""Run a command in a child process, so that Ctrl-C always ends it.
+"""Run a command so that Ctrl-C always ends it, in a child process where it takes one.
 
 Python turns Ctrl-C into an exception in whatever code runs at that moment. Inside a C++ extension that is being
 imported (torch) it may be swallowed, or abort the process. The parent runs no such code: it waits, passes signals on,
-and ends what is still there half a second after Ctrl-C.
+and ends what is still there half a second after Ctrl-C. It costs 20 ms of CPU time, for the fork copies what either
+process writes to; a command that imports no such extension and leaves nothing behind does without it.
 """
 
 from __future__ import annotations
@@ -30,11 +31,29 @@ class Removable(Protocol):
     def remove(self) -> None: ...
 
 
-def run_in_child(command: Callable[[], int], leftovers: Iterable[Removable], *, scratch: bool) -> int:
-    """Run ``command`` in a forked child and return its exit status; 130 after Ctrl-C, within a second.
+def end_at_interrupt() -> None:
+    """End this process with status 130 at Ctrl-C, in whatever it does. Its forked children die with it."""
 
-    In the child this returns what ``command`` returns. With ``scratch`` its temporary files lie in a folder that is
-    removed when it has ended; the ``leftovers`` of an interrupted command are removed. The caller must have a single
+    def interrupted(*_: object) -> NoReturn:
+        if os.isatty(2):
+            os.write(2, b"\n")  # behind the line of progress
+        os._exit(INTERRUPTED)
+
+    signal.signal(signal.SIGINT, interrupted)
+
+
+def end(status: int) -> NoReturn:
+    """End this process without taking the interpreter apart, which takes some 5 ms."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def run_in_child(command: Callable[[], int], leftovers: Iterable[Removable], *, scratch: bool) -> int:
+    """Run ``command`` in a forked child and end with its exit status; with 130 after Ctrl-C, within a second.
+
+    This returns in the child alone: what ``command`` returns. With ``scratch`` its temporary files lie in a folder that
+    is removed when it has ended; the ``leftovers`` of an interrupted command are removed. The caller must have a single
     thread.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
@@ -55,7 +74,7 @@ def run_in_child(command: Callable[[], int], leftovers: Iterable[Removable], *, 
             _end_orphans()
             for leftover in leftovers:
                 leftover.remove()
-            return INTERRUPTED
+            status = INTERRUPTED
     finally:
         if folder is not None:
             import shutil
@@ -63,7 +82,7 @@ def run_in_child(command: Callable[[], int], leftovers: Iterable[Removable], *, 
             shutil.rmtree(folder, ignore_errors=True)
     if status < 0:
         _die_of(-status)
-    return status
+    end(status)
 
 
 def _interrupt(_number: int, _frame: object) -> None:

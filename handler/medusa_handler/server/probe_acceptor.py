@@ -151,6 +151,8 @@ class ProbeAcceptor:
             if before == incoming.seen:  # the kernel woke us for nothing, and would again at once
                 held.look_at = time.monotonic() + LOOK_S
                 self._selector.unregister(connection)
+        elif sent is Sent.WHOLE and (answer := self._answer(incoming.data)) is not None:
+            self._send(connection, len(incoming.data), *answer)
         else:
             self._forget(connection)
             if sent is Sent.CLOSED:
@@ -162,10 +164,8 @@ class ProbeAcceptor:
             elif sent is Sent.HEAD and self._probes.bodies_full:
                 # Refused here, because it would cost the worker thirty times as much.
                 self._refuse(connection, 503, "the memory for request bodies is taken; try again later", "body_memory")
-            elif (answer := self._answer(incoming.data)) is None:
-                self._waiting.append(connection)
             else:
-                self._send(connection, len(incoming.data), *answer)
+                self._waiting.append(connection)
 
     def _answer(self, head: bytes) -> tuple[bytes, bool] | None:
         """Return the answer, and whether the connection stays open; None when the worker is to answer."""
@@ -182,13 +182,16 @@ class ProbeAcceptor:
         return _response(status, probe.status, lasting=lasting, only_head=method == b"HEAD"), lasting
 
     def _send(self, connection: socket.socket, taken: int, answer: bytes, lasting: bool) -> None:
-        with contextlib.suppress(OSError):
+        try:
             connection.recv(taken)
             connection.sendall(answer)  # less than any socket's buffer
             if lasting:
-                self._hold(connection, Incoming(connection), KEEPALIVE_S)
+                self._hold_again(connection)
                 return
             connection.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
+        self._forget(connection)
         connection.close()
 
     def _refuse(self, connection: socket.socket, status: int, message: str, code: str = "bad_http") -> None:
@@ -215,6 +218,17 @@ class ProbeAcceptor:
         elif anew:
             held.end = time.monotonic() + limit_s
         return held
+
+    def _hold_again(self, connection: socket.socket) -> None:
+        """Hold a connection whose request has been answered. It stays registered, which costs less than once more."""
+        held = self._held.get(connection)
+        if held is None or held.look_at is not None:
+            self._forget(connection)
+            self._hold(connection, Incoming(connection), KEEPALIVE_S)
+        else:
+            del self._held[connection]
+            self._held[connection] = held  # as the newest
+            held.incoming, held.end = Incoming(connection), time.monotonic() + KEEPALIVE_S
 
     def _forget(self, connection: socket.socket) -> None:
         held = self._held.pop(connection, None)

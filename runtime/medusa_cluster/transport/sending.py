@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -27,8 +28,8 @@ _LEAST_BYTES_PER_S = 64 << 10  # below which a peer that reads is given up
 _PATIENCE_S = 10.0  # with a peer that takes nothing
 _QUIET_S = 60.0  # with a region to which nothing comes
 _LOOK_S = 0.5  # between looks whether a region still has a prefetcher
-# The prefetcher is another process, which only stores to shared memory, and a look takes microseconds.
-_SHORTEST_S, _LONGEST_S, _OF_WAITED = 0.0015, 0.02, 0.25
+_STOP_S = 0.1  # between looks whether the peer has gone
+_NOT_FIRST_S = 0.02  # between looks of an answer that is not its reader's first
 _ENCRYPTED_BYTES = 128 << 10
 
 
@@ -66,14 +67,14 @@ class Turn:
                 self._answers.remove(answer)
                 self._changed.notify_all()
 
-    def pause(self, answer: object, seconds: float) -> None:
-        """Wait a little for the next chunk of an answer. Only the first answer needs to look often."""
+    def pause(self, answer: object, wait: Callable[[float], None]) -> None:
+        """Wait for the next chunk of an answer with ``wait(timeout_s)``. Only the first answer is woken for each."""
         if self._answers[0] is answer:
-            time.sleep(seconds)
+            wait(_STOP_S)
             return
         with self._changed:
             if self._answers[0] is not answer:
-                self._changed.wait(_LONGEST_S)
+                self._changed.wait(_NOT_FIRST_S)
 
 
 class Way(Protocol):
@@ -170,7 +171,6 @@ class Sending:
         self._gone = gone
         self._sent = sent
         self._stopped = False
-        self._came_at = self._every_s = 0.0  # when the last chunk came that was waited for, and how often they do
 
     def stop(self) -> None:
         """Have ``run`` end soon, from any thread."""
@@ -191,25 +191,22 @@ class Sending:
         region = self._region
         if ready := region.present(first, most):
             return ready
-        began = looked = changed = now = time.monotonic()
-        pause_s = self._came_at + self._every_s - now  # chunks come at even distances, and a look too early is one more
-        fetched_bytes = region.fetched_bytes
+        looked = changed = time.monotonic()
+        fetched_bytes = seen_bytes = region.fetched_bytes  # first: what comes after this look ends the wait
         while not (ready := region.present(first, most)):
             if self._stopped or self._gone():
                 raise ConnectionResetError("the peer has gone")
-            self._turn.pause(self, min(max(pause_s, _SHORTEST_S), _LONGEST_S))
-            now = time.monotonic()
-            pause_s = (now - began) * _OF_WAITED
+            self._turn.pause(self, partial(region.wait_for_more, seen_bytes))
+            now, seen_bytes = time.monotonic(), region.fetched_bytes
             if now - looked < _LOOK_S:
                 continue
             looked = now
             # In a chain, chunks come in the order in which they are asked for; from others, this one may be far away.
             region.demand(first)
-            if region.fetched_bytes != fetched_bytes:
-                fetched_bytes, changed = region.fetched_bytes, now
+            if seen_bytes != fetched_bytes:
+                fetched_bytes, changed = seen_bytes, now
             if (now - changed > _QUIET_S or not region.is_filled) and not region.has(first):
                 raise NodeError("the region is not being filled")
-        self._came_at, self._every_s = now, min(now - self._came_at, _LONGEST_S)
         return ready
 
     def _send(self, chunks: range) -> None:

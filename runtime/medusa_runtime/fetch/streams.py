@@ -29,10 +29,12 @@ _FAST_BYTES_PER_S = 300e6  # a connection as quick as this is limited by CPUs, n
 _LOOK_S = 0.005
 _IDLE_LOOK_S = 0.1  # where nothing is requested a second time
 _WINDOW_S = 0.03
+_SAMPLE_BYTES, _LONGEST_WINDOW_S = 1 << 20, 0.5  # less says nothing: slow links bring what they have saved up at once
 _LATER_WINDOW_S = 0.1  # after more connections were opened: only a loss would have to be undone
 _BUSY = 0.7  # threads that run, or wait to run, for a larger share of all CPUs' time are limited by the CPUs
 _GAIN = 1.2  # what more connections must bring for still more to be opened
 _LOSS = 1.05  # what they must bring at least to be kept
+_CHUNK_S = 0.5  # more connections than can bring a chunk in this time are kept only where they help
 _HEARD_S = 1.0  # within which a connection that was opened should have brought something
 _SOON_S = 1.0  # a fetch that ends within this time is not worth more connections than the second step
 _HOLD_S = 2.0  # how long other ranges are suspended at most for one that is late; less than any store's patience
@@ -132,6 +134,11 @@ class Streams:
         if self._error is not None and not self._writer.complete:
             raise self._error
 
+    @property
+    def _chunk_bytes(self) -> int:
+        assert self._writer.chunks is not None
+        return self._writer.chunks.chunk_bytes
+
     def _few(self) -> int | None:
         """The number of connections that peers want."""
         return None if self._peers is None else self._peers.connections
@@ -157,6 +164,18 @@ class Streams:
         missing = [chunk for chunk in late.span.chunks if not self._writer.present(chunk)]
         if missing:
             self._fetch(Span(missing[0], stop - missing[0]), late)
+
+    def _begun_bytes(self, chunk: int, late: InFlightRange) -> int:
+        """Return how many bytes of its first missing chunk a late range has brought: a second request begins there.
+
+        Peers send whole chunks, each behind its checksum.
+        """
+        chunks = self._writer.chunks
+        assert chunks is not None
+        if self._peers is not None or not late.span.first <= chunk < late.span.first + late.span.length:
+            return 0
+        begun = late.done_bytes - (chunks.place(chunk).start - chunks.place(late.span.first).start)
+        return begun if 0 < begun < chunks.size(chunk) else 0
 
     def _hold(self, flight: InFlightRange) -> None:
         """Suspend this range while another one, which a forward waits for, is late."""
@@ -191,6 +210,7 @@ class Streams:
         """Open more connections while the store, not this machine, limits each and the last ones made the fetch faster.
 
         Connections that only took CPU time from the others end. Those that share a link stay: they hide late answers.
+        But where the link is so slow that a chunk would take each of them long, the layers that come next would wait.
         """
         before, fewer, window_s = 0.0, self._wanted, _WINDOW_S
         for count in (_SECOND, _MOST, None):
@@ -202,7 +222,8 @@ class Streams:
                 return
             busy = (self._busy_s() - busy_s) / (time.monotonic() - begin)
             short = busy > _BUSY * min(self._wanted, cpu_count())  # of CPU time; the connections could bring more
-            if short and rate < before * _LOSS:
+            crowded = rate / self._wanted * _CHUNK_S < self._chunk_bytes
+            if (short and rate < before * _LOSS) or (crowded and rate < before * _GAIN):
                 self._wanted = fewer
             if short or count is None or rate / self._wanted > _FAST_BYTES_PER_S or rate < before * _GAIN:
                 return
@@ -230,10 +251,12 @@ class Streams:
             if not self._pause():
                 return None
         begin, start = time.monotonic(), self._received
-        while time.monotonic() - begin < window_s:
+        while (passed_s := time.monotonic() - begin) < window_s or (
+            self._received - start < _SAMPLE_BYTES and passed_s < _LONGEST_WINDOW_S
+        ):
             if not self._pause():
                 return None
-        return (self._received - start) / (time.monotonic() - begin)
+        return (self._received - start) / passed_s
 
     def _pause(self) -> bool:
         self._changed.wait(_LOOK_S)
@@ -266,10 +289,11 @@ class Streams:
         assert chunks is not None
         size_bytes = chunks.place(span.first + span.length - 1).stop - chunks.place(span.first).start
         flights, failure = self._schedule.flights, None
-        flight = flights.begin(span, size_bytes, is_hedge=late is not None)
+        begun = 0 if late is None else self._begun_bytes(span.first, late)
+        flight = flights.begin(span, size_bytes - begun, is_hedge=late is not None)
         flight.awaited = late is not None and late.awaited
         try:
-            self._fetch_right(span, flight)
+            self._fetch_right(span, flight, begun)
         except OvertakenError:
             pass
         except Exception as error:  # noqa: BLE001  raised below, unless another request brings the range
@@ -280,12 +304,12 @@ class Streams:
         if flight.hedged or flight.is_hedge:
             flights.interrupt(self._there, self._store.interrupt)
 
-    def _fetch_right(self, span: Span, flight: InFlightRange) -> None:
+    def _fetch_right(self, span: Span, flight: InFlightRange, begun: int) -> None:
         """Fetch one range; a chunk with a wrong checksum is fetched once more, and the second time it is an error."""
         again: int | None = None
         while True:
             try:
-                self._fetch_once(span, flight)
+                self._fetch_once(span, flight, begun)
                 return
             except Mismatch as wrong:
                 chunks = self._writer.chunks
@@ -303,19 +327,21 @@ class Streams:
                     self._checksums = None
                 elif checksums:
                     logger.warning("%s: the checksum is wrong; fetching it again", where)
-                again = wrong.chunk
+                again, begun = wrong.chunk, 0
                 span = Span(wrong.chunk, span.first + span.length - wrong.chunk)
 
-    def _fetch_once(self, span: Span, flight: InFlightRange) -> None:
+    def _fetch_once(self, span: Span, flight: InFlightRange, begun: int) -> None:
+        """Fetch a range, of which another request has brought the first ``begun`` bytes into the region."""
         chunks = self._writer.chunks
         assert chunks is not None
         place = chunks.place(span.first)
         shard = self._index.shards[place.shard]
         size = chunks.place(span.first + span.length - 1).stop - place.start
-        published = seen = 0
+        published, seen = 0, begun
 
-        def advance(filled: int) -> None:
+        def advance(more: int) -> None:
             nonlocal published, seen
+            filled = begun + more
             with self._lock:
                 self._received += filled - seen
                 self._heard.add(threading.get_ident())
@@ -327,22 +353,22 @@ class Streams:
                 self._late, self._late_until = flight, time.monotonic() + _HOLD_S
             self._hold(flight)
             while published < span.length:
-                begin = published * chunks.chunk_bytes
-                end = min(begin + chunks.chunk_bytes, size)
+                first = published * chunks.chunk_bytes
+                end = min(first + chunks.chunk_bytes, size)
                 if filled < end:
                     return
                 checksums, chunk = self._checksums, span.first + published
-                if checksums and not checksums.right(chunk, buffer[begin:end]):
+                if checksums and not checksums.right(chunk, buffer[first:end]):
                     raise Mismatch(chunk)
-                self._publish(chunk, shard.name, start + begin, buffer[begin:end])
+                self._publish(chunk, shard.name, start + first, buffer[first:end])
                 published += 1
                 if direct and published < span.length:
                     self._writer.prepare(span.first + published)
 
-        def keep(filled: int) -> None:
-            at = seen % _SCRATCH_BYTES
-            self._writer.write(span.first, seen, scratch[at : at + filled - seen])
-            advance(filled)
+        def keep(more: int) -> None:
+            at = (seen - begun) % _SCRATCH_BYTES
+            self._writer.write(span.first, seen, scratch[at : at + begun + more - seen])
+            advance(more)
 
         start = shard.data_start + place.start
         direct = self._writer.direct or not self._store.refills
@@ -350,10 +376,11 @@ class Streams:
             self._writer.prepare(span.first)
         with self._writer.buffer(span.first, span.length) as buffer:
             if direct:
-                self._store.read_into(shard.name, start, buffer, shard.version, advance)
+                self._store.read_into(shard.name, start + begun, buffer[begun:], shard.version, advance)
             else:
                 scratch = self._scratch()
-                self._store.read_into(shard.name, start, scratch[:size], shard.version, keep, size)
+                left = size - begun
+                self._store.read_into(shard.name, start + begun, scratch[:left], shard.version, keep, left)
 
     def _publish(self, chunk: int, key: str, start: int, data: memoryview) -> None:
         """Publish a chunk, the bytes from ``start`` on of a shard."""

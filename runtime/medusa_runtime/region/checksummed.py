@@ -13,7 +13,9 @@ from .chunks import Chunks
 from .demand import demand
 from .layout import HEADER_BYTES, TABLE_OFFSET, State, Word, reopen
 from .lock import is_locked
+from .pages import address_of
 from .reader import Region
+from .wake import wait_for_change
 
 
 class ChecksummedRegion:
@@ -49,6 +51,7 @@ class ChecksummedRegion:
         self._map = mmap.mmap(descriptor, self._data_offset, prot=mmap.PROT_READ)
         memory = memoryview(self._map)
         self._words = memory[:HEADER_BYTES].cast("Q")
+        self._address = address_of(memory)
         self._table = memory[TABLE_OFFSET : TABLE_OFFSET + self.chunks.count]
         self._sums = memory[sums : sums + 8 * self.chunks.count].cast("Q")
         self._shards = {shard.name: (number, shard) for number, shard in enumerate(self.index.shards)}
@@ -96,6 +99,10 @@ class ChecksummedRegion:
         table = bytes(self._table[chunk : chunk + most])
         missing = table.find(0)
         return len(table) if missing < 0 else missing
+
+    def wait_for_more(self, fetched_bytes: int, timeout_s: float) -> None:
+        """Sleep until there is more than these ``fetched_bytes``, or for ``timeout_s``; perhaps less."""
+        wait_for_change(self._address + 8 * Word.FETCHED_BYTES, fetched_bytes, timeout_s)
 
     def demand(self, chunk: int) -> None:
         """Have a chunk fetched before others, because a peer waits for it."""

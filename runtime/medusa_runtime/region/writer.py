@@ -18,6 +18,7 @@ from .lock import lock, unlock
 from .memory import WriterMemory
 from .plan import RegionPlan
 from .seals import seal_for_good, seal_to_others
+from .wake import wake_all
 
 
 class RegionWriter:
@@ -209,6 +210,8 @@ class RegionWriter:
             self._memory.words[Word.FETCHED_BYTES] += self.chunks.size(chunk)
             self._memory.words[Word.FIRST_NS] = self._memory.words[Word.FIRST_NS] or time.monotonic_ns()
             self._raise_watermark(self.chunks)
+        if self.has_checksums:  # peers may wait for it
+            wake_all(self._memory.address + 8 * Word.FETCHED_BYTES)
 
     def _raise_watermark(self, chunks: Chunks) -> None:
         words = self._memory.words

@@ -188,6 +188,23 @@ def test_a_range_that_stalls_is_asked_for_again(served: Any, region: Region, num
     assert not thread.is_alive()
     check(region)
     assert next(stage for stage in timeline.stages() if stage.name == "fetch").detail["hedges"] >= 1
+    asked = served.asked("/m/model.safetensors")
+    start, stop = asked[number + 1]
+    assert any(again == start + (stop - start) // 2 for again, _ in asked), "what had come was asked for again"
+
+
+@pytest.mark.slow
+def test_second_requests_do_not_fill_a_slow_link(served: Any, region: Region) -> None:
+    """Over a link that all connections share, each is slower than the last; more of them, or second requests, harm."""
+    served.shared_bytes_per_s = 5e6
+    thread = fetching(region, served.url + "/m", Timeline.create("test"))
+    region.wait_index()
+    for name in TENSORS:
+        region.demand([name])
+        region.wait_tensor(name, timeout_s=60)
+    thread.join(60)
+    check(region)
+    assert served.sent_bytes < 1.25 * region.progress().total_bytes
 
 
 def test_what_came_by_another_request_is_not_waited_for(
