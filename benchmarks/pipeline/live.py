@@ -15,11 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from medusa_cluster.policy.zigzag import Scaling, best_effort
-from medusa_cluster.policy.zigzag import schedule as schedule_of
-
 from benchmarks.pipeline.options import Options, row
 from benchmarks.pipeline.workers import Site, Stream, Workers, follow
+from benchmarks.pipeline.zigzag import Scaling, best_effort
+from benchmarks.pipeline.zigzag import schedule as schedule_of
 
 _PROMPT, _COUNT = 256, 1
 _OUTSTANDING = 12

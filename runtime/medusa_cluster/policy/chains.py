@@ -11,12 +11,10 @@ import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from math import inf
 
 from .state import Node
 
-CHUNK_BYTES = 1 << 20
 _FALLBACKS = 4  # nodes that a target may turn to before the chain's head and the store
 Group = tuple[str, ...]
 
@@ -59,11 +57,6 @@ class Chain:
         """Return the chain after a node has left it: those behind it read from those before it."""
         groups = [tuple(member for member in group if member != name) for group in self.groups]
         return replace(self, groups=tuple(group for number, group in enumerate(groups) if group or number == 0))
-
-    def joined_by(self, group: Sequence[Node]) -> Chain:
-        """Return the chain with one more group at its end, which costs the others nothing."""
-        names = tuple(node.name for node in group)
-        return Chain((*self.groups, names), min(self.bytes_per_s, _bandwidth(group)))
 
     def _before(self, position: int, lane: int) -> tuple[str, ...]:
         found: list[str] = []
@@ -121,16 +114,6 @@ def plan(
         for chain, rate in zip(chains, rates, strict=True)
         if len(chain) > 1
     )
-
-
-def arrival_s(
-    chain: Chain, name: str, size_bytes: int, rates: dict[str, float], chunk_bytes: int = CHUNK_BYTES
-) -> float:
-    """Return when a target has everything: M/min(b₁…b_k) + Σ_{j<k} c/b_j. ``rates``: each node's bytes a second."""
-    position, _ = chain.place(name)
-    steps = [sum(rates[member] for member in group) if group else inf for group in chain.groups[: position + 1]]
-    links = [min(before, after) for before, after in pairwise(steps)]
-    return size_bytes / min(links) + sum(chunk_bytes / link for link in links[:-1])
 
 
 def live_pairs(chains: Sequence[Chain], loaded: Sequence[str]) -> dict[str, str]:

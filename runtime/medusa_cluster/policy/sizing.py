@@ -101,16 +101,6 @@ def predict(group: Sequence[Server], full: int, times: StageTimes, goal: Goal) -
     return Scheme(tuple(server.node for server in group), full, ttft, tpot, meets)
 
 
-def unoverlapped_ttft_s(group: Sequence[Server], full: int, times: StageTimes, goal: Goal) -> float:
-    """Apply Eq. 1: the stages one after the other, as systems start that do not overlap them."""
-    size = len(group)
-    computing = full if goal.follows_memory else size
-    starting = times.container_s + times.device_s + times.import_s
-    moving = times.weights_bytes / size * max(server.s_per_byte for server in group)
-    prefill = times.prefill_s * (size - computing + computing / size)
-    return goal.waiting_s + starting + moving + prefill + goal.hop_s * size
-
-
 def parts(layers: int, size: int) -> tuple[tuple[int, int], ...]:
     """Divide layers among a group's workers, as evenly as they go; the first ones hold one more."""
     each, more = divmod(layers, size)

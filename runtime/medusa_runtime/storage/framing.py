@@ -19,7 +19,6 @@ READER_HEADER = "Medusa-Reader"  # names one fetch: its requests are answered on
 # The chunks that a region for peers may have. Each node of a chain is one chunk later than the one before it, so they
 # are smaller than others.
 PEER_CHUNK_BYTES = tuple(256 << 10 << power for power in range(6))
-LARGEST_CHUNK_BYTES = PEER_CHUNK_BYTES[-1]
 _FRAME = struct.Struct("<I4xQ")
 FRAME_BYTES = _FRAME.size
 _MOST_FILES = 256

@@ -10,10 +10,11 @@ import pytest
 from engine_fixtures import fill_region
 from group_fixtures import Group, until
 from medusa_cluster.group.live.layer_queue import BestEffort, ZigZag
-from medusa_cluster.policy.zigzag import Scaling, best_effort, schedule
 from medusa_runtime.errors import OverloadedError
 from medusa_runtime.region.reader import Region
 from region_fixtures import Filling
+
+from benchmarks.pipeline.zigzag import Scaling, best_effort, schedule
 
 PROMPTS = [[number] * (20 + 7 * number) for number in range(3, 18)]
 SEEDED = {"temperature": 1.0, "seed": 9, "frequency_penalty": 0.5}

@@ -7,7 +7,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from medusa_cluster.policy.sizing import Goal, Scheme, Server, choose, parts, predict, unoverlapped_ttft_s
+from medusa_cluster.policy.sizing import Goal, Scheme, Server, choose, parts, predict
 from medusa_runtime.state.stage_times import StageTimes
 
 GB = 10**9
@@ -66,11 +66,6 @@ def test_hops_count_for_groups_only() -> None:
     one, four = (predict(servers(*[2.0] * size), size, TIMES, goal) for size in (1, 4))
     assert (one.ttft_s, one.tpot_s) == (pytest.approx(0.3 + 4.5), 0.05)
     assert (four.ttft_s, four.tpot_s) == (pytest.approx(0.3 + 1.3 + 0.5 + 0.04), pytest.approx(0.09))
-
-
-def test_without_overlap_the_stages_add_up() -> None:
-    group = [Server("a", 2 * GB, 8 * GB), Server("b", 1 * GB, 8 * GB)]
-    assert unoverlapped_ttft_s(group, 2, TIMES, Goal(9, 9)) == pytest.approx(1.3 + 4 * (1 + 1 / 8) + 0.5)
 
 
 def test_layers_are_divided_evenly() -> None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from medusa_cluster.policy.zigzag import PullQueue, Scaling, alone, best_effort, is_feasible, schedule, solve
+from medusa_cluster.policy.zigzag import PullQueue
+
+from benchmarks.pipeline.zigzag import Scaling, best_effort, schedule
+
+from .integer_program import alone, is_feasible, solve
 
 PAPER = Scaling.equal(7, 6, 8)  # BlitzScale Figure 15: 7 layers, one arrives while 6 are executed
 
@@ -21,7 +25,7 @@ def test_the_papers_example_without_an_integer_program() -> None:
 
 def test_the_papers_example_by_the_integer_program() -> None:
     pytest.importorskip("scipy")
-    found = solve(PAPER)
+    found = solve(PAPER).schedule
     assert found.mean == 21.0
     assert is_feasible(PAPER, found.on_target)
 
@@ -30,14 +34,14 @@ def test_the_integer_program_of_a_real_model() -> None:
     pytest.importorskip("scipy")
     scaling = Scaling.equal(32, 6, 8)
     found = solve(scaling, time_limit_s=60.0)
-    assert (found.mean, found.gap) == (schedule(scaling).mean, 0.0)
+    assert (found.schedule.mean, found.gap) == (schedule(scaling).mean, 0.0)
 
 
 def test_an_integer_program_that_is_cut_short_says_so() -> None:
     pytest.importorskip("scipy")
     scaling = Scaling.equal(40, 4, 12)
     found = solve(scaling, time_limit_s=0.01)
-    assert found.finish == schedule(scaling).finish
+    assert found.schedule.finish == schedule(scaling).finish
     assert 0.0 < found.gap <= 1.0
 
 
@@ -74,7 +78,7 @@ def test_a_source_that_may_take_an_untouched_batch() -> None:
 def test_nothing_waits_and_one_layer() -> None:
     assert schedule(Scaling.equal(4, 2, 0)).finish == ()
     assert schedule(Scaling.equal(1, 5, 3)).finish == (1, 2, 3)
-    assert solve(Scaling.equal(1, 5, 0)).finish == ()
+    assert solve(Scaling.equal(1, 5, 0)).schedule.finish == ()
 
 
 def test_the_queue_gives_the_head_only_and_never_one_that_runs() -> None:
@@ -94,7 +98,7 @@ def test_the_queue_gives_the_head_only_and_never_one_that_runs() -> None:
 def test_the_queue_is_within_5_percent_of_the_integer_program(layers: int, load: int, batches: int) -> None:
     pytest.importorskip("scipy")
     scaling = Scaling.equal(layers, load, batches)
-    best, queued = solve(scaling), schedule(scaling)
+    best, queued = solve(scaling).schedule, schedule(scaling)
     assert best.mean <= queued.mean + 1e-9
     assert queued.mean <= 1.05 * best.mean
     assert is_feasible(scaling, best.on_target)

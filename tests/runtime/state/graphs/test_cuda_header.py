@@ -132,7 +132,6 @@ OFFSETS = {
     ("CUDA_MEMCPY3D", "srcDevice"): structs.MEMCPY_POINTERS[0],
     ("CUDA_MEMCPY3D", "dstMemoryType"): structs.MEMCPY_TYPES[1],
     ("CUDA_MEMCPY3D", "dstDevice"): structs.MEMCPY_POINTERS[1],
-    ("CUDA_MEMCPY3D", "WidthInBytes"): structs.MEMCPY_WIDTH,
     ("CUDA_GRAPH_INSTANTIATE_PARAMS", "hUploadStream"): INSTANTIATE.upload_stream.offset,
     ("CUDA_GRAPH_INSTANTIATE_PARAMS", "hErrNode_out"): INSTANTIATE.error_node.offset,
     ("CUDA_GRAPH_INSTANTIATE_PARAMS", "result_out"): INSTANTIATE.result.offset,
