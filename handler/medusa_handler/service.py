@@ -73,6 +73,12 @@ class Service:
                 function="" if self.function is None else "ready" if self.function.ready else "loading",
             )
 
+    def engine_changed(self) -> None:
+        """Publish the engine's state. Once it is ready, its adapters are fetched."""
+        self.publish()
+        if self.engine is not None and self.engine.ready:
+            self.model.adapters.warm()
+
     def function_loaded(self) -> None:
         """Let the requests that waited for the function begin."""
         self.publish()

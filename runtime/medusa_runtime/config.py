@@ -24,6 +24,7 @@ TOOL_CALL_PARSERS = ("auto", "hermes", "llama3_json", "mistral", "none")
 VLLM_MODES = ("auto", "compatible")
 COMPILE = ("auto", "always", "never")
 ENGINE_STARTS = ("now", "request")
+ADAPTER_NAME = re.compile(r"[\w.:/-]{1,200}")
 NODE_SOCKET = "/run/medusa/node.sock"
 KERNELS = ("auto", "library")
 LOAD_PRIORITIES = ("interactive", "background")
@@ -45,6 +46,11 @@ class Settings:
     trust_key: str | None = None
     served_model_name: str | None = None
     tool_call_parser: str = "auto"
+    lora_modules: str | None = None
+    max_loras: int = 8
+    max_lora_rank: int = 64
+    max_lora_mb: int = 1024
+    allow_lora: str | None = None
     host: str = "0.0.0.0"
     port: int = 8080
     device: str = "auto"
@@ -235,6 +241,22 @@ def _public_key(text: str) -> str:
     return "ed25519:" + base64.b64encode(raw).decode()
 
 
+def lora_modules(value: str | None) -> dict[str, str]:
+    """The adapters' URLs by name, as ``--lora-modules`` has them. Raises ValueError with what is accepted."""
+    found: dict[str, str] = {}
+    for part in filter(None, (value or "").split(",")):
+        name, separator, url = (text.strip() for text in part.partition("="))
+        if not separator or not url or not ADAPTER_NAME.fullmatch(name) or name in found:
+            raise ValueError("NAME=URL[,NAME=URL] with names of letters, digits, and .:/_-, each of them once")
+        found[name] = url
+    return found
+
+
+def _lora_modules(value: str) -> str:
+    lora_modules(value)
+    return value
+
+
 class OneOf:
     """Parses one of a few words: those given, or those that a given function returns when it is called."""
 
@@ -289,6 +311,21 @@ OPTIONS = (
         ("MEDUSA_TOOL_CALL_PARSER",),
         OneOf(*TOOL_CALL_PARSERS),
         "how the model writes tool calls; auto: as its chat template says",
+    ),
+    Option(
+        "lora_modules",
+        ("MEDUSA_LORA_MODULES",),
+        _lora_modules,
+        "NAME=URL[,NAME=URL]: LoRA adapters of the model, by the names that requests give as their model",
+    ),
+    Option("max_loras", ("MEDUSA_MAX_LORAS",), positive, "adapters in memory; the one that was not used longest goes"),
+    Option("max_lora_rank", ("MEDUSA_MAX_LORA_RANK",), positive, "largest rank of an adapter"),
+    Option("max_lora_mb", ("MEDUSA_MAX_LORA_MB",), positive, "largest size of an adapter"),
+    Option(
+        "allow_lora",
+        ("MEDUSA_ALLOW_LORA",),
+        trust_prefixes,
+        "PREFIX[,PREFIX]: folders and URLs from which /v1/load_lora_adapter may load; default: none",
     ),
     Option("host", ("MEDUSA_HOST",), _text, "address to bind"),
     Option("port", ("PORT",), _port, "port to bind; 0 takes a free one"),
@@ -416,6 +453,15 @@ def require_handler(settings: Settings) -> None:
     """Raise ConfigError for ``--engine none`` without a handler."""
     if settings.engine == "none" and settings.handler is None:
         raise ConfigError("with --engine none nothing runs the model: expected --handler, whose code builds it")
+
+
+def require_torch_for_adapters(settings: Settings) -> None:
+    """Raise ConfigError for adapters with another engine than torch."""
+    if (settings.lora_modules or settings.allow_lora) and settings.engine != "torch":
+        raise ConfigError(
+            f"--lora-modules and --allow-lora need --engine torch, found --engine {settings.engine}; vLLM takes "
+            "adapters as -- --enable-lora --lora-modules name=path"
+        )
 
 
 def misspelt(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -22,6 +22,7 @@ _ENGINE_TEXTS = {
     "generated_tokens_total": "Tokens generated since the engine started.",
     "embeddings_total": "Texts turned into vectors since the engine started.",
     "preemptions_total": "Requests put back to wait because the KV cache was full.",
+    "adapters": "LoRA adapters that the engine has.",
     "steps_total": "Forward passes since the engine started.",
     "cancelled_total": "Requests cancelled because their client had left.",
     "compilations_total": "Graphs compiled since the engine started; 0 when all came from the state bundle.",

@@ -14,6 +14,7 @@ from ..merge import Item, Merge
 if TYPE_CHECKING:
     from medusa_runtime.engine.client import TokenStream
 
+    from .adapters import AdapterUse
     from .served_model import ServedModel
 
 _POLL_S = 0.25  # how soon a client that left is noticed
@@ -23,6 +24,7 @@ class Generation:
     """Iterate over ``events``; a context manager that cancels what still runs."""
 
     def __init__(self, model: ServedModel, requests: Sequence[GenerateRequest], gone: Callable[[], bool]) -> None:
+        """Begin the requests, all with one adapter or with none. With one, wait until the engine is given it."""
         assert model.engine is not None
         self._model = model
         self._gone = gone
@@ -33,7 +35,10 @@ class Generation:
         self._streams: list[TokenStream] = []
         self._merge: Merge[Delta] | None = None
         self._closed = False
+        self._use: AdapterUse | None = None
         try:
+            if requests and requests[0].adapter is not None:
+                self._use = model.adapters.use(requests[0].adapter, self._look)
             for request in requests:
                 self._streams.append(model.engine.generate(request))
         except BaseException:
@@ -66,6 +71,11 @@ class Generation:
                 last = now
                 yield None
 
+    def _look(self) -> None:
+        if self._gone():
+            raise ClientGoneError
+        self._model.check_hold(self._began)
+
     def _next(self) -> Item[Delta] | None:
         if self._merge is not None:
             return self._merge.get(_POLL_S)
@@ -83,6 +93,7 @@ class Generation:
     def _note(self, item: Item[Delta], now: float) -> None:
         delta = item.value
         self._first.setdefault(item.source, now)
+        self._model.adapters.first_token.set()
         self._tokens[item.source] += len(delta.token_ids)
         if delta.finish_reason is not None:
             self._unfinished.discard(item.source)
@@ -95,6 +106,8 @@ class Generation:
             stream.close()
         if self._merge is not None:
             self._merge.close()
+        if self._use is not None:
+            self._use.close()
 
     def __enter__(self) -> Generation:
         return self

@@ -11,6 +11,7 @@ from medusa_runtime.engine.serving.model_name import served_name, small_files
 
 from ..faults import ClientGoneError, not_ready, stopping
 from ..metrics import Metrics
+from .adapters import Adapters
 from .chat_template import ChatTemplate
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class ServedModel:
         self.engine = engine
         self.region = region
         self.metrics = metrics
+        self.adapters = Adapters(settings, engine, timeline)
         self._timeline = timeline
         self._draining = draining
         self._chat_template: ChatTemplate | None = None

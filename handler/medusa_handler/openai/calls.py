@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from medusa_runtime.engine.base import GenerateRequest, SamplingParams
 from medusa_runtime.engine.serving.model_name import served_name
-from medusa_runtime.errors import shown
+from medusa_runtime.errors import printable, shown
 
 from ..faults import ApiError, NotCoveredError
 from . import chat, completion, embeddings, fields, parameters, ranking
@@ -57,6 +57,7 @@ def complete(service: Service, body: Body, gone: Callable[[], bool]) -> Response
     echoes = [_text(service, prompt) for prompt in prompts for _ in range(keep)] if echo else []
     name = f"cmpl-{uuid.uuid4().hex}"
     requests = _requests(name, prompts, params, per_prompt, parameters.flag(body, "add_special_tokens", True))
+    requests = _adapted(service, model, requests)
     envelope = Envelope(name, model, completion.CompletionShape(logprobs, echoes))
     return respond(service, Plan(requests, envelope, per_prompt, keep, stream, *_usage(body), _names(wanted)), gone)
 
@@ -87,6 +88,7 @@ def converse(service: Service, body: Body, gone: Callable[[], bool]) -> Response
     name = f"chatcmpl-{uuid.uuid4().hex}"
     # The template writes the special tokens itself.
     requests = _requests(name, [prompt], params, count, parameters.flag(body, "add_special_tokens", False))
+    requests = _adapted(service, model, requests)
     named = tools.choice == "named"
     envelope = Envelope(name, model, chat.ChatShape(logprobs, parser, tools.parallel, named))
     stream = parameters.flag(body, "stream")
@@ -101,7 +103,7 @@ def embed_texts(service: Service, body: Body, gone: Callable[[], bool]) -> Respo
     if service.relays:
         raise NotCoveredError(400, "the engine's own server answers for embeddings")
     fields.check_fields(body, fields.EMBEDDINGS)
-    return embeddings.embed(service, body, check_model(service, body), gone)
+    return embeddings.embed(service, body, _base_only(service, check_model(service, body)), gone)
 
 
 def classify_texts(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
@@ -124,21 +126,47 @@ def _ranked(
     if service.relays:
         raise NotCoveredError(400, "the engine's own server answers for classifiers")
     fields.check_fields(body, known)
-    return answer(service, body, check_model(service, body), gone)
+    return answer(service, body, _base_only(service, check_model(service, body)), gone)
 
 
 def check_model(service: Service, body: Body) -> str:
-    """The served model's name. Raises ApiError 404 when the body names another one."""
+    """The name of the model or of the adapter that the body asks for. Raises ApiError 404 when it names another one."""
     asked = body.get("model")
     # The name that the location has is known before config.json is there, and goes on being one.
     if asked in (None, "", service.model.name, service.settings.model, served_name(service.settings)):
         return service.model.name
+    if isinstance(asked, str) and asked in service.model.adapters:
+        return asked
+    names = ", ".join(map(shown, (service.model.name, *service.model.adapters.urls())))
     raise ApiError(
         404,
-        f"the model {shown(asked)} does not exist; this server has {shown(service.model.name)}",
+        f"the model {shown(asked)} does not exist; this server has {printable(names)}",
         param="model",
         code="model_not_found",
     )
+
+
+def adapter_of(service: Service, model: str) -> str | None:
+    """The adapter that a model's name, as ``check_model`` returns it, stands for; None for the base model."""
+    return model if model != service.model.name and model in service.model.adapters else None
+
+
+def _adapted(service: Service, model: str, requests: list[GenerateRequest]) -> list[GenerateRequest]:
+    adapter = adapter_of(service, model)
+    return requests if adapter is None else [replace(request, adapter=adapter) for request in requests]
+
+
+def _base_only(service: Service, model: str) -> str:
+    """The model's name. Raises ApiError 400 for an adapter."""
+    if adapter_of(service, model) is not None:
+        raise ApiError(
+            400,
+            f"model: {shown(model)} is an adapter, and adapters continue text; expected /v1/completions or "
+            "/v1/chat/completions",
+            param="model",
+            code="invalid_value",
+        )
+    return model
 
 
 def _requests(

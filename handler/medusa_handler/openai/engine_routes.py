@@ -22,7 +22,7 @@ from ..http import sse
 from ..http.body import json_object
 from ..merge import Item
 from ..model.generation import Generation
-from .calls import check_model
+from .calls import adapter_of, check_model
 from .parameters import Body, invalid
 
 if TYPE_CHECKING:
@@ -76,13 +76,13 @@ def _describe(service: Service, body: Body, gone: Callable[[], bool]) -> Respons
 
 def _generate(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
     """Run one request of the engine's socket, and stream its deltas."""
-    check_model(service, body)
+    adapter = adapter_of(service, check_model(service, body))
     frame = body.get("frame")
     if not isinstance(frame, dict):
         raise invalid("frame", "an object", frame)
     request = frames.request_from_frame(frame)
     given = request.id
-    generation = Generation(service.model, [replace(request, id=f"remote-{uuid.uuid4().hex}")], gone)
+    generation = Generation(service.model, [replace(request, id=f"remote-{uuid.uuid4().hex}", adapter=adapter)], gone)
     try:
         events = generation.events(service.settings.heartbeat_s)
         first = next(events)  # an error before the first token still has its own status

@@ -11,7 +11,8 @@ from flask import Blueprint, Response, jsonify, request
 from ..http.app import ModelRoutes
 from ..http.body import json_object
 from . import chat, fields, parameters
-from .calls import check_model, classify_texts, complete, converse, embed_texts, rerank_texts
+from .adapters import adapter_models, load_adapter, unload_adapter
+from .calls import adapter_of, check_model, classify_texts, complete, converse, embed_texts, rerank_texts
 from .engine_routes import engine_routes
 from .parameters import Body
 from .prompt import infer
@@ -56,6 +57,9 @@ def _blueprint(service: Service, work: Work) -> Blueprint:
     add("/detokenize", lambda body, gone: _detokenize(service, body))
     if service.light_routes:
         _add_models(routes, service)
+    if not service.relays:
+        add("/v1/load_lora_adapter", lambda body, gone: load_adapter(service, body, gone))
+        add("/v1/unload_lora_adapter", lambda body, gone: unload_adapter(service, body))
     if service.relays:
         _add_others(routes, service, work)
     return routes
@@ -64,12 +68,13 @@ def _blueprint(service: Service, work: Work) -> Blueprint:
 def _add_models(routes: Blueprint, service: Service) -> None:
     @routes.get("/v1/models")
     def models() -> Response:
-        return jsonify({"object": "list", "data": [_model(service)]})
+        return jsonify({"object": "list", "data": [_model(service), *adapter_models(service)]})
 
     @routes.get("/v1/models/<path:name>")
     def model(name: str) -> Response:
-        check_model(service, {"model": name})
-        return jsonify(_model(service))
+        if adapter_of(service, check_model(service, {"model": name})) is None:
+            return jsonify(_model(service))
+        return jsonify(next(found for found in adapter_models(service) if found["id"] == name))
 
 
 def _add_others(routes: Blueprint, service: Service, work: Work) -> None:

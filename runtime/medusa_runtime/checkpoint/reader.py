@@ -16,6 +16,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from ..errors import ConfigError, CorruptError, ForbiddenError, ObjectNotFoundError
 from ..storage.base import ObjectInfo, Store, open_store, redacted, scheme_of
+from .adapter import ADAPTER_CONFIG, ADAPTER_FILES
 from .header import PREFIX_BYTES, HeaderEntry, header_bytes, parse_header, shown
 from .index import Shard, TensorEntry, WeightIndex
 
@@ -131,11 +132,12 @@ class _Reader:
         self._known = known
 
     def read(self, name: str | None) -> Checkpoint:
+        if name in ADAPTER_FILES:
+            beside = self._pool.submit(self._small, ADAPTER_CONFIG)
+            return Checkpoint(self._store, self._alone(name), _present({ADAPTER_CONFIG: beside.result()}))
         if name is not None and name.endswith(ARCHIVE_SUFFIXES):
-            shard, entries = self._archive(name)
-            index = WeightIndex.from_headers([shard], [entries])
-            config = self._small(SMALL_FILES[0])
-            return Checkpoint(self._store, index, {} if config is None else {SMALL_FILES[0]: config})
+            index = self._alone(name)
+            return Checkpoint(self._store, index, _present({SMALL_FILES[0]: self._small(SMALL_FILES[0])}))
         single = self._pool.submit(self._header, name or SINGLE)
         sharded = None if name else self._pool.submit(self._small, SHARDED)
         small = {key: self._pool.submit(self._small, key) for key in _FIRST_FILES}
@@ -153,6 +155,11 @@ class _Reader:
             files |= {key: body for key in left_out if (body := self._small(key)) is not None}
         return Checkpoint(self._store, index, files | self._of_modules(files.get(MODULES)) | names)
 
+    def _alone(self, name: str) -> WeightIndex:
+        """Index the only file of a checkpoint."""
+        shard, entries = self._archive(name) if name.endswith(ARCHIVE_SUFFIXES) else self._header(name)
+        return WeightIndex.from_headers([shard], [entries])
+
     def _index(
         self, single: Future[tuple[Shard, _Entries]], sharded: Future[bytes | None] | None
     ) -> tuple[WeightIndex, dict[str, bytes]]:
@@ -169,7 +176,7 @@ class _Reader:
         return WeightIndex.from_headers([shard], [entries]), {}
 
     def _otherwise(self, missing: Exception) -> tuple[WeightIndex, dict[str, bytes]]:
-        """Index what torch.save or diffusers has written, one file or shards."""
+        """Index what torch.save, diffusers or PEFT has written, one file or shards."""
         for single, read, several in ((ARCHIVE, self._archive, ARCHIVES), (DIFFUSION, self._header, DIFFUSIONS)):
             try:
                 shard, entries = read(single)
@@ -179,6 +186,11 @@ class _Reader:
                     return self._sharded(several, names), {several: names}
             else:
                 return WeightIndex.from_headers([shard], [entries]), {}
+        for name in ADAPTER_FILES:
+            try:
+                return self._alone(name), _present({ADAPTER_CONFIG: self._small(ADAPTER_CONFIG)})
+            except ObjectNotFoundError:
+                continue
         raise ObjectNotFoundError(
             f"{redacted(self._store.url)}: expected {SINGLE}, {ARCHIVE} or {DIFFUSION}, or the index.json of its "
             f"shards, found none of them ({missing}); a file of another name is named itself"
@@ -246,6 +258,10 @@ class _Reader:
             return read_whole(self._store.read, name)
         except (ObjectNotFoundError, ForbiddenError):
             return None
+
+
+def _present(files: Mapping[str, bytes | None]) -> dict[str, bytes]:
+    return {name: data for name, data in files.items() if data is not None}
 
 
 def _digest(data: bytes) -> str:

@@ -45,12 +45,16 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One sequence to continue: ``prompt`` is text or token ids. ``id`` is unique among the running requests."""
+    """One sequence to continue: ``prompt`` is text or token ids. ``id`` is unique among the running requests.
+
+    ``adapter`` names the adapter with which it is continued; None: the base model.
+    """
 
     id: str
     prompt: str | tuple[int, ...]
     params: SamplingParams
     add_special_tokens: bool = True
+    adapter: str | None = None
 
 
 class TokenLogprob(NamedTuple):

@@ -85,6 +85,7 @@ class EngineClient:
         self._socket: socket.socket | None = None
         self._streams: dict[str, TokenStream] = {}
         self._calls: dict[str, queue.SimpleQueue[Any]] = {}
+        self._adapters: dict[str, list[int]] = {}  # descriptors by name, for the engine that comes after a crash, too
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
         self._send_lock = threading.Lock()
@@ -171,6 +172,31 @@ class EngineClient:
         found = self._call("embed", timeout_s=None, look=look, **arguments)
         return [Embedding(tokens, base64.b64decode(data)) for tokens, data in found]
 
+    def bring_adapter(self, name: str, descriptors: list[int]) -> None:
+        """Give every engine of this socket an adapter, as ``region.handed`` describes it; takes the descriptors over.
+
+        Requests that are sent later may name it. Whether it can be used is what they, or ``wait_adapter``, are told.
+        """
+        self.start()
+        with self._state:
+            frames.close_all(self._adapters.get(name, ()))
+            self._adapters[name] = descriptors
+            connection = self._socket
+        if connection is not None:
+            self._send(connection, {"type": "adapter", "name": name}, descriptors)
+
+    def wait_adapter(self, name: str, look: Callable[[], None] | None = None) -> dict[str, Any]:
+        """Wait until the engine has loaded an adapter, and describe it. Raises what makes it impossible."""
+        return dict(self._call("wait_adapter", timeout_s=None, look=look, name=name))
+
+    def drop_adapter(self, name: str) -> None:
+        """Take an adapter from the engine; requests that use it go on."""
+        with self._state:
+            frames.close_all(self._adapters.pop(name, ()))
+            connection = self._socket
+        if connection is not None:
+            self._send(connection, {"type": "call", "id": "", "method": "drop_adapter", "arguments": {"name": name}})
+
     def http(self, look: Callable[[], None]) -> socket.socket:
         """Connect to the engine's own HTTP server; waits until it is up, and calls ``look`` meanwhile.
 
@@ -255,6 +281,8 @@ class EngineClient:
             with self._state:
                 self._socket = connection
                 waiting = list(self._streams.values())
+                for name, descriptors in self._adapters.items():
+                    self._send(connection, {"type": "adapter", "name": name}, descriptors)
                 self._state.notify_all()
             for stream in waiting:
                 self._submit(connection, stream)
@@ -333,10 +361,12 @@ class EngineClient:
             stream.attempts += 1
         self._send(connection, frames.request_to_frame(stream.request))
 
-    def _send(self, connection: socket.socket, frame: frames.Frame) -> None:
+    def _send(self, connection: socket.socket, frame: frames.Frame, descriptors: Sequence[int] = ()) -> None:
+        data = frames.pack(frame)
         try:
             with self._send_lock:
-                connection.sendall(frames.pack(frame))
+                sent = socket.send_fds(connection, [data], descriptors) if descriptors else 0
+                connection.sendall(data[sent:])
         except OSError:
             pass  # the reader notices it too, and sees to every waiting stream
 

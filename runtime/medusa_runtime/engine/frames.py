@@ -2,7 +2,8 @@
 
 No pickle: with pre-warmed engines the other side may belong to another user. These are the types of frames:
 
-    client → engine   generate {id, prompt, params, add_special_tokens}, cancel {id}, call {id, method, arguments}
+    client → engine   generate {id, prompt, params, add_special_tokens, adapter}, cancel {id},
+                      call {id, method, arguments}, adapter {name} +[region, and the files of local shards]
     engine → client   hello {info}, ready, delta {…}, result {id, value},
                       error {id, code, message, param, retry_after_s}
 
@@ -13,8 +14,11 @@ No pickle: with pre-warmed engines the other side may belong to another user. Th
 from __future__ import annotations
 
 import json
+import os
 import socket
 import struct
+from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 from ..errors import EngineError, OverloadedError, RequestError, from_code
@@ -24,6 +28,7 @@ Frame = dict[str, Any]
 
 _LENGTH = struct.Struct("<I")
 _LARGEST_BYTES = 64 << 20
+_MOST_FRAMES = 16  # with descriptors that wait to be handled
 _UNREADABLE = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
 
 
@@ -48,9 +53,12 @@ def unpack(body: bytes) -> Frame:
 class FrameReader:
     """Takes whole frames off a stream socket."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, *, most_descriptors: int = 0) -> None:
+        """``most_descriptors`` may come with a frame (SCM_RIGHTS); without it, the kernel closes those that come."""
         self._connection = connection
         self._buffer = bytearray()
+        self._most = most_descriptors
+        self._descriptors: deque[list[int]] = deque()  # of frames that have not been handled, one list each
 
     @property
     def begun(self) -> bool:
@@ -72,10 +80,29 @@ class FrameReader:
             return None
         return unpack(body)
 
+    def descriptors(self) -> list[int]:
+        """The descriptors that came with the frame which was read last; they are the caller's to close."""
+        return self._descriptors.popleft() if self._descriptors else []
+
+    def close(self) -> None:
+        """Close the descriptors that nobody took."""
+        while self._descriptors:
+            close_all(self._descriptors.popleft())
+
+    def _receive(self) -> bytes:
+        if not self._most:
+            return self._connection.recv(1 << 18)
+        piece, found, flags, _ = socket.recv_fds(self._connection, 1 << 18, self._most, socket.MSG_CMSG_CLOEXEC)
+        if found:
+            self._descriptors.append(found)
+        if flags & socket.MSG_CTRUNC or len(self._descriptors) > _MOST_FRAMES:
+            raise EngineError(f"expected at most {self._most} descriptors with a frame, found more")
+        return piece
+
     def _take(self, count: int) -> bytes | None:
         while len(self._buffer) < count:
             try:
-                piece = self._connection.recv(1 << 18)
+                piece = self._receive()
             except ConnectionError:
                 return None
             if not piece:
@@ -86,6 +113,11 @@ class FrameReader:
         return taken
 
 
+def close_all(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
 def request_to_frame(request: GenerateRequest) -> Frame:
     """Only parameters that differ from their defaults travel."""
     defaults = SamplingParams()
@@ -94,13 +126,14 @@ def request_to_frame(request: GenerateRequest) -> Frame:
         for name in SamplingParams.__slots__
         if (value := getattr(request.params, name)) != getattr(defaults, name)
     }
-    return {
+    frame = {
         "type": "generate",
         "id": request.id,
         "prompt": request.prompt,
         "params": params,
         "add_special_tokens": request.add_special_tokens,
     }
+    return frame if request.adapter is None else {**frame, "adapter": request.adapter}
 
 
 def request_from_frame(frame: Frame) -> GenerateRequest:
@@ -114,12 +147,15 @@ def request_from_frame(frame: Frame) -> GenerateRequest:
             params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"].items()}
         if params.get("structured_outputs"):
             params["structured_outputs"] = StructuredOutputs(*params["structured_outputs"])
-        prompt = frame["prompt"]
+        prompt, adapter = frame["prompt"], frame.get("adapter")
+        if not isinstance(adapter, str | None):
+            raise TypeError("adapter: expected a name")
         return GenerateRequest(
             id=frame["id"],
             prompt=prompt if isinstance(prompt, str) else tuple(prompt),
             params=SamplingParams(**params),
             add_special_tokens=frame["add_special_tokens"],
+            adapter=adapter,
         )
     except _UNREADABLE as error:
         raise RequestError(f"a generate frame could not be read: {error}") from None

@@ -10,14 +10,16 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import MedusaError, OverloadedError, RequestError
+from ..region.handed import open_handed
 from . import frames
 from .base import Delta, Engine, GenerateRequest
 
 logger = logging.getLogger(__name__)
 
 _LONG_CHARACTERS = 1 << 16  # tokenizing as much takes tens of milliseconds, which nobody else shall wait for
-_METHODS = ("stats", "tokenize", "detokenize", "embed")
-_SLOW = ("embed",)  # what waits for forwards; other frames of its connection do not wait for it
+_METHODS = ("stats", "tokenize", "detokenize", "embed", "wait_adapter", "drop_adapter")
+_SLOW = ("embed", "wait_adapter")  # what waits for forwards or bytes; other frames of its connection do not
+_ADAPTER_FILES = 2  # descriptors of an adapter: its region, and its file where that is a local one
 
 
 def _takes_long(request: GenerateRequest) -> bool:
@@ -97,10 +99,12 @@ class _Connection:
         self.send(frames.delta_to_frame(delta))
 
     def _read(self) -> None:
-        reader = frames.FrameReader(self._socket)
+        reader = frames.FrameReader(self._socket, most_descriptors=_ADAPTER_FILES)
         try:
             while (frame := reader.read()) is not None:
-                if frame["type"] != "http":
+                if frame["type"] == "adapter":
+                    self._add_adapter(frame, reader.descriptors())
+                elif frame["type"] != "http":
                     self._handle(frame)
                 elif self._speak_http():
                     return
@@ -111,6 +115,7 @@ class _Connection:
         except Exception:
             logger.exception("engine connection dropped")
         finally:
+            reader.close()
             running = tuple(self._running)
             self._running.clear()
             for request_id in running:
@@ -142,6 +147,20 @@ class _Connection:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             self._refuse(request_id, RequestError(f"a {kind!r} frame could not be read: {error}"))
 
+    def _add_adapter(self, frame: frames.Frame, descriptors: list[int]) -> None:
+        """Give the engine an adapter's region. What is wrong with it is answered to those who ask for the adapter."""
+        try:
+            name = frame.get("name")
+            if not isinstance(name, str) or not descriptors or not hasattr(self._engine, "add_adapter"):
+                raise RequestError("expected the name of an adapter, its region, and an engine that takes adapters")
+            region = open_handed(descriptors)
+            descriptors = []
+            self._engine.add_adapter(name, region)
+        except MedusaError as error:
+            logger.warning("an adapter was refused: %s", error)
+        finally:
+            frames.close_all(descriptors)
+
     def _speak_http(self) -> bool:
         """Let the engine's own HTTP server have this connection; False where there is none. Waits until it is there."""
         try:
@@ -160,6 +179,8 @@ class _Connection:
         method, request_id = frame["method"], frame.get("id", "")
         try:
             if not hasattr(self._engine, method):
+                if method.endswith("_adapter"):
+                    raise RequestError("adapters need a model that continues text, and --engine torch", "model")
                 raise RequestError(
                     f"the {self._engine.info.engine} engine continues text; for embeddings expected an encoder such as "
                     "BERT as --model, with --engine torch"

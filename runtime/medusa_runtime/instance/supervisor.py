@@ -19,7 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..config import NODE_SOCKET, Settings, require_handler
+from ..config import NODE_SOCKET, Settings, require_handler, require_torch_for_adapters
 from ..errors import EngineError, from_code
 from ..liveness import LOOK_S, Watchdog
 from ..process import share_cores
@@ -50,6 +50,7 @@ Function = Callable[[socket.socket, InstanceHandle, Settings], int]
 def serve(settings: Settings, function: Function, observer: Observer | None = None) -> int:
     """Serve until SIGTERM or SIGINT; returns the exit status. Raises the MedusaError that ended the instance."""
     require_handler(settings)
+    require_torch_for_adapters(settings)
     make_room_for_files()
     timeline = Timeline.create("supervisor")
     timeline.record("exec", process_start_ns(), time.monotonic_ns())

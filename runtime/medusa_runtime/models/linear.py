@@ -7,20 +7,32 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from medusa_runtime.kernels import linear, linears
+from medusa_runtime.models.lora import AdaptedLayer, add_adapters
 
 
 class Linear(nn.Linear):
-    """A linear layer: [tokens, in] → [tokens, out]."""
+    """A linear layer: [tokens, in] → [tokens, out]. ``adapted`` is set once an adapter has matrices for it."""
+
+    adapted: AdaptedLayer | None = None
 
     def reset_parameters(self) -> None:
         """Do nothing: a loader brings the values."""
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """The projection of ``input``, plus ``residual`` [tokens, out] if there is one."""
-        return linear(input, self.weight, self.bias, residual)
+        out = linear(input, self.weight, self.bias, residual)
+        if self.adapted is not None and self.adapted.step.groups:
+            add_adapters(input, (out,), (self.adapted,))
+        return out
 
 
 def project(x: Tensor, *projections: Linear) -> Sequence[Tensor]:
     """x [tokens, in] through each projection, as one product where there is a kernel for that."""
     weights = [projection.weight for projection in projections]
-    return linears(x, weights, [projection.bias for projection in projections])
+    outs = linears(x, weights, [projection.bias for projection in projections])
+    for projection in projections:
+        if projection.adapted is not None:
+            if projection.adapted.step.groups:
+                add_adapters(x, outs, [one.adapted for one in projections])
+            break
+    return outs

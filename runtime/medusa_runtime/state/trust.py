@@ -48,8 +48,8 @@ class Trust:
 
         A change of a blob is no way around this: the manifest holds its sha256.
         """
-        place = _place(store.url, prefix)
-        if place is not None and any(is_below(place, _place(named) or "") for named in self.prefixes):
+        place = place_of(store.url, prefix)
+        if place is not None and any(is_below(place, place_of(named) or "") for named in self.prefixes):
             return None
         local = store.local_path(f"{prefix}{MANIFEST}")
         found = _owner_objection(local, text) if self.own_files and local is not None else None
@@ -104,7 +104,7 @@ def _owner_objection(path: Path, text: bytes) -> str | None:
     return None
 
 
-def _place(url: str, prefix: str = "") -> str | None:
+def place_of(url: str, prefix: str = "") -> str | None:
     """Return the place of ``prefix`` below a URL for comparing: a local path without links, or a URL without its query.
 
     A web server's user is left out: it is no part of a place. None for a URL that may lead elsewhere than it says.
@@ -121,4 +121,4 @@ def _place(url: str, prefix: str = "") -> str | None:
     return canonical(f"{scheme}://{host}{parts.path.rstrip('/')}/{prefix}")
 
 
-__all__ = ["Trust"]
+__all__ = ["Trust", "place_of"]

@@ -13,6 +13,7 @@ from .transcript import Transcript
 
 if TYPE_CHECKING:
     from ..structured.process import GrammarProcess
+    from ..torch.adapters import Adapter
 
 
 class Constraint:
@@ -60,6 +61,7 @@ class Sequence:
         self.blocks: list[int] = []
         self.cancelled = False
         self.constraint: Constraint | None = None
+        self.adapter: Adapter | None = None
         seed = request.params.seed
         self.dice = Dice(int.from_bytes(os.urandom(8), "little") if seed is None else seed)
 

@@ -36,6 +36,7 @@ from ..serving.sequence import Constraint, Sequence, Span
 from ..serving.tokenizer import Tokenizer
 from ..serving.validation import check_token_ids
 from ..structured.constraints import Constraints
+from .adapters import Adapters
 from .kv_cache import BLOCK_TOKENS, KvCache, KvShape, blocks_for
 from .kv_size import kv_plan
 from .migration import ExportedRequest, export, request_of, resume
@@ -136,15 +137,46 @@ class TorchEngine:
             eos_token_ids=eos,
             rows=settings.max_concurrency,
         )
+        self._on_gpu = gpu is not None
+        self._adapters = Adapters(
+            self._model,
+            dtype,
+            timeline,
+            most_rank=settings.max_lora_rank,
+            base_loaded=self._loader.wait,
+            post=self._inbox.post,
+            begin=self._scheduler.add,
+            fail=lambda sequence, error: self._requests.end(sequence, "error", error),
+        )
         self._prompt_tokens = self._generated_tokens = self._steps = self._failed_steps = 0
         self._load_error: MedusaError | None = None
         self._watcher = threading.Thread(target=self._watch, name="engine-watch", daemon=True)
         self._watcher.start()
 
     def add(self, request: GenerateRequest, sink: Sink) -> None:
+        adapter = None if request.adapter is None else self._adapters.find(request.adapter)
         constraint = self._constraint(request)
         sequence = self._opened(constraint, lambda: self._requests.open(request, sink))
+        sequence.adapter = adapter
         self._inbox.post(lambda: self._begin(sequence))
+
+    def add_adapter(self, name: str, region: Region) -> None:
+        """Begin to load an adapter from its region, which the engine takes over. Requests that name it wait for it."""
+        if not self._on_gpu and self.layers.first and self.layers.last:
+            self._adapters.add(name, region)
+            return
+        region.close()
+        where = "on a GPU" if self._on_gpu else "by a worker that holds some of the layers"
+        error = f"adapters are not supported {where}; expected --device cpu, or --engine vllm -- --enable-lora"
+        self._adapters.refuse(name, RequestError(error, "model"))
+
+    def wait_adapter(self, name: str) -> dict[str, Any]:
+        """Wait until an adapter is loaded; its number of layers and bytes. Raises RequestError, StorageError."""
+        return self._adapters.wait(name)
+
+    def drop_adapter(self, name: str) -> bool:
+        """Forget an adapter; requests that use it go on. Whether it was there."""
+        return self._adapters.drop(name)
 
     def cancel(self, request_id: str) -> None:
         sequence = self._requests.get(request_id)
@@ -208,6 +240,7 @@ class TorchEngine:
             "generated_tokens_total": self._generated_tokens,
             "preemptions_total": self._scheduler.preemptions,
             "steps_total": self._steps,
+            "adapters": len(self._adapters),
         }
 
     def close(self) -> None:
@@ -281,13 +314,16 @@ class TorchEngine:
 
     def _begin(self, sequence: Sequence) -> None:
         self._prompt_tokens += sequence.prompt_length
-        self._scheduler.add(sequence)
+        if not self._adapters.hold(sequence):
+            self._scheduler.add(sequence)
 
     def _step(self, spans: list[Span]) -> None:
         start_ns = time.monotonic_ns()
         try:
+            spans = self._adapters.arrange(spans)
             self._constraints.begin(spans)
             logits, sequences = self.runner.step(spans)
+            self._adapters.check(spans)
             sampled = [] if logits is None else self._sample(logits, sequences)
         except MedusaError:
             raise

@@ -23,8 +23,10 @@ class ExportedRequest(NamedTuple):
 
 
 def export(sequence: Sequence, cache: KvCache) -> ExportedRequest:
-    """Everything the sequence needs to continue as if nothing had happened."""
+    """Everything the sequence needs to continue as if nothing had happened. RequestError with an adapter."""
     request = sequence.request
+    if request.adapter is not None:
+        raise RequestError("export: expected a request of the base model, found one of an adapter")
     header = {
         "version": _VERSION,
         "kv": _geometry(cache.shape),

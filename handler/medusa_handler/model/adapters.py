@@ -1,0 +1,236 @@
+"""The LoRA adapters of a served model, by name: which of them are in memory, and which one goes for another."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from medusa_runtime.config import lora_modules
+from medusa_runtime.engine.frames import close_all
+from medusa_runtime.errors import MedusaError, shown
+
+from ..faults import ApiError, not_ready
+
+if TYPE_CHECKING:
+    from medusa_runtime.config import Settings
+    from medusa_runtime.engine.client import EngineClient
+    from medusa_runtime.instance.adapter_region import HeldAdapter
+    from medusa_runtime.timeline import Timeline
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.25  # how soon a client that left is noticed
+_FIRST_TOKEN_S = 2.0  # adapters that nobody has asked for come after the first token, or when none has come so long
+_MOST_NAMES = 1000
+
+
+@dataclass(eq=False)
+class _Entry:
+    """An adapter. It takes one of ``max_loras`` places while it is ``opening`` or ``held``."""
+
+    name: str
+    url: str
+    held: HeldAdapter | None = None
+    opening: bool = False
+    attempts: int = 0
+    error: MedusaError | None = None
+    users: int = 0
+    used_at: float = 0.0
+
+    @property
+    def takes_place(self) -> bool:
+        return self.opening or self.held is not None
+
+
+class AdapterUse:
+    """An adapter that a request uses, so that it stays. ``close`` may be called twice."""
+
+    def __init__(self, adapters: Adapters, entry: _Entry) -> None:
+        self._adapters = adapters
+        self._entry: _Entry | None = entry
+
+    def close(self) -> None:
+        entry, self._entry = self._entry, None
+        if entry is not None:
+            self._adapters.release(entry)
+
+
+class Adapters:
+    """The adapters that requests may name. One is fetched when it is first used, or after the base's first token."""
+
+    def __init__(self, settings: Settings, engine: EngineClient | None, timeline: Timeline) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._timeline = timeline
+        self._changed = threading.Condition()
+        self._entries = {name: _Entry(name, url) for name, url in lora_modules(settings.lora_modules).items()}
+        self._warming = False
+        self.first_token = threading.Event()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def urls(self) -> dict[str, str]:
+        """Where each adapter lies, by its name."""
+        with self._changed:
+            return {name: entry.url for name, entry in self._entries.items()}
+
+    def use(self, name: str, look: Callable[[], None]) -> AdapterUse:
+        """Wait until the engine knows this adapter, which then stays at least until the use is closed.
+
+        ``look`` is called a few times a second meanwhile; what it raises ends the wait. Raises the store's errors, and
+        ApiError: 404 for an unknown name, 503 when all places are in use for longer than ``hold_s``.
+        """
+        with self._changed:
+            entry = self._entries.get(name)
+            if entry is None:
+                raise ApiError(404, f"the model {shown(name)} does not exist", param="model", code="model_not_found")
+            entry.users += 1
+            entry.used_at = time.monotonic()
+        try:
+            self._open(entry, look)
+        except BaseException:
+            self.release(entry)
+            raise
+        return AdapterUse(self, entry)
+
+    def release(self, entry: _Entry) -> None:
+        """End a use."""
+        with self._changed:
+            entry.users -= 1
+            entry.used_at = time.monotonic()
+            if self._entries.get(entry.name) is not entry and not entry.users:
+                self._close(entry)
+            self._changed.notify_all()
+
+    def add(self, name: str, url: str, *, replace: bool = False) -> None:
+        """Make another adapter known. ApiError 400 for a name that is taken, unless it is to be replaced."""
+        with self._changed:
+            if name in self._entries and not replace:
+                raise ApiError(
+                    400,
+                    f"the adapter {shown(name)} is loaded already; send load_inplace to replace it",
+                    param="lora_name",
+                    code="invalid_value",
+                )
+            if len(self._entries) >= _MOST_NAMES:
+                raise ApiError(400, f"expected at most {_MOST_NAMES} adapters", param="lora_name")
+            self._forget(name)
+            self._entries[name] = _Entry(name, url)
+
+    def remove(self, name: str) -> None:
+        """Make an adapter unknown; requests that use it go on. ApiError 404 for an unknown name."""
+        with self._changed:
+            if name not in self._entries:
+                raise ApiError(404, f"the adapter {shown(name)} does not exist", param="lora_name", code="not_found")
+            self._forget(name)
+            self._changed.notify_all()
+
+    def warm(self) -> None:
+        """Once the engine is ready: fetch those adapters that nobody has asked for, as far as there are places."""
+        with self._changed:
+            if self._warming or not self._entries:
+                return
+            self._warming = True
+        threading.Thread(target=self._warm, name="adapters-warm", daemon=True).start()
+
+    def _warm(self) -> None:
+        self.first_token.wait(_FIRST_TOKEN_S)
+        for name in list(self.urls())[: self._settings.max_loras]:
+            with self._changed:
+                full = sum(entry.takes_place for entry in self._entries.values()) >= self._settings.max_loras
+            if full:
+                return
+            try:
+                self.use(name, lambda: None).close()
+            except Exception as error:  # noqa: BLE001  a request that names it gets the error
+                logger.warning("the adapter %s could not be fetched: %s", name, error)
+
+    def _open(self, entry: _Entry, look: Callable[[], None]) -> None:
+        deadline = time.monotonic() + self._settings.hold_s
+        with self._changed:
+            failed_before = entry.attempts - entry.opening
+            while True:
+                if entry.held is not None and entry.held.failed:
+                    self._close(entry)
+                if entry.held is not None:
+                    return
+                if entry.error is not None and entry.attempts > failed_before:
+                    raise entry.error
+                if not entry.opening and self._make_room():
+                    entry.opening, entry.error = True, None
+                    entry.attempts += 1
+                    threading.Thread(target=self._fetch, args=(entry,), name="adapter", daemon=True).start()
+                self._changed.wait(_POLL_S)
+                look()
+                if time.monotonic() > deadline:
+                    raise not_ready(
+                        f"no place for the adapter {entry.name} became free within {self._settings.hold_s:g} s; "
+                        "expected fewer adapters at a time, or a larger --max-loras"
+                    )
+
+    def _make_room(self) -> bool:
+        """Whether there is a place; the adapter goes that was not used for the longest time and is not in use now."""
+        taken = [entry for entry in self._entries.values() if entry.takes_place]
+        if len(taken) < self._settings.max_loras:
+            return True
+        idle = [entry for entry in taken if entry.held is not None and not entry.users]
+        if not idle:
+            return False
+        oldest = min(idle, key=lambda entry: entry.used_at)
+        self._engine_drop(oldest)
+        self._close(oldest)
+        return True
+
+    def _fetch(self, entry: _Entry) -> None:
+        from medusa_runtime.instance.adapter_region import open_adapter
+        from medusa_runtime.region.handed import descriptors_of
+
+        held: HeldAdapter | None = None
+        error: MedusaError | None = None
+        descriptors: list[int] = []
+        try:
+            held = open_adapter(entry.url, self._settings, self._timeline)
+            descriptors = descriptors_of(held.region)
+        except MedusaError as found:
+            error = found
+        except Exception as found:
+            logger.exception("the adapter %s could not be opened", entry.name)
+            error = MedusaError(f"the adapter {entry.name} could not be opened: {found}")
+        with self._changed:
+            entry.opening = False
+            if error is None and self._entries.get(entry.name) is entry and self._engine is not None:
+                assert held is not None
+                entry.held = held
+                self._engine.bring_adapter(entry.name, descriptors)
+            else:
+                entry.error = error or MedusaError(f"the adapter {entry.name} was removed")
+                close_all(descriptors)
+                if held is not None:
+                    held.close()
+            self._changed.notify_all()
+
+    def _forget(self, name: str) -> None:
+        entry = self._entries.pop(name, None)
+        if entry is not None:
+            self._engine_drop(entry)
+            if not entry.users:
+                self._close(entry)
+
+    def _engine_drop(self, entry: _Entry) -> None:
+        if entry.held is not None and self._engine is not None:
+            self._engine.drop_adapter(entry.name)
+
+    def _close(self, entry: _Entry) -> None:
+        if entry.held is not None:
+            with suppress(OSError):
+                entry.held.close()
+            entry.held = None
+
+
+__all__ = ["AdapterUse", "Adapters"]

@@ -1,0 +1,112 @@
+"""/v1/load_lora_adapter and /v1/unload_lora_adapter, as vLLM has them, and the adapters among /v1/models."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from flask import Response
+from medusa_runtime.config import ADAPTER_NAME
+from medusa_runtime.errors import RequestError
+from medusa_runtime.storage.base import redacted
+
+from ..faults import ApiError, ClientGoneError
+from . import fields, parameters
+from .parameters import Body, invalid
+
+if TYPE_CHECKING:
+    from ..service import Service
+
+_LOAD = frozenset(("lora_name", "lora_path", "load_inplace"))
+_UNLOAD = frozenset(("lora_name", "lora_int_id"))
+
+
+def adapter_models(service: Service) -> list[dict[str, Any]]:
+    """The adapters as /v1/models lists them, with the base model as their parent."""
+    return [
+        {
+            "id": name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "medusa-runtime",
+            "root": redacted(url),
+            "parent": service.model.name,
+            "max_model_len": None,
+        }
+        for name, url in service.model.adapters.urls().items()
+    ]
+
+
+def load_adapter(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
+    """Load an adapter and answer when it can be used. ApiError 403 where the operator has not allowed its place."""
+    fields.check_fields(body, _LOAD)
+    name, url = _text(body, "lora_name"), _text(body, "lora_path")
+    inplace = parameters.flag(body, "load_inplace")
+    _check_allowed(service, url)
+    if not ADAPTER_NAME.fullmatch(name) or name == service.model.name:
+        raise invalid("lora_name", "letters, digits and .:/_-, and not the name of the base model", name)
+    adapters, engine = service.model.adapters, service.engine
+    assert engine is not None
+    before = adapters.urls().get(name)
+    adapters.add(name, url, replace=inplace)
+    began = time.monotonic()
+
+    def look() -> None:
+        if gone():
+            raise ClientGoneError
+        service.model.check_hold(began)
+
+    try:
+        use = adapters.use(name, look)
+        try:
+            engine.wait_adapter(name, look)
+        finally:
+            use.close()
+    except BaseException as error:
+        adapters.remove(name)
+        if before is not None:
+            adapters.add(name, before)
+        if isinstance(error, RequestError):
+            error.param = "lora_path"
+        raise
+    return Response(f"Success: LoRA adapter '{name}' added successfully.", content_type="text/plain")
+
+
+def unload_adapter(service: Service, body: Body) -> Response:
+    """Forget an adapter; requests that use it go on."""
+    fields.check_fields(body, _UNLOAD)
+    name = _text(body, "lora_name")
+    if service.settings.allow_lora is None:
+        raise _forbidden("--allow-lora PREFIX")
+    service.model.adapters.remove(name)
+    return Response(f"Success: LoRA adapter '{name}' removed successfully.", content_type="text/plain")
+
+
+def _check_allowed(service: Service, url: str) -> None:
+    from medusa_runtime.state.trust import place_of  # only this route needs it
+    from medusa_runtime.storage.places import is_below
+
+    allowed = (service.settings.allow_lora or "").split(",")
+    place = place_of(url)
+    if place is None or not any(prefix and is_below(place, place_of(prefix) or "") for prefix in allowed):
+        raise _forbidden(f"--allow-lora={redacted(place or url)}")
+
+
+def _forbidden(flag: str) -> ApiError:
+    return ApiError(
+        403,
+        f"adapters are not loaded by requests here; the operator allows it with {flag} (MEDUSA_ALLOW_LORA)",
+        param="lora_path",
+        code="not_allowed",
+    )
+
+
+def _text(body: Body, name: str) -> str:
+    value = body.get(name)
+    if not isinstance(value, str) or not value:
+        raise invalid(name, "text", value)
+    return value
+
+
+__all__ = ["adapter_models", "load_adapter", "unload_adapter"]

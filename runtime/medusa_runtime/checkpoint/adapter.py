@@ -1,0 +1,156 @@
+"""LoRA adapters (Hu et al., 2021) as PEFT writes them: which file holds one, and what its adapter_config.json says."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+from urllib.parse import urlsplit, urlunsplit
+
+from ..errors import CorruptError, MismatchError, shown
+from ..storage.base import scheme_of
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+
+# What changes the adapted layers, or more than them, in a way that is not supported, and how to say so.
+_REFUSED = {
+    "use_dora": "DoRA",
+    "modules_to_save": "whole modules beside the matrices",
+    "lora_bias": "biases of the matrices",
+    "fan_in_fan_out": "layers whose weights are transposed (transformers' Conv1D)",
+    "trainable_token_indices": "rows of the embedding",
+    "target_parameters": "parameters that are not the weight of a linear layer",
+    "layer_replication": "replicated layers",
+    "megatron_config": "layers of Megatron",
+    "alora_invocation_tokens": "activation by tokens (aLoRA)",
+    "use_qalora": "QALoRA",
+    "use_bdlora": "block-diagonal matrices",
+    "arrow_config": "routing between adapters",
+    "kasa_config": "KaSA",
+    "monteclora_config": "MonteCLoRA",
+    "velora_config": "VeLoRA",
+}
+# With the others that PEFT knows, it has changed the base's weights when the training began.
+_INITIAL_VALUES = (None, True, False, "gaussian", "eva", "orthogonal")
+_MOST_PATTERNS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """An adapter's ranks and scales. ``targets`` are the modules' names where they are listed, and not a pattern."""
+
+    rank: int
+    alpha: float
+    by_root: bool
+    ranks: Mapping[str, float]
+    alphas: Mapping[str, float]
+    targets: tuple[str, ...]
+    base: str
+
+    @classmethod
+    def read(cls, text: bytes | None) -> Self:
+        """Read an adapter_config.json. Raises CorruptError, and MismatchError for what is not supported."""
+        if text is None:
+            raise MismatchError(f"expected {ADAPTER_CONFIG} beside the adapter's weights, found none")
+        try:
+            raw = json.loads(text)
+        except (ValueError, RecursionError):
+            raise CorruptError(f"{ADAPTER_CONFIG}: expected JSON, found something else") from None
+        if not isinstance(raw, dict):
+            raise CorruptError(f"{ADAPTER_CONFIG}: expected an object, found {shown(raw)}")
+        _check_supported(raw)
+        targets = raw.get("target_modules")
+        listed = isinstance(targets, list) and all(isinstance(name, str) for name in targets)
+        if not listed and not isinstance(targets, str | None):
+            raise _wrong("target_modules", "a list of names, or a pattern", targets)
+        base = raw.get("base_model_name_or_path")
+        rank = _positive("r", raw.get("r"))
+        if rank != int(rank):
+            raise _wrong("r", "a positive whole number", rank)
+        return cls(
+            rank=int(rank),
+            alpha=_positive("lora_alpha", raw.get("lora_alpha")),
+            by_root=bool(raw.get("use_rslora")),
+            ranks=_pattern(raw, "rank_pattern"),
+            alphas=_pattern(raw, "alpha_pattern"),
+            targets=tuple(targets) if isinstance(targets, list) else (),
+            base=base if isinstance(base, str) else "",
+        )
+
+    def rank_of(self, module: str) -> int:
+        """The rank of the matrices of a module, such as ``model.layers.0.self_attn.q_proj``."""
+        return int(_value(self.ranks, module, self.rank))
+
+    def scale_of(self, module: str) -> float:
+        """What the product of the matrices of a module is multiplied by."""
+        rank = self.rank_of(module)
+        return _value(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.by_root else rank)
+
+
+def adapter_urls(url: str) -> tuple[str, ...]:
+    """Return the files that may hold the adapter at ``url``, a folder or a file: the first one that exists does."""
+    scheme = scheme_of(url)
+    parts = urlsplit(url) if scheme else None
+    path = parts.path if parts is not None else url
+    if path.endswith((".safetensors", ".bin")):
+        return (url,)
+    files = tuple(f"{path.rstrip('/')}/{name}" for name in ADAPTER_FILES)
+    return files if parts is None else tuple(urlunsplit(parts._replace(path=file)) for file in files)
+
+
+def _check_supported(raw: Mapping[str, Any]) -> None:
+    kind = raw.get("peft_type")
+    if kind != "LORA":
+        raise MismatchError(f"{ADAPTER_CONFIG}: expected the peft_type LORA, found {shown(kind)}")
+    for name, meaning in _REFUSED.items():
+        if raw.get(name):
+            raise MismatchError(
+                f"{ADAPTER_CONFIG}: expected no {name}, found {shown(raw[name])}: {meaning} are not supported; merge "
+                "the adapter into the base model instead"
+            )
+    if raw.get("bias", "none") != "none":
+        raise MismatchError(
+            f"{ADAPTER_CONFIG}: expected the bias none, found {shown(raw['bias'])}; biases stay the base model's"
+        )
+    initial = raw.get("init_lora_weights")
+    if initial not in _INITIAL_VALUES:
+        raise MismatchError(
+            f"{ADAPTER_CONFIG}: expected init_lora_weights to leave the base model as it is, found {shown(initial)}; "
+            "expected an adapter that was converted to plain LoRA when it was saved"
+        )
+
+
+def _pattern(raw: Mapping[str, Any], name: str) -> Mapping[str, float]:
+    found = raw.get(name) or {}
+    if not isinstance(found, dict) or len(found) > _MOST_PATTERNS:
+        raise _wrong(name, "an object of modules and numbers", found)
+    for key, value in found.items():
+        # PEFT takes regular expressions. Those of a stranger's file may take for ever, and names are what is written.
+        if not re.fullmatch(r"\^?[\w.-]+", key):
+            raise _wrong(name, "names of modules", key)
+        _positive(name, value)
+    return found
+
+
+def _value(pattern: Mapping[str, float], module: str, default: float) -> float:
+    for key, value in pattern.items():
+        if module == key.removeprefix("^") or (key[0] != "^" and module.endswith(f".{key}")):
+            return value
+    return default
+
+
+def _positive(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
+        raise _wrong(name, "a positive number", value)
+    return value
+
+
+def _wrong(name: str, expected: str, found: Any) -> CorruptError:
+    return CorruptError(f"{ADAPTER_CONFIG}: {name}: expected {expected}, found {shown(found)}")
+
+
+__all__ = ["ADAPTER_CONFIG", "ADAPTER_FILES", "AdapterConfig", "adapter_urls"]

@@ -1,0 +1,146 @@
+"""From an adapter's region to the matrices of a model's layers: every name, shape and value is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...checkpoint.adapter import ADAPTER_CONFIG, AdapterConfig
+from ...errors import MismatchError
+from ...load.views import DTYPES, Views
+from ...models.base import DecoderModel
+from ...models.linear import Linear
+from ...models.lora import Pair
+from ...region.reader import Region
+
+_PREFIX = "base_model.model."
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+_FLOATS = ("F32", "F16", "BF16")
+
+
+class AdapterWeights(NamedTuple):
+    """An adapter as a model uses it: the matrices by the layers' names, and these layers."""
+
+    pairs: dict[str, Pair]
+    layers: dict[str, Linear]
+    size_bytes: int
+
+
+class _Found(NamedTuple):
+    module: str  # as the adapter names it
+    name: str  # as the model names it
+    layer: Linear
+
+
+def read_adapter(region: Region, model: DecoderModel, dtype: torch.dtype, *, most_rank: int) -> AdapterWeights:
+    """Wait for the adapter in ``region``, and return its matrices as ``dtype``.
+
+    Raises what its fetch has failed with, MismatchError for one that does not fit the model or is not supported, and
+    CorruptError.
+    """
+    index = region.wait_index()
+    config = AdapterConfig.read(region.file(ADAPTER_CONFIG))
+    found = {name: _layer(model, name) for name in _modules(index.tensors)}
+    _check_targets(config, list(found))
+    views = Views(region)
+
+    def matrix(name: str, expected: tuple[int, int]) -> Tensor:
+        entry = index.tensors.get(name)
+        if entry is None:
+            raise MismatchError(f"expected {name} beside its other matrix, found none")
+        if entry.dtype not in _FLOATS:
+            raise MismatchError(f"{name}: expected one of {', '.join(_FLOATS)}, found {entry.dtype}")
+        if tuple(entry.shape) != expected:
+            raise MismatchError(f"{name}: expected {list(expected)}, found {list(entry.shape)}")
+        region.wait_tensor(name)
+        value = views.tensor(name, entry)
+        if not bool(torch.isfinite(value).all()):
+            raise MismatchError(f"{name}: expected finite numbers, found infinity or NaN")
+        assert DTYPES[entry.dtype] is value.dtype
+        return value
+
+    pairs: dict[str, Pair] = {}
+    for module, name, layer in found.values():
+        rank = config.rank_of(module)
+        if rank > most_rank:
+            raise MismatchError(f"{module}: expected a rank of at most {most_rank} (--max-lora-rank), found {rank}")
+        out_features, in_features = layer.weight.shape
+        a = matrix(f"{_PREFIX}{module}{_A}", (rank, in_features))
+        b = matrix(f"{_PREFIX}{module}{_B}", (out_features, rank))
+        pairs[name] = Pair((a.float() * config.scale_of(module)).to(dtype), b.to(dtype))
+    _put_together(model, pairs)
+    size_bytes = sum(pair.a.nbytes + pair.b.nbytes for pair in pairs.values())
+    return AdapterWeights(pairs, {name: layer for _, name, layer in found.values()}, size_bytes)
+
+
+def _modules(names: object) -> Iterator[str]:
+    """The modules that an adapter has matrices for. MismatchError for a tensor that is none of their matrices."""
+    assert isinstance(names, dict)
+    modules: dict[str, None] = {}
+    for name in names:
+        module = name.removeprefix(_PREFIX).removesuffix(_A).removesuffix(_B)
+        if not name.startswith(_PREFIX) or not name.endswith((_A, _B)):
+            raise MismatchError(
+                f"expected tensors such as {_PREFIX}model.layers.0.self_attn.q_proj{_A}, found {name[:200]!a}"
+            )
+        modules[module] = None
+    if not modules:
+        raise MismatchError("expected matrices for at least one layer, found none")
+    yield from modules
+
+
+def _layer(model: DecoderModel, module: str) -> _Found:
+    """The model's layer for a module of the adapter. MismatchError where that is no linear layer of its decoder."""
+    renamed = model.rename(f"{module}.weight") or ""
+    name = renamed.removesuffix(".weight")
+    try:
+        layer = model.get_submodule(name) if renamed.endswith(".weight") else None
+    except AttributeError:
+        layer = None
+    parts = name.split(".")
+    if not isinstance(layer, Linear) or not any(part.isdigit() for part in parts) or "experts" in parts:
+        known = sorted({name.rpartition(".")[2] for name in adaptable(model)})
+        raise MismatchError(
+            f"expected matrices for linear layers of the decoder ({', '.join(known) or 'this model has none'}), found "
+            f"some for {module[:200]!a}"
+        )
+    return _Found(module, name, layer)
+
+
+def adaptable(model: DecoderModel) -> Iterator[str]:
+    """The names of the layers that an adapter may change."""
+    for name, layer in model.named_modules():
+        parts = name.split(".")
+        if isinstance(layer, Linear) and any(part.isdigit() for part in parts) and "experts" not in parts:
+            yield name
+
+
+def _check_targets(config: AdapterConfig, modules: list[str]) -> None:
+    """Raise MismatchError where the config names a target that the file has no matrices for."""
+    for target in config.targets:
+        if not any(module == target or module.endswith(f".{target}") for module in modules):
+            raise MismatchError(
+                f"{ADAPTER_CONFIG}: target_modules names {target[:200]!a}, and expected matrices for it; the weights "
+                "have none"
+            )
+
+
+def _put_together(model: DecoderModel, pairs: dict[str, Pair]) -> None:
+    """Give layers that multiply the same input one matrix for it."""
+    for name, module in model.named_modules():
+        for group in getattr(module, "FUSED", ()):
+            names = [full for part in group if (full := f"{name}.{part}") in pairs]
+            if len(names) < 2:
+                continue
+            together = torch.cat([pairs[full].a for full in names])
+            start = 0
+            for full in names:
+                rank = pairs[full].a.shape[0]
+                pairs[full] = Pair(together[start : start + rank], pairs[full].b, together, start)
+                start += rank
+
+
+__all__ = ["AdapterWeights", "read_adapter"]

@@ -1,0 +1,181 @@
+"""The adapters of an engine, by name: loaded in the background, and given their rows in each step."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...errors import EngineError, MedusaError, RequestError, StorageError, from_code, shown
+from ...models.base import DecoderModel
+from ...models.lora import AdaptedLayer, AdapterStep, Pairs
+from ...region.reader import Region
+from ...timeline import Timeline
+from ..serving.sequence import Sequence, Span
+from .adapter_weights import read_adapter
+
+logger = logging.getLogger(__name__)
+
+
+class Adapter:
+    """One adapter. Once it is ``loaded``, it has ``pairs`` or an ``error``; sequences wait in ``waiting`` till then."""
+
+    def __init__(self, name: str, number: int) -> None:
+        self.name = name
+        self.number = number
+        self.pairs: Pairs | None = None
+        self.size_bytes = 0
+        self.error: MedusaError | None = None
+        self.loaded = threading.Event()
+        self.waiting: list[Sequence] = []
+
+
+class Adapters:
+    """Any thread adds, drops and finds; ``arrange``, ``hold`` and what ``post`` is given belong to the engine's thread.
+
+    One that is dropped lives on while a sequence uses it. ``base_loaded`` waits for the base model's weights, ``begin``
+    starts a sequence whose adapter has come, and ``fail`` ends it with an error.
+    """
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        dtype: torch.dtype,
+        timeline: Timeline,
+        *,
+        most_rank: int,
+        base_loaded: Callable[[], None],
+        post: Callable[[Callable[[], object]], None],
+        begin: Callable[[Sequence], None],
+        fail: Callable[[Sequence, MedusaError], None],
+    ) -> None:
+        self._model = model
+        self._dtype = dtype
+        self._timeline = timeline
+        self._most_rank = most_rank
+        self._base_loaded = base_loaded
+        self._post = post
+        self._begin = begin
+        self._fail = fail
+        self._step = AdapterStep()
+        self._adapters: dict[str, Adapter] = {}
+        self._numbers = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self._adapters)
+
+    def add(self, name: str, region: Region) -> None:
+        """Begin to load an adapter from its region, which this takes over; it replaces one of the same name."""
+        adapter = Adapter(name, next(self._numbers))
+        self._adapters[name] = adapter
+        threading.Thread(target=self._load, args=(adapter, region), name="engine-adapter", daemon=True).start()
+
+    def refuse(self, name: str, error: MedusaError) -> None:
+        """Answer all who name this adapter with an error."""
+        adapter = self._adapters[name] = Adapter(name, next(self._numbers))
+        adapter.error = error
+        adapter.loaded.set()
+
+    def drop(self, name: str) -> bool:
+        """Forget an adapter, and return whether there was one of this name."""
+        return self._adapters.pop(name, None) is not None
+
+    def find(self, name: str) -> Adapter:
+        """Return the adapter of this name. Raises RequestError for an unknown name."""
+        adapter = self._adapters.get(name)
+        if adapter is None:
+            raise RequestError(f"model: expected the name of an adapter of this engine, found {shown(name)}", "model")
+        return adapter
+
+    def wait(self, name: str) -> dict[str, Any]:
+        """Wait until an adapter is loaded, and describe it. Raises RequestError when it cannot be used."""
+        adapter = self.find(name)
+        adapter.loaded.wait()
+        if adapter.error is not None:
+            raise adapter.error
+        return {"layers": len(adapter.pairs or ()), "bytes": adapter.size_bytes}
+
+    def hold(self, sequence: Sequence) -> bool:
+        """Whether a sequence cannot begin now: its adapter is not there yet, or never will be."""
+        adapter = sequence.adapter
+        if adapter is None or adapter.pairs is not None:
+            return False
+        if adapter.error is not None:
+            self._fail(sequence, adapter.error)
+        else:
+            adapter.waiting.append(sequence)
+        return True
+
+    def arrange(self, spans: list[Span]) -> list[Span]:
+        """Order the spans of a step by their adapters, and note which rows each adapter has."""
+        step = self._step
+        if not any(span.sequence.adapter is not None for span in spans):
+            step.groups = ()
+            return spans
+        ordered = sorted(spans, key=lambda span: 0 if span.sequence.adapter is None else span.sequence.adapter.number)
+        groups: list[tuple[Pairs, slice]] = []
+        at = 0
+        for _, same in itertools.groupby(ordered, key=lambda span: span.sequence.adapter):
+            members = list(same)
+            stop = at + sum(span.stop - span.start for span in members)
+            adapter = members[0].sequence.adapter
+            if adapter is not None and adapter.pairs is not None:
+                groups.append((adapter.pairs, slice(at, stop)))
+            at = stop
+        step.groups, step.tokens, step.misfit = groups, at, None
+        return ordered
+
+    def check(self, spans: list[Span]) -> None:
+        """After a step: end the sequences whose adapters could not take part in it."""
+        if not self._step.groups or self._step.misfit is None:
+            return
+        error = RequestError(
+            f"model: {self._step.misfit} is not given all tokens of a step, so no adapter can change it; expected an "
+            "adapter without it, or one that is merged into the base model",
+            "model",
+        )
+        for sequence in [span.sequence for span in spans if span.sequence.adapter is not None]:
+            assert sequence.adapter is not None
+            sequence.adapter.error, sequence.adapter.pairs = error, None
+            sequence.cancelled = True
+            self._fail(sequence, error)
+
+    def _load(self, adapter: Adapter, region: Region) -> None:
+        """In a thread of its own."""
+        try:
+            with self._timeline.stage("adapter", adapter=adapter.name) as detail, torch.inference_mode():
+                self._base_loaded()
+                found = read_adapter(region, self._model, self._dtype, most_rank=self._most_rank)
+                for name, layer in found.layers.items():
+                    layer.adapted = AdaptedLayer(name, self._step)
+                adapter.size_bytes = found.size_bytes
+                adapter.pairs = found.pairs
+                detail |= {"layers": len(found.pairs), "bytes": found.size_bytes}
+        except StorageError as error:
+            adapter.error = from_code(error.code, f"the adapter {adapter.name} could not be fetched: {error}")
+        except MedusaError as error:
+            adapter.error = RequestError(f"the adapter {adapter.name} cannot be used: {error}", "model")
+        except Exception as error:
+            logger.exception("the adapter %s could not be loaded", adapter.name)
+            adapter.error = EngineError(f"the adapter {adapter.name} could not be loaded: {type(error).__name__}")
+        finally:
+            region.close()
+            adapter.loaded.set()
+            self._post(lambda: self._arrived(adapter))
+
+    def _arrived(self, adapter: Adapter) -> None:
+        waiting, adapter.waiting = adapter.waiting, []
+        for sequence in waiting:
+            if sequence.cancelled:
+                continue
+            if adapter.error is not None:
+                self._fail(sequence, adapter.error)
+            else:
+                self._begin(sequence)
+
+
+__all__ = ["Adapter", "Adapters"]

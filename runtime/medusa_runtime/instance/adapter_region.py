@@ -1,0 +1,140 @@
+"""A LoRA adapter's region for the function process: the node agent's, or one that a thread of this process fills."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..checkpoint.adapter import adapter_urls
+from ..config import NODE_SOCKET, Settings
+from ..errors import MedusaError, NodeError, ObjectNotFoundError, TooLargeError
+from ..region.reader import Region
+from ..timeline import Timeline
+from .supervisor import has_agent
+
+if TYPE_CHECKING:
+    from ..node.client import NodeClient
+    from ..region.writer import RegionWriter
+
+logger = logging.getLogger(__name__)
+
+_MB = 10**6
+
+
+class HeldAdapter(NamedTuple):
+    """A region whose index is there, and the connection for as long as which the agent keeps it, if it is the agent's.
+
+    The rest of it may still be fetched.
+    """
+
+    region: Region
+    lease: NodeClient | None
+
+    @property
+    def failed(self) -> bool:
+        """Whether it will never be complete."""
+        return self.region.progress().state == "failed"
+
+    def close(self) -> None:
+        self.region.close()
+        if self.lease is not None:
+            self.lease.close()
+
+
+def open_adapter(url: str, settings: Settings, timeline: Timeline) -> HeldAdapter:
+    """Begin to fetch the adapter in a folder or file; returns when its index is there.
+
+    Raises the store's errors, CorruptError, and TooLargeError for one of more than ``--max-lora-mb``.
+    """
+    *first, last = adapter_urls(url)
+    for candidate in first:
+        try:
+            return _open(candidate, settings, timeline)
+        except ObjectNotFoundError:
+            continue
+    try:
+        return _open(last, settings, timeline)
+    except ObjectNotFoundError as error:
+        if not first:
+            raise
+        names = " or ".join(candidate.rpartition("/")[2] for candidate in (*first, last))
+        raise ObjectNotFoundError(f"expected {names} in an adapter's folder, found neither: {error}") from None
+
+
+def _open(url: str, settings: Settings, timeline: Timeline) -> HeldAdapter:
+    held = _from_agent(url, settings) if has_agent(settings) else None
+    if held is None:
+        held = HeldAdapter(_fetched(url, settings, timeline), None)
+    try:
+        _check_size(held.region.wait_index().total_bytes, settings)
+    except BaseException:
+        held.close()
+        raise
+    return held
+
+
+def _from_agent(url: str, settings: Settings) -> HeldAdapter | None:
+    """The agent's region; None where it gives none. Raises the store's errors, as the agent has met them."""
+    from ..node.client import NodeClient
+
+    try:
+        client = NodeClient(settings.node_socket or NODE_SOCKET, settings.node_user)
+        try:
+            return HeldAdapter(client.region(url), client)
+        except BaseException:
+            client.close()
+            raise
+    except (NodeError, OSError) as error:
+        logger.warning("an adapter is fetched without the node agent: %s", error)
+        return None
+
+
+def _fetched(url: str, settings: Settings, timeline: Timeline) -> Region:
+    """A region that a thread fills; returns when it is sealed, or its fetch has failed."""
+    region, keeper = Region.create(), _Keeper(settings)
+    threading.Thread(
+        target=_fetch, args=(region, url, settings, timeline, keeper), name="adapter-fetch", daemon=True
+    ).start()
+    keeper.sealed.wait()
+    return region
+
+
+def _fetch(region: Region, url: str, settings: Settings, timeline: Timeline, keeper: _Keeper) -> None:
+    from ..fetch.prefetcher import prefetch  # 20 ms, and only functions with adapters need it
+
+    own = replace(settings, layers=None, memory_limit_mb=None, engine="torch")
+    try:
+        prefetch(region, url, settings=own, timeline=timeline.named("adapter"), keeper=keeper)
+    except MedusaError:
+        pass  # it stands in the region, where all who wait for the adapter find it
+    except Exception:
+        logger.exception("an adapter could not be fetched")
+    finally:
+        keeper.sealed.set()
+
+
+class _Keeper:
+    """Limits an adapter's size, and seals its region before the engine gets it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.sealed = threading.Event()
+
+    def admit(self, region_bytes: int) -> None:
+        _check_size(region_bytes, self._settings)
+
+    def laid_out(self, writer: RegionWriter) -> None:
+        writer.seal_early()
+        self.sealed.set()
+
+
+def _check_size(size_bytes: int, settings: Settings) -> None:
+    if size_bytes > settings.max_lora_mb * _MB:
+        raise TooLargeError(
+            f"the adapter takes {size_bytes / _MB:,.0f} MB; expected at most {settings.max_lora_mb} MB (--max-lora-mb)"
+        )
+
+
+__all__ = ["HeldAdapter", "open_adapter"]

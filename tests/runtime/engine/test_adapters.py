@@ -1,0 +1,181 @@
+"""LoRA adapters on the torch engine: the tokens of merged weights, in mixed batches, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from adapter_fixtures import merge, write_adapter
+from engine_fixtures import Answer
+from medusa_runtime.config import Settings
+from medusa_runtime.engine.base import GenerateRequest, SamplingParams
+from medusa_runtime.errors import MedusaError, RequestError
+from medusa_runtime.fetch.prefetcher import prefetch
+from medusa_runtime.region.reader import Region
+from medusa_runtime.timeline import Timeline
+
+PROMPTS = ("Tokens flow from storage", "A", "to memory, and from memory to layers. " * 4, "日本語 😀🚀")
+
+
+def fetched(adapter: Path) -> Region:
+    region = Region.create()
+    prefetch(
+        region, str(adapter / "adapter_model.safetensors"), settings=Settings(), timeline=Timeline.create("prefetcher")
+    )
+    return region
+
+
+def ask(served: Any, prompt: str, adapter: str | None, **params: Any) -> Answer:
+    served.count += 1
+    answer = Answer(f"r{served.count}")
+    given = SamplingParams(**{"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, **params})
+    served.engine.add(GenerateRequest(answer.id, prompt, given, adapter=adapter), answer.incoming.put)
+    return answer
+
+
+def refusal(served: Any, adapter: Path) -> str:
+    served.engine.add_adapter("broken", fetched(adapter))
+    with pytest.raises(MedusaError) as caught:
+        served.engine.wait_adapter("broken")
+    assert ask(served, "A", "broken").last.error == (caught.value.code, str(caught.value))
+    assert ask(served, "A", None).last.finish_reason == "length"
+    return str(caught.value)
+
+
+@pytest.fixture
+def two(tmp_path: Path, checkpoint: Path) -> dict[str, Path]:
+    return {
+        "one": write_adapter(tmp_path / "one", checkpoint, seed=1),
+        "two": write_adapter(
+            tmp_path / "two", checkpoint, seed=2, rank=6, targets=("q_proj", "v_proj", "down_proj"), use_rslora=True
+        ),
+    }
+
+
+def test_tokens_are_those_of_merged_weights(
+    serve: Callable[..., Any], checkpoint: Path, two: dict[str, Path], tmp_path: Path
+) -> None:
+    served = serve()
+    base = [served.ask(prompt).tokens for prompt in PROMPTS]
+    for name, adapter in two.items():
+        served.engine.add_adapter(name, fetched(adapter))
+        merged = serve(merge(tmp_path / f"{name}-merged", checkpoint, adapter))
+        expected = [merged.ask(prompt).tokens for prompt in PROMPTS]
+        assert [ask(served, prompt, name).tokens for prompt in PROMPTS] == expected
+        assert expected != base
+    assert [served.ask(prompt).tokens for prompt in PROMPTS] == base
+
+
+def test_a_batch_of_adapters_and_the_base_is_each_alone(serve: Callable[..., Any], two: dict[str, Path]) -> None:
+    served = serve()
+    for name, adapter in two.items():
+        served.engine.add_adapter(name, fetched(adapter))
+    asked = [(prompt, name) for prompt in PROMPTS for name in ("two", None, "one")]
+    alone = [ask(served, prompt, name).tokens for prompt, name in asked]
+    together = [ask(served, prompt, name) for prompt, name in asked]
+    assert [answer.tokens for answer in together] == alone
+    assert len({str(tokens) for tokens in alone}) > 6
+
+
+def test_a_request_waits_for_its_adapter_and_the_base_does_not(
+    serve: Callable[..., Any], two: dict[str, Path], tmp_path: Path
+) -> None:
+    served = serve()
+    region = Region.create()
+    served.engine.add_adapter("late", region)
+    answer, cancelled = ask(served, "A", "late"), ask(served, "A", "late")
+    base = served.ask("A").tokens
+    assert answer.incoming.empty()
+    served.engine.cancel(cancelled.id)
+    assert cancelled.last.finish_reason == "cancelled"
+    file = str(two["one"] / "adapter_model.safetensors")
+    prefetch(region, file, settings=Settings(), timeline=Timeline.create("prefetcher"))
+    assert len(answer.tokens) == len(base)
+    assert answer.tokens != base
+    assert served.engine.wait_adapter("late")["layers"] == 28
+
+
+def test_one_that_is_dropped_serves_those_that_use_it(serve: Callable[..., Any], two: dict[str, Path]) -> None:
+    served = serve()
+    served.engine.add_adapter("one", fetched(two["one"]))
+    expected = ask(served, "A", "one", max_tokens=200).tokens
+    answer = ask(served, "A", "one", max_tokens=200)
+    answer.next()
+    served.engine.drop_adapter("one")
+    assert answer.tokens == expected
+    with pytest.raises(RequestError, match="expected the name of an adapter"):
+        ask(served, "A", "one")
+    assert served.engine.stats()["adapters"] == 0
+
+
+def test_patterns_of_ranks_and_scales(
+    serve: Callable[..., Any], checkpoint: Path, make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    patterns = {"rank_pattern": {"q_proj": 2, "o_proj": 7}, "alpha_pattern": {"q_proj": 9, "down_proj": 3}}
+    adapter = write_adapter(tmp_path / "adapter", checkpoint, **patterns)
+    served, merged = serve(), serve(merge(tmp_path / "merged", checkpoint, adapter))
+    served.engine.add_adapter("patterned", fetched(adapter))
+    for prompt in PROMPTS:
+        assert ask(served, prompt, "patterned").tokens == merged.ask(prompt).tokens
+
+
+REFUSED = {
+    "another method": ({"peft_type": "IA3"}, 'expected the peft_type LORA, found "IA3"'),
+    "DoRA": ({"use_dora": True}, "use_dora, found true: DoRA"),
+    "whole modules": ({"modules_to_save": ["lm_head"]}, 'modules_to_save, found ["lm_head"]'),
+    "biases": ({"bias": "lora_only"}, 'expected the bias none, found "lora_only"'),
+    "a changed base": ({"init_lora_weights": "pissa_niter_4"}, 'found "pissa_niter_4"'),
+    "a rank that the matrices do not have": ({"r": 5}, "down_proj.lora_A.weight: expected [5, 128], found [4, 128]"),
+    "a rank that is too large": ({"r": 65}, "expected a rank of at most 64 (--max-lora-rank), found 65"),
+    "no rank": ({"r": None}, "r: expected a positive number, found nothing"),
+    "an expression": ({"rank_pattern": {"(a+)+": 4}}, 'rank_pattern: expected names of modules, found "(a+)+"'),
+    "a target without matrices": ({"target_modules": ["q_proj", "c_attn"]}, "names 'c_attn', and expected matrices"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_supported_is_refused(case: str, serve: Any, checkpoint: Path, tmp_path: Path) -> None:
+    changes, expected = REFUSED[case]
+    served = serve()
+    assert expected in refusal(served, write_adapter(tmp_path / "adapter", checkpoint, **changes))
+
+
+def rewritten(adapter: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    change(tensors)
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    return adapter
+
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+def test_weights_that_do_not_fit_are_refused(serve: Any, checkpoint: Path, tmp_path: Path) -> None:
+    import torch
+
+    served = serve()
+    changes: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+        "misshaped": (lambda w: w.update({f"{Q}.lora_B.weight": torch.ones(65, 4)}), "expected [64, 4], found [65, 4]"),
+        "half": (lambda w: w.pop(f"{Q}.lora_B.weight"), f"expected {Q}.lora_B.weight beside its other matrix"),
+        "infinite": (lambda w: w[f"{Q}.lora_A.weight"].fill_(float("inf")), "expected finite numbers"),
+        "integers": (lambda w: w.update({f"{Q}.lora_A.weight": w[f"{Q}.lora_A.weight"].int()}), "F16, BF16, found I32"),
+        "DoRA": (lambda w: w.update({f"{Q}.lora_magnitude_vector": torch.ones(64)}), "lora_magnitude_vector"),
+        "an embedding": (
+            lambda w: w.update({"base_model.model.lm_head.lora_A.weight": torch.ones(4, 64)}),
+            "found some for 'lm_head'",
+        ),
+        "another model": (
+            lambda w: w.update({"base_model.model.h.0.c_attn.lora_A.weight": torch.ones(4, 64)}),
+            "linear layers of the decoder (down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj), found some "
+            "for 'h.0.c_attn'",
+        ),
+    }
+    for case, (change, expected) in changes.items():
+        adapter = rewritten(write_adapter(tmp_path / case.replace(" ", "-"), checkpoint), change)
+        assert expected in refusal(served, adapter)
+    (tmp_path / "half" / "adapter_config.json").unlink()
+    assert "expected adapter_config.json beside" in refusal(served, tmp_path / "half")
