@@ -1,13 +1,15 @@
 """The expensive steps of a forward pass on a CPU, as fast as its memory allows; for a GPU see ``cuda``.
 
 ``linear`` is F.linear for 16-bit weights that stay where they are (read-only, shared, unpacked). torch's own product is
-slow on x86 CPUs without 16-bit dot products. There a compiled kernel is used, or, where there is none, fp32 products of
-slices. ``paged_attention`` reads keys and values from the paged cache, without gathering them.
+slow on x86 CPUs without 16-bit dot products, and for few rows on those that have them but no matrix units (AMX). There
+a compiled kernel is used, or, where there is none, fp32 products of slices. ``paged_attention`` reads keys and values
+from the paged cache, without gathering them.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -39,9 +41,11 @@ class _Path(NamedTuple):
     product: Product | None  # None: F.linear
     reason: str  # for describe()
     compiled: native.NativeKernels | None = None
+    most_rows: float = math.inf  # more are torch's
 
 
 _TORCH = _Path(None, "torch")
+_FEW_ROWS = 32  # with bf16 dot products; torch packs the weights for each product, which pays from here on
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
@@ -95,8 +99,11 @@ def side_by_side(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor |
 
 
 def compiled_for(dtype: torch.dtype) -> bool:
-    """Whether our compiled kernels do the products of this dtype on this machine; else torch does."""
-    return dtype in (torch.bfloat16, torch.float16) and _path(dtype).compiled is not None
+    """Whether our compiled kernels do all products of this dtype on this machine, those of many rows, too."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return False
+    path = _path(dtype)
+    return path.compiled is not None and path.most_rows == math.inf
 
 
 def paged_attention(
@@ -151,7 +158,12 @@ def _path_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> _Path:
     if dtype is not torch.bfloat16 and dtype is not torch.float16:
         return _TORCH
     path = _path(dtype)
-    if path.product is None or not _plain(x, weight) or (bias is not None and not _plain_bias(bias, weight)):
+    if (
+        path.product is None
+        or x.numel() > path.most_rows * weight.shape[-1]
+        or not _plain(x, weight)
+        or (bias is not None and not _plain_bias(bias, weight))
+    ):
         return _TORCH
     return path
 
@@ -193,9 +205,12 @@ def _like_result(residual: Tensor, x: Tensor, weight: Tensor) -> bool:
 def _path(dtype: torch.dtype) -> _Path:
     features = cpu.features()
     fast = features & cpu.FAST_IN_TORCH[str(dtype).removeprefix("torch.")]
+    kernels = compiled()
+    if fast == {"avx512_bf16"} and isinstance(kernels, native.NativeKernels) and kernels.bf16_dots:
+        reason = f"native up to {_FEW_ROWS} rows, torch for more: the CPU multiplies it itself (avx512_bf16)"
+        return _Path(kernels.linear, reason, kernels, _FEW_ROWS)
     if fast:
         return _Path(None, f"torch: the CPU multiplies it itself ({', '.join(sorted(fast))})")
-    kernels = compiled()
     if isinstance(kernels, native.NativeKernels):
         return _Path(kernels.linear, f"native: {kernels.instruction_set} bits wide", kernels)
     if not features >= cpu.NEEDED:

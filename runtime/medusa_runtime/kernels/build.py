@@ -15,11 +15,13 @@ FLAGS = ("-O3", "-fPIC", "-std=c11", "-fno-math-errno", "-fno-trapping-math", "-
 # Each object has its own instruction set, and the machine decides which one runs: never -march=native.
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f")
+AVX512_BF16 = (*AVX512, "-mavx512vl", "-mavx512bf16")
 OBJECTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("parallel", "parallel.c", ()),
     ("linear", "linear.c", ()),
     ("linear_avx2", "linear_tile.c", AVX2),
     ("linear_avx512", "linear_tile.c", AVX512),
+    ("linear_avx512_bf16", "linear_tile.c", AVX512_BF16),
     ("pointwise", "pointwise.c", AVX2),
     ("attention", "attention.c", ()),
     ("attention_avx2", "attention_tile.c", AVX2),

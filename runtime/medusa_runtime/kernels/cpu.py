@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-# With these torch (oneDNN) multiplies 16-bit numbers in hardware; our kernels would only be slower.
+# With these torch (oneDNN) multiplies 16-bit numbers in hardware; only few rows can be faster with our kernels.
 FAST_IN_TORCH = {
     "bfloat16": frozenset({"avx512_bf16", "amx_bf16"}),
     "float16": frozenset({"avx512_fp16", "amx_fp16"}),

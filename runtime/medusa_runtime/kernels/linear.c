@@ -1,4 +1,4 @@
-/* linear: x @ weight^T + bias for 16-bit weights with fp32 accumulation, on CPUs without fast 16-bit products of their own. */
+/* linear: x @ weight^T + bias for 16-bit weights with fp32 accumulation. */
 #include "linear.h"
 
 #include <stdatomic.h>
@@ -6,9 +6,9 @@
 
 #include "parallel.h"
 
-#define ROW_BLOCK 256L             /* rows of x that are widened at a time: bounds the scratch memory */
+#define ROW_BLOCK 256L             /* rows of x that are packed at a time: bounds the scratch memory */
 #define SERIAL_WORK (1L << 18)     /* multiply-adds below which waking threads costs more than it brings */
-#define SERIAL_WIDEN (1L << 16)    /* the same for widening x, in elements */
+#define SERIAL_PACK (1L << 16)     /* the same for packing x, in elements */
 
 struct run {
     const struct linear_variant *variant;
@@ -19,13 +19,13 @@ struct run {
     atomic_long next_task;
 };
 
-static void widen_tiles(void *argument, int thread)
+static void pack_tiles(void *argument, int thread)
 {
     (void)thread;
     struct run *run = argument;
     const long count = run->variant->tiles(run->job.rows);
     for (long tile; (tile = atomic_fetch_add(&run->next_task, 1)) < count;)
-        run->variant->widen(&run->job, tile);
+        run->variant->pack(&run->job, tile);
 }
 
 static long at_most(long value, long limit) { return value < limit ? value : limit; }
@@ -93,7 +93,9 @@ static void give_scratch(float *memory, int shared)
 int medusa_products(uint16_t *out, const uint16_t *x, const struct linear_part *parts, long count, const uint16_t *residual,
                     long rows, long depth, long x_stride, long residual_stride, int dtype, int threads)
 {
-    const struct linear_variant *variant = &(medusa_instruction_set == 512 ? linear_avx512 : linear_avx2)[dtype];
+    const struct linear_variant *variant = &(medusa_has_bf16_dots              ? linear_avx512_bf16
+                                             : medusa_instruction_set == 512 ? linear_avx512
+                                                                             : linear_avx2)[dtype];
     const long padded = (depth + variant->step - 1) / variant->step * variant->step;
     long cols = 0;
     for (long i = 0; i < count; i++)
@@ -115,8 +117,8 @@ int medusa_products(uint16_t *out, const uint16_t *x, const struct linear_part *
                           .job = {.x = x + row * x_stride, .residual = residual ? residual + row * residual_stride : NULL,
                                   .out = out + row * cols, .x_stride = x_stride, .residual_stride = residual_stride,
                                   .out_stride = cols, .rows = height, .depth = depth, .padded_depth = padded,
-                                  .block_cols = block, .wide = memory}};
-        spread(widen_tiles, &run, height * depth > SERIAL_WIDEN ? wanted : 1);
+                                  .block_cols = block, .packed = memory}};
+        spread(pack_tiles, &run, height * depth > SERIAL_PACK ? wanted : 1);
         spread(multiply_blocks, &run, wanted);
     }
     give_scratch(memory, shared);

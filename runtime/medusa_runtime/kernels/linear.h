@@ -17,15 +17,15 @@ struct linear_job {
     long rows, cols, depth;
     long padded_depth; /* depth rounded up to a whole step */
     long block_cols;   /* weight rows that one task works on */
-    float *wide;       /* x as fp32, in tiles: [tile][step][row of the tile][step elements] */
+    void *packed;      /* x in tiles: [tile][step][row of the tile][step elements], fp32 or as it is */
 };
 
 struct linear_variant {
     long step;      /* elements of depth a loop turn consumes; the unit of padding */
     long tile_cols; /* weight rows per register tile */
-    void (*widen)(const struct linear_job *, long tile);
+    void (*pack)(const struct linear_job *, long tile);
     long (*tiles)(long rows);
     void (*block)(const struct linear_job *, float *sums, long col, long cols); /* sums: [rows][block_cols] of the thread */
 };
 
-extern const struct linear_variant linear_avx2[2], linear_avx512[2]; /* indexed by dtype */
+extern const struct linear_variant linear_avx2[2], linear_avx512[2], linear_avx512_bf16[2]; /* indexed by dtype */

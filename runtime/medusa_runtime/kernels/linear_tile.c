@@ -1,14 +1,19 @@
-/* The product for one instruction set, for bf16 and fp16. Compiled once with AVX2 and once with AVX-512F.
+/* The product for one instruction set, for bf16 and fp16. Compiled with AVX2, with AVX-512F, and with AVX-512's dot products of
+ * bf16.
  *
- * Dot-product form: weights are read as they lie in memory (rows of depth), 16 bits wide, and widened in registers; nothing
- * is repacked, so read-only shared memory serves. A register tile of R weight rows times C rows of x keeps R*C vector
- * accumulators, so each widened weight vector is used C times and each x vector R times. */
+ * Dot-product form: weights are read as they lie in memory (rows of depth), 16 bits wide, and widened in registers where the
+ * CPU cannot multiply them so; nothing is repacked, so read-only shared memory serves. A register tile of R rows of x times C
+ * weight rows keeps R*C vector accumulators, so each weight vector is used R times and each x vector C times. */
 #include <string.h>
 
 #include "linear.h"
 #include "simd.h"
 
-#if LANES == 16
+#ifdef __AVX512BF16__
+#define VARIANT linear_avx512_bf16
+#define MAX_ROWS 8
+#define TILE_COLS 3
+#elif LANES == 16
 #define VARIANT linear_avx512
 #define MAX_ROWS 6
 #define TILE_COLS 4
@@ -18,18 +23,55 @@
 #define TILE_COLS 3
 #endif
 
-#define DEPTH_BLOCK 1024L /* a tile of x (16 KB as fp32) stays in the first-level cache, a block of weights in the second */
+#define DEPTH_BLOCK 1024L /* a tile of x (16 KB) stays in the first-level cache, a block of weights in the second */
 
-INLINE void step(vf acc[MAX_ROWS][TILE_COLS], const float *x, const uint16_t *w, long stride, const int dtype, const int rows,
+/* How far ahead weights are asked for, in bytes, and into which cache. The first level's few outstanding misses would bound the
+ * bandwidth, where the work between them is short. */
+#ifdef __AVX512BF16__
+#define AHEAD 8192L
+#define NEAR _MM_HINT_T1
+#else
+#define AHEAD 0L
+#define NEAR _MM_HINT_T0
+#endif
+
+/* Bytes of an element of x as the tiles read it. */
+INLINE long packed_size(const int dtype)
+{
+#ifdef __AVX512BF16__
+    if (dtype == DTYPE_BF16)
+        return 2;
+#endif
+    return 4;
+}
+
+INLINE void step(vf acc[MAX_ROWS][TILE_COLS], const char *x, const uint16_t *w, long stride, const int dtype, const int rows,
                  const int cols)
 {
+#ifdef __AVX512BF16__
+    if (dtype == DTYPE_BF16) {
+        vi weights[TILE_COLS];
+#pragma GCC unroll 8
+        for (int c = 0; c < cols; c++)
+            weights[c] = LOAD_INT(w + c * stride);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            const vi value = LOAD_INT(x + r * STEP * 2);
+#pragma GCC unroll 8
+            for (int c = 0; c < cols; c++)
+                acc[r][c] = _mm512_dpbf16_ps(acc[r][c], (__m512bh)weights[c], (__m512bh)value);
+        }
+        return;
+    }
+#endif
+    const float *wide_x = (const float *)x;
     vf wide[TILE_COLS];
 #pragma GCC unroll 8
     for (int c = 0; c < cols; c++)
         wide[c] = first(w + c * stride, dtype);
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++) {
-        const vf value = LOAD(x + r * STEP);
+        const vf value = LOAD(wide_x + r * STEP);
 #pragma GCC unroll 8
         for (int c = 0; c < cols; c++)
             acc[r][c] = FMA(wide[c], value, acc[r][c]);
@@ -40,17 +82,17 @@ INLINE void step(vf acc[MAX_ROWS][TILE_COLS], const float *x, const uint16_t *w,
         wide[c] = second(w + c * stride, dtype);
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++) {
-        const vf value = LOAD(x + r * STEP + LANES);
+        const vf value = LOAD(wide_x + r * STEP + LANES);
 #pragma GCC unroll 8
         for (int c = 0; c < cols; c++)
             acc[r][c] = FMA(wide[c], value, acc[r][c]);
     }
 }
 
-/* sums[rows][cols] += x tile @ weight rows^T over `depth` elements. `fetch`: these weights come from memory, so the next rows are
- * asked for meanwhile (the hardware does not know where they begin). */
-INLINE void tile(const float *x, const uint16_t *w, long stride, long depth, float *sums, long sums_stride, const int dtype,
-                 const int fetch, const int rows, const int cols)
+/* sums[rows][cols] += x tile @ weight rows^T over `depth` elements. `fetch`: these weights come from memory, so those that many
+ * elements behind them are asked for meanwhile (the hardware does not know where rows begin). */
+INLINE void tile(const char *x, const uint16_t *w, long stride, long depth, float *sums, long sums_stride, const int dtype,
+                 const long fetch, const int rows, const int cols)
 {
     vf acc[MAX_ROWS][TILE_COLS];
 #pragma GCC unroll 8
@@ -62,14 +104,14 @@ INLINE void tile(const float *x, const uint16_t *w, long stride, long depth, flo
     for (; k + STEP <= depth; k += STEP) {
 #pragma GCC unroll 8
         for (int c = 0; fetch && c < cols; c++)
-            _mm_prefetch((const char *)(w + (c + cols) * stride + k), _MM_HINT_T0);
-        step(acc, x + k * rows, w + k, stride, dtype, rows, cols);
+            _mm_prefetch((const char *)(w + c * stride + fetch + k), NEAR);
+        step(acc, x + k * rows * packed_size(dtype), w + k, stride, dtype, rows, cols);
     }
     if (k < depth) { /* never read behind a row: its end may be the end of the mapping */
         uint16_t tail[TILE_COLS][STEP] = {{0}};
         for (int c = 0; c < cols; c++)
             memcpy(tail[c], w + c * stride + k, (size_t)(depth - k) * sizeof(uint16_t));
-        step(acc, x + k * rows, tail[0], STEP, dtype, rows, cols);
+        step(acc, x + k * rows * packed_size(dtype), tail[0], STEP, dtype, rows, cols);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
@@ -87,8 +129,8 @@ INLINE void tile(const float *x, const uint16_t *w, long stride, long depth, flo
                 tile(x, w + c * stride, stride, depth, sums + c, sums_stride, dtype, fetch, rows, 1);                          \
         break;
 
-INLINE void any_tile(const float *x, const uint16_t *w, long stride, long depth, float *sums, long sums_stride,
-                     const int dtype, const int fetch, long rows, long cols)
+INLINE void any_tile(const char *x, const uint16_t *w, long stride, long depth, float *sums, long sums_stride,
+                     const int dtype, const long fetch, long rows, long cols)
 {
     switch (rows) {
         CASE(1)
@@ -99,6 +141,10 @@ INLINE void any_tile(const float *x, const uint16_t *w, long stride, long depth,
         CASE(5)
         CASE(6)
 #endif
+#if MAX_ROWS > 6
+        CASE(7)
+        CASE(8)
+#endif
     }
 }
 
@@ -107,10 +153,10 @@ static long tiles(long rows) { return (rows + MAX_ROWS - 1) / MAX_ROWS; }
 /* The first row of a tile: rows are spread evenly, so that nine are 3+3+3 and not 4+4+1. */
 static inline long tile_start(long rows, long number) { return rows * number / tiles(rows); }
 
-INLINE void widen(const struct linear_job *job, long number, const int dtype)
+INLINE void pack(const struct linear_job *job, long number, const int dtype)
 {
     const long start = tile_start(job->rows, number), rows = tile_start(job->rows, number + 1) - start;
-    float *wide = job->wide + start * job->padded_depth;
+    char *packed = (char *)job->packed + start * job->padded_depth * packed_size(dtype);
     for (long r = 0; r < rows; r++) {
         const uint16_t *x = job->x + (start + r) * job->x_stride;
         for (long k = 0; k < job->depth; k += STEP) {
@@ -118,8 +164,13 @@ INLINE void widen(const struct linear_job *job, long number, const int dtype)
             const uint16_t *from = x + k;
             if (job->depth - k < STEP)
                 from = memcpy(tail, from, (size_t)(job->depth - k) * sizeof(uint16_t));
-            STORE(wide + k * rows + r * STEP, first(from, dtype));
-            STORE(wide + k * rows + r * STEP + LANES, second(from, dtype));
+            char *to = packed + (k * rows + r * STEP) * packed_size(dtype);
+            if (packed_size(dtype) == 2) {
+                memcpy(to, from, STEP * sizeof(uint16_t));
+                continue;
+            }
+            STORE((float *)to, first(from, dtype));
+            STORE((float *)to + LANES, second(from, dtype));
         }
     }
 }
@@ -129,18 +180,19 @@ INLINE void block(const struct linear_job *job, float *sums, long col, long cols
 {
     const long count = tiles(job->rows), stride = job->weight_stride, sums_stride = job->block_cols;
     memset(sums, 0, (size_t)(job->rows * sums_stride) * sizeof(float));
-    const long depth_block = count == 1 ? 2 * DEPTH_BLOCK : DEPTH_BLOCK;
+    const long depth_block = count == 1 && packed_size(dtype) == 4 ? 2 * DEPTH_BLOCK : DEPTH_BLOCK;
     for (long k = 0; k < job->depth; k += depth_block) {
         const long depth = job->depth - k < depth_block ? job->depth - k : depth_block;
+        const long fetch = (1 + AHEAD / (TILE_COLS * depth * 2)) * TILE_COLS * stride;
         for (long number = 0; number < count; number++) {
             const long start = tile_start(job->rows, number), rows = tile_start(job->rows, number + 1) - start;
-            const float *x = job->wide + start * job->padded_depth + k * rows;
+            const char *x = (const char *)job->packed + (start * job->padded_depth + k * rows) * packed_size(dtype);
             for (long c = 0; c < cols; c += TILE_COLS) {
                 const uint16_t *w = job->weight + (col + c) * stride + k;
                 float *to = sums + start * sums_stride + c;
                 const long width = cols - c < TILE_COLS ? cols - c : TILE_COLS;
                 if (number == 0)
-                    any_tile(x, w, stride, depth, to, sums_stride, dtype, 1, rows, width);
+                    any_tile(x, w, stride, depth, to, sums_stride, dtype, fetch, rows, width);
                 else
                     any_tile(x, w, stride, depth, to, sums_stride, dtype, 0, rows, width);
             }
@@ -157,7 +209,7 @@ INLINE void block(const struct linear_job *job, float *sums, long col, long cols
 }
 
 #define DEFINE(name, dtype)                                                                                                    \
-    static void widen_##name(const struct linear_job *job, long number) { widen(job, number, dtype); }                        \
+    static void pack_##name(const struct linear_job *job, long number) { pack(job, number, dtype); }                          \
     static void block_##name(const struct linear_job *job, float *sums, long col, long cols)                                  \
     {                                                                                                                          \
         block(job, sums, col, cols, dtype);                                                                                    \
@@ -166,6 +218,6 @@ DEFINE(bf16, DTYPE_BF16)
 DEFINE(fp16, DTYPE_FP16)
 
 const struct linear_variant VARIANT[2] = {
-    {STEP, TILE_COLS, widen_bf16, tiles, block_bf16},
-    {STEP, TILE_COLS, widen_fp16, tiles, block_fp16},
+    {STEP, TILE_COLS, pack_bf16, tiles, block_bf16},
+    {STEP, TILE_COLS, pack_fp16, tiles, block_fp16},
 };

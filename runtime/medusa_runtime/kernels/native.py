@@ -57,10 +57,12 @@ class _Attention(ctypes.Structure):
 class NativeKernels:
     """The loaded library. ``instruction_set`` is 256 (AVX2) or 512 (AVX-512F), which the CPU must have.
 
+    ``bf16_dots``: it also has AVX-512's dot products of bf16, and products use them.
+
     It has threads of its own (parallel.h says why), as many as torch is set to use; they sleep when there is no work.
     """
 
-    def __init__(self, instruction_set: int, path: Path | None = None) -> None:
+    def __init__(self, instruction_set: int, path: Path | None = None, *, bf16_dots: bool = False) -> None:
         path = path or Path(__file__).with_name(LIBRARY_NAME)
         try:
             library = ctypes.CDLL(str(path))
@@ -75,7 +77,8 @@ class NativeKernels:
         except (OSError, AttributeError) as error:
             raise UnavailableError(f"{error}; `python -m medusa_runtime.kernels.build` makes it") from error
         self.instruction_set = instruction_set
-        library.medusa_configure(instruction_set)
+        self.bf16_dots = bf16_dots
+        library.medusa_configure(instruction_set, int(bf16_dots))
         self._products.argtypes = [_POINTER, _POINTER, _POINTER, _LONG, _POINTER, *[_LONG] * 4, _INT, _INT]
         self._norm.argtypes = [_POINTER] * 3 + [_LONG] * 3 + [ctypes.c_float] + [_INT] * 2
         self._rope.argtypes = [_POINTER] * 4 + [_LONG] * 7 + [_INT] * 2

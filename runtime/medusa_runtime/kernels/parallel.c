@@ -24,7 +24,7 @@ __asm__(".symver pthread_detach, pthread_detach@GLIBC_2.2.5");
 __asm__(".symver pthread_sigmask, pthread_sigmask@GLIBC_2.2.5");
 #endif
 
-int medusa_instruction_set;
+int medusa_instruction_set, medusa_has_bf16_dots;
 
 static struct {
     atomic_flag taken;           /* one job at a time; who finds it taken works alone */
@@ -116,10 +116,11 @@ void medusa_spread(work_fn work, void *argument, int threads)
     atomic_flag_clear(&pool.taken);
 }
 
-/* Once, before the first call: what this CPU has, 512 for AVX-512F, else AVX2. */
-void medusa_configure(int instruction_set)
+/* Once, before the first call: what this CPU has, 512 for AVX-512F, else AVX2; and whether it multiplies bf16. */
+void medusa_configure(int instruction_set, int has_bf16_dots)
 {
     if (!medusa_instruction_set)
         pthread_atfork(NULL, NULL, forget_workers);
     medusa_instruction_set = instruction_set;
+    medusa_has_bf16_dots = instruction_set == 512 && has_bf16_dots;
 }

@@ -19,8 +19,10 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return installed if build.is_fresh() else build.build(tmp_path_factory.mktemp("kernels") / build.LIBRARY_NAME)
 
 
-@pytest.fixture(params=[256, 512], ids=["avx2", "avx512"])
+@pytest.fixture(params=["avx2", "avx512f", "avx512_bf16"])
 def compiled(request: pytest.FixtureRequest, library: Path) -> native.NativeKernels:
-    if request.param == 512 and "avx512f" not in cpu.features():
-        pytest.skip("this CPU has no AVX-512F")
-    return native.NativeKernels(request.param, library)
+    if request.param not in cpu.features():
+        pytest.skip(f"this CPU has no {request.param}")
+    return native.NativeKernels(
+        256 if request.param == "avx2" else 512, library, bf16_dots=request.param == "avx512_bf16"
+    )

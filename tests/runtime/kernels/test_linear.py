@@ -249,6 +249,26 @@ def test_describe_names_the_way_and_the_reason(monkeypatch: pytest.MonkeyPatch) 
         kernels.compiled.cache_clear()
 
 
+@pytest.mark.skipif("avx512_bf16" not in cpu.features(), reason="this CPU has no dot products of bf16")
+def test_torch_multiplies_many_rows_where_its_products_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "features", lambda: frozenset({*cpu.NEEDED, "avx512f", "avx512vl", "avx512_bf16"}))
+    kernels._path.cache_clear()
+    try:
+        used: list[int] = []
+        path = kernels._path(torch.bfloat16)
+        compiled = path.compiled
+        assert compiled is not None
+        products = compiled.products
+        monkeypatch.setattr(compiled, "products", lambda x, *rest: used.append(len(x)) or products(x, *rest))
+        for rows in (1, 32, 33):
+            x, weight, _ = sample(rows, 40, 50, torch.bfloat16)
+            assert_rounded(kernels.linear(x, weight), x, weight, None)
+        assert used == [1, 32]
+        assert not kernels.compiled_for(torch.bfloat16)
+    finally:
+        kernels._path.cache_clear()
+
+
 def test_a_compiler_that_is_missing_or_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
     with pytest.raises(build.KernelBuildError, match="no-such-compiler"):
