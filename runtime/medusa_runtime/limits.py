@@ -6,6 +6,7 @@ All files are read below one root folder, so that tests can pass a tree of their
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -55,6 +56,40 @@ def memory_available_bytes(root: Path = _ROOT) -> int:
         if limit is not None and usage is not None:
             available = min(available, max(limit - usage + _inactive_file(folder), 0))
     return available
+
+
+class OutOfMemory:
+    """Finds out whether a process was killed because this container's memory limit was reached."""
+
+    def __init__(self, root: Path = _ROOT) -> None:
+        self._root = root
+        self._seen: int | None = None
+
+    def look(self) -> None:
+        """Note, at the first call, how many such kills there have been. Until then all of them count as new."""
+        if self._seen is None:
+            self._seen = self._kills()
+
+    def how(self, status: int) -> str:
+        """How a process ended, in words, by its exit status, or minus the number of the signal that killed it."""
+        if status >= 0:
+            return f"exit status {status}"
+        words = f"killed by {signal.Signals(-status).name}"
+        if -status != signal.SIGKILL:
+            return words
+        before, self._seen = self._seen or 0, self._kills()
+        if self._seen <= before:
+            return words
+        limit = memory_limit_bytes(self._root)
+        return f"{words}: memory ran out" + (f", the limit is {limit / 1e9:.2f} GB" if limit else "")
+
+    def _kills(self) -> int:
+        """The kernel's count for this process's own group; 0 where it keeps none."""
+        for folder in _groups(self._root, "memory"):
+            for name in ("memory.events", "memory.oom_control"):
+                if (count := _field(folder / name, "oom_kill")) is not None:
+                    return count
+        return 0
 
 
 def peak_bytes() -> int:
@@ -146,4 +181,4 @@ def _lines(path: Path) -> Iterator[str]:
         return
 
 
-__all__ = ["cpu_count", "memory_available_bytes", "memory_limit_bytes", "peak_bytes"]
+__all__ = ["OutOfMemory", "cpu_count", "memory_available_bytes", "memory_limit_bytes", "peak_bytes"]

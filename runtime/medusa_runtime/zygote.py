@@ -26,6 +26,7 @@ from .device.context import DeviceContext
 from .engine.base import Engine
 from .engine.server import EngineServer
 from .errors import EngineError, MedusaError
+from .limits import OutOfMemory
 from .liveness import LOOK_S, Heartbeats
 from .process import ReportPipe, fork
 from .region.reader import Region
@@ -69,13 +70,14 @@ class Zygote:
         first = self._fork_ahead() if self._on_gpu else None
         engine_class = self._import_engine(self._timeline)
         gc.freeze()  # the collector of a child would otherwise write to, and so copy, every shared page
-        quick_crashes, restarted = 0, False
+        quick_crashes, restarted, out_of_memory = 0, False, OutOfMemory()
         while True:
             started = time.monotonic()
             if first is None:
                 first = self._fork(lambda _: engine_class)
             pid, ready = first
             first = None
+            out_of_memory.look()
             status = os.waitstatus_to_exitcode(self._wait(pid))
             was_ready = _said_anything(ready)
             if status == RESTART and not restarted:
@@ -85,13 +87,13 @@ class Zygote:
                 return status
             early = not was_ready or time.monotonic() - started < _QUICK_S
             quick_crashes = quick_crashes + 1 if early else 0
-            name = signal.Signals(-status).name
+            name, how = signal.Signals(-status).name, out_of_memory.how(status)
             if quick_crashes >= _MOST_QUICK_CRASHES:
                 raise EngineError(
                     f"the engine process was killed by {name} {quick_crashes} times in a row, "
                     f"{'while it worked' if was_ready else 'before it was ready'}{_MEANINGS.get(name, '')}"
                 )
-            logger.error("the engine process was killed by %s; forking a new one", name)
+            logger.error("the engine process was %s; forking a new one", how)
 
     def _wait(self, pid: int) -> int:
         """Wait for a child's end and return its status. It beats by itself: a process that forks has no threads."""

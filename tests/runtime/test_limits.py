@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from medusa_runtime.limits import cpu_count, memory_available_bytes, memory_limit_bytes
+import pytest
+from medusa_runtime.limits import OutOfMemory, cpu_count, memory_available_bytes, memory_limit_bytes
 
 GIB = 1 << 30
 V1_UNLIMITED = "9223372036854771712\n"
@@ -127,7 +129,7 @@ def test_quota_is_rounded_up_but_not_over_the_affinity(tmp_path: Path) -> None:
 def test_affinity_of_this_process() -> None:
     """In a process bound to one CPU, as taskset or a static CPU manager does it."""
     script = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-    script += "from medusa_runtime.limits import cpu_count; print(cpu_count())"
+    script += "from medusa_runtime.limits import OutOfMemory, cpu_count; print(cpu_count())"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout == b"1\n"
 
 
@@ -143,3 +145,21 @@ def test_this_machine() -> None:
     assert memory_available_bytes() > 16 << 20
     limit = memory_limit_bytes()
     assert limit is None or limit > 16 << 20
+
+
+@pytest.mark.parametrize(("make", "name"), [(v2, "memory.events"), (v1, "memory/memory.oom_control")])
+def test_a_kill_for_want_of_memory_is_told_from_others(tmp_path: Path, make: Callable[..., Path], name: str) -> None:
+    limit = {"memory.events": "memory.max", "memory/memory.oom_control": "memory/memory.limit_in_bytes"}[name]
+    root = make(tmp_path, {name: "oom_kill_disable 0\noom_kill 3\n", limit: "1500000000\n"})
+    watch = OutOfMemory(root)
+    watch.look()
+    assert watch.how(-9) == "killed by SIGKILL"
+    (root / "sys/fs/cgroup" / name).write_text("oom_kill_disable 0\noom_kill 4\n")
+    assert watch.how(-11) == "killed by SIGSEGV"
+    assert watch.how(1) == "exit status 1"
+    assert watch.how(-9) == "killed by SIGKILL: memory ran out, the limit is 1.50 GB"
+    assert watch.how(-9) == "killed by SIGKILL"
+
+
+def test_without_a_count_of_kills_none_is_for_want_of_memory(tmp_path: Path) -> None:
+    assert OutOfMemory(v2(tmp_path, {})).how(-9) == "killed by SIGKILL"

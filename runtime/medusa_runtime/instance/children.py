@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ..limits import OutOfMemory
 from ..process import ReportPipe, fork
 from ..timeline import Timeline
 
@@ -15,15 +16,11 @@ _END_S = 2.0  # for processes to end after SIGTERM
 
 
 class Ended(NamedTuple):
-    """A child that has ended. ``status``: its exit status, or minus the number of the signal that killed it."""
+    """A child that has ended. ``status``: its exit status, or minus the number of the signal; ``how``: in words."""
 
     name: str
     status: int
-
-    @property
-    def how(self) -> str:
-        """How it ended, in words."""
-        return f"killed by {signal.Signals(-self.status).name}" if self.status < 0 else f"exit status {self.status}"
+    how: str
 
 
 class Children:
@@ -33,6 +30,7 @@ class Children:
         self._timeline = timeline
         self._reports = reports
         self._names: dict[int, str] = {}
+        self.out_of_memory = OutOfMemory()
 
     def fork(self, name: str, body: Callable[[Timeline], int]) -> None:
         """Run ``body`` in a child; its result is the child's exit status."""
@@ -62,7 +60,8 @@ class Children:
         for pid in tuple(self._names):
             reaped, status = os.waitpid(pid, os.WNOHANG)
             if reaped:
-                ended.append(Ended(self._names.pop(pid), os.waitstatus_to_exitcode(status)))
+                code = os.waitstatus_to_exitcode(status)
+                ended.append(Ended(self._names.pop(pid), code, self.out_of_memory.how(code)))
         if os.getpid() == 1:
             self._reap_orphans()
         return ended

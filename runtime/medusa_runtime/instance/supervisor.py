@@ -189,6 +189,7 @@ class Instance:
         """
         heartbeats = self._shared.heartbeats
         heartbeats.beat("supervisor")
+        self._children.out_of_memory.look()
         if self._signals.asked:
             return
         for role in ("function", "zygote", "prefetcher"):

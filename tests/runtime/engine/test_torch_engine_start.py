@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from medusa_runtime.errors import CorruptError, EngineError, MedusaError
+from engine_fixtures import fill_region
+from medusa_runtime.config import Settings
+from medusa_runtime.errors import ConfigError, CorruptError, EngineError, MedusaError
 
 
 class Arriving:
@@ -177,3 +179,22 @@ def test_a_step_that_fails_ends_its_requests_but_not_the_engine(serve: Any, monk
         assert served.ask("Tokens flow").last.finish_reason == "error"
     served.thread.join(120)
     assert isinstance(served.errors[0], MedusaError)
+
+
+def test_an_engine_that_replaces_another_has_its_cache(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the kernel has just killed still has its memory for a moment, and nothing would be free."""
+    from medusa_runtime.engine.torch import kv_size
+    from medusa_runtime.engine.torch.engine import TorchEngine
+    from medusa_runtime.timeline import Timeline
+
+    region, timeline = fill_region(checkpoint), Timeline.create("engine")
+    sizes = []
+    for free in (1 << 30, 0):
+        monkeypatch.setattr(kv_size, "memory_available_bytes", lambda free=free: free)
+        engine = TorchEngine(region, Settings(device="cpu"), timeline)
+        sizes.append((engine.info.kv_tokens, engine.info.max_model_len))
+        engine.close()
+    assert sizes[0] == sizes[1]
+    with pytest.raises(ConfigError, match="give the container more memory"):
+        TorchEngine(region, Settings(device="cpu"), Timeline.create("engine"))
+    region.close()

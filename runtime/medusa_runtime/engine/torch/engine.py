@@ -38,7 +38,7 @@ from ..serving.validation import check_token_ids
 from ..structured.constraints import Constraints
 from .adapters import Adapters
 from .kv_cache import BLOCK_TOKENS, KvCache, KvShape, blocks_for
-from .kv_size import kv_plan
+from .kv_size import kv_plan, tokens_before
 from .migration import ExportedRequest, export, request_of, resume
 from .runner import CpuRunner, Runner
 from .sampler import Sampled
@@ -100,7 +100,14 @@ class TorchEngine:
             cached = self._cached_layers()
             sizes = gpu.graph_sizes(settings.max_concurrency) if gpu is not None else ()
             plan = kv_plan(
-                region, config, settings, dtype, device_free_bytes=free, layers=len(cached), graph_sizes=sizes
+                region,
+                config,
+                settings,
+                dtype,
+                device_free_bytes=free,
+                layers=len(cached),
+                graph_sizes=sizes,
+                tokens_before=tokens_before(timeline) if gpu is None else None,
             )
             shape = KvShape.of(config, dtype, len(cached))
             self._cache = (

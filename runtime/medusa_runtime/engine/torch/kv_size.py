@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -13,6 +14,7 @@ from ...limits import memory_available_bytes
 from ...models import ModelConfig
 from ...region.reader import Region
 from ...state.kv_plan import Geometry, KvPlan, activation_bytes, graph_bytes, plan, recorded_in
+from ...timeline import Timeline
 from .kv_cache import BLOCK_TOKENS, KvShape, blocks_for
 
 
@@ -62,15 +64,20 @@ def kv_plan(
     device_free_bytes: int | None = None,
     layers: int | None = None,
     graph_sizes: Sequence[int] = (),
+    tokens_before: int | None = None,
 ) -> KvPlan:
     """The plan that the state bundle holds, where it fits this machine now; else one computed. Raises ConfigError.
 
     ``device_free_bytes``: what a GPU has free beside the weights, where the cache lies on one. ``layers``: how many of
     the model's layers the cache is for; default: all. ``graph_sizes``: the batch sizes that will have a CUDA graph on
-    the GPU.
+    the GPU. ``tokens_before``: the size of this instance's cache until now.
     """
+    sizes = geometry(KvShape.of(config, dtype, layers), config.max_positions)
+    if tokens_before is not None and settings.kv_cache_mb is None:
+        cache_bytes = tokens_before // BLOCK_TOKENS * sizes.block_bytes
+        settings = replace(settings, kv_cache_mb=-(-cache_bytes >> 20))
     return plan(
-        geometry(KvShape.of(config, dtype, layers), config.max_positions),
+        sizes,
         settings,
         free_bytes=free_bytes(region, settings, config, dtype) if device_free_bytes is None else device_free_bytes,
         activation_bytes=activations(region, config, settings, dtype),
@@ -83,6 +90,16 @@ def kv_plan(
         ),
         recorded=recorded_in(region),
     )
+
+
+def tokens_before(timeline: Timeline) -> int | None:
+    """The size of the cache of the engine that this one replaces; None for the first one.
+
+    The memory of a process that the kernel has killed comes back bit by bit, so what is free now says little. A cache
+    made for it would be small as long as the instance lives.
+    """
+    planned = [stage.detail["tokens"] for stage in timeline.stages() if stage.name == "kv_plan" and stage.detail]
+    return planned[-1] if planned else None
 
 
 def activations(region: Region, config: ModelConfig, settings: Settings, dtype: torch.dtype) -> int:

@@ -1,0 +1,91 @@
+"""A control group with a memory limit, in which the kernel really kills: the process that a test points out."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+
+import pytest
+
+_V1, _V2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+# Takes memory, in the end a page at a time, until the kernel has killed once more; then it gives all of it back.
+_GREED = """
+import mmap, os, sys
+kills, usage, limit = os.open(sys.argv[1], os.O_RDONLY), sys.argv[2], int(sys.argv[3])
+
+def killed():
+    return int(os.pread(kills, 4096, 0).split(b"oom_kill ")[1].split()[0])
+
+before, taken = killed(), mmap.mmap(-1, limit)
+for at in range(0, limit, 4096):
+    if at % (1 << 20) == 0:
+        near = limit - int(open(usage).read()) < 64 << 20
+    if near and killed() > before:
+        os._exit(0)
+    taken[at] = 1
+"""
+
+
+class MemoryGroup:
+    """A new control group with a memory limit; a context manager. At its end all of its processes must be gone."""
+
+    def __init__(self, limit_mb: int) -> None:
+        version_1 = (_V1 / "cgroup.procs").exists()
+        self.folder = (_V1 if version_1 else _V2) / f"medusa-test-{os.urandom(4).hex()}"
+        self.limit_bytes = limit_mb * 1_000_000
+        self._limit = self.folder / ("memory.limit_in_bytes" if version_1 else "memory.max")
+        self._kills = self.folder / ("memory.oom_control" if version_1 else "memory.events")
+        self._greedy_kills = 0
+        self._usage = self.folder / ("memory.usage_in_bytes" if version_1 else "memory.current")
+
+    def __enter__(self) -> Self:
+        try:
+            self.folder.mkdir()
+        except OSError as error:
+            pytest.skip(f"no control group can be made here: {error}")
+        try:
+            self._limit.write_text(str(self.limit_bytes))
+        except OSError as error:
+            self.folder.rmdir()
+            pytest.skip(f"this control group takes no memory limit: {error}")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for _ in range(200):
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()
+                return
+            time.sleep(0.05)
+        pytest.fail(f"{self.folder} still has processes: {(self.folder / 'cgroup.procs').read_text().split()}")
+
+    @property
+    def inside(self) -> list[str]:
+        """A command that moves itself into the group and becomes what follows it."""
+        return ["sh", "-c", f'echo $$ > {self.folder}/cgroup.procs && exec "$@"', "sh"]
+
+    def kills(self) -> int:
+        """How many of its processes the kernel has killed for want of memory, without those that used it up."""
+        return int(self._kills.read_text().split("oom_kill ")[1].split()[0]) - self._greedy_kills
+
+    def kill(self, pid: int) -> None:
+        """Use up the group's memory until the kernel has killed this process of the group."""
+        Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
+        greed = [*self.inside, sys.executable, "-S", "-c", _GREED]
+        ended = subprocess.run([*greed, self._kills, self._usage, str(self.limit_bytes)], check=False, timeout=120)
+        # Where a killed process gives back less than the kernel wants at once, the largest one is next: the greedy one.
+        assert ended.returncode in (0, -signal.SIGKILL)
+        self._greedy_kills += ended.returncode != 0
+
+
+@pytest.fixture
+def group(request: pytest.FixtureRequest) -> Iterator[MemoryGroup]:
+    """A group whose limit is the test's parameter, in MB."""
+    with MemoryGroup(request.param) as made:
+        yield made
