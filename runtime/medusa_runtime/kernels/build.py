@@ -23,6 +23,7 @@ OBJECTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("linear_avx512", "linear_tile.c", AVX512),
     ("linear_avx512_bf16", "linear_tile.c", AVX512_BF16),
     ("pointwise", "pointwise.c", AVX2),
+    ("dequantize", "dequantize.c", AVX2),
     ("attention", "attention.c", ()),
     ("attention_avx2", "attention_tile.c", AVX2),
     ("attention_avx512", "attention_tile.c", AVX512),

@@ -54,6 +54,16 @@ class _Attention(ctypes.Structure):
     ]
 
 
+class _Codes(ctypes.Structure):
+    """struct codes in dequantize.c."""
+
+    _fields_: ClassVar = [
+        *((name, _POINTER) for name in ("values", "scale", "zero", "group_of", "table", "out")),
+        *((name, _LONG) for name in ("rows", "columns", "high", "wide", "scale_columns")),
+        *((name, _INT) for name in ("one_zero", "packing", "transposed", "dtype")),
+    ]
+
+
 class NativeKernels:
     """The loaded library. ``instruction_set`` is 256 (AVX2) or 512 (AVX-512F), which the CPU must have.
 
@@ -70,6 +80,8 @@ class NativeKernels:
             short = ctypes.PyDLL(str(path))
             self._products: Any = library.medusa_products
             self._attention: Any = library.medusa_attention
+            # Not in a library that an older tree has built, whose products are worth having.
+            self._dequantize: Any = getattr(library, "medusa_dequantize", None)
             self._norm: Any = short.medusa_norm
             self._rope: Any = short.medusa_rope
             self._gate: Any = short.medusa_gate
@@ -86,6 +98,8 @@ class NativeKernels:
         self._write_kv.argtypes = [_POINTER] * 5 + [_LONG] * 4
         for function in (self._norm, self._rope, self._gate, self._write_kv):
             function.restype = None
+        if self._dequantize is not None:
+            self._dequantize.argtypes, self._dequantize.restype = [ctypes.POINTER(_Codes), _INT], None
         self._attention.argtypes = [ctypes.POINTER(_Attention), _INT, _INT]
 
     def products(
@@ -222,6 +236,49 @@ class NativeKernels:
         if self._attention(job, DTYPES[q.dtype], torch.get_num_threads()):
             raise MemoryError(f"no memory for the attention of {q.shape[0]} tokens")
         return out
+
+    @property
+    def dequantizes(self) -> bool:
+        """Whether the library has ``dequantize``."""
+        return self._dequantize is not None
+
+    def dequantize(
+        self,
+        values: Tensor,
+        scale: Tensor,
+        out: Tensor,
+        *,
+        shape: tuple[int, int],
+        packing: int,
+        size: tuple[int, int],
+        zero: Tensor | None,
+        group_of: Tensor | None,
+        table: Tensor | None,
+        transposed: bool,
+    ) -> None:
+        """Fill ``out`` with ``(values - zero) * scale``; dequantize.c says what is what.
+
+        ``shape`` of the stored matrix, ``size`` of the blocks that share a scale. All are contiguous, scale and zero in
+        fp32, and ``group_of`` int64 in bounds.
+        """
+        codes = _Codes(
+            values=values.data_ptr(),
+            scale=scale.data_ptr(),
+            zero=None if zero is None else zero.data_ptr(),
+            group_of=None if group_of is None else group_of.data_ptr(),
+            table=None if table is None else table.data_ptr(),
+            out=out.data_ptr(),
+            rows=shape[0],
+            columns=shape[1],
+            high=size[0],
+            wide=size[1],
+            scale_columns=scale.shape[1],
+            one_zero=zero is not None and zero.numel() == 1,
+            packing=packing,
+            transposed=transposed,
+            dtype=DTYPES[out.dtype],
+        )
+        self._dequantize(codes, torch.get_num_threads())
 
 
 def _pool(pool: Tensor) -> _Pool:

@@ -16,7 +16,7 @@ from medusa_runtime.engine.torch.kv_size import free_bytes
 from medusa_runtime.engine.torch.profile import profile
 from medusa_runtime.errors import ConfigError, MismatchError
 from medusa_runtime.load.loader import Loader
-from medusa_runtime.load.quantized import unpack
+from medusa_runtime.load.quantized import codes, unpack
 from medusa_runtime.load.quantized.scheme import Quantization
 from medusa_runtime.models import build_model
 from safetensors.torch import load_file, save_file
@@ -52,16 +52,21 @@ def change(folder: Path, **changes: Any) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
+@pytest.mark.parametrize("kernels", ["compiled", "torch"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_weights_are_the_floats_that_the_integers_stand_for(name: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_weights_are_the_floats_that_the_integers_stand_for(
+    name: str, kernels: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernels == "torch":
+        monkeypatch.setattr(codes, "compiled", lambda: "no compiled kernel")
     stored, floats = tmp_path / "stored", tmp_path / "floats"
     quantize(checkpoint, stored, name, dequantized=floats)
     found, expected = loaded(stored), loaded(floats)
     assert list(found) == list(expected)
     assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
-    assert not torch.equal(expected[f"{LINEAR.removeprefix('model.')}.weight"], loaded(checkpoint)["norm.weight"])
-    half = loaded(stored, torch.bfloat16)
-    assert all(torch.equal(half[key], expected[key].bfloat16()) for key in expected)
+    for dtype in (torch.bfloat16, torch.float16):
+        half = loaded(stored, dtype)
+        assert all(torch.equal(half[key], expected[key].to(dtype)) for key in expected)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
@@ -247,11 +252,40 @@ def test_what_config_json_may_say(raw: Any, said: str) -> None:
         Quantization.of({"quantization_config": raw})
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_kernel_computes_what_torch_does(transposed: bool) -> None:
+    """For rows that are longer than what it takes at a time, and groups that end inside."""
+    torch.manual_seed(3)
+    stored = torch.randint(-128, 128, (70, 2400)).to(torch.int8)
+    scale, zero = torch.rand(70, 8), torch.randint(-9, 9, (70, 8))
+    group_of = torch.randint(0, 8, (2400,))
+    cases = [
+        {"scale": scale, "zero": zero},
+        {"scale": scale, "group_of": group_of},
+        {"scale": torch.rand(3, 24), "block": (32, 101)},
+        {"scale": torch.rand(1, 1), "zero": torch.ones(1, 1)},
+    ]
+    if transposed:
+        stored = stored.t().contiguous()
+        cases = [
+            {"scale": scale.t()[:8, :], "zero": zero.t()},
+            {"scale": scale.t(), "zero": zero.t(), "group_of": group_of},
+            {"scale": torch.rand(1, 70)},
+        ]
+    for case in cases:
+        given = codes.Codes(stored, transposed=transposed, **case)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            found = given.dequantize(dtype)
+            expected = torch.empty_like(found)
+            given._by_torch(expected)
+            assert torch.equal(found, expected)
+
+
 def test_words_hold_their_integers_where_the_formats_say() -> None:
     columns = torch.tensor([[0x76543210]], dtype=torch.int32)  # GPTQ and compressed-tensors: the first is the lowest
     assert unpack.across(columns, 4).tolist() == [list(range(8))]
     assert unpack.down(columns, 4).flatten().tolist() == list(range(8))
-    assert unpack.interleaved(torch.tensor([[0x75316420]], dtype=torch.int32)).tolist() == [list(range(8))]
+    assert unpack.interleaved(torch.tensor([[0x75316420]], dtype=torch.int32), 4).tolist() == [list(range(8))]
     assert unpack.across(torch.tensor([[-0x7F7F7F80]], dtype=torch.int32), 8).tolist() == [[0x80] * 4]
     assert unpack.down(torch.tensor([[0b11100100]], dtype=torch.int32), 2)[:4].flatten().tolist() == [0, 1, 2, 3]
 

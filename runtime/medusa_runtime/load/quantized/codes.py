@@ -1,4 +1,4 @@
-"""A weight as small integers (or 8-bit floats) with scales, whatever its layout was, and the floats it stands for."""
+"""A weight as small integers (or 8-bit floats) with scales, whatever its layout is, and the floats it stands for."""
 
 from __future__ import annotations
 
@@ -7,27 +7,74 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from medusa_runtime.kernels import native
+from medusa_runtime.kernels.compiled import compiled
+from medusa_runtime.load.quantized import unpack
+
 _CHUNK = 1 << 18  # values that are floats at a time, so that they stay in a cache
+_SIGNED, _UNSIGNED, _TABLE = 0, 1, 2  # how dequantize.c reads bytes
+_PACKED = {("across", 4): 3, ("across", 8): _UNSIGNED, ("down", 4): 4, ("down", 8): 5, ("interleaved", 4): 6}
+_BYTES = {torch.int8: _SIGNED, torch.uint8: _UNSIGNED, torch.float8_e4m3fn: _TABLE, torch.float8_e5m2: _TABLE}
 
 
 class Codes(NamedTuple):
     """``(values - zero) * scale``, each in float32: a weight [out, in], or [in, out] where it is ``transposed``.
 
+    ``stored``: the values, 8 bits wide, or words that ``packing`` (a function of ``unpack``) makes values of ``bits``.
     ``scale`` [a, b] is for a x b blocks of equal size; ``zero`` has its shape, or is one number [1, 1], or there is
     none. ``block``: the size, where those at the edges are smaller. ``group_of`` [in]: the group of each column, where
     it is not its neighbours'.
     """
 
-    values: Tensor
+    stored: Tensor
     scale: Tensor
     zero: Tensor | None = None
+    packing: str | None = None
+    bits: int = 8
     block: tuple[int, int] | None = None
     group_of: Tensor | None = None
     transposed: bool = False
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the values."""
+        rows, columns = self.stored.shape
+        many = 1 if self.packing is None else 32 // self.bits
+        return (rows * many, columns) if self.packing == "down" else (rows, columns * many)
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The weight [out, in] in ``dtype``, rounded once."""
-        rows, columns = self.values.shape
+        shape, kernels = self.shape, compiled()
+        out = torch.empty(shape[::-1] if self.transposed else shape, dtype=dtype)
+        packing = _BYTES.get(self.stored.dtype) if self.packing is None else _PACKED.get((self.packing, self.bits))
+        if isinstance(kernels, native.NativeKernels) and kernels.dequantizes and packing is not None:
+            self._compiled(kernels, packing, out)
+        else:
+            self._by_torch(out)
+        return out
+
+    def _compiled(self, kernels: native.NativeKernels, packing: int, out: Tensor) -> None:
+        shape, scale = self.shape, self.scale.float().contiguous()
+        high, wide = self.block or (shape[0] // scale.shape[0], shape[1] // scale.shape[1])
+        table = None
+        if packing == _TABLE:
+            table = torch.arange(256, dtype=torch.uint8).view(self.stored.dtype).float()
+        kernels.dequantize(
+            self.stored.contiguous(),
+            scale,
+            out,
+            shape=shape,
+            packing=packing,
+            size=(high, wide),
+            zero=None if self.zero is None else self.zero.float().contiguous(),
+            group_of=self.group_of,
+            table=table,
+            transposed=self.transposed,
+        )
+
+    def _by_torch(self, out: Tensor) -> None:
+        values = self.stored if self.packing is None else getattr(unpack, self.packing)(self.stored, self.bits)
+        rows, columns = values.shape
         scale, zero = self._spread(self.scale.float()), None
         if self.zero is not None:
             zero = self._spread(self.zero.float()) if self.zero.numel() > 1 else self.zero.float()
@@ -35,12 +82,11 @@ class Codes(NamedTuple):
             scale = scale.expand(rows, -1)
             zero = None if zero is None else zero.expand(rows, -1) if zero.numel() > 1 else zero
         high, wide = rows // scale.shape[0], columns // scale.shape[1]
-        out = torch.empty((columns, rows) if self.transposed else (rows, columns), dtype=dtype)
         step = max(_CHUNK // columns // high, 1)  # rows of scales
         for start in range(0, scale.shape[0], step):
             part = scale[start : start + step]
             chunk = slice(start * high, (start + len(part)) * high)
-            floats = self.values[chunk].float()
+            floats = values[chunk].float()
             blocks = floats.view(len(part), high, scale.shape[1], wide)
             if zero is not None:
                 shift = zero[start : start + step] if zero.numel() > 1 else zero
@@ -50,7 +96,6 @@ class Codes(NamedTuple):
                 out[:, chunk] = floats.t()
             else:
                 out[chunk] = floats
-        return out
 
     def _spread(self, scale: Tensor) -> Tensor:
         """A scale for blocks of equal size, which are the whole matrix."""
@@ -58,7 +103,7 @@ class Codes(NamedTuple):
             return scale[self.group_of] if self.transposed else scale[:, self.group_of]
         if self.block is None:
             return scale
-        for axis, (size, length) in enumerate(zip(self.block, self.values.shape, strict=True)):
+        for axis, (size, length) in enumerate(zip(self.block, self.shape, strict=True)):
             if length % size:
                 scale = scale.repeat_interleave(size, axis).narrow(axis, 0, length)
         return scale

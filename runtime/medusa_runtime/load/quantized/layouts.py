@@ -175,11 +175,10 @@ def _pack_shape(parts: _Parts, scheme: Scheme) -> tuple[int, int]:
     parts.shaped("weight_scale", _SCALES, *(((rows, groups),) if scheme.group else ((rows, 1), (rows,), (1,), ())))
     scale = parts.entries["weight_scale"].shape
     if "weight_zero_point" in parts.entries:
-        packed = (-(-rows // per_word), scale[1]) if len(scale) == 2 else scale
-        if parts.entries["weight_zero_point"].dtype == "I8":
+        if parts.entries["weight_zero_point"].dtype == "I8" or len(scale) < 2:
             parts.shaped("weight_zero_point", frozenset({"I8"}), scale)
         else:
-            parts.shaped("weight_zero_point", frozenset({"I32"}), packed)
+            parts.shaped("weight_zero_point", frozenset({"I32"}), (-(-rows // per_word), scale[1]))
     elif not scheme.symmetric:
         raise parts.error("weight_zero_point", "zero points, as config.json says symmetric: false", "no such tensor")
     if "weight_shape" in parts.entries:
@@ -203,7 +202,7 @@ def _pack_codes(stored: Stored, tensors: Mapping[str, Tensor]) -> Codes:
     else:
         zero = unpack.down(zero, bits)[: scale.shape[0]]
     group_of = _group_of(stored, tensors.get("weight_g_idx"), "weight_g_idx", scale.shape[1])
-    return Codes(unpack.across(tensors["weight_packed"], bits), scale, zero, group_of=group_of)
+    return Codes(tensors["weight_packed"], scale, zero, "across", bits, group_of=group_of)
 
 
 def _gptq_shape(parts: _Parts, scheme: Scheme) -> tuple[int, int]:
@@ -235,12 +234,12 @@ def _gptq_codes(stored: Stored, tensors: Mapping[str, Tensor]) -> Codes:
     if stored.scheme.shifted:
         zeros = (zeros + 1) & ((1 << bits) - 1)  # zero was stored as -1, which has all bits
     group_of = _group_of(stored, tensors.get("g_idx"), "g_idx", scales.shape[0])
-    return Codes(unpack.down(tensors["qweight"], bits), scales, zeros, group_of=group_of, transposed=True)
+    return Codes(tensors["qweight"], scales, zeros, "down", bits, group_of=group_of, transposed=True)
 
 
 def _awq_codes(stored: Stored, tensors: Mapping[str, Tensor]) -> Codes:
-    values, zeros = (unpack.interleaved(tensors[name]) for name in ("qweight", "qzeros"))
-    return Codes(values, tensors["scales"], zeros, transposed=True)
+    bits, zeros = stored.scheme.bits, unpack.interleaved(tensors["qzeros"], stored.scheme.bits)
+    return Codes(tensors["qweight"], tensors["scales"], zeros, "interleaved", bits, transposed=True)
 
 
 def _group_of(stored: Stored, index: Tensor | None, part: str, groups: int) -> Tensor | None:

@@ -26,8 +26,9 @@ def down(words: Tensor, bits: int) -> Tensor:
     return out.flatten(0, 1)
 
 
-def interleaved(words: Tensor) -> Tensor:
+def interleaved(words: Tensor, bits: int) -> Tensor:
     """int32 [rows, words] → uint8 [rows, words * 8]: AWQ's nibbles, which are first the even and then the odd ones."""
+    assert bits == 4
     octets = words.contiguous().view(torch.uint8).view(*words.shape, 4)
     out = torch.empty(*words.shape, 8, dtype=torch.uint8)
     for at, place in enumerate(_AWQ_ORDER):
