@@ -71,6 +71,7 @@ class VllmEngine:
                 self.config, budget, self._arguments = configure(folder, region, settings, timeline, self._compiled)
         model = self.config.model_config
         self._vocab_size = model.get_vocab_size()
+        self._pools = model.runner_type == "pooling"  # it embeds, classifies or scores, by vLLM's own routes alone
         self.info = EngineInfo(
             "vllm",
             str(model.architecture),
@@ -93,6 +94,11 @@ class VllmEngine:
         self._prompt_tokens = self._generated_tokens = self._steps = 0
 
     def add(self, request: GenerateRequest, sink: Sink) -> None:
+        if self._pools:
+            raise RequestError(
+                f"{self.info.architecture} continues no text in vLLM; expected a request to a route for what it does: "
+                "/v1/embeddings, /pooling, /classify, /score or /rerank"
+            )
         if request.params.structured_outputs is not None:
             self._loaded.wait()  # in a thread of this request's own
             if self._load_error is not None:
@@ -117,7 +123,7 @@ class VllmEngine:
                     self._step()
                 else:
                     self._core.complete_idle()
-                    if self._generated_tokens or server_is_imported():
+                    if self._generated_tokens or self._pools or server_is_imported():
                         self._mount_when_idle()
                     self._inbox.wait(_IDLE_S)
         except MedusaError as error:

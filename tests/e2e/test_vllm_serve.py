@@ -167,15 +167,9 @@ def test_a_node_gives_an_engine_that_has_imported_and_rehearsed(start: Start, st
     assert serving.stop() == 0
 
 
-def test_embeddings_are_the_other_engines(start: Start, example: Path, tmp_path: Path) -> None:
+def test_embeddings_are_the_other_engines(start: Start, example: Path) -> None:
     serving = start("--model", example, "--engine", "vllm", "--kv-cache-mb", "64")
     status, answer, _ = serving.request("POST", "/v1/embeddings", {"input": "def"}, timeout_s=PATIENCE_S)
     assert status == 400, answer
     assert "the vllm engine continues text; for embeddings expected" in answer["error"]["message"]
     assert "with --engine torch" in answer["error"]["message"]
-    shutil.copytree(example, tmp_path / "encoder")
-    config = json.loads((example / "config.json").read_text()) | {"model_type": "bert", "architectures": ["BertModel"]}
-    (tmp_path / "encoder" / "config.json").write_text(json.dumps(config))
-    serving = start("--model", tmp_path / "encoder", "--engine", "vllm", "--kv-cache-mb", "64")
-    assert serving.process.wait(PATIENCE_S) != 0
-    assert "this model is an encoder; expected --engine torch" in serving.output()

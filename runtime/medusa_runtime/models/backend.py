@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ..config import Settings, require_handler
-from ..errors import CorruptError, MismatchError, ModelError
+from ..errors import CorruptError, MismatchError
 from .fields import Fields
 from .registry import architecture_of, has_family, is_encoder, model_config
 
@@ -53,15 +53,11 @@ def backend(read: ReadFile, settings: Settings) -> Backend:
     config = read_object(read, "config.json")
     if config is None:
         raise no_config()
+    if settings.engine == "vllm":
+        return Backend("vllm", architecture_of(config))
     if is_encoder(config):
-        if settings.engine == "vllm":
-            raise ModelError(
-                "--engine vllm continues text, and this model is an encoder; expected --engine torch for it"
-            )
         return Backend("encoder", str(config.get("model_type")), quantization=str(Fields(config).quantization() or ""))
     architecture = architecture_of(config)
-    if settings.engine == "vllm":
-        return Backend("vllm", architecture)
     stored = str(Fields(config).quantization() or "")
     if has_family(config):
         return Backend("decoder", architecture, quantization=stored)

