@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 from medusa_runtime.errors import ConfigError
 
-from benchmarks.simulation import blitzscale
+from benchmarks.simulation import blitzscale, scale
 from benchmarks.simulation.__main__ import FIGURES, main
 from benchmarks.simulation.figure import Figure, Line
 
@@ -54,3 +54,12 @@ def test_a_figures_deviation() -> None:
 def test_unknown_figures_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected names of paraserve-7"):
         main(["--figure", "paraserve-99", "--out", str(tmp_path)])
+
+
+def test_what_a_large_fleet_asks_of_a_controller(capsys: pytest.CaptureFixture[str]) -> None:
+    assert scale.main(["--seconds", "20"]) == 0
+    shown = capsys.readouterr().out
+    assert "| 10,000 devices, 1,000 models" in shown
+    assert "| messages a second, polling | 50,000 |" in shown
+    with pytest.raises(ConfigError, match="expected a number above 0"):
+        scale.main(["--seconds", "0"])

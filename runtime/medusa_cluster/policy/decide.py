@@ -6,17 +6,18 @@ instances each model needs, what ends, where the others start, what the paramete
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from .chains import live_pairs
-from .fetches import Fetches, current_targets
+from .counting import QUIET, Count, Counted, Counting
+from .fetches import Fetches, is_target
 from .index import Index
 from .placement import Placement
 from .pool import restore
-from .scaling import Bounds, Monitor, prescaled_decoders, shares, wanted
-from .sizing import Goal, Scheme, choose, parts
+from .scaling import Bounds, shares
+from .sizing import Goal, Scheme, choose, parts, predict
 from .state import (
     ChangeRole,
     ClusterState,
@@ -24,10 +25,8 @@ from .state import (
     Decision,
     Deployment,
     Instance,
-    Load,
     Pace,
     RequestNodes,
-    Role,
     StartInstance,
     StopInstance,
 )
@@ -57,7 +56,7 @@ class Options:
 class Memory:
     """What one call of ``decide`` leaves for the next. A controller that starts again begins with an empty one."""
 
-    monitors: Mapping[tuple[str, Role], Monitor] = field(default_factory=dict)
+    counted: Counted = field(default_factory=Counted)
     deadlines_s: Mapping[tuple[str, str], float] = field(default_factory=dict)  # of fetches, by node and URL
     paces: Mapping[str, float] = field(default_factory=dict)
     consolidated: frozenset[str] = frozenset()  # groups
@@ -77,29 +76,6 @@ def decide(
     return tick.run()
 
 
-@dataclass
-class _Count:
-    """One role of a model: its instances and how many there should be."""
-
-    deployment: Deployment
-    role: Role
-    instances: list[Instance]  # those that count: they start or are ready, on nodes that stay
-    current: int = 0
-    ready: int = 0
-    wanted: int = 0
-    least: int = 0  # would do
-
-    def __post_init__(self) -> None:
-        full = [instance.state for instance in self.instances if instance.full]
-        self.current, self.ready = len(full), full.count("ready")
-
-    def outdated(self) -> list[Instance]:
-        """The ready instances of an older version of the model; what is in groups stays."""
-        wanted = self.deployment.version
-        ready = [item for item in self.instances if item.state == "ready" and item.group is None]
-        return [item for item in ready if wanted and item.version not in ("", wanted)]
-
-
 class _Tick:
     def __init__(self, state: ClusterState, now_s: float, memory: Memory, options: Options) -> None:
         self._state, self._now_s, self._memory, self._options = state, now_s, memory, options
@@ -115,13 +91,17 @@ class _Tick:
             from_peers=options.from_peers,
             forwarding=options.forwarding,
         )
-        self._monitors: dict[tuple[str, Role], Monitor] = {}
+        self._counting = Counting(state, memory.index, now_s, memory.counted, options.bounds, prescale=options.prescale)
         self._deadlines = {key: at for key, at in memory.deadlines_s.items() if key in memory.index.arriving}
         self._starts: list[StartInstance] = []
         self._decisions: list[Decision] = []
 
     def run(self) -> tuple[list[Decision], Memory]:
-        counts = [count for deployment in self._concerned() for count in self._counts(deployment)]
+        by_model = self._counting.counts()
+        counted = self._counting.remembered()
+        for prefill, decode in (roles for roles in by_model.values() if len(roles) == 2):
+            self._turn(prefill, decode)
+        counts = [count for roles in by_model.values() for count in roles]
         missing = self._nodes(self._share(counts))
         changes = self._keep_pool()
         for count in counts:
@@ -135,7 +115,7 @@ class _Tick:
             decisions.append(RequestNodes(missing))
         consolidated = self._memory.consolidated | {group.group for group in groups}
         memory = Memory(
-            self._monitors,
+            counted,
             self._deadlines,
             _paces(self._memory.paces, paces),
             frozenset(consolidated & self._index.groups.keys()),
@@ -146,48 +126,7 @@ class _Tick:
 
     # How many.
 
-    def _concerned(self) -> Iterator[Deployment]:
-        """Yield the models that have requests or instances, or should have some, by name."""
-        deployments = self._state.deployments
-        for name in sorted({*self._state.loads, *self._index.instances, *self._catalog.always}):
-            if name in deployments:
-                yield deployments[name]
-
-    def _counts(self, deployment: Deployment) -> Iterator[_Count]:
-        load = self._state.loads.get(deployment.name, _QUIET)
-        known = self._index.instances.get(deployment.name, {})
-        staying = [instance for instance in known.values() if instance.state != "draining"]
-        if not deployment.disaggregated:
-            yield self._count(deployment, "both", staying, load)
-            return
-        prefill = [instance for instance in staying if instance.role != "decode"]
-        decode = [instance for instance in staying if instance.role == "decode"]
-        first = self._count(deployment, "prefill", prefill, replace(load, running=0, kv_use=0.0))
-        second = self._count(deployment, "decode", decode, replace(load, waiting=0, tokens_per_s=0.0))
-        if self._options.prescale:
-            second.wanted = prescaled_decoders(first.current, first.wanted, max(second.least, 1), second.wanted)
-        second.wanted = min(max(second.wanted, 1 if first.wanted else 0), max(deployment.max, deployment.min))
-        self._turn(first, second)
-        yield first
-        yield second
-
-    def _count(self, deployment: Deployment, role: Role, instances: list[Instance], load: Load) -> _Count:
-        count = _Count(deployment, role, instances)
-        key = (deployment.name, role)
-        found = wanted(
-            deployment,
-            load,
-            current=count.current,
-            ready=count.ready,
-            now_s=self._now_s,
-            monitor=self._memory.monitors.get(key, _NEW),
-            bounds=self._options.bounds,
-        )
-        self._monitors[key] = found.monitor
-        count.wanted, count.least = found.count, found.least
-        return count
-
-    def _turn(self, prefill: _Count, decode: _Count) -> None:
+    def _turn(self, prefill: Count, decode: Count) -> None:
         """Turn prefill instances that can be spared, and have the weights, into decode instances.
 
         Loading a decode instance would share its link with the keys and values that arrive (BlitzScale §5.4). The paper
@@ -202,7 +141,7 @@ class _Tick:
             prefill.current, prefill.ready, decode.current = prefill.current - 1, prefill.ready - 1, decode.current + 1
             self._decisions.append(ChangeRole(chosen.id, chosen.node, "decode", "decode instances are missing"))
 
-    def _share(self, counts: list[_Count]) -> int:
+    def _share(self, counts: list[Count]) -> int:
         """Cut the counts down to what the cluster has, fairly; returns how many slots more the loads need."""
         total, slots = sum(count.wanted for count in counts), self._index.slots
         if total <= slots:
@@ -222,8 +161,8 @@ class _Tick:
 
     # Ends and starts.
 
-    def _adjust(self, count: _Count) -> None:
-        old, surplus = count.outdated(), count.current - count.wanted
+    def _adjust(self, count: Count) -> None:
+        old, surplus = count.outdated, count.current - count.wanted
         if surplus == 1 and old and count.ready < count.current:
             return  # what replaces an instance of an older version starts
         if surplus > 0:
@@ -233,14 +172,14 @@ class _Tick:
         elif old and count.ready == count.current:
             self._renew(count, old)
 
-    def _renew(self, count: _Count, old: list[Instance]) -> None:
+    def _renew(self, count: Count, old: list[Instance]) -> None:
         """Replace one instance of an older version: by one that starts first, where there is room for it."""
         if any(node.free_slots for node in self._state.nodes.values()):
             self._start(count, 1)
         else:
             self._stop(min(old, key=_dispensable), _REPLACED)
 
-    def _end(self, count: _Count, number: int, old: list[Instance]) -> None:
+    def _end(self, count: Count, number: int, old: list[Instance]) -> None:
         singles = [instance for instance in count.instances if instance.group is None]
         groups = {instance.group for instance in count.instances if instance.group is not None}
         for instance in sorted(singles, key=lambda item: (item not in old, *_dispensable(item)))[:number]:
@@ -262,14 +201,14 @@ class _Tick:
                 if instance.state != "draining":
                     self._stop(instance, "the model was removed")
         for model in leaving.keys() & self._state.deployments.keys():
-            load = self._state.loads.get(model, _QUIET)
+            load = self._state.loads.get(model, QUIET)
             serves = any(instance.state == "ready" for instance in staying.get(model, {}).values())
             if serves or not (load.waiting or load.running or self._state.deployments[model].min):
                 for instance in leaving[model].values():
                     if instance.state != "draining":
                         self._stop(instance, "its node drains")
 
-    def _start(self, count: _Count, number: int) -> None:
+    def _start(self, count: Count, number: int) -> None:
         deployment = count.deployment
         cold = count.ready == 0 and count.role == "both" and self._options.largest_group > 1
         scheme = _repeated(count) if cold else None
@@ -292,41 +231,40 @@ class _Tick:
         """Choose a group for a start from nothing; None where nothing is known about the model's starts."""
         if deployment.times is None or deployment.layers < 2:
             return None
-        load = self._state.loads.get(deployment.name, _QUIET)
+        load = self._state.loads.get(deployment.name, QUIET)
         options = self._options
-        servers = self._placement.holders(deployment, self._fetches.target(deployment.url))
-        servers += islice(self._placement.others(deployment), _CANDIDATES)
-        return choose(
-            servers,
-            deployment.times,
-            Goal(
-                deployment.ttft_slo_s,
-                deployment.tpot_slo_s,
-                load.longest_wait_s,
-                options.hop_s,
-                options.follows_memory,
-                least_full=min(number, options.largest_group),
-                largest=options.largest_group,
-            ),
-            deployment.layers,
+        goal = Goal(
+            deployment.ttft_slo_s,
+            deployment.tpot_slo_s,
+            load.longest_wait_s,
+            options.hop_s,
+            options.follows_memory,
+            least_full=min(number, options.largest_group),
+            largest=options.largest_group,
         )
+        servers = self._placement.holders(deployment, self._fetches.target(deployment.url))
+        if servers:
+            alone = predict(servers[:1], 1, deployment.times, goal)
+            if alone.meets:
+                return alone
+        servers += islice(self._placement.others(deployment), _CANDIDATES)
+        return choose(servers, deployment.times, goal, deployment.layers)
 
-    def _start_on(self, count: _Count, node: str, reason: str, predicted_s: float) -> None:
+    def _start_on(self, count: Count, node: str, reason: str, predicted_s: float) -> None:
         deployment = count.deployment
         self._placement.take(node)
-        if node not in current_targets(self._index, deployment):
+        if not is_target(self._index, deployment, node):
             self._fetch(deployment, node)
         start = StartInstance(self._id(deployment), deployment.name, node, count.role, reason=reason)
         self._starts.append(replace(start, ttft_s=predicted_s))
 
-    def _start_group(self, count: _Count, scheme: Scheme) -> None:
+    def _start_group(self, count: Count, scheme: Scheme) -> None:
         deployment = count.deployment
         group = f"{self._id(deployment)}g"
-        held = current_targets(self._index, deployment)
         for number, (node, layers) in enumerate(zip(scheme.nodes, parts(deployment.layers, scheme.size), strict=True)):
             self._placement.take(node)
             arriving = self._index.holders.get(deployment.url, {}).get(node)
-            if node not in held and (arriving is None or arriving.layers != layers):
+            if not is_target(self._index, deployment, node) and (arriving is None or arriving.layers != layers):
                 self._fetch(deployment, node, scheme.size, layers)
             full = number < scheme.full
             start = StartInstance(self._id(deployment), deployment.name, node, count.role, layers, group, full)
@@ -386,8 +324,8 @@ class _Tick:
             model = workers[0].model
             if not all(worker.state == "ready" for worker in workers) or model not in self._state.deployments:
                 continue
-            monitor = self._monitors.get((model, "both"), _NEW)
-            needed = int(monitor.samples[0][1]) if monitor.samples else 1
+            samples = self._counting.samples(model)
+            needed = int(samples[0][1]) if samples else 1
             full = sorted((worker for worker in workers if worker.full), key=lambda worker: worker.layers or (0, 0))
             keep = tuple(worker.id for worker in full[: max(1, min(needed, len(full)))])
             reason = "one is enough" if len(keep) == 1 else "the load needs several"
@@ -395,7 +333,7 @@ class _Tick:
         return decisions
 
 
-def _repeated(count: _Count) -> Scheme | None:
+def _repeated(count: Count) -> Scheme | None:
     """Return the scheme of the group that starts already, for another one on the same nodes."""
     last = next((instance.group for instance in count.instances if instance.group is not None), None)
     workers = [instance for instance in count.instances if instance.group == last and last is not None]
@@ -406,9 +344,7 @@ def _repeated(count: _Count) -> Scheme | None:
     return Scheme(nodes, len(nodes), 0.0, 0.0, meets=True)
 
 
-_NEW = Monitor()
 _REPLACED = "its model was replaced in the store"
-_QUIET = Load()
 
 
 def _dispensable(instance: Instance) -> tuple[bool, int, float, str]:

@@ -137,15 +137,13 @@ class Fetches:
         node, deployment = self.nodes[fetch.node], self.by_url[fetch.url]
         if not node.memory_bytes or not deployment.size_bytes:
             return []
-        models = {instance.model for instance in node.instances}
-        keep = {url for url, item in self.by_url.items() if item.name in models} if models else set()
+        running = {instance.model for instance in node.instances}
+        by_url = self.by_url
+        keep = {copy.url for copy in node.copies if copy.url in by_url and by_url[copy.url].name in running}
         return evict(node, deployment.size_bytes, self.by_url, keep) or []
 
 
-def current_targets(index: Index, deployment: Deployment) -> set[str]:
-    """Return the nodes that have the whole model, or receive it."""
-    return {
-        name
-        for name, copy in index.holders.get(deployment.url, {}).items()
-        if copy.layers is None and is_current(copy, deployment)
-    }
+def is_target(index: Index, deployment: Deployment, node: str) -> bool:
+    """Return whether a node has the whole model, or receives it."""
+    copy = index.holders.get(deployment.url, {}).get(node)
+    return copy is not None and copy.layers is None and is_current(copy, deployment)

@@ -32,6 +32,7 @@ class Index:
         self.instances: defaultdict[str, dict[str, Instance]] = defaultdict(dict)  # model → id → on nodes that stay
         self.leaving: defaultdict[str, dict[str, Instance]] = defaultdict(dict)  # model → id → on nodes that drain
         self.groups: defaultdict[str, dict[str, Instance]] = defaultdict(dict)  # group → id → its workers
+        self.marks: dict[str, object] = {}  # model → another object whenever its instances are others
         self.arriving: dict[tuple[str, str], Copy] = {}  # (node, URL) → copy that is not complete
         self.pinned_bytes: dict[str, int] = {}  # node → of the parameter pool
         self.slots = 0  # of nodes that are alive
@@ -73,25 +74,54 @@ class Index:
             (name, nodes[name]) for name in names if name in nodes and seen.get(name) is not nodes[name]
         ]:
             last = seen.get(name)
-            if last is not None and _same(last, node):
-                seen[name] = node
-                continue
-            self.joined |= last is None or last.state != node.state
-            if last is None or last.link_bytes_per_s != node.link_bytes_per_s:
-                self._by_link = self._by_name = None
-            if self.touched is not None and (last is None or _held(last) != _held(node)):
-                self.touched.update(copy.url for one in (last, node) if one is not None for copy in one.copies)
-            if last is not None:
-                self._forget(last)
-            self._add(node)
             seen[name] = node
+            if last is None:
+                self.joined = True
+                self._by_link = self._by_name = None
+                self._touch(node)
+                self._mark(node)
+                self._add(node)
+            else:
+                self._replace(last, node)
         if len(seen) != len(nodes):
             for name in [name for name in seen if name not in nodes]:
                 last = seen.pop(name)
                 self._by_link = self._by_name = None
-                if self.touched is not None:
-                    self.touched.update(copy.url for copy in last.copies)
+                self._touch(last)
+                self._mark(last)
                 self._forget(last)
+
+    def _replace(self, last: Node, node: Node) -> None:
+        copies = last.copies is node.copies or last.copies == node.copies
+        instances = last.instances is node.instances or last.instances == node.instances
+        alike = last.state == node.state and last.devices == node.devices
+        if copies and instances and alike and last.memory_bytes == node.memory_bytes:
+            if last.link_bytes_per_s != node.link_bytes_per_s:
+                self._by_link = None
+            return
+        if last.state != node.state:
+            self.joined = True
+        if last.link_bytes_per_s != node.link_bytes_per_s:
+            self._by_link = None
+        if self.touched is not None and not _same_for_the_pool(last, node, copies, instances):
+            self._touch(last, node)
+        if not alike or not (instances or _run_the_same(last, node)):
+            self._mark(last, node)
+        if copies and alike:
+            self._forget_instances(last)
+            self._add_instances(node)
+        else:
+            self._forget(last)
+            self._add(node)
+
+    def _touch(self, *nodes: Node) -> None:
+        if self.touched is not None:
+            self.touched.update(copy.url for node in nodes for copy in node.copies)
+
+    def _mark(self, *nodes: Node) -> None:
+        for node in nodes:
+            for instance in node.instances:
+                self.marks[instance.model] = object()
 
     def _add(self, node: Node) -> None:
         if node.state == "lost":
@@ -103,16 +133,22 @@ class Index:
                 self.arriving[node.name, copy.url] = copy
             if copy.pinned:
                 pinned += copy.total_bytes
+        if node.state == "alive":
+            self.pinned_bytes[node.name] = pinned
+            self.slots += node.slots
+        self._add_instances(node)
+
+    def _add_instances(self, node: Node) -> None:
+        if node.state == "lost":
+            return
         instances = self.instances if node.state == "alive" else self.leaving
         for instance in node.instances:
             instances[instance.model][instance.id] = instance
             if instance.group is not None:
                 self.groups[instance.group][instance.id] = instance
-        if node.state == "alive":
-            self.pinned_bytes[node.name] = pinned
-            self.slots += node.slots
-            if node.free_slots > 0:
-                self.free[node.name] = node.free_slots
+        free = node.free_slots
+        if free > 0:
+            self.free[node.name] = free
 
     def _forget(self, node: Node) -> None:
         if node.state == "lost":
@@ -120,32 +156,51 @@ class Index:
         for copy in node.copies:
             _discard(self.holders, copy.url, node.name)
             self.arriving.pop((node.name, copy.url), None)
+        if node.state == "alive":
+            del self.pinned_bytes[node.name]
+            self.slots -= node.slots
+        self._forget_instances(node)
+
+    def _forget_instances(self, node: Node) -> None:
+        if node.state == "lost":
+            return
         for instance in node.instances:
             _discard(self.instances if node.state == "alive" else self.leaving, instance.model, instance.id)
             if instance.group is not None:
                 _discard(self.groups, instance.group, instance.id)
-        if node.state == "alive":
-            del self.pinned_bytes[node.name]
-            self.slots -= node.slots
-            self.free.pop(node.name, None)
+        self.free.pop(node.name, None)
 
 
-def _same(last: Node, node: Node) -> bool:
-    """Return whether nothing has changed that is indexed; the links' use, for one, changes all the time."""
+def _run_the_same(last: Node, node: Node) -> bool:
+    """Return whether their instances differ in nothing but the requests that they run."""
+    if last.instances is node.instances:
+        return True
+    return [_identity(instance) for instance in last.instances] == [_identity(instance) for instance in node.instances]
+
+
+def _identity(instance: Instance) -> tuple[object, ...]:
     return (
-        last.copies == node.copies
-        and last.instances == node.instances
-        and last.state == node.state
-        and last.devices == node.devices
-        and last.memory_bytes == node.memory_bytes
-        and last.link_bytes_per_s == node.link_bytes_per_s
+        instance.id,
+        instance.model,
+        instance.state,
+        instance.role,
+        instance.group,
+        instance.full,
+        instance.version,
     )
 
 
-def _held(node: Node) -> tuple[object, ...]:
-    """Return what the parameter pool depends on."""
-    copies = tuple((copy.url, copy.version, copy.pinned, copy.is_complete, copy.layers) for copy in node.copies)
-    return node.state, node.memory_bytes, copies, [instance.model for instance in node.instances]
+def _same_for_the_pool(last: Node, node: Node, copies: bool, instances: bool) -> bool:
+    """Return whether nothing differs that the parameter pool depends on; ``copies``, ``instances``: those are equal."""
+    if last.state != node.state or last.memory_bytes != node.memory_bytes:
+        return False
+    if not instances and [item.model for item in last.instances] != [item.model for item in node.instances]:
+        return False
+    return copies or [_held(copy) for copy in last.copies] == [_held(copy) for copy in node.copies]
+
+
+def _held(copy: Copy) -> tuple[object, ...]:
+    return copy.url, copy.version, copy.pinned, copy.is_complete, copy.layers
 
 
 def _discard(index: dict[str, dict[str, Any]], key: str, name: str) -> None:

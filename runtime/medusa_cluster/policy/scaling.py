@@ -9,7 +9,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from .state import Deployment, Load
 
@@ -38,8 +39,7 @@ class Monitor:
     tokens_per_s: float = 0.0  # the most that one busy instance was seen to take
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
+class Need(NamedTuple):
     """How many instances the load asks for: at least, so that no bound is exceeded, and at most, so that none idles."""
 
     least: int
@@ -52,7 +52,7 @@ class Wanted:
 
     count: int
     least: int
-    monitor: Monitor = field(compare=False, default_factory=Monitor)
+    monitor: Monitor
 
 
 def need(deployment: Deployment, load: Load, ready: int, tokens_per_s: float, bounds: Bounds) -> Need:
@@ -88,7 +88,7 @@ def wanted(
     most = int(samples[0][1])
     if current < found.least:
         count, spare = (found.least + found.most + 1) // 2, None
-    elif current > max(most, _kept(load, now_s, bounds)):
+    elif current > max(most, deployment.min, _kept(load, now_s, bounds)):
         spare = now_s if monitor.spare_since_s is None else monitor.spare_since_s
         count = current
         if now_s - spare >= bounds.spare_s:

@@ -44,10 +44,10 @@ class Workload:
             found = trace.read_csv(self.folder / self.arrivals, [model.name for model in models])
         if rate > 0:
             found = trace.scale(found, rate, self.seed)
-        found = list(trace.repeat(found, self.seconds)) if self.seconds else found
+        whole = trace.repeat(found, self.seconds) if self.seconds else found
         if self.arrivals in trace.AZURE:
-            found = trace.dealt(found, trace.popularity(len(models), 1.0, self.popularity), self.seed)
-        return found
+            whole = trace.dealt(whole, trace.popularity(len(models), 1.0, self.popularity), self.seed)
+        return trace.Requests(whole)
 
 
 @dataclass(frozen=True, slots=True)

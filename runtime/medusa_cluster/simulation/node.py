@@ -25,16 +25,28 @@ class SimCopy:
     used_at_s: float = 0.0
     sources: tuple[str, ...] = ()
     then: list[Callable[[], None]] = field(default_factory=list)
+    last: Copy | None = None  # as the policy saw it
 
     @property
     def fetched(self) -> float:
         return self.base + (self.flow.progress if self.flow is not None else 0.0)
 
     def seen(self) -> Copy:
+        """Return it as the policy sees it; the same object as long as nothing has changed."""
+        last = self.last
+        if (
+            last is not None
+            and self.complete
+            and last.fetched_bytes == self.total
+            and last.pinned == self.pinned
+            and last.used_at_s == self.used_at_s
+        ):
+            return last
         fetched = self.total if self.complete else min(int(self.fetched), self.total - 1)
-        return Copy(
+        self.last = Copy(
             self.url, self.total, fetched, "1", self.layers, "host", self.pinned, self.used_at_s, self.sources
         )  # fmt: skip
+        return self.last
 
 
 @dataclass(slots=True, eq=False)

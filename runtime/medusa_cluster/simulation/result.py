@@ -35,6 +35,13 @@ class Outcome:
     def requests(self) -> int:
         return len(self.ttft_s)
 
+    def add(self, at_s: float, model: int) -> None:
+        """Note a request that has come; it has no answer yet."""
+        self.at_s.append(at_s)
+        self.model.append(model)
+        self.ttft_s.append(math.inf)
+        self.tpot_s.append(math.inf)
+
     def attainment(self, ttft_slo_s: Callable[[int], float], tpot_slo_s: Callable[[int], float] | None = None) -> float:
         """Return the part of the requests that met their model's SLO: of the first token, or of the others."""
         if not self.requests:

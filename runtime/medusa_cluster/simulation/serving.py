@@ -16,12 +16,12 @@ from .profiles import Speed
 
 
 class Served:
-    """A request on its way. Times are those of the simulation; -1: not yet."""
+    """A request on its way. Times are those of the simulation; -1: not yet. ``number``: of those that came before."""
 
-    __slots__ = ("at_s", "done_s", "first_s", "model", "output_tokens", "prompt_tokens")
+    __slots__ = ("at_s", "done_s", "first_s", "model", "number", "output_tokens", "prompt_tokens")
 
-    def __init__(self, at_s: float, model: int, prompt_tokens: int, output_tokens: int) -> None:
-        self.at_s, self.model = at_s, model
+    def __init__(self, at_s: float, model: int, prompt_tokens: int, output_tokens: int, number: int = 0) -> None:
+        self.at_s, self.model, self.number = at_s, model, number
         self.prompt_tokens, self.output_tokens = prompt_tokens, output_tokens
         self.first_s = self.done_s = -1.0
 

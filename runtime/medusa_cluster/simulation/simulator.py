@@ -84,7 +84,7 @@ class Simulation:
         self._next_request_s: float | None = 0.0
         self._progress, self._progress_at = progress, 0.0
         self._details = details
-        self._served: list[Served] = []
+        self._unanswered: set[Served] = set()
 
     def run(self) -> Outcome:
         """Run to the last answer, or until nothing can be answered any more."""
@@ -97,9 +97,8 @@ class Simulation:
         self.env.run()
         self._execution.close()
         outcome = self.outcome
-        for request in self._served:
-            outcome.ttft_s.append(request.ttft_s)
-            outcome.tpot_s.append(request.tpot_s)
+        for request in self._unanswered:
+            outcome.ttft_s[request.number] = request.ttft_s
         outcome.moved_bytes = self.network.moved_bytes
         outcome.seconds = self.env.now
         return outcome
@@ -114,10 +113,10 @@ class Simulation:
 
     def _arrive(self, request: Request) -> None:
         now = self.env.now
-        served = Served(now, request.model, request.prompt_tokens, request.output_tokens)
-        self._served.append(served)
-        self.outcome.at_s.append(now)
-        self.outcome.model.append(request.model)
+        outcome = self.outcome
+        served = Served(now, request.model, request.prompt_tokens, request.output_tokens, outcome.requests)
+        self._unanswered.add(served)
+        outcome.add(now, request.model)
         model = self.models[request.model]
         model.last_request_s = now
         model.window.append((now, request.prompt_tokens))
@@ -126,7 +125,7 @@ class Simulation:
         self._active.add(request.model)
         self.dispatch(model)
         if model.queue:
-            self.outcome.largest_backlog = max(self.outcome.largest_backlog, len(model.queue))
+            outcome.largest_backlog = max(outcome.largest_backlog, len(model.queue))
         self.wake()
         self._arrive_next()
 
@@ -142,6 +141,9 @@ class Simulation:
     def ended(self, server: Server, request: Served | None) -> None:
         """A request has ended (or, without one, gone to a decoder); its place is free."""
         if request is not None:
+            self._unanswered.discard(request)
+            self.outcome.ttft_s[request.number] = request.ttft_s
+            self.outcome.tpot_s[request.number] = request.tpot_s
             model = self.models[request.model]
             model.running -= 1
             self._active.add(request.model)

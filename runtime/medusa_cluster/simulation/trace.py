@@ -7,12 +7,14 @@ import gzip
 import io
 import math
 import random
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from importlib import resources
+from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from medusa_runtime.errors import ConfigError
 
@@ -24,6 +26,36 @@ class Request(NamedTuple):
     model: int  # index in the fleet's models
     prompt_tokens: int
     output_tokens: int
+
+
+class Requests(Sequence[Request]):
+    """Requests as columns: a day of a large fleet's takes 32 bytes for each, and no time of the garbage collector."""
+
+    def __init__(self, requests: Iterable[Request] = ()) -> None:
+        self._at_s, self._model = array("d"), array("l")
+        self._prompt, self._output = array("l"), array("l")
+        for at_s, model, prompt, output in requests:
+            self._at_s.append(at_s)
+            self._model.append(model)
+            self._prompt.append(prompt)
+            self._output.append(output)
+
+    def __len__(self) -> int:
+        return len(self._at_s)
+
+    @overload
+    def __getitem__(self, number: int) -> Request: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> list[Request]: ...
+
+    def __getitem__(self, number: int | slice) -> Request | list[Request]:
+        if isinstance(number, slice):
+            return [self[one] for one in range(*number.indices(len(self)))]
+        return Request(self._at_s[number], self._model[number], self._prompt[number], self._output[number])
+
+    def __iter__(self) -> Iterator[Request]:
+        return map(Request, self._at_s, self._model, self._prompt, self._output)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +135,14 @@ def azure(name: str) -> list[Request]:
     return [Request(at - begin, 0, max(prompt, 1), max(output, 1)) for at, prompt, output in found]
 
 
-def dealt(requests: Sequence[Request], weights: Sequence[float], seed: int = 1) -> list[Request]:
+def dealt(requests: Iterable[Request], weights: Sequence[float], seed: int = 1) -> Iterator[Request]:
     """Give each request of a trace that names no models one, drawn by these weights."""
     if len(weights) == 1:
-        return list(requests)
-    models = random.Random(seed).choices(range(len(weights)), weights, k=len(requests))
-    return [request._replace(model=model) for request, model in zip(requests, models, strict=True)]
+        yield from requests
+        return
+    draw, models, sums = random.Random(seed).choices, range(len(weights)), list(accumulate(weights))
+    for request in requests:
+        yield request._replace(model=draw(models, cum_weights=sums)[0])
 
 
 def read_csv(path: Path, models: Sequence[str]) -> list[Request]:

@@ -1,0 +1,188 @@
+"""How many instances each model has and should have, counted again only where something may have changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from .index import Catalog, Index
+from .scaling import Bounds, Monitor, prescaled_decoders, wanted
+from .state import ClusterState, Deployment, Instance, Load, Role
+
+QUIET = Load()
+_NEW = Monitor()
+
+
+@dataclass(slots=True)
+class Count:
+    """One role of a model: its instances and how many there should be."""
+
+    deployment: Deployment
+    role: Role
+    instances: list[Instance]  # those that count: they start or are ready, on nodes that stay
+    current: int = 0
+    ready: int = 0
+    wanted: int = 0
+    least: int = 0  # would do
+    monitor: Monitor = _NEW
+    outdated: list[Instance] = field(default_factory=list)  # ready, of an older version; what is in groups stays
+
+    def __post_init__(self) -> None:
+        version = self.deployment.version
+        for instance in self.instances:
+            ready = instance.state == "ready"
+            if instance.full:
+                self.current += 1
+                self.ready += ready
+            if instance.version and instance.version != version and version and ready and instance.group is None:
+                self.outdated.append(instance)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether only another load, another instance or time without requests can change what is wanted."""
+        monitor = self.monitor
+        return (
+            self.current == self.wanted
+            and monitor.spare_since_s is None
+            and len(monitor.samples) == 1
+            and not self.outdated
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A model of which there was what it should have, and what that followed from.
+
+    ``mark``: of its instances in the index. ``kept``: one is there only because a request came a short time ago.
+    """
+
+    load: Load
+    mark: object
+    kept: bool
+    wanted: int
+    monitors: tuple[tuple[Role, Monitor], ...]
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What one tick remembers about the models' loads. ``settled`` holds for this catalog and these options."""
+
+    monitors: Mapping[tuple[str, Role], Monitor] = field(default_factory=dict)
+    settled: Mapping[str, Settled] = field(default_factory=dict)
+    catalog: Catalog | None = None
+    options: tuple[Bounds, bool] | None = None
+    at_s: float = -math.inf
+
+
+class Counting:
+    """The counts of one tick.
+
+    A model whose load and instances are those of the last tick, and of which there was what it should have, is passed
+    over: most models of a large cluster, most of the time. The result is the same as if it were counted.
+    """
+
+    def __init__(
+        self, state: ClusterState, index: Index, now_s: float, last: Counted, bounds: Bounds, *, prescale: bool
+    ) -> None:
+        self._state, self._index, self._now_s = state, index, now_s
+        self._last, self._bounds, self._prescale = last, bounds, prescale
+        self._catalog = index.catalog(state.deployments)
+        same = last.catalog is self._catalog and last.options == (bounds, prescale)
+        self._known: Mapping[str, Settled] = last.settled if same else {}
+        self._settled: dict[str, Settled] = {}
+        self._counts: dict[str, list[Count]] = {}
+
+    def counts(self) -> dict[str, list[Count]]:
+        """Count the models that have requests or instances, or should have some; by name, in order."""
+        state, instances = self._state, self._index.instances
+        total = 0
+        for name in sorted({*state.loads, *instances, *self._catalog.always}):
+            deployment = state.deployments.get(name)
+            if deployment is None:
+                continue
+            settled = self._known.get(name)
+            if settled is not None and self._holds(name, settled):
+                self._settled[name] = settled
+                total += settled.wanted
+            else:
+                self._counts[name] = self._count_roles(deployment)
+                total += sum(count.wanted for count in self._counts[name])
+        if total > self._index.slots:  # all of them share what there is
+            for name in self._settled:
+                self._counts[name] = self._count_roles(state.deployments[name])
+            self._settled = {}
+            self._counts = {name: self._counts[name] for name in sorted(self._counts)}
+        return self._counts
+
+    def samples(self, model: str) -> tuple[tuple[float, float], ...]:
+        """Return the samples of a model's load, of instances that do all."""
+        for count in self._counts.get(model, ()):
+            if count.role == "both":
+                return count.monitor.samples
+        settled = self._settled.get(model)
+        return settled.monitors[0][1].samples if settled is not None and settled.monitors[0][0] == "both" else ()
+
+    def remembered(self) -> Counted:
+        """Return what the next tick needs. Counts must not be changed after it but by ``ChangeRole``."""
+        settled = dict(self._settled)
+        monitors: dict[tuple[str, Role], Monitor] = {}
+        for name, counts in self._counts.items():
+            if all(count.is_settled for count in counts):
+                settled[name] = self._settle(name, counts)
+            else:
+                for count in counts:
+                    monitors[name, count.role] = count.monitor
+        return Counted(monitors, settled, self._catalog, (self._bounds, self._prescale), self._now_s)
+
+    def _holds(self, name: str, settled: Settled) -> bool:
+        load = self._state.loads.get(name, QUIET)
+        return (
+            (load is settled.load or load == settled.load)
+            and self._index.marks.get(name) is settled.mark
+            and not (settled.kept and self._now_s - load.last_request_s >= self._bounds.keep_alive_s)
+        )
+
+    def _settle(self, name: str, counts: list[Count]) -> Settled:
+        load = self._state.loads.get(name, QUIET)
+        kept = any(count.current > max(count.monitor.samples[0][1], count.deployment.min) for count in counts)
+        monitors = tuple((count.role, count.monitor) for count in counts)
+        return Settled(load, self._index.marks.get(name), kept, sum(count.wanted for count in counts), monitors)
+
+    def _monitor(self, model: str, role: Role) -> Monitor:
+        settled = self._last.settled.get(model)
+        if settled is None:
+            return self._last.monitors.get((model, role), _NEW)
+        for known, monitor in settled.monitors:
+            if known == role:  # what was counted then held until the last tick
+                return Monitor(((self._last.at_s, monitor.samples[0][1]),), None, monitor.tokens_per_s)
+        return _NEW
+
+    def _count_roles(self, deployment: Deployment) -> list[Count]:
+        load = self._state.loads.get(deployment.name, QUIET)
+        known = self._index.instances.get(deployment.name, {})
+        staying = [instance for instance in known.values() if instance.state != "draining"]
+        if not deployment.disaggregated:
+            return [self._count(deployment, "both", staying, load)]
+        prefill = [instance for instance in staying if instance.role != "decode"]
+        decode = [instance for instance in staying if instance.role == "decode"]
+        first = self._count(deployment, "prefill", prefill, replace(load, running=0, kv_use=0.0))
+        second = self._count(deployment, "decode", decode, replace(load, waiting=0, tokens_per_s=0.0))
+        if self._prescale:
+            second.wanted = prescaled_decoders(first.current, first.wanted, max(second.least, 1), second.wanted)
+        second.wanted = min(max(second.wanted, 1 if first.wanted else 0), max(deployment.max, deployment.min))
+        return [first, second]
+
+    def _count(self, deployment: Deployment, role: Role, instances: list[Instance], load: Load) -> Count:
+        count = Count(deployment, role, instances)
+        found = wanted(
+            deployment,
+            load,
+            current=count.current,
+            ready=count.ready,
+            now_s=self._now_s,
+            monitor=self._monitor(deployment.name, role),
+            bounds=self._bounds,
+        )
+        count.wanted, count.least, count.monitor = found.count, found.least, found.monitor
+        return count

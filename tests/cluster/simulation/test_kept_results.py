@@ -1,0 +1,82 @@
+"""Numbers of whole runs, noted before the simulator and the policy were made faster: they must stay what they were.
+
+A change that is meant to change them notes the new ones; ``python -m tests.cluster.simulation.test_kept_results``
+prints them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from medusa_cluster.simulation.fleet import GBIT, Fleet, Machine, Model
+from medusa_cluster.simulation.fleet_file import read_plan
+from medusa_cluster.simulation.profiles import GB, PROFILES
+from medusa_cluster.simulation.result import Outcome, percentile
+from medusa_cluster.simulation.simulator import Simulation
+from medusa_cluster.simulation.strategy import strategy_named
+from medusa_cluster.simulation.trace import LENGTHS, gamma
+
+from benchmarks.simulation import blitzscale
+
+pytest.importorskip("simpy")
+
+
+def bursty(name: str) -> Outcome:
+    """24 models on 8 devices, with starts that differ."""
+    models = tuple(
+        Model(f"m{number}", PROFILES["llama2-7b@a10"], ttft_slo_s=7.5, tpot_slo_s=0.2) for number in range(24)
+    )
+    fleet = Fleet("bursty", (Machine("n", 8, 16 * GBIT, memory_bytes=100 * GB),), models, start_spread=0.2)
+    requests = gamma([1.0 / 24] * 24, 8, 900, [LENGTHS["sharegpt"]])
+    return Simulation(fleet, strategy_named(name), requests, tick_s=0.25).run()
+
+
+def large(seconds: float) -> Outcome:
+    """The beginning of the day on 10,000 devices."""
+    plan = read_plan(Path("examples/fleet/ten-thousand-devices.yaml"))
+    workload = replace(plan.workload, seconds=seconds)
+    requests = workload.requests(plan.fleet.models, plan.lengths, plan.workload.rates[0], 1.0)
+    return Simulation(plan.fleet, strategy_named("medusa"), requests, tick_s=plan.tick_s).run()
+
+
+RUNS = {
+    **{f"bursty {name}": lambda name=name: bursty(name) for name in ("medusa", "paraserve-cache", "serverlessllm")},
+    "code s-llm": lambda: blitzscale.run("s-llm", "azure-code", 120.0),
+    "conversations blitzscale": lambda: blitzscale.run("blitzscale", "azure-conv", 120.0),
+    "10,000 devices": lambda: large(90.0),
+}
+
+
+def numbers(outcome: Outcome) -> tuple[float, ...]:
+    """Return mean, p50 and p99 of TTFT, the mean TPOT, device seconds, starts and moved GB."""
+    return (
+        outcome.mean_ttft_s(),
+        percentile(outcome.ttft_s, 0.5),
+        percentile(outcome.ttft_s, 0.99),
+        outcome.mean_tpot_s(),
+        outcome.device_s,
+        float(outcome.cold_starts),
+        outcome.moved_bytes / GB,
+    )
+
+
+KEPT: dict[str, tuple[float, ...]] = {
+    "bursty medusa": (9.52708409, 7.75516222, 36.7589329, 0.0415126051, 5052.24167, 132, 912.498489),
+    "bursty paraserve-cache": (10.2054098, 8.03690952, 36.0935538, 0.0412937203, 5228.74962, 127, 964.714897),
+    "bursty serverlessllm": (17.3508316, 15.6727873, 49.1814304, 0.0413489682, 5644.97202, 120, 957.040967),
+    "code s-llm": (3.60774016, 0.464374834, 19.5191527, 0.0260221283, 2028.95814, 27, 35.875),
+    "conversations blitzscale": (0.232734169, 0.191754541, 1.04019514, 0.066668849, 2915.48122, 67, 373.5),
+    "10,000 devices": (1.86112736, 0.680303955, 4.91128946, 0.039573382, 21203.514, 518, 275),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_gives_the_numbers_that_it_gave(name: str) -> None:
+    assert numbers(RUNS[name]()) == pytest.approx(KEPT[name], rel=1e-6)
+
+
+if __name__ == "__main__":
+    for name, run in RUNS.items():
+        print(f'    "{name}": ({", ".join(f"{value:.9g}" for value in numbers(run()))}),')
