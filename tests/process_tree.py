@@ -15,8 +15,20 @@ def alive(pid: int) -> bool:
 
 
 def stopped(pid: int) -> bool:
-    """Whether SIGSTOP has it."""
-    return _state_and_parent(pid)[0] == "T"
+    """Whether SIGSTOP has it; false of one that has ended."""
+    try:
+        return _state_and_parent(pid)[0] == "T"
+    except OSError:
+        return False
+
+
+def waited_s(pid: int) -> float:
+    """The longest that any of its threads has waited for a CPU so far: what other programs have cost it."""
+    waits = [0]
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):
+            waits.append(int((task / "schedstat").read_text().split()[1]))
+    return max(waits) / 1e9
 
 
 def asleep(pid: int) -> bool:
