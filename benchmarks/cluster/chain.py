@@ -38,16 +38,19 @@ def _measure(options: Options, lab: Laboratory, nodes: list[WeightNode], url: st
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     ratio = f"ratio_{options.nodes}_to_2"
     for _ in range(options.runs):
+        settle(nodes)
         before = lab.origin_sent_bytes
         _, first = fetch(nodes[:1], url)
         size_bytes = first[0]["total_bytes"]
         two_s, _ = fetch(nodes[1:2], url, sources=nodes[:1])
         nodes[1].ask("drop", url=url)
-        time.sleep(_SETTLE_S)
-        busy_s = cpu_seconds(lab)
+        settle(nodes)
+        began_s = cpu_seconds(lab)
         all_s, copies = fetch(nodes[1:], url, sources=nodes[:1])
         time.sleep(_SETTLE_S)
-        busy_s = cpu_seconds(lab) - busy_s
+        busy_s = cpu_seconds(lab) - began_s
+        settle(nodes)
+        ahead_s = cpu_seconds(lab) - began_s - busy_s
         sent = lab.origin_sent_bytes - before
         for node in reversed(nodes):
             node.ask("drop", url=url)
@@ -61,6 +64,7 @@ def _measure(options: Options, lab: Laboratory, nodes: list[WeightNode], url: st
         found["origin", "sent_ratio"].append(sent / size_bytes)
         found["hop", "link_share"] += [copy["bytes_per_s"] / options.link_bytes_per_s for copy in copies]
         found["hop", "cpu_s_per_gb"].append(busy_s / gigabytes)
+        found["hop", "ahead_cpu_s_per_gb"].append(ahead_s / gigabytes)
         found["floor", ratio].append(bare_all.seconds / bare_two.seconds)
         found["floor", "all_s"].append(bare_all.seconds)
         found["floor", "link_share"] += [rate / options.link_bytes_per_s for rate in bare_all.bytes_per_s]
@@ -69,6 +73,13 @@ def _measure(options: Options, lab: Laboratory, nodes: list[WeightNode], url: st
         row(name, f"{metric}{suffix}", "s" if metric.endswith("_s") else "", samples)
         for (name, metric), samples in found.items()
     ]
+
+
+def settle(nodes: Sequence[WeightNode]) -> None:
+    """Wait until processes have ended, and all nodes have made memory ready for the next model."""
+    time.sleep(_SETTLE_S)
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        list(pool.map(lambda node: node.ask("ready"), nodes))
 
 
 def cpu_seconds(lab: Laboratory) -> float:

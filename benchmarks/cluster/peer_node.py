@@ -27,10 +27,11 @@ from medusa_runtime.storage.peer_access import PeerAccess
 
 _LOOK_S = 0.02
 _DROPPED_WITHIN_S = 10.0
+_READY_WITHIN_S = 10.0
 
 
 class PeerNode:
-    """Answers the control socket: ``sources``, ``plan`` (what to answer to it), ``fetch``, ``drop``, ``pace``."""
+    """Answers a control socket: ``plan`` (what to answer to ``sources``), ``fetch``, ``ready``, ``drop``, ``pace``."""
 
     def __init__(self, agent: str) -> None:
         self._agent = agent
@@ -50,6 +51,8 @@ class PeerNode:
             self._pacer.set(bytes_per_s)
         elif op == "fetch":
             return await asyncio.to_thread(self._fetch, url)
+        elif op == "ready":
+            await asyncio.to_thread(self._wait_ready)
         elif op == "drop":
             await asyncio.to_thread(self._drop, url)
         return self.regions.sent_bytes
@@ -71,6 +74,16 @@ class PeerNode:
             "bytes_per_s": rest_bytes / max((ended_ns - first_ns) / 1e9, 1e-9),
             "total_bytes": region.total_bytes,
         }
+
+    def _wait_ready(self) -> None:
+        """Wait until the agent has made memory ready for the next model, as it does while nothing is fetched."""
+        deadline = time.monotonic() + _READY_WITHIN_S
+        client = NodeClient(self._agent)
+        try:
+            while not client.status()["ready_bytes"] and time.monotonic() < deadline:
+                time.sleep(_LOOK_S)
+        finally:
+            client.close()
 
     def _drop(self, url: str) -> None:
         """Give a model up, as soon as no peer reads it."""

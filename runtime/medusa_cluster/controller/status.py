@@ -79,7 +79,7 @@ def _model(cluster: Cluster, item: Deployment) -> dict[str, Any]:
         ],
         "waiting": load.waiting if load else 0,
         "running": load.running if load else 0,
-        "tokens_per_s": load.tokens_per_s if load else 0.0,
+        "tokens_per_s": load.decoded_per_s if load else 0.0,
         "layers": cluster.models.layers(item, time.monotonic()),  # that a group may share
         "starts": cluster.models.starts(item.url),
     }

@@ -24,6 +24,7 @@ OTHERS = frozenset(
 )  # fmt: skip
 FRAMES = "/medusa/generate"  # a frame of the engine's socket, from a function with --engine cluster
 _PASSED_ON = ("X-Request-Id", "Traceparent", "Tracestate", "Baggage")
+_NO_TEXT = frozenset({"role", "type", "image_url", "input_audio"})  # of a message
 ROUTES = SAMPLING | OTHERS | {FRAMES}
 
 
@@ -36,6 +37,8 @@ class Call:
     body: bytes
     cost: float
     headers: Mapping[str, str]
+    prompt_tokens: int = 0  # of prompts that come as token ids
+    prompt_bytes: int = 0  # of the others, as text in UTF-8
 
 
 def understand(route: str, raw: bytes, given: Mapping[str, str]) -> Call:
@@ -53,7 +56,28 @@ def understand(route: str, raw: bytes, given: Mapping[str, str]) -> Call:
     elif route == FRAMES:
         raw = _seeded_frame(body)
     headers = {name: given[name] for name in _PASSED_ON if name in given}
-    return Call(route, model, raw, sequences + min(len(raw) / _PROMPT_BYTES, _MOST_FOR_PROMPT), headers)
+    cost = sequences + min(len(raw) / _PROMPT_BYTES, _MOST_FOR_PROMPT)
+    return Call(route, model, raw, cost, headers, *_prompt(route, body))
+
+
+def _prompt(route: str, body: dict[str, Any]) -> tuple[int, int]:
+    """Return the tokens of a prompt, as far as it consists of ids, and the bytes of its text."""
+    if route not in SAMPLING and route != FRAMES:
+        return 0, 0
+    tokens, text_bytes = 0, 0
+    asked = body["frame"] if route == FRAMES else body
+    left = [asked.get("prompt"), asked.get("messages"), asked.get("tools")]
+    while left:
+        part = left.pop()
+        if isinstance(part, str):
+            text_bytes += len(part.encode("utf-8", "surrogatepass"))
+        elif isinstance(part, list):
+            left += part
+        elif isinstance(part, dict):
+            left += [value for name, value in part.items() if name not in _NO_TEXT]
+        elif type(part) is int:
+            tokens += 1
+    return tokens, text_bytes
 
 
 def _seeded_frame(body: dict[str, Any]) -> bytes:

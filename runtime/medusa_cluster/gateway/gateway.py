@@ -86,7 +86,9 @@ class Gateway:
             name: {
                 "waiting": gauges["waiting"][name],
                 "running": gauges["running"][name],
-                "tokens_per_s": self.metrics.of(name).token_rate.per_s(),
+                "tokens_per_s": self.metrics.of(name).arrived.per_s(),
+                "prefilled_per_s": self.metrics.of(name).prefilled.per_s(),
+                "decoded_per_s": self.metrics.of(name).token_rate.per_s(),
             }
             for name in self.table.current.models
         }

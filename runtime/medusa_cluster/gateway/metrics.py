@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 _RATE_S = 2.0  # over which tokens per second are counted
+_TOKENS_PER_BYTE = 0.25  # of a prompt's text, until an answer has told
+_NEWEST = 0.2  # its share in what is learned of that
 
 Gauges = Mapping[str, Mapping[str, float]]
 
@@ -65,12 +67,24 @@ class ModelMetrics:
         self.tokens = 0
         self.ttft = Histogram(_SECONDS)
         self.tpot = Histogram(_TOKEN_SECONDS)
-        self.token_rate = Rate()
+        self.token_rate = Rate()  # generated
+        self.arrived = Rate()  # tokens of prompts, estimated
+        self.prefilled = Rate()  # those of prompts whose first token has come
+        self._tokens_per_byte = _TOKENS_PER_BYTE
         self.finished = Rate(10.0)
 
     def generated(self, count: int) -> None:
         self.tokens += count
         self.token_rate.note(count)
+
+    def prompt_tokens(self, ids: int, text_bytes: int) -> int:
+        """Estimate the tokens of a prompt of so many ids and bytes of text; it is tokenized elsewhere."""
+        return ids + round(text_bytes * self._tokens_per_byte)
+
+    def learn(self, text_bytes: int, tokens: int) -> None:
+        """Learn how many tokens a prompt's text had."""
+        if text_bytes and tokens > 0:
+            self._tokens_per_byte += _NEWEST * (tokens / text_bytes - self._tokens_per_byte)
 
 
 class Metrics:

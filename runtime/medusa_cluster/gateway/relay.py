@@ -47,6 +47,7 @@ class _Progress:
     first_at: float | None = None
     last_at: float = 0.0
     opened: bool = False
+    prompt_tokens: int = 0  # estimated
 
 
 class Relay:
@@ -77,6 +78,8 @@ class Relay:
         progress = _Progress(began, began + (self._hold_s if hold_s is None else hold_s))
         transcript = Transcript()
         metrics = self._metrics.of(call.model)
+        progress.prompt_tokens = metrics.prompt_tokens(call.prompt_tokens, call.prompt_bytes)
+        metrics.arrived.note(progress.prompt_tokens)
         try:
             return await self._until_answered(call, client, progress, transcript)
         except Fault as fault:
@@ -181,7 +184,9 @@ class Relay:
             raise LostError(f"it sent an event that cannot be read: {error}", began=True) from None
         if transcript.tokens > before:
             progress.last_at = time.monotonic()
-            progress.first_at = progress.first_at or progress.last_at
+            if progress.first_at is None:
+                progress.first_at = progress.last_at
+                metrics.prefilled.note(progress.prompt_tokens)
             metrics.generated(transcript.tokens - before)
         return rest
 
@@ -189,7 +194,11 @@ class Relay:
         """Count the tokens of a whole answer. When the first one came is not known."""
         if call.route in SAMPLING and answer.status == 200:
             with suppress(ValueError, KeyError, TypeError, RecursionError):
-                self._metrics.of(call.model).generated(int(json.loads(answer.body)["usage"]["completion_tokens"]))
+                usage, metrics = json.loads(answer.body)["usage"], self._metrics.of(call.model)
+                metrics.generated(int(usage["completion_tokens"]))
+                metrics.prefilled.note(int(usage["prompt_tokens"]))
+                if not call.prompt_tokens:
+                    metrics.learn(call.prompt_bytes, int(usage["prompt_tokens"]))
 
 
 def _note_times(metrics: ModelMetrics, transcript: Transcript, progress: _Progress) -> None:

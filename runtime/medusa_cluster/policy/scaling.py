@@ -36,7 +36,7 @@ class Monitor:
 
     samples: tuple[tuple[float, float], ...] = ()  # (time, instances' worth of load), the window's falling maxima
     spare_since_s: float | None = None
-    tokens_per_s: float = 0.0  # the most that one busy instance was seen to take
+    tokens_per_s: float = 0.0  # the most prompt tokens that one busy instance was seen to take
 
 
 class Need(NamedTuple):
@@ -56,7 +56,7 @@ class Wanted:
 
 
 def need(deployment: Deployment, load: Load, ready: int, tokens_per_s: float, bounds: Bounds) -> Need:
-    """Return the instances that a load needs, by tokens a second, requests at once, and KV blocks."""
+    """Return the instances that a load needs, by prompt tokens a second, requests at once, and KV blocks."""
     requests = (load.waiting + load.running) / max(deployment.concurrency, 1)
     least, most = requests / bounds.requests_upper, requests / bounds.requests_lower
     if tokens_per_s > 0:
@@ -141,11 +141,14 @@ def _kept(load: Load, now_s: float, bounds: Bounds) -> int:
 
 
 def _capacity(deployment: Deployment, load: Load, ready: int, monitor: Monitor) -> float:
-    """Return the tokens a second of one instance: what was profiled, else the most that a busy one was seen to take."""
+    """Return the prompt tokens a second of one instance: what was profiled, else the most that a busy one has done.
+
+    What arrives says nothing about that: while requests wait, it is more.
+    """
     if deployment.tokens_per_s > 0:
         return deployment.tokens_per_s
     if ready and load.waiting > 0:
-        return max(monitor.tokens_per_s, load.tokens_per_s / ready)
+        return max(monitor.tokens_per_s, load.prefilled_per_s / ready)
     return monitor.tokens_per_s
 
 

@@ -110,7 +110,7 @@ class Deployment:
     ttft_slo_s: float = math.inf
     tpot_slo_s: float = math.inf
     times: StageTimes | None = None  # recorded stage times of its starts
-    tokens_per_s: float = 0.0  # what one instance was seen to do at most; 0: not known yet
+    tokens_per_s: float = 0.0  # prompt tokens that one instance was seen to take at most; 0: not known yet
     concurrency: int = 8  # requests that one instance runs at the same time
     weight: float = 1.0  # of its share when the cluster is full
     device_kind: str = ""  # instances start on nodes of this kind; "": on any
@@ -124,6 +124,7 @@ class Load:
     waiting: int = 0  # requests without an instance yet
     running: int = 0
     tokens_per_s: float = 0.0  # prompt tokens that arrive
+    prefilled_per_s: float = 0.0  # prompt tokens of requests whose first token has come
     decoded_per_s: float = 0.0  # tokens that are generated
     kv_use: float = 0.0  # the part of the instances' KV blocks in use, 0 to 1
     longest_wait_s: float = 0.0

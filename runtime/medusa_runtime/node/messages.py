@@ -8,6 +8,7 @@ The sockets are SOCK_SEQPACKET: the kernel keeps a message and its descriptors t
                       status {…} · lost {message} · error {code, message}
     agent → zygote    fork                       zygote → agent    forked {pid} +[channel, pidfd] · failed {message}
     agent → engine    take {settings} +[6, and the files of local shards]       engine → agent    warm
+    spare → agent    ready    agent → spare    fetch {key, connections, layers}, which makes it a prefetcher
     prefetcher → agent    room {bytes} · sealed +[the files of local shards] · sources {received_bytes, excluded}
     agent → prefetcher    room · error {code, message}
 """

@@ -37,6 +37,7 @@ class Services:
             "socket": self.settings.path if trusted else caller.socket,
             "uptime_s": round(time.monotonic() - self.started_at, 1),
             "budget_bytes": pool.budget_bytes,
+            "ready_bytes": self.keeper.ready_bytes if trusted else 0,
             "used_bytes": pool.used_bytes if trusted else sum(one.size_bytes for one in seen),
             "engines": self.engines.status(everything=trusted),
             "replaced": dict(self.keeper.replaced),

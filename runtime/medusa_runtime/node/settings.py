@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from ..storage.peer_access import PeerAccess
 
 _MOST_WARM = 64
+# What comes of a model while the cores are busy with its start. The pages of the rest are made chunk by chunk.
+_READY_BYTES = 64 << 20
 _BUDGET_SHARE = 0.8  # of what this container may have; the rest is for engine processes
 LONGEST_PATH_BYTES = 107  # of a socket, unix(7)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B?")
@@ -70,6 +72,7 @@ class NodeSettings:
 
     socket: tuple[Listening, ...] = (Listening(NODE_SOCKET),)
     memory_budget_bytes: int = 0
+    ready_memory_bytes: int | None = None  # None: _READY_BYTES in a cluster, else none
     prewarm: Mapping[str, int] = field(default_factory=dict)  # engine kind → idle processes
     allow: tuple[Allowed, ...] = ()  # empty: models in stores are for the agent's own user alone
     per_caller: CallerLimits = CallerLimits()
@@ -92,6 +95,13 @@ class NodeSettings:
     def path(self) -> str:
         """The path of the first socket, beside which the agent keeps its list of regions."""
         return self.socket[0].path
+
+    @property
+    def ready_bytes(self) -> int:
+        """How much memory is made ready for the next model while nothing is fetched."""
+        if self.ready_memory_bytes is not None:
+            return self.ready_memory_bytes
+        return 0 if self.cluster is None else _READY_BYTES
 
     def peer_access(self) -> PeerAccess | None:
         """Read what other nodes of the cluster ask for; None without ``cluster``. Raises ConfigError."""
@@ -120,6 +130,11 @@ def size_bytes(text: str) -> int:
         raise ValueError("a size above 0 such as 500MB, 16GB or 16Gi")
     base = 1024 if match[3] else 1000
     return int(float(match[1]) * base ** " KMGT".index(match[2].upper() or " "))
+
+
+def _size_or_none(text: str) -> int:
+    """Read a size, or 0."""
+    return 0 if text.strip() == "0" else size_bytes(text)
 
 
 def _parts(text: str) -> list[str]:
@@ -227,6 +242,12 @@ NODE_OPTIONS = (
         ("MEDUSA_NODE_MEMORY_BUDGET",),
         size_bytes,
         "memory for all regions, e.g. 16GB; default: 80 % of this container's",
+    ),
+    Option(
+        "ready_memory_bytes",
+        ("MEDUSA_NODE_READY_MEMORY",),
+        _size_or_none,
+        "memory made ready for the next model while nothing is fetched, e.g. 256MB, or 0; default: 64Mi in a cluster",
     ),
     Option("prewarm", ("MEDUSA_NODE_PREWARM",), _prewarm, "idle engine processes to keep, e.g. torch=2"),
     Option("allow", ("MEDUSA_NODE_ALLOW",), _allow, "PREFIX[=UID+UID]: models that may be had, and by whom"),

@@ -21,6 +21,9 @@ class WriterMemory:
 
     def _map_first(self, size_bytes: int) -> None:
         self._map = mmap.mmap(self._fd, size_bytes)
+        self._view()
+
+    def _view(self) -> None:
         self._address = 0
         self.bytes = memoryview(self._map)
         self.words = self.bytes[:HEADER_BYTES].cast("Q")
@@ -32,11 +35,11 @@ class WriterMemory:
             self.remap(size_bytes)
 
     def remap(self, size_bytes: int) -> None:
-        """Map so much of the region as it is."""
+        """Map so much of the region as it is. What was mapped stays mapped, with its pages."""
         self.words.release()
         self.bytes.release()
-        self._map.close()
-        self._map_first(size_bytes)
+        self._map.resize(size_bytes)
+        self._view()
 
     @property
     def address(self) -> int:

@@ -227,6 +227,7 @@ class RegionWriter:
 
         For regions that are handed to untrusted readers, by a node's agent. No other writer can continue such a region.
         """
+        self._shorten()
         seal_to_others(self._fd)
         self._sealed_early = True
 
@@ -246,14 +247,19 @@ class RegionWriter:
 
     def seal(self) -> None:
         """Give up the region and seal it, when it is DONE."""
-        fd, size = os.dup(self._fd), self._memory.words[Word.REGION_BYTES]
+        self._shorten()
+        fd = os.dup(self._fd)
         try:
             self.close()
-            if os.fstat(fd).st_size > size:
-                os.ftruncate(fd, size)  # more was reserved than the checkpoint takes
             seal_for_good(fd)
         finally:
             os.close(fd)
+
+    def _shorten(self) -> None:
+        """Give back what was reserved and is more than the checkpoint takes."""
+        size_bytes = self._memory.words[Word.REGION_BYTES]
+        if os.fstat(self._fd).st_size > size_bytes > 0:
+            os.ftruncate(self._fd, size_bytes)
 
     def fail(self, error: MedusaError) -> None:
         """End as FAILED; every reader that waits raises this error."""

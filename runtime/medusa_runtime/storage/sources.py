@@ -44,7 +44,9 @@ _MOST_FAILURES = 3  # in a row, after which a peer is not counted on
 _LITTLE_BYTES = 1 << 20  # of index and files, from a peer that is not the first
 _CURRENT_WITHIN_S = 1.0  # for the object store to confirm versions
 _ASK_EVERY_S = 2.0  # for other peers, when those known have failed
-_PATIENCE_S = 30.0  # while neither peers nor the object store send anything
+# While neither peers nor the object store send anything: before the first bytes, and after them. A link that is cut for
+# a minute, and connections that are tried again every ten seconds, should not cost what has come.
+_PATIENCE_S, _PATIENCE_BEGUN_S = 30.0, 120.0
 _THREADS = 8
 
 ORIGIN = "store"  # its name among the sources
@@ -229,12 +231,12 @@ class SourcesStore:
             else:
                 self._origin.read_into(key, start, buffer, version, advance, length)
             return
-        filled, patient_until = 0, time.monotonic() + _PATIENCE_S
+        filled, patient_until = 0, time.monotonic() + self._patience_s
         self._interrupted.discard(threading.get_ident())
 
         def moved(count: int) -> None:
             nonlocal filled, patient_until
-            filled, patient_until = count, time.monotonic() + _PATIENCE_S
+            filled, patient_until = count, time.monotonic() + _PATIENCE_BEGUN_S
             if advance:
                 advance(count)
 
@@ -256,6 +258,11 @@ class SourcesStore:
                 else:
                     logger.debug("trying again: %s", error)
                     time.sleep(_AGAIN_S)
+
+    @property
+    def _patience_s(self) -> float:
+        begun = self._origin_bytes or any(source.received_bytes for source in list(self._sources.values()))
+        return _PATIENCE_BEGUN_S if begun else _PATIENCE_S
 
     def _may_recover(self, error: StorageError) -> bool:
         """Whether to wait after the object store has failed: for peers, or for the store where it has sent something.

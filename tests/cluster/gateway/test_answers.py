@@ -299,7 +299,13 @@ def test_many_clients_and_two_gateways_share_the_instances(
     assert sum(shares) == 96
     assert min(shares) >= 24, shares
     until(lambda: set(cluster.loads) == {"gateway-0", "gateway-1"})
-    assert set(cluster.loads["gateway-0"][NAME]) == {"waiting", "running", "tokens_per_s"}
+    assert set(cluster.loads["gateway-0"][NAME]) == {
+        "waiting",
+        "running",
+        "tokens_per_s",
+        "prefilled_per_s",
+        "decoded_per_s",
+    }
 
 
 def test_sigterm_lets_requests_end(gateway: GatewayProcess) -> None:

@@ -90,11 +90,11 @@ def test_minimum_and_maximum_hold() -> None:
 
 def test_what_one_instance_can_do_is_learned_while_requests_wait() -> None:
     run = Run(model(high=100), current=2)
-    run.at(0.0, waiting=1, running=15, tokens_per_s=2000, last_request_s=0.0)
-    assert run.monitor.tokens_per_s == 1000
+    run.at(0.0, waiting=1, running=15, tokens_per_s=9000, prefilled_per_s=2000, last_request_s=0.0)
+    assert run.monitor.tokens_per_s == 1000  # not what arrives while they cannot keep up
     assert run.at(0.1, tokens_per_s=8000, last_request_s=0.1) >= 10
     profiled = Run(model(tokens_per_s=500), current=2)
-    profiled.at(0.0, waiting=1, running=15, tokens_per_s=2000, last_request_s=0.0)
+    profiled.at(0.0, waiting=1, running=15, prefilled_per_s=2000, last_request_s=0.0)
     assert profiled.monitor.tokens_per_s == 0
 
 

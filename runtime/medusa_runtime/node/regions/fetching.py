@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import importlib
+import os
 import resource
 import socket
+import threading
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ...config import Settings
 from ...errors import NodeError, from_code
-from ...process import ReportPipe
+from ...liveness import Heartbeats
+from ...process import ReportPipe, name_process
+from ...region.demand import demand_memory
+from ...region.reader import Region
 from ...registry import engine_names
 from ...storage.base import Store, open_store
 from ...storage.local import LocalStore
 from ...timeline import Timeline
-from ..child import Child, close_others, end_first, start_child
+from ..child import Child, close_others, end_child, end_first, start_child
 from ..impersonation import Folder, become
 from ..messages import MOST_OF_OURS, close_all, receive, send
 from ..policy import Policy
-from .held_region import HeldRegion
+from .held_region import HeldRegion, new_region
+from .spare import Spare
 
 if TYPE_CHECKING:
     from ...region.writer import RegionWriter
@@ -81,6 +87,24 @@ def start_fetch(
     return start_child("prefetcher", body, timeline=timeline, reports=reports)
 
 
+def start_spare(
+    size_bytes: int, *, policy: Policy, cluster: Cluster | None, timeline: Timeline, reports: ReportPipe
+) -> Spare:
+    """Fork a prefetcher for the next model of a store, with a region of which so many bytes have their pages.
+
+    Raises what ``start_child`` does.
+    """
+    region, demand_fd, heartbeats = new_region(), demand_memory(), Heartbeats()
+    body = partial(_wait, region, demand_fd, heartbeats, size_bytes, policy, cluster, reports)
+    try:
+        child = start_child("spare", body, timeline=timeline, reports=reports)
+    except BaseException:
+        region.close()
+        os.close(demand_fd)
+        raise
+    return Spare(region, demand_fd, heartbeats, child, size_bytes)
+
+
 def open_store_of(key: str, policy: Policy) -> Store:
     """Open the store of a checkpoint that is no local one. Redirects lead where the policy allows it."""
     from ...checkpoint.reader import split
@@ -109,6 +133,55 @@ def give_back(held: HeldRegion, *, timeline: Timeline, reports: ReportPipe) -> i
     return child.pid
 
 
+def begin(spare: Spare, held: HeldRegion, connections: int | None) -> bool:
+    """Have a spare fill its region, which is ``held``'s, with a model; False when its process has just died."""
+    try:
+        send(spare.child.channel, "fetch", {"key": held.key, "connections": connections, "layers": held.layers})
+    except OSError:
+        end_child(spare.child)
+        os.waitpid(spare.child.pid, 0)
+        return False
+    return True
+
+
+def _wait(
+    region: Region,
+    demand_fd: int,
+    heartbeats: Heartbeats,
+    size_bytes: int,
+    policy: Policy,
+    cluster: Cluster | None,
+    reports: ReportPipe,
+    channel: socket.socket,
+    timeline: Timeline,
+) -> int:
+    """Make pages, and wait until the agent names a model, for hours perhaps."""
+    close_others(channel.fileno(), region.fd, demand_fd, timeline.fd, reports.write_fd)
+    end_first()
+    writer = region.writer()
+    making = threading.Thread(target=_reserve, args=(writer, size_bytes), daemon=True)
+    making.start()
+    making.join()
+    send(channel, "ready")
+    message = receive(channel)
+    if message is None:
+        return 0
+    name_process("prefetcher")
+    held = HeldRegion(message.body["key"], spare=Spare(region, demand_fd, heartbeats, Child(0, channel), size_bytes))
+    settings = fetch_settings(held.key, message.body["connections"], message.body["layers"])
+    return _fill(held, settings, policy, cluster, channel, timeline.named("prefetcher"), writer)
+
+
+def _reserve(writer: RegionWriter, size_bytes: int) -> None:
+    os.nice(19)  # on Linux this concerns only this thread
+    writer.reserve(size_bytes)
+
+
+def fetch_settings(key: str, connections: int | None, layers: str | None) -> Settings:
+    """Return the settings of an agent's fetch. ``layers``: START:STOP, which come first."""
+    return Settings(model=key, connections=connections, load_priority="background", layers=layers)
+
+
 def _run(
     held: HeldRegion,
     settings: Settings,
@@ -118,10 +191,22 @@ def _run(
     channel: socket.socket,
     timeline: Timeline,
 ) -> int:
-    folder = held.folder
-    kept = () if folder is None else (folder.fd,)
+    kept = () if held.folder is None else (held.folder.fd,)
     close_others(channel.fileno(), held.region.fd, held.demand_fd, timeline.fd, reports.write_fd, *kept)
     end_first()
+    return _fill(held, settings, policy, cluster, channel, timeline, held.region.writer())
+
+
+def _fill(
+    held: HeldRegion,
+    settings: Settings,
+    policy: Policy,
+    cluster: Cluster | None,
+    channel: socket.socket,
+    timeline: Timeline,
+    writer: RegionWriter,
+) -> int:
+    folder = held.folder
     _limit_memory()
     from ...fetch.prefetcher import prefetch
     from ...fetch.streams import as_medusa
@@ -130,7 +215,6 @@ def _run(
     in_cluster = cluster is not None and folder is None
     # It is not known yet which functions will use it.
     restoring = Restoration(settings, timeline, engines=engine_names(), for_peers=in_cluster)
-    writer = held.region.writer()
     writer.demand.listen(held.demand_fd, paced=cluster is not None or settings.layers is not None)
     try:
         store = open_store_of(held.key, policy) if folder is None else _open_folder(held.key, folder)

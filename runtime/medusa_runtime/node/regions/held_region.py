@@ -6,7 +6,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import MedusaError
 from ...liveness import Heartbeats
@@ -20,24 +20,35 @@ from ..impersonation import Folder
 from ..messages import close_all
 from ..peer import Caller
 
+if TYPE_CHECKING:
+    from .spare import Spare
+
 _SOURCES = ("received_bytes", "excluded")
 LEAST_BYTES = 2 * HEADER_BYTES  # the header of an empty region, and the page of its readers' requests
+
+
+def new_region() -> Region:
+    """Make an empty region. Others can open it for reading alone, also before it is sealed."""
+    region = Region.create()
+    os.fchmod(region.fd, 0o644)
+    return region
 
 
 class HeldRegion:
     """A region, who uses it, and what it is for. ``size_bytes``: the memory it takes.
 
     ``slot`` names it among the agent's regions; ``folder`` is a local checkpoint's, which this object closes.
+    ``region``: one that exists already. ``spare``: one that was made ahead of time, with its prefetcher.
     """
 
-    def __init__(self, key: str, region: Region | None = None, folder: Folder | None = None) -> None:
+    def __init__(
+        self, key: str, region: Region | None = None, folder: Folder | None = None, spare: Spare | None = None
+    ) -> None:
         self.key = key
         self.slot = key if folder is None else folder.slot(key)
         self.folder = folder
-        self.region = region or Region.create()
-        if region is None:
-            os.fchmod(self.region.fd, 0o644)  # others can open it for reading alone, also before it is sealed
-        self.demand_fd = demand_memory()
+        self.region = region or (spare.region if spare else new_region())
+        self.demand_fd = spare.demand_fd if spare else demand_memory()
         self.shard_fds: list[int] = []  # the files of a local checkpoint's shards, as its index was read from them
         self.size_bytes = LEAST_BYTES
         self.sealed = False  # whether it can be handed out
@@ -46,7 +57,7 @@ class HeldRegion:
         self.waiting: list[Callable[[MedusaError | None], None]] = []  # called when it is sealed, or has failed
         self.used_at = self.looked_at = time.monotonic()
         self.fetch: Child | None = None
-        self.heartbeats = Heartbeats()  # of the prefetcher
+        self.heartbeats = spare.heartbeats if spare else Heartbeats()  # of the prefetcher
         self.fetch_for: Caller | None = None  # who is charged for the fetch
         self.layers: str | None = None  # which are fetched first
         self.handed = 0

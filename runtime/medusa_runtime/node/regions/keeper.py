@@ -12,8 +12,8 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ...config import Settings
 from ...errors import MedusaError, NodeError, NodeRefusedError, StorageError, from_code
+from ...limits import memory_available_bytes
 from ...process import ReportPipe
 from ...region.reader import Region
 from ...storage.base import redacted, scheme_of
@@ -26,12 +26,13 @@ from ..messages import MOST_OF_OURS, receive, send
 from ..peer import Caller
 from ..policy import Policy
 from ..settings import NodeSettings
-from .fetching import give_back, start_fetch
+from .fetching import begin, fetch_settings, give_back, start_fetch, start_spare
 from .held_region import HeldRegion
 from .model_key import open_folder
 from .pool import RegionPool
 from .records import Records
 from .revalidation import Revalidation
+from .spare import Spare, Spares
 
 if TYPE_CHECKING:
     from .cluster_sources import Cluster
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PIN_AGAIN_S = 10.0  # after a store did not give what is pinned
+_SPARE_OF_FREE = 4  # the pages that are made ahead may take one in so many free bytes
 _MUCH_BYTES = 32 << 20  # of memory; to free less takes no longer than a fork
 
 
@@ -82,6 +84,10 @@ class RegionKeeper:
             reports=reports,
             loop=loop,
         )
+        start = partial(
+            start_spare, settings.ready_bytes, policy=policy, cluster=cluster, timeline=timeline, reports=reports
+        )
+        self._spares = Spares(start if settings.ready_bytes else None, self._has_room_for_spare, loop)
         self._hung = HungChildren()
         self._ending: list[int] = []  # children that give memory back, for as long as that takes
         self._stopping = False
@@ -92,6 +98,7 @@ class RegionKeeper:
         """Do what has become due. Called about twice a second."""
         self._end_hung()
         self._fetch_pinned()
+        self._spares.tick(idle=all(held.fetch is None for held in self.regions))
         self._revalidation.tick(self.regions)
         self._ending = [pid for pid in self._ending if not os.waitpid(pid, os.WNOHANG)[0]]
 
@@ -132,25 +139,26 @@ class RegionKeeper:
             if folder is not None:
                 os.close(folder.fd)
             raise
-        held = HeldRegion(key, folder=folder)
+        spare = self._spares.take() if folder is None else None
+        held = HeldRegion(key, folder=folder, spare=spare)
         held.fetch_for, held.layers = caller, layers
         held.pinned = pinned or (slot in self._pins and slot == key)
-        self._start_fetch(held)
+        self._start_fetch(held, spare)
         return held
 
-    def _start_fetch(self, held: HeldRegion) -> None:
-        settings = Settings(
-            model=held.key, connections=self._settings.connections, load_priority="background", layers=held.layers
-        )
+    def _start_fetch(self, held: HeldRegion, spare: Spare | None) -> None:
         try:
-            held.fetch = start_fetch(
-                held,
-                settings,
-                policy=self._policy,
-                cluster=self._cluster,
-                timeline=self._timeline,
-                reports=self._reports,
-            )
+            if spare is not None and begin(spare, held, self._settings.connections):
+                held.fetch = spare.child
+            else:
+                held.fetch = start_fetch(
+                    held,
+                    fetch_settings(held.key, self._settings.connections, held.layers),
+                    policy=self._policy,
+                    cluster=self._cluster,
+                    timeline=self._timeline,
+                    reports=self._reports,
+                )
         except BaseException:
             self._uncharge_fetch(held)
             held.close()
@@ -158,6 +166,16 @@ class RegionKeeper:
         self.regions.add(held)
         self._loop.watch(held.fetch.channel, partial(self._on_fetch, held))
         logger.info("fetching %s", redacted(held.key))
+
+    @property
+    def ready_bytes(self) -> int:
+        """The memory whose pages exist for the next model."""
+        return self._spares.ready_bytes
+
+    def _has_room_for_spare(self) -> bool:
+        size_bytes = self._settings.ready_bytes
+        free_bytes = self.regions.budget_bytes - self.regions.used_bytes
+        return size_bytes <= free_bytes and size_bytes * _SPARE_OF_FREE <= memory_available_bytes()
 
     def _check_models(self, slot: str, caller: Caller) -> None:
         if caller.trusted:
@@ -224,8 +242,11 @@ class RegionKeeper:
             self._ended(held)
         elif message.kind == "room":
             answer: tuple[str, dict[str, str]] = "room", {}
+            wanted_bytes = int(message.body["bytes"])
+            if self.regions.used_bytes + wanted_bytes + self._spares.size_bytes > self.regions.budget_bytes:
+                self._spares.drop()
             try:
-                self.regions.admit(held, int(message.body["bytes"]))
+                self.regions.admit(held, wanted_bytes)
             except MedusaError as error:
                 logger.warning("%s", error)
                 answer = "error", {"code": error.code, "message": str(error)}
@@ -324,6 +345,7 @@ class RegionKeeper:
     def close(self) -> None:
         """Let go of all regions; fetches end."""
         self._stopping = True
+        self._spares.drop()
         self._revalidation.close()
         self._records.freeze()  # callers that hold a region may bring it to the next agent
         self.regions.close()

@@ -1,0 +1,102 @@
+"""A prefetcher that waits for the next model, with a region whose first pages exist already.
+
+Fresh pages of shared memory are half of the CPU time of a fetch from another node, and a fork comes before its first
+byte. Both can be done while the machine is idle.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ...errors import MedusaError
+from ...liveness import Heartbeats
+from ...region.reader import Region
+from ..child import Child, end_child
+from ..event_loop import EventLoop
+from ..messages import receive
+
+logger = logging.getLogger(__name__)
+
+_QUIET_S = 2.0  # after a fetch: what follows it, an import or a first forward, needs the cores
+_AGAIN_S = 30.0  # after one that could not be made, or has died
+
+
+class Spare(NamedTuple):
+    """The parts of a region without a model, and the process that will fill it. ``size_bytes``: of pages that exist."""
+
+    region: Region
+    demand_fd: int
+    heartbeats: Heartbeats
+    child: Child
+    size_bytes: int
+
+
+class Spares:
+    """Keeps one spare, where ``start`` can make one. ``fits``: whether there is memory for it now."""
+
+    def __init__(self, start: Callable[[], Spare] | None, fits: Callable[[], bool], loop: EventLoop) -> None:
+        self._start = start
+        self._fits = fits
+        self._loop = loop
+        self._spare: Spare | None = None
+        self._ready = False  # its pages are made
+        self._next_at = 0.0
+
+    @property
+    def size_bytes(self) -> int:
+        """The memory that it takes."""
+        return self._spare.size_bytes if self._spare else 0
+
+    def tick(self, *, idle: bool) -> None:
+        """Make one when it is time. ``idle``: nothing is being fetched."""
+        now = time.monotonic()
+        if not idle:
+            self._next_at = max(self._next_at, now + _QUIET_S)
+        elif self._start is not None and self._spare is None and now >= self._next_at and self._fits():
+            try:
+                self._spare = self._start()
+            except MedusaError as error:
+                logger.debug("%s", error)
+                self._next_at = now + _AGAIN_S
+            else:
+                self._ready = False
+                self._loop.watch(self._spare.child.channel, self._heard)
+
+    @property
+    def ready_bytes(self) -> int:
+        """The memory that is ready for the next model."""
+        return self.size_bytes if self._ready else 0
+
+    def take(self) -> Spare | None:
+        """Return the spare, for good; None if none is ready."""
+        return self._leave() if self._ready else None
+
+    def _leave(self) -> Spare | None:
+        spare, self._spare, self._ready = self._spare, None, False
+        if spare is not None:
+            self._loop.unwatch(spare.child.channel)
+            self._next_at = time.monotonic() + _QUIET_S
+        return spare
+
+    def _heard(self) -> None:
+        assert self._spare is not None
+        if receive(self._spare.child.channel) is not None:
+            self._ready = True
+            return
+        self.drop()  # its process has ended
+        self._next_at = time.monotonic() + _AGAIN_S
+
+    def drop(self) -> None:
+        """End the spare, and give its memory back."""
+        if (spare := self._leave()) is not None:
+            end_child(spare.child)
+            spare.region.close()
+            os.close(spare.demand_fd)
+            os.waitpid(spare.child.pid, 0)
+
+
+__all__ = ["Spare", "Spares"]

@@ -1,0 +1,48 @@
+"""What a gateway reports of prompts: how many tokens arrive, although it does not tokenize."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from medusa_cluster.gateway.call import understand
+from medusa_cluster.gateway.metrics import ModelMetrics
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "expected"),
+    [
+        ("/v1/completions", {"prompt": "twelve bytes"}, (0, 12)),
+        ("/v1/completions", {"prompt": ["ä", "b"]}, (0, 3)),
+        ("/v1/completions", {"prompt": [5, 6, 7]}, (3, 0)),
+        ("/v1/completions", {"prompt": [[5, 6], [7]]}, (3, 0)),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [
+                    {"role": "system", "content": "abc"},
+                    {
+                        "role": "user",
+                        "content": [{"type": "text", "text": "de"}, {"type": "image_url", "image_url": "f"}],
+                    },
+                ]
+            },
+            (0, 5),
+        ),
+        ("/medusa/generate", {"frame": {"prompt": [1, 2], "params": {}}}, (2, 0)),
+        ("/v1/embeddings", {"input": "no prompt"}, (0, 0)),
+    ],
+)
+def test_a_prompt_is_measured_in_ids_and_bytes(route: str, body: dict[str, Any], expected: tuple[int, int]) -> None:
+    call = understand(route, json.dumps({"model": "m", **body}).encode(), {})
+    assert (call.prompt_tokens, call.prompt_bytes) == expected
+
+
+def test_tokens_of_text_are_estimated_and_learned_from_answers() -> None:
+    metrics = ModelMetrics()
+    assert metrics.prompt_tokens(3, 400) == 103
+    for _ in range(50):
+        metrics.learn(1000, 500)
+    metrics.learn(0, 7)  # of a prompt without text
+    assert metrics.prompt_tokens(0, 400) == 200

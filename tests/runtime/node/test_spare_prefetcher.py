@@ -1,0 +1,89 @@
+"""Memory that an agent makes ready for the next model: a prefetcher that waits, with a region of pages."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import pytest
+from medusa_runtime.region.reader import Region
+from process_tree import alive, descendants
+
+Start = Callable[..., Any]
+Put = Callable[..., str]
+MB = 1 << 20
+
+
+def ready_bytes(node: Any) -> int:
+    with closing(node.client()) as client:
+        return int(client.status()["ready_bytes"])
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def spare_of(node: Any) -> int:
+    """Wait for the spare prefetcher to be ready, and return its process."""
+    until(lambda: ready_bytes(node) > 0)
+    return next(pid for pid, name in descendants(node.process.pid).items() if name == "spare")
+
+
+def check(region: Region, name: str) -> None:
+    for tensor, entry in region.wait_index(20).tensors.items():
+        region.wait_tensor(tensor, 20)
+        expected = bytes([int(tensor.split(".")[2]) + len(name)])
+        assert bytes(region.shard(entry.shard)[entry.start : entry.stop]) == expected * (entry.stop - entry.start)
+
+
+@pytest.mark.parametrize("size_mb", [1, 24])
+def test_the_next_model_is_fetched_by_the_process_that_waits(start_node: Start, put_model: Put, size_mb: int) -> None:
+    node = start_node("--ready-memory", "8Mi")
+    spare = spare_of(node)
+    url = put_model("model", size_mb * MB)
+    with closing(node.client()) as client:
+        region = client.region(url)
+        check(region, "model")
+        assert ready_bytes(node) == 0
+        until(lambda: not alive(spare))  # it has ended with the fetch
+        held = client.status()["regions"][0]
+        assert size_mb * MB <= held["memory_bytes"] < (size_mb + 2) * MB
+        assert os.fstat(region.fd).st_size < (size_mb + 5) * MB
+        region.close()
+    assert spare_of(node) != spare
+
+
+def test_a_spare_that_has_died_costs_nothing_but_itself(start_node: Start, put_model: Put) -> None:
+    node = start_node("--ready-memory", "8Mi")
+    os.kill(spare_of(node), signal.SIGKILL)
+    url = put_model("model", 4 * MB)
+    with closing(node.client()) as client:
+        region = client.region(url)
+        check(region, "model")
+        region.close()
+
+
+def test_a_spare_gives_way_to_models(start_node: Start, put_model: Put) -> None:
+    node = start_node("--ready-memory", "8Mi", "--memory-budget", "40Mi")
+    spare_of(node)
+    with closing(node.client()) as first, closing(node.client()) as second:
+        check(first.region(put_model("first", 16 * MB)), "first")
+        spare_of(node)
+        until(lambda: ready_bytes(node) > 0)
+        check(second.region(put_model("second", 16 * MB)), "second")
+        assert second.status()["used_bytes"] > 32 * MB
+        time.sleep(3.0)  # longer than after a fetch that leaves room
+        assert ready_bytes(node) == 0
+
+
+def test_no_memory_is_made_ready_unless_it_is_asked_for(start_node: Start) -> None:
+    node = start_node()
+    assert ready_bytes(node) == 0
+    assert "spare" not in descendants(node.process.pid).values()
