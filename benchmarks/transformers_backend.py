@@ -94,23 +94,25 @@ def _ours(model: Path, batch: int, tokens: int) -> tuple[float, float]:
     began = time.time()
     command = serve_command("--model", model, "--device", "cpu", "--state", "none", "--max-concurrency", str(batch))
     with ServedInstance(command) as served:
-        served.completion(_body(0, 1))
+        served.completion(greedy(0, 1))
         first = time.time() - began
-        _batch(served, batch, 4)
+        complete_batch(served, batch, 4)
         started = time.perf_counter()
-        _batch(served, batch, tokens)
+        complete_batch(served, batch, tokens)
         return first, batch * tokens / (time.perf_counter() - started)
 
 
-def _batch(served: ServedInstance, batch: int, tokens: int) -> None:
-    threads = [threading.Thread(target=served.completion, args=(_body(row, tokens),)) for row in range(batch)]
+def complete_batch(served: ServedInstance, batch: int, tokens: int) -> None:
+    """Have ``batch`` prompts continued at once, each by so many tokens."""
+    threads = [threading.Thread(target=served.completion, args=(greedy(row, tokens),)) for row in range(batch)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
 
 
-def _body(row: int, tokens: int) -> dict[str, Any]:
+def greedy(row: int, tokens: int) -> dict[str, Any]:
+    """A request for so many tokens after a prompt that differs from row to row."""
     prompt = [(row * 31 + at * 7) % 5000 + 3 for at in range(_PROMPT_TOKENS)]
     return {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
 
