@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 _EPSILON = 1e-6
+_LINEAR = ("proj", "_proj_with_mqa", ".w1", ".w2", ".w3", ".query", ".key", ".value", ".query_key_value", ".dense")
 _AWQ = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of eight neighbours that each nibble of a word has, lowest first
 
 
@@ -228,7 +229,7 @@ FORMATS: dict[str, Format] = {
 
 def _is_linear(name: str) -> bool:
     """Whether a matrix is one that checkpoints quantize: of attention, of an MLP or of an expert."""
-    return name.endswith(("proj.weight", ".w1.weight", ".w2.weight", ".w3.weight"))
+    return name.removesuffix(".weight").endswith(_LINEAR) and name.endswith(".weight")
 
 
 def quantize(

@@ -16,6 +16,8 @@ from medusa_runtime.fetch.prefetcher import prefetch
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
+from benchmarks.quantize import quantize
+
 PROMPTS = ("Tokens flow from storage", "A", "to memory, and from memory to layers. " * 4, "日本語 😀🚀")
 
 
@@ -66,6 +68,20 @@ def test_tokens_are_those_of_merged_weights(
         assert [ask(served, prompt, name).tokens for prompt in PROMPTS] == expected
         assert expected != base
     assert [served.ask(prompt).tokens for prompt in PROMPTS] == base
+
+
+@pytest.mark.parametrize("form", ["int8", "gptq-4"])
+def test_an_adapter_on_a_quantized_model(
+    form: str, serve: Callable[..., Any], checkpoint: Path, two: dict[str, Path], tmp_path: Path
+) -> None:
+    quantize(checkpoint, tmp_path / "stored", form, dequantized=tmp_path / "floats")
+    found = []
+    for folder in ("stored", "floats"):
+        served = serve(tmp_path / folder, max_concurrency=2)
+        served.engine.add_adapter("one", fetched(two["one"]))
+        found.append([ask(served, prompt, name).tokens for prompt in PROMPTS[:2] for name in ("one", None)])
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
 
 
 def test_a_batch_of_adapters_and_the_base_is_each_alone(serve: Callable[..., Any], two: dict[str, Path]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_fixtures import SETTINGS, Served, fill_region
+from engine_fixtures import SETTINGS, Served, byte_level_tokenizer, fill_region
 from medusa_runtime.checkpoint.index import TensorEntry
 from medusa_runtime.engine.checkpoint_files import read_config
 from medusa_runtime.engine.torch.kv_size import free_bytes
@@ -290,17 +290,57 @@ def test_words_hold_their_integers_where_the_formats_say() -> None:
     assert unpack.down(torch.tensor([[0b11100100]], dtype=torch.int32), 2)[:4].flatten().tolist() == [0, 1, 2, 3]
 
 
-def test_a_model_of_transformers_may_be_quantized(tmp_path: Path, serve: Callable[..., Served]) -> None:
+SHAPE = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+GATED = SHAPE | {"intermediate_size": 96, "max_position_embeddings": 64, "num_key_value_heads": 2}
+LATENT = GATED | {
+    "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
+    "v_head_dim": 16, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1,
+    "moe_intermediate_size": 32, "first_k_dense_replace": 1, "topk_group": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "name"),
+    [
+        ("Mixtral", GATED | {"num_local_experts": 4}, "pack-4"),
+        pytest.param("DeepseekV3", LATENT, "fp8-blocks", marks=pytest.mark.slow),
+        pytest.param("Gemma", GATED | {"head_dim": 16}, "gptq-4", marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_of_transformers_may_be_quantized(
+    kind: str, shape: dict[str, Any], name: str, tmp_path: Path, serve: Callable[..., Served]
+) -> None:
     transformers = pytest.importorskip("transformers")
-    shape = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    gated = {"intermediate_size": 96, "max_position_embeddings": 64, "num_key_value_heads": 2, "num_local_experts": 4}
     torch.manual_seed(5)
-    config = transformers.MixtralConfig(**shape, **gated, initializer_range=0.3)
+    config = getattr(transformers, f"{kind}Config")(**shape, initializer_range=0.3)
     plain, stored, floats = tmp_path / "plain", tmp_path / "stored", tmp_path / "floats"
-    transformers.MixtralForCausalLM(config).save_pretrained(plain)
-    quantize(plain, stored, "pack-4", dequantized=floats)
-    names = list(load_file(stored / "model.safetensors"))
-    assert any("self_attn.q_proj.weight_packed" in name for name in names)
-    assert any("experts.1" in name and name.endswith("weight_packed") for name in names)
+    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(plain)
+    quantize(plain, stored, name, dequantized=floats)
+    tensors = load_file(stored / "model.safetensors")
+    quantized = {name for name, tensor in tensors.items() if tensor.dtype in (torch.int32, torch.float8_e4m3fn)}
+    assert any("self_attn" in name for name in quantized)
+    assert any("experts.1" in name for name in quantized) is (kind != "Gemma")
     answers = [serve(folder, max_concurrency=2).ask([5, 17, 2, 88], max_tokens=8).tokens for folder in (stored, floats)]
     assert answers[0] == answers[1]
+
+
+def test_an_encoder_may_be_quantized(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from medusa_runtime.engine.encoder.text_encoder import Encoder, Reading, Tokens
+    from medusa_runtime.timeline import Timeline
+
+    torch.manual_seed(5)
+    plain, stored, floats = tmp_path / "plain", tmp_path / "stored", tmp_path / "floats"
+    transformers.BertModel(transformers.BertConfig(**SHAPE, intermediate_size=96)).save_pretrained(plain)
+    (plain / "tokenizer.json").write_text(byte_level_tokenizer().to_str())
+    quantize(plain, stored, "int8", dequantized=floats)
+    assert any(tensor.dtype is torch.int8 for tensor in load_file(stored / "model.safetensors").values())
+    found = []
+    for folder in (stored, floats):
+        region = fill_region(folder)
+        encoder = Encoder(region, Timeline.create("test"), Reading(torch.float32))
+        with torch.inference_mode():
+            found.append(encoder.encode([Tokens([5, 17, 2, 88])])[0])
+        encoder.close()
+        region.close()
+    assert torch.equal(*found)
