@@ -10,10 +10,12 @@ from medusa_runtime.errors import ConfigError
 from medusa_runtime.limits import cpu_count
 
 from benchmarks import command_line
+from benchmarks.make_checkpoint import main as make_checkpoint
 from benchmarks.make_checkpoint import size
 from benchmarks.pipeline.options import Options
 from benchmarks.promised import Promise, check_checkpoint, chosen_rows, report
 
+MODEL = Path("out/llama-55m")
 NODES = 4
 # Name → the module of this folder whose ``rows(options)`` measures it, and what was promised of it.
 ROWS: dict[str, Promise] = {
@@ -43,35 +45,36 @@ def main(argv: Sequence[str] | None = None) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write machine and rows to this file")
     parser.add_argument("--rows", default=",".join(ROWS), metavar="LIST", help=f"only these: {', '.join(ROWS)}")
-    parser.add_argument("--link", type=size, default=size("50MB"), metavar="SIZE", help="payload a second; 50MB")
+    parser.add_argument("--link", type=size, metavar="SIZE", help="payload a second; each row has its own")
     parser.add_argument(
         "--cpus", type=float, default=cpu_count() / NODES, metavar="N", help="cores of each node; a quarter of all"
     )
-    parser.add_argument("--model", type=Path, default=Path("out/llama-57m"), metavar="FOLDER", help="out/llama-57m")
+    parser.add_argument(
+        "--model", type=Path, default=MODEL, metavar="FOLDER", help=f"{MODEL}, made where it is not there"
+    )
     parser.add_argument("--runs", type=int, default=3, metavar="N", help="samples of each row; 3")
     parser.add_argument(
         "--prompt-tokens", type=int, default=512, metavar="N", help="of context at a consolidation; 512"
     )
     parser.add_argument("--tokens", type=int, default=96, metavar="N", help="that a stream gets meanwhile; 96")
-    parser.add_argument("--load-s", type=float, default=40.0, metavar="S", help="how long a live target loads; 40")
-
     parser.add_argument("--imports", action="store_true", help="count imports, too; without, processes are warm")
 
 
 def options_of(arguments: argparse.Namespace) -> Options:
     rows = chosen_rows(arguments.rows, ROWS)
-    if arguments.runs < 1 or arguments.prompt_tokens < 2 or arguments.tokens < 8 or arguments.load_s <= 0:
-        raise ConfigError("expected --runs of 1, --prompt-tokens of 2 and --tokens of 8 at least, and --load-s above 0")
+    if arguments.runs < 1 or arguments.prompt_tokens < 2 or arguments.tokens < 8:
+        raise ConfigError("expected --runs of 1, --prompt-tokens of 2 and --tokens of 8 at least")
+    if arguments.model == MODEL and not MODEL.exists():
+        make_checkpoint(["--shape", MODEL.name, "--out", str(MODEL)])
     check_checkpoint(arguments.model)
     return Options(
         model=arguments.model.resolve(),
         rows=rows,
-        link_bytes_per_s=float(arguments.link),
+        link_bytes_per_s=arguments.link,
         cpus=arguments.cpus,
         runs=arguments.runs,
         prompt_tokens=arguments.prompt_tokens,
         tokens=arguments.tokens,
-        load_s=arguments.load_s,
         warm=not arguments.imports,
     )
 

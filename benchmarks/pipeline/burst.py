@@ -11,11 +11,12 @@ from benchmarks.pipeline.workers import Site, Stream, Workers, follow
 
 SIZE, REQUESTS = 4, 32
 _PROMPT, _COUNT = 64, 16
+_LINK_BYTES_PER_S = 5e6
 
 
 def rows(options: Options) -> list[dict[str, Any]]:
     ratios, ours, theirs = [], [], []
-    with Site(options, SIZE) as site:
+    with Site(options.over(_LINK_BYTES_PER_S), SIZE) as site:
         size = min(SIZE, len(site.bytes.layers))
         for _ in range(options.runs):
             with Workers(site, [None] * size, [None] * size) as loading:

@@ -11,6 +11,7 @@ from benchmarks.pipeline.options import Options, row
 from benchmarks.pipeline.workers import Site, Stream, Workers
 
 SIZE = 4
+_LINK_BYTES_PER_S = 20e6
 _LONG = 8  # a stream lives several times as long as the measured part, so that the switch is in the middle
 SEEDED = {"temperature": 1.0, "seed": 11}
 
@@ -21,7 +22,7 @@ def rows(options: Options) -> list[dict[str, Any]]:
     pauses_s: list[float] = []
     after: list[float] = []
     count = options.tokens * _LONG
-    with Site(options, SIZE) as site:
+    with Site(options.over(_LINK_BYTES_PER_S), SIZE) as site:
         size = min(SIZE, len(site.bytes.layers))
         for _ in range(options.runs):
             with Workers.group(site, 1) as one:
@@ -39,7 +40,7 @@ def rows(options: Options) -> list[dict[str, Any]]:
                 usual = median(expected.gaps())
                 pause = _pause(found, switch)
                 pauses_s.append(pause)
-                pauses.append(max(pause - _last_bytes(site, stages) / options.link_bytes_per_s, 0.0) / usual)
+                pauses.append(max(pause - _last_bytes(site, stages) / site.link_bytes_per_s, 0.0) / usual)
                 later = [gap for gap, at in zip(found.gaps(), found.times, strict=False) if at > switch]
                 if len(later) > options.tokens // 4:
                     after.append(median(later) / usual)

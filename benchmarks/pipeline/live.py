@@ -1,19 +1,23 @@
 """An overloaded instance and a new one that helps while it loads (BlitzScale §5.2, Figures 15 and 16).
 
-The target's store sends at a steady rate, so that loading takes as long as is wanted, and layers come one by one.
+The target's store is in its own node and sends at a steady rate, so that layers come one by one, as fast as is wanted.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from medusa_runtime.errors import EngineError
 
 from benchmarks.pipeline.options import Options, row
 from benchmarks.pipeline.workers import Site, Stream, Workers, follow
@@ -25,27 +29,41 @@ _OUTSTANDING = 12
 # The paper's example (Figure 15): a layer takes as long to load as six batches take to run one, and eight batches wait.
 _LOAD, _BATCHES = 6, 8
 _BATCH_TOKENS = 512
-_ALONE_S = 10.0
-_LOOK_S = 0.1
+_WARM_S, _MEASURED_S = 2.0, 12.0
+_HALF_S = 4.0  # in which the target gets half of the layers
+_LOOK_S = 0.02
 _SERVER = Path(__file__).parents[1] / "ranged_server.py"
 
 
 def rows(options: Options) -> list[dict[str, Any]]:
     result: list[dict[str, Any]] = []
     if options.wants("live"):
-        alone, half, ratios = [], [], []
-        with Site(options, 2) as site:
-            for _ in range(options.runs):
-                before, during = _throughput(site)
-                alone.append(before)
-                half.append(during)
-                ratios.append(during / before)
-        result.append(row("live-alone", "requests_per_s", "1/s", alone))
-        result.append(row("live-half", "requests_per_s", "1/s", half))
-        result.append(row("live", "throughput_ratio_half", "ratio", ratios))
+        result += _halves(options)
     if options.wants("zigzag"):
         result += _schedules(options)
     return result
+
+
+def _halves(options: Options) -> list[dict[str, Any]]:
+    alone, half, ratios = [], [], []
+    cpu: dict[str, list[float]] = {"alone": [], "source": [], "target": []}
+    with Site(options, 2) as site:
+        for _ in range(options.runs):
+            before, cpu_alone = _throughput_alone(site)
+            during, cpu_source, cpu_target = _throughput_half(site)
+            alone.append(before)
+            half.append(during)
+            ratios.append(during / before)
+            for found, value in zip(cpu.values(), (cpu_alone, cpu_source, cpu_target), strict=True):
+                found.append(value)
+    by_cpu = [one / max(two) for one, *two in zip(*cpu.values(), strict=True)]
+    return [
+        row("live-alone", "requests_per_s", "1/s", alone),
+        row("live-half", "requests_per_s", "1/s", half),
+        *(row(f"live-{name}", "cpu_s_per_request", "s", found) for name, found in cpu.items()),
+        row("live-cpu", "ratio", "ratio", by_cpu),
+        row("live", "throughput_ratio_half", "ratio", ratios),
+    ]
 
 
 def _schedules(options: Options) -> list[dict[str, Any]]:
@@ -55,10 +73,10 @@ def _schedules(options: Options) -> list[dict[str, Any]]:
         with Workers.group(site, 1) as one:
             one.clients[0].wait_ready(600)
             batches = [one.stream(prompt=_BATCH_TOKENS, count=_COUNT, number=number).ttft_s for number in range(4)]
-        site.load_s = _LOAD * min(batches[1:])
+        rate = sum(site.bytes.layers) / (_LOAD * min(batches[1:]))
         for _ in range(options.runs):
             for schedule, found in worst.items():
-                found.append(_worst(site, schedule))
+                found.append(_worst(site, schedule, rate))
         counted = Scaling.equal(len(site.bytes.layers), _LOAD, _BATCHES)
     ratios = [slow / fast for slow, fast in zip(worst["best-effort"], worst["zigzag"], strict=True)]
     ideal = max(best_effort(counted).finish) / max(schedule_of(counted).finish)
@@ -70,26 +88,37 @@ def _schedules(options: Options) -> list[dict[str, Any]]:
     ]
 
 
-@contextmanager
-def _slow_store(site: Site) -> Iterator[str]:
-    """A store in the target's own node whose one connection takes ``load_s`` for the model."""
-    rate = site.total_bytes / site.load_s
-    command = [sys.executable, str(_SERVER), str(site.options.model), "--rate", str(rate)]
-    node = site.laboratory.nodes[1]
-    process = site.laboratory.popen(node, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
-    finally:
-        process.stdin.close()
-        process.wait()
+class _Store:
+    """A store in the target's own node that sends ``rate`` bytes a second over its one connection."""
+
+    def __init__(self, site: Site, rate: float) -> None:
+        self._site = site
+        node = site.laboratory.nodes[1]
+        command = [sys.executable, str(_SERVER), str(site.options.model), "--rate", str(rate)]
+        self._process = site.laboratory.popen(node, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.url = f"http://127.0.0.1:{int(self._process.stdout.readline())}"  # type: ignore[union-attr]
+        self._pid = next(pid for pid, line in site.laboratory.processes(node).items() if str(_SERVER) in line)
+
+    def stop(self) -> None:
+        """Send nothing more until ``close``."""
+        os.kill(self._pid, signal.SIGSTOP)
+
+    def close(self) -> None:
+        os.kill(self._pid, signal.SIGCONT)
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
 
 
 @contextmanager
-def _pair(site: Site, schedule: str) -> Iterator[Workers]:
+def _pair(site: Site, schedule: str, rate: float) -> Iterator[tuple[Workers, _Store]]:
     """A source that is loaded, and a target that has just begun to load."""
-    with _slow_store(site) as url, Workers.group(site, 2, mode="live", schedule=schedule, url_1=url) as workers:
+    with (
+        closing(_Store(site, rate)) as store,
+        Workers.group(site, 2, mode="live", schedule=schedule, url_1=store.url) as workers,
+    ):
         workers.clients[0].wait_ready(600)
-        yield workers
+        yield workers, store
 
 
 class _Load:
@@ -111,40 +140,51 @@ class _Load:
             with self._lock:
                 self.count += 1
 
+    def measure(self, nodes: int) -> tuple[float, list[float]]:
+        """Requests a second from now on, and the processor time of each node for one."""
+        time.sleep(_WARM_S)
+        site = self._workers.site
+        cpu = [site.cpu_s(number) for number in range(nodes)]
+        first, began = self.count, time.monotonic()
+        time.sleep(_MEASURED_S)
+        ended = self.count - first
+        if not ended:
+            raise EngineError(f"no request of {_PROMPT} tokens ended within {_MEASURED_S:g} s")
+        passed = time.monotonic() - began
+        return ended / passed, [(site.cpu_s(number) - before) / ended for number, before in enumerate(cpu)]
+
     def close(self) -> None:
         self._ended.set()
         for thread in self._threads:
             thread.join()
 
 
-def _throughput(site: Site) -> tuple[float, float]:
-    """Requests a second of the source alone, and with a target that has half of the layers."""
-    layers = len(site.bytes.layers)
+def _throughput_alone(site: Site) -> tuple[float, float]:
+    """Requests a second of the source alone, and its processor time for one."""
     with Workers.group(site, 1) as one:
         one.clients[0].wait_ready(600)
-        load = _Load(one, _OUTSTANDING)
-        time.sleep(1.0)
-        first, began = load.count, time.monotonic()
-        time.sleep(_ALONE_S)
-        alone = (load.count - first) / (time.monotonic() - began)
-        load.close()
-    with _pair(site, "zigzag") as workers:
-        load = _Load(workers, _OUTSTANDING)
-        while workers.stats(1).get("layers_loaded", 0) < layers // 2:
-            time.sleep(_LOOK_S)
-        first, began = load.count, time.monotonic()
-        while workers.stats(1).get("layers_loaded", 0) <= layers // 2 + 1 and time.monotonic() - began < 2 * _ALONE_S:
-            time.sleep(_LOOK_S)
-        half = (load.count - first) / (time.monotonic() - began)
-        load.close()
-    return alone, half
+        with closing(_Load(one, _OUTSTANDING)) as load:
+            rate, (cpu_s,) = load.measure(1)
+    return rate, cpu_s
 
 
-def _worst(site: Site, schedule: str) -> float:
+def _throughput_half(site: Site) -> tuple[float, float, float]:
+    """The same with a target that has half of the layers and gets no more, with the times of both."""
+    half = len(site.bytes.layers) // 2
+    with _pair(site, "zigzag", sum(site.bytes.layers) / 2 / _HALF_S) as (workers, store):
+        while workers.stats(1).get("layers_loaded", 0) < half:
+            time.sleep(_LOOK_S)
+        store.stop()
+        with closing(_Load(workers, _OUTSTANDING)) as load:
+            rate, (source_s, target_s) = load.measure(2)
+    return rate, source_s, target_s
+
+
+def _worst(site: Site, schedule: str, rate: float) -> float:
     """The longest time to a first token in a burst that comes when the target has its first layer."""
-    with _pair(site, schedule) as workers:
+    with _pair(site, schedule, rate) as (workers, _):
         while workers.stats(1).get("layers_loaded", 0) < 1:
-            time.sleep(_LOOK_S / 10)
+            time.sleep(_LOOK_S)
         streams, threads = [], []
         began = time.monotonic()
         for number in range(_BATCHES):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +14,26 @@ from medusa_adapters.bench.result import Row
 class Options:
     """``model`` is a checkpoint's folder. ``cpus`` is each node's share of the cores, or None without a limit.
 
-    ``batch_tokens``: of one step at most.
+    ``link_bytes_per_s``: None for each row's own. ``batch_tokens``: of one step at most.
     ``warm``: processes have imported before they are told to start, as a node agent's have.
     """
 
     model: Path
     rows: tuple[str, ...]
-    link_bytes_per_s: float = 50e6
+    link_bytes_per_s: float | None = None
     cpus: float | None = None
     runs: int = 3
     prompt_tokens: int = 512
     tokens: int = 96
-    load_s: float = 60.0
     warm: bool = True
     batch_tokens: int = 512
 
     def wants(self, name: str) -> bool:
         return name in self.rows
+
+    def over(self, link_bytes_per_s: float) -> Options:
+        """Return the options with this link, unless another one was asked for."""
+        return self if self.link_bytes_per_s else replace(self, link_bytes_per_s=link_bytes_per_s)
 
 
 def row(name: str, metric: str, unit: str, samples: Sequence[float]) -> dict[str, Any]:

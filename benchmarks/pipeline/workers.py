@@ -27,8 +27,9 @@ from benchmarks.pipeline.options import Options
 
 _PORT = 9100
 _START_S = 120.0
-_PROMPT = tuple(100 + 7 * number % 1000 for number in range(4096))
+_PROMPT = tuple(100 + 7 * number % 900 for number in range(4096))
 _EVERY_S = 0.002
+_LINK_BYTES_PER_S = 50e6
 
 
 @dataclass
@@ -52,14 +53,14 @@ class Site:
 
     def __init__(self, options: Options, nodes: int) -> None:
         self.options = options
-        self.load_s = options.load_s
+        self.link_bytes_per_s = options.link_bytes_per_s or _LINK_BYTES_PER_S
         self._stack = ExitStack()
         self.laboratory = Laboratory(
             nodes,
-            Link(options.link_bytes_per_s),
+            Link(self.link_bytes_per_s),
             cpus=options.cpus,
             origin={"model": options.model},
-            origin_link=Link(max(nodes, 4) * 4 * options.link_bytes_per_s),
+            origin_link=Link(max(nodes, 4) * 4 * self.link_bytes_per_s),
         )
         checkpoint = open_checkpoint(str(options.model))
         self.bytes = ModelBytes.of(checkpoint.index)
@@ -78,6 +79,17 @@ class Site:
     @property
     def url(self) -> str:
         return f"{self.laboratory.origin_url}/model"
+
+    def cpu_s(self, number: int) -> float:
+        """Sum the processor time of all processes of a node, by its number from 0."""
+        ticks = 0
+        for pid in self.laboratory.processes(self.laboratory.nodes[number]):
+            try:
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue  # it has ended
+            ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
 
     def ranges(self, size: int) -> list[tuple[int, int]]:
         return split(self.bytes, size)

@@ -299,12 +299,26 @@ class Execution:
             model.ready[server.key] = server
             if instance.role == "prefill":
                 server.decoder = lambda request: self._decode(model, server, request)
+        self._decode_held(model)
         self._sim.dispatch(model)
         self._sim.wake()
 
-    def _decode(self, model: SimModel, prefill: Server, request: Served) -> None:
-        decoders = model.decoders.values()
-        (min(decoders, key=lambda server: server.running) if decoders else prefill).take_over(request)
+    def _decode(self, model: SimModel, prefill: Server, request: Served) -> bool:
+        """Give a prefilled request to a decode instance; False where it has to wait for room in one."""
+        decoder = min(model.decoders.values(), key=lambda server: server.running, default=prefill)
+        if decoder is not prefill and decoder.free <= 0:
+            model.held.append((prefill, request))
+            return False
+        decoder.take_over(request)
+        return True
+
+    def _decode_held(self, model: SimModel) -> None:
+        while model.held:
+            prefill, request = model.held.popleft()
+            if not self._decode(model, prefill, request):
+                model.held.rotate(1)  # it stays the first
+                return
+            prefill.leave()
 
     def _relieve(self, instance: SimInstance, partner: str) -> None:
         """While the new instance loads, the partner's prefills are faster: layers run where they are (§5.2)."""
@@ -395,6 +409,7 @@ class Execution:
         model = self._sim.models[instance.model]
         model.ready.pop(server.key, None)
         model.decoders.pop(server.key, None)
+        self._decode_held(model)
         self.freed(server)
 
     def _end_soon(self, instance: SimInstance) -> None:
@@ -405,7 +420,10 @@ class Execution:
             self._end(instance)
 
     def freed(self, server: Server) -> None:
-        """End the instances of a server that drains once its last request has gone."""
+        """Give its place to a request that waits for one; end the instances of a server that drains and is empty."""
+        for instance in self._holders.get(server, ())[:1]:
+            if instance.role == "decode":
+                self._decode_held(self._sim.models[instance.model])
         if server.running:
             return
         for instance in self._holders.get(server, ()):
@@ -456,6 +474,7 @@ class Execution:
             model.ready.pop(server.key, None)
             server.decoder = None
             model.decoders[server.key] = server
+            self._decode_held(model)
 
     def _serve(self, more: int) -> None:
         self._serving += more

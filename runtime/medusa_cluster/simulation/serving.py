@@ -39,7 +39,8 @@ class Served:
 class Server:
     """One instance, or a group of ``size`` workers that pass activations on and work on ``size`` batches at once.
 
-    ``decoder``: takes a request after its first token, where prefill and decode are separate. ``prefill_gain``: how
+    ``decoder``: takes a request after its first token, where prefill and decode are separate; or it answers False, and
+    the request's keys and values, and so its place, stay here until there is room (``leave``). ``prefill_gain``: how
     much faster a prefill is while a new instance relieves this one. ``batch_tokens``: of prompts prefilled together.
     """
 
@@ -58,7 +59,7 @@ class Server:
         self._env, self._ended = env, ended
         self.key, self.speed, self.concurrency = key, speed, concurrency
         self.size, self.hop_s, self._batch_tokens = size, hop_s, batch_tokens
-        self.decoder: Callable[[Served], None] | None = None
+        self.decoder: Callable[[Served], bool] | None = None
         self.prefill_gain: Callable[[], float] | None = None
         self.running = 0
         self._waiting: deque[Served] = deque()
@@ -77,6 +78,11 @@ class Server:
         self._waiting.append(request)
         if not self._batch:
             self._prefill()
+
+    def leave(self) -> None:
+        """A prefilled request has gone to another instance."""
+        self.running -= 1
+        self._ended(self, None)
 
     def take_over(self, request: Served, left: float | None = None) -> None:
         """Decode a request that another instance has prefilled; ``left``: the tokens that it lacks, if not all."""
@@ -133,9 +139,8 @@ class Server:
             if request.output_tokens <= 1:
                 self._finish(request)
             elif self.decoder is not None:
-                self.running -= 1
-                self.decoder(request)
-                self._ended(self, None)
+                if self.decoder(request):
+                    self.leave()
             else:
                 self._join(request)
         if self._batch:

@@ -33,6 +33,7 @@ class SimModel:
         self.queue: deque[Served] = deque()
         self.ready: dict[str, Server] = {}  # that take requests; with separate roles only those that prefill
         self.decoders: dict[str, Server] = {}
+        self.held: deque[tuple[Server, Served]] = deque()  # prefilled, and waiting for a decode instance with room
         self.window: deque[tuple[float, int]] = deque()
         self.window_tokens = 0
         self.last_request_s = -math.inf

@@ -33,6 +33,7 @@ class Backlog:
         self._waiting: dict[nn.Module, list[Gate]] = {}
         self._needs: dict[Gate, list[str]] = {}
         self._order: list[str] = []
+        self._waited = False  # the last wait was in vain
         self._next = 0  # the first one in the order that may be pending
         self._hints = False
         self._hint_at = 0.0
@@ -76,9 +77,11 @@ class Backlog:
         found = [name for name in looked if source.has(name)]
         if not found:
             try:
-                source.wait_tensor(looked[0], wait_s)
+                source.wait_tensor(looked[0], wait_s, patient=self._waited)
             except TimeoutError:
-                pass
+                self._waited = True  # bytes come slowly: looking at them all the time takes the forward's processor
+        else:
+            self._waited = False
         return found
 
     def count(self, place: Place, start_ns: int) -> None:

@@ -26,9 +26,9 @@ class Source:
         """Whether all bytes of a tensor are there, without waiting."""
         return self.region.has(name)
 
-    def wait_tensor(self, name: str, timeout_s: float | None = None) -> None:
+    def wait_tensor(self, name: str, timeout_s: float | None = None, *, patient: bool = False) -> None:
         """Wait for all bytes of a tensor, like ``Region.wait_tensor``."""
-        self.region.wait_tensor(name, timeout_s)
+        self.region.wait_tensor(name, timeout_s, patient=patient)
 
     def demand(self, names: Sequence[str]) -> None:
         """Have these tensors fetched before all others; does not wait."""

@@ -226,17 +226,17 @@ class Region:
         assert self._chunks is not None
         self._wait_chunks(self._chunks.covering(shard, start, stop), timeout_s)
 
-    def wait_tensor(self, name: str, timeout_s: float | None = None) -> None:
-        """Wait, like ``wait``, for all bytes of a tensor. WeightsError when they were released."""
+    def wait_tensor(self, name: str, timeout_s: float | None = None, *, patient: bool = False) -> None:
+        """Wait, like ``wait``, for all bytes of a tensor; ``patient``: look less often. WeightsError when released."""
         self.wait_index(timeout_s)
         self._check_released(name)
         assert self._chunks is not None
-        self._wait_chunks(self._chunks.of_tensor(name), timeout_s)
+        self._wait_chunks(self._chunks.of_tensor(name), timeout_s, patient=patient)
 
-    def _wait_chunks(self, chunks: range, timeout_s: float | None) -> None:
+    def _wait_chunks(self, chunks: range, timeout_s: float | None, *, patient: bool = False) -> None:
         if self._present(chunks):
             return
-        waiter = Waiter(timeout_s)
+        waiter = Waiter(timeout_s, patient=patient)
         while not self._present(chunks):
             self._raise_failure()
             self._check_writer(waiter)

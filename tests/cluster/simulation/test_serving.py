@@ -63,10 +63,21 @@ def test_a_group_passes_activations_on_and_holds_more_at_once() -> None:
 def test_decoding_elsewhere_and_a_relieved_prefill() -> None:
     env, ended = simpy.Environment(), []
     prefill, decode = server(env, ended), server(env, ended)
-    prefill.decoder, prefill.prefill_gain = decode.take_over, lambda: 2.0
+    prefill.decoder, prefill.prefill_gain = lambda request: decode.take_over(request) is None, lambda: 2.0
     request = Served(0.0, 0, 100, 11)
     prefill.admit(request)
     env.run()
     assert request.ttft_s == pytest.approx(0.1)
     assert request.tpot_s == pytest.approx(0.02)
     assert (prefill.running, decode.running) == (0, 0)
+
+
+def test_a_prefilled_request_keeps_its_place_until_a_decode_instance_has_room() -> None:
+    env, ended = simpy.Environment(), []
+    prefill = server(env, ended)
+    prefill.decoder = lambda request: False
+    prefill.admit(Served(0.0, 0, 100, 11))
+    env.run()
+    assert prefill.running == 1
+    prefill.leave()
+    assert prefill.running == 0

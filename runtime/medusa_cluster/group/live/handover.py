@@ -128,11 +128,16 @@ class HandoverReader:
 def read_in(cache: KvCache, sequence: Sequence, parts: list[Tensor]) -> None:
     """Write the keys and values of a sequence's first layers, in parts one behind the other, into its blocks."""
     first = 0
+    whole = parts[0].shape[2] // BLOCK_TOKENS
+    numbers = torch.tensor(sequence.blocks[:whole])
     for kv in parts:
         last = first + kv.shape[0]
-        for number, start in zip(sequence.blocks, range(0, kv.shape[2], BLOCK_TOKENS), strict=False):
-            piece = kv[:, :, start : start + BLOCK_TOKENS]
-            cache.pool[first:last, :, number, : piece.shape[2]] = piece
+        head, rest = kv[:, :, : whole * BLOCK_TOKENS], kv[:, :, whole * BLOCK_TOKENS :]
+        cache.pool[first:last].index_copy_(
+            2, numbers, head.reshape(*head.shape[:2], whole, BLOCK_TOKENS, *head.shape[3:])
+        )
+        if rest.shape[2]:
+            cache.pool[first:last, :, sequence.blocks[whole], : rest.shape[2]] = rest
         first = last
 
 

@@ -200,7 +200,10 @@ class Source(TorchEngine):
             hidden = self._model.embed(tokens_of(alive), places)
         else:
             hidden = handover.hidden if len(rows) == row else handover.hidden[rows]
-        hidden = self._model.run_layers(hidden, places, attention, handover.done)
+        last = max(self.layers.total - 1, handover.done)
+        hidden = self._model.run_layers(hidden, places, attention, handover.done, last)
+        self._look_at(pair)  # the next batch arrives while the last layer runs
+        hidden = self._model.run_layers(hidden, places, attention, last)
         for sequence, _, stop in alive:
             sequence.computed = stop
         self.helped += handover.done

@@ -161,8 +161,7 @@ class _Helper:
         done = self._queue.done(batch)
         work.hidden = target._model.run_layers(work.hidden, work.places, work.attention, done, done + 1)
         self._queue.ran(batch)
-        if self._plan.mode == "disaggregated":  # all of it will be needed, so it may as well leave now
-            self._send_layers(work, done, done + 1)
+        self._send_layers(work, done, done + 1)  # the source will need it, and it travels while the next layer runs
         return True
 
     def _send_layers(self, work: _Work, start: int, stop: int) -> None:
@@ -178,8 +177,6 @@ class _Helper:
             return
         self._pull = False
         work, done = self._works.pop(batch), self._queue.done(batch)
-        if done and not work.parts:
-            self._send_layers(work, 0, done)
         lengths = [span.stop for span in work.spans]
         send_handover(channel, self._plan.number, work.number, work.parts, lengths, work.hidden if done else None)
         self._free(work)
