@@ -179,7 +179,10 @@ class _LeanImport:
                 independent=_INDEPENDENT,
                 absent=frozenset({"torch.privateuseone"}),  # torch.manual_seed looks for it
                 prerequisites=_PREREQUISITES,
-                on_executed={"torch.distributed.rpc": _define_rrefs},
+                on_executed={
+                    "torch.distributed.rpc": _define_rrefs,
+                    "torch.fx.experimental.sym_node": _look_for_dynamic_ints,
+                },
             ),
             StandIns(
                 importing=self._stand_ins(),
@@ -299,13 +302,21 @@ def _share_with_processes(torch: Any) -> None:
 
 
 class _DynamicIntType(type):
-    def __instancecheck__(cls, instance: object) -> bool:
-        real = namespace_of(sys.modules["torch.fx.experimental.sym_node"])["DynamicInt"]
-        return real is not cls and isinstance(instance, real)
+    # torch._C asks for each size and dimension that it parses, a thousand times in a step of a model. Nothing can be an
+    # instance before sym_node is executed, so until then the answer comes from C, which never runs Python's code.
+    __instancecheck__: Any = ().__contains__
 
     def __call__(cls, *args: Any) -> Any:
         complete()
         return namespace_of(sys.modules["torch.fx.experimental.sym_node"])["DynamicInt"](*args)
+
+
+def _look_for_dynamic_ints() -> None:
+    def is_instance(cls: type, instance: object) -> bool:
+        real = namespace_of(sys.modules["torch.fx.experimental.sym_node"])["DynamicInt"]
+        return real is not cls and isinstance(instance, real)
+
+    _DynamicIntType.__instancecheck__ = is_instance  # type: ignore[assignment, method-assign]
 
 
 class _DynamicInt(metaclass=_DynamicIntType):

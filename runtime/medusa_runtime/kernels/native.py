@@ -92,7 +92,7 @@ class NativeKernels:
         self.bf16_dots = bf16_dots
         library.medusa_configure(instruction_set, int(bf16_dots))
         self._products.argtypes = [_POINTER, _POINTER, _POINTER, _LONG, _POINTER, *[_LONG] * 4, _INT, _INT]
-        self._norm.argtypes = [_POINTER] * 3 + [_LONG] * 3 + [ctypes.c_float] + [_INT] * 2
+        self._norm.argtypes = [_POINTER] * 3 + [_LONG] * 3 + [ctypes.c_float] * 2 + [_INT] * 3
         self._rope.argtypes = [_POINTER] * 4 + [_LONG] * 7 + [_INT] * 2
         self._gate.argtypes = [_POINTER] * 3 + [_LONG] * 4 + [_INT] * 2
         self._write_kv.argtypes = [_POINTER] * 5 + [_LONG] * 4
@@ -139,13 +139,13 @@ class NativeKernels:
         """x [rows, depth] @ weight [cols, depth]^T → [rows, cols]; both have one 16-bit dtype and contiguous rows."""
         return self.products(x, (weight,), (bias,))
 
-    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """The RMS norm of x [rows, size], whose rows are contiguous and size a multiple of 8."""
+    def norm(self, x: Tensor, weight: Tensor, eps: float, *, once: bool, offset: float) -> Tensor:
+        """Like ``pointwise.rms_norm`` of x [rows, size], whose rows are contiguous and size a multiple of 8."""
         rows, size = x.shape
         out = x.new_empty(rows, size)
         stride = x.stride(0) * x.element_size()
-        threads = torch.get_num_threads()
-        self._norm(out.data_ptr(), x.data_ptr(), weight.data_ptr(), rows, size, stride, eps, DTYPES[x.dtype], threads)
+        places = (out.data_ptr(), x.data_ptr(), weight.data_ptr())
+        self._norm(*places, rows, size, stride, eps, offset, once, DTYPES[x.dtype], torch.get_num_threads())
         return out
 
     def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -88,7 +88,8 @@ struct norm {
     char *out;
     const char *x, *weight;
     long size, stride;
-    float eps;
+    float eps, offset; /* the offset is added to the weight */
+    int once;          /* whether only the result is rounded, and not what the weight is multiplied with */
 };
 
 INLINE void norm(const void *job, long row, long stop, const int dtype)
@@ -105,14 +106,18 @@ INLINE void norm(const void *job, long row, long stop, const int dtype)
         }
         const vf scale = SPLAT(1.0f / sqrtf(SUM(sums[0] + sums[1]) / (float)n->size + n->eps));
         EACH(i, n->size)
-        store(AT(out, i), rounded(load(AT(x, i), dtype) * scale, dtype) * load(AT(n->weight, i), dtype), dtype);
+        {
+            const vf normed = load(AT(x, i), dtype) * scale, weight = load(AT(n->weight, i), dtype) + SPLAT(n->offset);
+            store(AT(out, i), (n->once ? normed : rounded(normed, dtype)) * weight, dtype);
+        }
     }
 }
 DEFINE(norm)
 
-void medusa_norm(char *out, const char *x, const char *weight, long rows, long size, long stride, float eps, int dtype, int threads)
+void medusa_norm(char *out, const char *x, const char *weight, long rows, long size, long stride, float eps, float offset,
+                 int once, int dtype, int threads)
 {
-    const struct norm job = {out, x, weight, size, stride, eps};
+    const struct norm job = {out, x, weight, size, stride, eps, offset, once};
     spread_rows(norms[dtype], &job, rows, size, threads);
 }
 

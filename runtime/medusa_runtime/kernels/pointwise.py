@@ -15,23 +15,27 @@ from medusa_runtime.kernels.compiled import compiled_for
 _LANES = 8  # the compiled kernels take sizes that are multiples of this
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., size] divided by the root of its mean square (in fp32), rounded, times weight [size] → [..., size]."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, once: bool = False, offset: float = 0.0) -> Tensor:
+    """x [..., size] divided by the root of its mean square (in fp32), rounded, times weight [size] → [..., size].
+
+    ``offset`` is added to the weight. With ``once`` only the result is rounded.
+    """
     size = x.shape[-1]
     if size % _LANES == 0 and x.stride()[-1] == 1 and weight.is_contiguous():
         kernels = compiled_for(x, weight)
         if kernels is not None:
-            return kernels.norm(x, weight, eps) if x.dim() == 2 else _norm_rows(x, weight, eps)
-    if x.is_cuda:
+            if x.dim() == 2:
+                return kernels.norm(x, weight, eps, once=once, offset=offset)
+            rows = kernels.norm(x.reshape(-1, size), weight, eps, once=once, offset=offset)
+            return rows.view(x.shape)
+    if x.is_cuda and not offset:
         return F.rms_norm(x, (size,), weight, eps)  # one kernel, which rounds once
     # Not torch.rms_norm: on a CPU it takes eight times as long for a 16-bit prefill, and rounds once less.
     wide = x.float()
     scale = wide.square().mean(-1, True).add_(eps).rsqrt_()
-    return (wide * scale).to(x.dtype).mul_(weight)
-
-
-def _norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return rms_norm(x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)
+    if once:
+        return (wide * scale * (weight.float() + offset)).to(x.dtype)
+    return (wide * scale).to(x.dtype).mul_(weight + offset if offset else weight)
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

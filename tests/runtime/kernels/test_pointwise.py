@@ -53,6 +53,18 @@ def test_rms_norm(chosen: Callable[[bool], None], dtype: torch.dtype, size: int,
         assert_alike(kernels.rms_norm(x, weight, 1e-5), expected)
 
 
+@pytest.mark.parametrize(("once", "offset"), [(True, 0.0), (True, 1.0)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rms_norm_rounded_once(chosen: Callable[[bool], None], dtype: torch.dtype, once: bool, offset: float) -> None:
+    x, weight = made(2, 3, 96, dtype=dtype), made(96, dtype=dtype)
+    chosen(False)
+    expected = kernels.rms_norm(x, weight, 1e-5, once=once, offset=offset)
+    wide = x.float() * torch.rsqrt(x.float().square().mean(-1, True) + 1e-5)
+    assert_alike(expected, (wide * (weight.float() + offset)).to(dtype))
+    chosen(True)
+    assert_alike(kernels.rms_norm(x, weight, 1e-5, once=once, offset=offset), expected)
+
+
 def test_rms_norm_of_heads_inside_a_wider_row(chosen: Callable[[bool], None]) -> None:
     x, weight = made(5, 200, dtype=torch.bfloat16)[:, 20:148].view(5, 4, 32), made(32, dtype=torch.bfloat16)
     chosen(False)

@@ -8,15 +8,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...imports.lean_transformers import without_scripts
 from ...load.skeleton import skeleton
 from ..base import Attention, DecoderModel
-from ..linear import Linear
 from .applier import TransformersApplier
 from .attention import NAME, STEP, Step, attend
 from .config import TransformersConfig, own_class, own_config
+from .faster import use_our_parts
 from .gathered import run_gathered
 
 # Classes that say they take any attention, and then need masks or biases that only their own attention adds.
@@ -47,7 +47,7 @@ class TransformersDecoder(DecoderModel):
                 setattr(part, STEP, self._step)
             if hasattr(part, "warn_if_padding_and_no_attention_mask"):
                 part.warn_if_padding_and_no_attention_mask = _say_nothing
-        use_our_products(self.module)
+        use_our_parts(self.module, config.dtype)
 
     def run(self, token_ids: Tensor, positions: Tensor, attention: Attention, rows: Tensor | None) -> Tensor | None:
         if self.gathers and hasattr(attention, "spans"):
@@ -119,11 +119,4 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def use_our_products(module: nn.Module) -> None:
-    """Have the linear layers inside compute with our kernels, which are faster for 16-bit weights on a CPU."""
-    for part in module.modules():
-        if type(part) is nn.Linear:
-            part.__class__ = Linear
-
-
-__all__ = ["TransformersDecoder", "build", "construct", "own_attention", "use_our_products"]
+__all__ = ["TransformersDecoder", "build", "construct", "own_attention"]
