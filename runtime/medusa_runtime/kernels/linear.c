@@ -101,7 +101,7 @@ int medusa_products(uint16_t *out, const uint16_t *x, const struct linear_part *
     for (long i = 0; i < count; i++)
         cols += parts[i].cols;
     const int wanted = rows * cols * depth > SERIAL_WORK ? threads : 1;
-    long block = at_most(96, cols / (wanted * 4) + 1); /* several tasks a thread: a neighbour may hold one up */
+    long block = at_most(MOST_BLOCK_COLS, cols / (wanted * 4) + 1); /* several tasks a thread: a neighbour may hold one up */
     block = (block + variant->tile_cols - 1) / variant->tile_cols * variant->tile_cols;
     const long block_rows = at_most(rows, ROW_BLOCK);
     const size_t floats = (size_t)(block_rows * padded + wanted * block_rows * block);

@@ -20,6 +20,8 @@ struct linear_job {
     void *packed;      /* x in tiles: [tile][step][row of the tile][step elements], fp32 or as it is */
 };
 
+#define MOST_BLOCK_COLS 96L /* weight rows that one task works on: a multiple of every variant's tile_cols */
+
 struct linear_variant {
     long step;      /* elements of depth a loop turn consumes; the unit of padding */
     long tile_cols; /* weight rows per register tile */

@@ -25,6 +25,10 @@
 
 #define DEPTH_BLOCK 1024L /* a tile of x (16 KB) stays in the first-level cache, a block of weights in the second */
 
+/* Depth is added up in pieces of this many elements, whatever the number of rows: the lanes of an accumulator are added to each
+ * other at a piece's end alone. So a row's product has the same bits in every batch. */
+#define PIECE(dtype) (packed_size(dtype) == 4 ? 2 * DEPTH_BLOCK : DEPTH_BLOCK)
+
 /* How far ahead weights are asked for, in bytes, and into which cache. The first level's few outstanding misses would bound the
  * bandwidth, where the work between them is short. */
 #ifdef __AVX512BF16__
@@ -90,16 +94,17 @@ INLINE void step(vf acc[MAX_ROWS][TILE_COLS], const char *x, const uint16_t *w, 
 }
 
 /* sums[rows][cols] += x tile @ weight rows^T over `depth` elements. `fetch`: these weights come from memory, so those that many
- * elements behind them are asked for meanwhile (the hardware does not know where rows begin). */
+ * elements behind them are asked for meanwhile (the hardware does not know where rows begin). A piece may come in two parts: the
+ * accumulators are left in `to` (not null: the piece goes on) and found in `from`. */
 INLINE void tile(const char *x, const uint16_t *w, long stride, long depth, float *sums, long sums_stride, const int dtype,
-                 const long fetch, const int rows, const int cols)
+                 const long fetch, const float *from, float *to, const int rows, const int cols)
 {
     vf acc[MAX_ROWS][TILE_COLS];
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int c = 0; c < cols; c++)
-            acc[r][c] = ZERO();
+            acc[r][c] = from ? LOAD(from + (c * MAX_ROWS + r) * LANES) : ZERO();
     long k = 0;
     for (; k + STEP <= depth; k += STEP) {
 #pragma GCC unroll 8
@@ -113,6 +118,14 @@ INLINE void tile(const char *x, const uint16_t *w, long stride, long depth, floa
             memcpy(tail[c], w + c * stride + k, (size_t)(depth - k) * sizeof(uint16_t));
         step(acc, x + k * rows * packed_size(dtype), tail[0], STEP, dtype, rows, cols);
     }
+    if (to) {
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+            for (int c = 0; c < cols; c++)
+                STORE(to + (c * MAX_ROWS + r) * LANES, acc[r][c]);
+        return;
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
@@ -123,14 +136,15 @@ INLINE void tile(const char *x, const uint16_t *w, long stride, long depth, floa
 #define CASE(rows)                                                                                                             \
     case rows:                                                                                                                 \
         if (cols == TILE_COLS)                                                                                                 \
-            tile(x, w, stride, depth, sums, sums_stride, dtype, fetch, rows, TILE_COLS);                                       \
+            tile(x, w, stride, depth, sums, sums_stride, dtype, fetch, from, to, rows, TILE_COLS);                             \
         else                                                                                                                   \
             for (long c = 0; c < cols; c++)                                                                                    \
-                tile(x, w + c * stride, stride, depth, sums + c, sums_stride, dtype, fetch, rows, 1);                          \
+                tile(x, w + c * stride, stride, depth, sums + c, sums_stride, dtype, fetch,                                    \
+                     from ? from + c * MAX_ROWS * LANES : NULL, to ? to + c * MAX_ROWS * LANES : NULL, rows, 1);               \
         break;
 
 INLINE void any_tile(const char *x, const uint16_t *w, long stride, long depth, float *sums, long sums_stride,
-                     const int dtype, const long fetch, long rows, long cols)
+                     const int dtype, const long fetch, const float *from, float *to, long rows, long cols)
 {
     switch (rows) {
         CASE(1)
@@ -147,6 +161,8 @@ INLINE void any_tile(const char *x, const uint16_t *w, long stride, long depth, 
 #endif
     }
 }
+
+static inline long at_most(long value, long limit) { return value < limit ? value : limit; }
 
 static long tiles(long rows) { return (rows + MAX_ROWS - 1) / MAX_ROWS; }
 
@@ -180,21 +196,23 @@ INLINE void block(const struct linear_job *job, float *sums, long col, long cols
 {
     const long count = tiles(job->rows), stride = job->weight_stride, sums_stride = job->block_cols;
     memset(sums, 0, (size_t)(job->rows * sums_stride) * sizeof(float));
-    const long depth_block = count == 1 && packed_size(dtype) == 4 ? 2 * DEPTH_BLOCK : DEPTH_BLOCK;
-    for (long k = 0; k < job->depth; k += depth_block) {
-        const long depth = job->depth - k < depth_block ? job->depth - k : depth_block;
-        const long fetch = (1 + AHEAD / (TILE_COLS * depth * 2)) * TILE_COLS * stride;
+    /* The accumulators of one tile of rows between the parts of a piece. */
+    float carried[MOST_BLOCK_COLS * MAX_ROWS * LANES] __attribute__((aligned(64)));
+    const long part = count == 1 ? PIECE(dtype) : DEPTH_BLOCK;
+    for (long piece = 0; piece < job->depth; piece += PIECE(dtype)) {
+        const long piece_end = at_most(job->depth, piece + PIECE(dtype));
         for (long number = 0; number < count; number++) {
             const long start = tile_start(job->rows, number), rows = tile_start(job->rows, number + 1) - start;
-            const char *x = (const char *)job->packed + (start * job->padded_depth + k * rows) * packed_size(dtype);
-            for (long c = 0; c < cols; c += TILE_COLS) {
-                const uint16_t *w = job->weight + (col + c) * stride + k;
-                float *to = sums + start * sums_stride + c;
-                const long width = cols - c < TILE_COLS ? cols - c : TILE_COLS;
-                if (number == 0)
-                    any_tile(x, w, stride, depth, to, sums_stride, dtype, fetch, rows, width);
-                else
-                    any_tile(x, w, stride, depth, to, sums_stride, dtype, 0, rows, width);
+            for (long k = piece; k < piece_end; k += part) {
+                const long depth = at_most(piece_end - k, part);
+                const long fetch = number == 0 ? (1 + AHEAD / (TILE_COLS * depth * 2)) * TILE_COLS * stride : 0;
+                const char *x = (const char *)job->packed + (start * job->padded_depth + k * rows) * packed_size(dtype);
+                for (long c = 0; c < cols; c += TILE_COLS) {
+                    const uint16_t *w = job->weight + (col + c) * stride + k;
+                    float *sum = sums + start * sums_stride + c, *kept = carried + c * MAX_ROWS * LANES;
+                    any_tile(x, w, stride, depth, sum, sums_stride, dtype, fetch, k > piece ? kept : NULL,
+                             k + depth < piece_end ? kept : NULL, rows, at_most(cols - c, TILE_COLS));
+                }
             }
         }
     }

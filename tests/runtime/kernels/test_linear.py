@@ -59,6 +59,15 @@ def test_compiled_is_rounded_once(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("depth", [1000, 1408, 3001, 5632])
+def test_a_row_has_the_same_bits_in_every_batch(compiled: native.NativeKernels, depth: int, dtype: torch.dtype) -> None:
+    x, weight, _ = sample(40, 98, depth, dtype)
+    alone = torch.cat([compiled.linear(row[None], weight, None) for row in x])
+    for rows in (2, 3, 4, 5, 6, 7, 8, 9, 13, 40):
+        assert torch.equal(compiled.linear(x[:rows], weight, None), alone[:rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 8, 64])
 def test_compiled_on_many_threads(compiled: native.NativeKernels, rows: int, dtype: torch.dtype) -> None:
     x, weight, bias = sample(rows, 1500, 1200, dtype)
