@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,7 +61,14 @@ class Applier:
     def plan(self, index: WeightIndex) -> Plan:
         """Where each tensor goes. Raises MismatchError when the checkpoint is not this module's."""
         self._places = places(self.module)
-        return plan(index, self._places, self._rename)
+        return plan(index, self._places, lambda name: self.needed(name, self._places))
+
+    def needed(self, name: str, whole: Mapping[str, Place]) -> str | None:
+        """The name in the module, whose places are ``whole``, of a checkpoint's tensor; None to leave it out."""
+        target = self._rename(name)
+        # GPTQ's tools have written biases of zeros for layers that have none.
+        idle = self.quantization is not None and self.quantization.idle_biases and name.endswith(".bias")
+        return None if idle and target not in whole else target
 
     def hints(self, index: WeightIndex) -> bool:
         """Whether the plan's order is one that the prefetcher does not know."""

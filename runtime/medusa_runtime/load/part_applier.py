@@ -52,7 +52,7 @@ class PartApplier(Applier):
         return not self._is_rest
 
     def _here(self, name: str, whole: dict[str, Place]) -> str | None:
-        target = self._rename(name)
+        target = self.needed(name, whole)
         return None if target in whole and target not in self._places else target
 
 

@@ -14,7 +14,7 @@ from medusa_runtime.checkpoint.index import TensorEntry
 from medusa_runtime.engine.checkpoint_files import read_config
 from medusa_runtime.engine.torch.kv_size import free_bytes
 from medusa_runtime.engine.torch.profile import profile
-from medusa_runtime.errors import ConfigError, MismatchError
+from medusa_runtime.errors import ConfigError, MismatchError, ModelError
 from medusa_runtime.load.loader import Loader
 from medusa_runtime.load.quantized import codes, unpack
 from medusa_runtime.load.quantized.scheme import Quantization
@@ -203,6 +203,33 @@ def test_a_weight_that_config_json_leaves_out_is_not_quantized(checkpoint: Path,
     said = r"down_proj: expected a weight that is not quantized by config\.json, found weight_packed"
     with pytest.raises(MismatchError, match=said):
         loaded(tmp_path)
+
+
+def test_tensors_that_only_quantize_what_is_computed_are_left_out(checkpoint: Path, tmp_path: Path) -> None:
+    quantize(checkpoint, tmp_path, "int8")
+    before = loaded(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors") | {f"{LINEAR}.input_scale": torch.ones(1)}
+    save_file(tensors | {"model.layers.0.self_attn.k_scale": torch.ones(1)}, tmp_path / "model.safetensors")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in loaded(tmp_path).items())
+
+
+def test_biases_of_layers_without_any_are_left_out_of_gptq(checkpoint: Path, tmp_path: Path) -> None:
+    for name in ("gptq-4", "awq"):
+        folder = tmp_path / name
+        quantize(checkpoint, folder, name)
+        tensors = load_file(folder / "model.safetensors") | {f"{LINEAR}.bias": torch.zeros(64)}
+        save_file(tensors, folder / "model.safetensors")
+    assert len(loaded(tmp_path / "gptq-4")) == len(loaded(checkpoint))
+    with pytest.raises(MismatchError, match=r"1 not expected: model\.layers\.1\.mlp\.down_proj\.bias"):
+        loaded(tmp_path / "awq")
+
+
+def test_a_gpu_is_refused(checkpoint: Path, tmp_path: Path, serve_region: Callable[..., Served]) -> None:
+    quantize(checkpoint, tmp_path, "awq")
+    region = fill_region(tmp_path)
+    with pytest.raises(ModelError, match=r"quantized \(awq, 4 bits\).*expected --device cpu, or --engine vllm"):
+        serve_region(region, object())
+    region.close()
 
 
 def test_modules_may_have_schemes_of_their_own(checkpoint: Path, tmp_path: Path) -> None:

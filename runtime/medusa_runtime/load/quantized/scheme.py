@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from medusa_runtime.errors import ConfigError
@@ -49,13 +49,15 @@ class _Rule:
 
 @dataclass(frozen=True)
 class Quantization:
-    """The schemes of a checkpoint. ``method`` and ``label`` say which it is, for people."""
+    """The schemes of a checkpoint. ``label`` says which it is, for people.
 
-    method: str
+    ``idle_biases``: it may have biases for layers that have none.
+    """
+
     label: str
     rules: tuple[_Rule, ...] = ()
     default: Scheme | None = None
-    strict: bool = field(default=False)  # a module without a scheme has no quantized weight
+    idle_biases: bool = False
 
     def scheme(self, module: str) -> Scheme | None:
         """The scheme of a module's weight, if it has one that is quantized; None where it is not."""
@@ -175,7 +177,7 @@ def _compressed(reader: _Reader) -> Quantization:
         *(_Rule(("Linear",), r.scheme) for r in rules[1:] if "Linear" in r.patterns),
     ]
     label = f"compressed-tensors ({'; '.join(dict.fromkeys(labels))})"
-    return Quantization("compressed-tensors", label, tuple(rules), strict=True)
+    return Quantization(label, tuple(rules))
 
 
 def _compressed_scheme(weights: _Reader, form: str) -> Scheme:
@@ -198,6 +200,7 @@ def _gptq(reader: _Reader) -> Quantization:
     form = reader.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     if reader.get("is_marlin_format"):
         raise reader.error("is_marlin_format", "false", True)
+    reader.one_of("pack_dtype", ("int32",), "int32")
     bits, group = reader.bits("bits", known=_PACKABLE), reader.group("group_size")
     scheme = Scheme(layout="gptq", bits=bits, group=group, symmetric=False, shifted=form == "gptq")
     rules = []
@@ -214,23 +217,20 @@ def _gptq(reader: _Reader) -> Quantization:
             group=inner.group("group_size") if "group_size" in inner.raw else group,
         )
         rules.append(_Rule((f"re:{rest if sign == '+' else pattern}",), own))
-    return Quantization("gptq", f"gptq, {bits} bits", tuple(rules), scheme)
+    return Quantization(f"gptq, {bits} bits", tuple(rules), scheme, idle_biases=True)
 
 
 def _awq(reader: _Reader) -> Quantization:
     reader.one_of("version", ("gemm",), "gemm")
     bits = reader.bits("bits", "w_bit", known=(4,))
     group = reader.group("group_size", "q_group_size")
-    return Quantization(
-        "awq", f"awq, {bits} bits", default=Scheme(layout="awq", bits=bits, group=group, symmetric=False)
-    )
+    return Quantization(f"awq, {bits} bits", default=Scheme(layout="awq", bits=bits, group=group, symmetric=False))
 
 
 def _fp8(reader: _Reader) -> Quantization:
     sizes = reader.get("weight_block_size")
     block = None if sizes is None else reader.block("weight_block_size", sizes)
-    method = str(reader.raw["quant_method"])
-    return Quantization(method, method, default=Scheme(layout="direct", bits=8, block=block))
+    return Quantization(str(reader.raw["quant_method"]), default=Scheme(layout="direct", bits=8, block=block))
 
 
 METHODS: dict[str, Callable[[_Reader], Quantization]] = {
