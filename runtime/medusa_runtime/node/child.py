@@ -65,15 +65,6 @@ def close_others(*keep: int) -> None:
                 pass  # the one that listed them
 
 
-def end_first() -> None:
-    """Let the kernel end this process before the agent, where the machine or the container runs out of memory."""
-    try:
-        with open("/proc/self/oom_score_adj", "w") as score:
-            score.write("900")
-    except OSError:
-        pass  # a kernel or a sandbox without it
-
-
 class HungChildren:
     """Finds those of the agent's processes that hang, by heartbeats and what the kernel says (``liveness.Watch``)."""
 

@@ -155,6 +155,47 @@ def test_a_lost_process_ends_its_requests_and_the_next_one_starts_another(serve:
     assert re.fullmatch(DIGITS.text, ask(served, DIGITS).text)
 
 
+def chain(rules: int) -> str:
+    return "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(rules)) + f'\nr{rules}: "a"'
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        StructuredOutputs("regex", "a?" * 60_000 + "a" * 10),  # minutes
+        StructuredOutputs("regex", "".join(f"[^{chr(97 + i % 26)}]*" for i in range(3_000))),
+        StructuredOutputs("choice", json.dumps([str(number) for number in range(200_000)])),  # minutes, in Python too
+        StructuredOutputs("grammar", chain(100_000)),  # overflowed the stack
+        StructuredOutputs("grammar", "start: " + '"a"* ' * 30_000),
+        StructuredOutputs("json_schema", json.dumps({"properties": {f"p{i}": {} for i in range(20_000)}})),
+    ],
+    ids=["time", "memory", "choices", "depth", "width", "schema"],
+)
+@pytest.mark.slow
+def test_a_grammar_that_takes_too_much_harms_nobody_else(serve: Any, form: StructuredOutputs) -> None:
+    served = serve()
+    other = ask(served, StructuredOutputs("regex", "[a-z ]{400}"), max_tokens=400)
+    other.next()
+    process = served.engine._constraints._process
+    with pytest.raises(RequestError, match="cannot be used") as refused:
+        ask(served, form)
+    assert len(str(refused.value)) < 2500
+    assert not other.last.error
+    assert served.engine._constraints._process is process
+    assert re.fullmatch(DIGITS.text, ask(served, DIGITS).text)
+
+
+def test_a_grammar_whose_masks_take_too_long_ends_alone(serve: Any) -> None:
+    served = serve()
+    other = ask(served, StructuredOutputs("regex", "[a-z ]{30}"))
+    try:
+        fault = ask(served, StructuredOutputs("grammar", "start: " + '"a"? ' * 12_000)).last.error[1]
+    except RequestError as error:  # the first mask is tried before
+        fault = str(error)
+    assert "could not be followed" in fault or "cannot be used" in fault
+    assert len(other.text) == 30
+
+
 def test_the_process_ends_with_its_engine(serve: Any) -> None:
     served = serve()
     ask(served, DIGITS).wait()

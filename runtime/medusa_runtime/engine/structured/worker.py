@@ -18,14 +18,21 @@ import os
 import socket
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any
 
+from ...process import end_first
 from ..base import StructuredOutputs
 from ..frames import Frame, FrameReader, pack
 from .grammar import compiled
+from .trial import attempt
 
 _MOST_COPIES = 64  # grammars that are kept for further requests
+_MOST_COPIES_BYTES = 256 << 20
+_STEP_CPU_S = 1.0  # in which everybody's next token waits
+_MOST_ITEMS = 10_000  # of the parser, in a step: a fifth of the library's default
+_STACK_BYTES = 256 << 20  # of addresses: the library calls itself as deep as a grammar is nested
 
 
 @dataclass(frozen=True)
@@ -47,13 +54,14 @@ class Grammars:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._matchers: dict[int, Any] = {}
-        self._fresh: dict[StructuredOutputs, Any] = {}  # as they are before the first token, the last used last
+        # As they are before the first token, with their size; the last used last.
+        self._fresh: dict[StructuredOutputs, tuple[Any, int]] = {}
 
     def open(self, number: int, asked: StructuredOutputs, tokens: list[int]) -> Frame:
         try:
             matcher = self._matcher(asked)
         except ValueError as error:
-            return {"type": "opened", "error": str(error), "warnings": []}
+            return {"type": "opened", "error": str(error) or "it cannot be read", "warnings": []}
         fault = matcher.get_error()
         if not fault and tokens and not matcher.consume_tokens(tokens):
             fault = matcher.get_error()
@@ -62,28 +70,41 @@ class Grammars:
         return {"type": "opened", "error": fault, "warnings": [] if fault else matcher.get_grammar_warnings()}
 
     def _matcher(self, asked: StructuredOutputs) -> Any:
-        from llguidance import LLMatcher
-
-        fresh = self._fresh.pop(asked, None)
-        if fresh is None:
-            fresh = LLMatcher(self._tokenizer, compiled(asked), log_level=0)  # without Python's lock
-        if not fresh.is_error():
-            self._fresh[asked] = fresh
-            while len(self._fresh) > _MOST_COPIES:
+        """Raises ValueError for what is no grammar, or takes too much."""
+        found = self._fresh.pop(asked, None)
+        if found is None:
+            trial = attempt(lambda: self._made(asked))
+            if trial.fault:
+                raise ValueError(trial.fault)
+            found = self._made(asked), trial.size_bytes
+        if not found[0].is_error():
+            self._fresh[asked] = found
+            while len(self._fresh) > 1 and (
+                len(self._fresh) > _MOST_COPIES or sum(size for _, size in self._fresh.values()) > _MOST_COPIES_BYTES
+            ):
                 del self._fresh[next(iter(self._fresh))]
-        return fresh.deep_copy()
+        return found[0].deep_copy()
+
+    def _made(self, asked: StructuredOutputs) -> Any:
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(step_max_items=_MOST_ITEMS, verbose_errors=False)
+        return LLMatcher(self._tokenizer, compiled(asked), log_level=0, limits=limits)  # without Python's lock
 
     def step(self, rows: list[tuple[int, list[int]]], masks: memoryview, row_bytes: int) -> list[tuple[Any, ...]]:
         """Take the tokens in, and write the masks of the next ones."""
         states: list[tuple[Any, ...]] = []
         for row, (number, tokens) in enumerate(rows):
             matcher = self._matchers[number]
+            began = time.thread_time()
             if tokens:
                 matcher.consume_tokens(tokens)
             if not matcher.is_error():
                 mask = matcher.compute_bitmask()[:row_bytes]
                 masks[row * row_bytes : row * row_bytes + len(mask)] = mask
-            states.append((matcher.is_accepting(), matcher.is_stopped(), matcher.get_error()))
+            late = time.thread_time() - began > _STEP_CPU_S
+            fault = f"it took more than {_STEP_CPU_S:g} s to find what may come next" if late else matcher.get_error()
+            states.append((matcher.is_accepting(), matcher.is_stopped(), fault))
         return states
 
     def close(self, number: int) -> None:
@@ -91,6 +112,7 @@ class Grammars:
 
 
 def main() -> None:
+    end_first()
     task = Task(**json.loads(sys.argv[1]))
     openings, steps = socket.socket(fileno=task.openings), socket.socket(fileno=task.steps)
     with open(task.tokenizer, "rb") as file:
@@ -103,8 +125,12 @@ def main() -> None:
         return
     del text
     openings.sendall(pack({"type": "hello", "error": ""}))
+    threading.stack_size(_STACK_BYTES)
+    masks = memoryview(mmap.mmap(task.masks, 0))
+    stepping = threading.Thread(target=_step, args=(steps, grammars, masks, task.row_bytes))
     threading.Thread(target=_open, args=(openings, grammars), daemon=True).start()
-    _step(steps, grammars, memoryview(mmap.mmap(task.masks, 0)), task.row_bytes)
+    stepping.start()
+    stepping.join()
     os._exit(0)  # the engine is gone; nobody waits for an opening
 
 

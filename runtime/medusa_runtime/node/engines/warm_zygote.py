@@ -12,10 +12,10 @@ from functools import partial
 from ...config import Settings
 from ...device.choice import choose
 from ...errors import MedusaError
-from ...process import ReportPipe, fork
+from ...process import ReportPipe, end_first, fork
 from ...timeline import Timeline
 from ...zygote import load_engine_class
-from ..child import close_others, end_first
+from ..child import close_others
 from ..messages import pair, receive, send
 from .warm_engine import run_idle
 

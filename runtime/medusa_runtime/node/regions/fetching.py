@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 from ...config import Settings
 from ...errors import NodeError, from_code
 from ...liveness import Heartbeats
-from ...process import ReportPipe, name_process
+from ...process import ReportPipe, end_first, name_process
 from ...region.demand import demand_memory
 from ...region.reader import Region
 from ...registry import engine_names
 from ...storage.base import Store, open_store
 from ...storage.local import LocalStore
 from ...timeline import Timeline
-from ..child import Child, close_others, end_child, end_first, start_child
+from ..child import Child, close_others, end_child, start_child
 from ..impersonation import Folder, become
 from ..messages import MOST_OF_OURS, close_all, receive, send
 from ..policy import Policy

@@ -1,0 +1,77 @@
+"""Tries a grammar in a process of its own, within limits, before the process that keeps everybody's takes it.
+
+A grammar comes from a client. A few kilobytes can make the library compute for minutes, take gigabytes or overflow its
+stack, which ends the process, and with it the grammars of all other clients.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ...process import die_with_parent
+
+CPU_S = 3
+MEMORY_BYTES = 256 << 20
+_WAIT_S = 20.0  # for a process that gets no CPU; less than the engine waits
+_MOST_CHARACTERS = 2000
+_PAGE_BYTES = resource.getpagesize()
+
+
+class Trial(NamedTuple):
+    """What is wrong with a grammar, if anything, and what it takes of memory."""
+
+    fault: str
+    size_bytes: int
+
+
+def attempt(make: Callable[[], Any]) -> Trial:
+    """Make a matcher and its first mask in a forked process."""
+    reading, writing = os.pipe()
+    parent = os.getpid()
+    pid = os.fork()
+    if not pid:
+        try:
+            die_with_parent(parent)
+            os.write(writing, json.dumps(_attempt(make)).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    poll = select.poll()
+    poll.register(reading, select.POLLIN)
+    if not poll.poll(_WAIT_S * 1e3):
+        os.kill(pid, signal.SIGKILL)
+    with open(reading, "rb") as pipe:
+        said = pipe.read()
+    os.waitpid(pid, 0)
+    if not said:
+        text = f"it takes more than {CPU_S} s of CPU time or {MEMORY_BYTES >> 20} MB to prepare; expected a simpler one"
+        return Trial(text, 0)
+    return Trial(*json.loads(said))
+
+
+def _attempt(make: Callable[[], Any]) -> Trial:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
+    virtual, resident = _memory()
+    resource.setrlimit(resource.RLIMIT_AS, (virtual + MEMORY_BYTES, virtual + MEMORY_BYTES))
+    try:
+        matcher = make()
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        fault = matcher.get_error()
+    except BaseException as error:  # noqa: BLE001 - the library's panics are no Exceptions
+        fault = str(error) or type(error).__name__
+    return Trial(fault[:_MOST_CHARACTERS], max(_memory()[1] - resident, 0))
+
+
+def _memory() -> tuple[int, int]:
+    """The virtual and the resident size of this process."""
+    with open("/proc/self/statm") as statm:
+        virtual, resident = statm.read().split()[:2]
+    return int(virtual) * _PAGE_BYTES, int(resident) * _PAGE_BYTES
