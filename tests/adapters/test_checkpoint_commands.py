@@ -15,6 +15,7 @@ from typing import Any
 import medusa_command
 import numpy as np
 import pytest
+from adapter_fixtures import write_adapter
 from safetensors.numpy import save_file
 
 from benchmarks.origin import Origin, Variant
@@ -68,6 +69,19 @@ def test_inspect_counts_parameters_and_bytes(model: Path) -> None:
         "lm_head.weight",
     ]
     assert found["tensors"]["lm_head.weight"]["shard"] == "model-2.safetensors"
+
+
+def test_inspect_says_what_an_adapter_is(tmp_path: Path) -> None:
+    example = Path(__file__).parents[2] / "examples" / "pydoc-lm"
+    adapter = write_adapter(tmp_path / "sql", example, rank=6, targets=("q_proj", "v_proj"))
+    text = medusa("inspect", adapter).stdout
+    assert f"model    a LoRA adapter of rank 6 for q_proj, v_proj, of {example}" in text
+    assert "runs     beside its base model: --lora-modules NAME=URL" in text
+    found = json.loads(medusa("inspect", write_adapter(tmp_path / "dora", example, use_dora=True), "--json").stdout)
+    assert "expected no use_dora (DoRA), found true" in found["backend"]["problem"]
+    refused = medusa("serve", "--model", adapter, "--port", "0")
+    assert refused.returncode != 0
+    assert f"expected --model {example} --lora-modules NAME=URL" in refused.stderr
 
 
 def test_inspect_is_readable(model: Path) -> None:

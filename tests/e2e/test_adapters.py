@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -138,3 +141,40 @@ def test_adapters_are_loaded_and_unloaded_while_it_serves(serving: Serving, fold
     status, code, message = failure(serving, load, {"lora_name": "x", "lora_path": str(tmp_path)})
     assert (status, code) == (403, "not_allowed")
     assert f"--allow-lora={tmp_path}" in message
+
+
+def test_functions_of_a_node_fetch_an_adapter_once(
+    start: Callable[..., Serving], start_node: Callable[..., Any], folder: Path, example: Path
+) -> None:
+    node = start_node("--prewarm", "torch=1")
+    with serving_origin(folder, bytes_per_s=1e9) as store:
+        names = f"one={store.url}/one,two={folder / 'two'}"
+        said = []
+        for _ in range(2):
+            node.wait_warm()
+            function = start("--model", example, "--node-socket", node.socket, "--lora-modules", names)
+            said.append([text(function, name) for name in ("one", "two", "pydoc-lm")])
+            assert set(function.children().values()) == {"function", "worker"}, "the engine is the agent's"
+        size = (folder / "one" / "adapter_model.safetensors").stat().st_size
+        assert store.sent < size + (260 << 10), "the header's first read of 256 KiB, and the weights once"
+        regions = {region["url"].rpartition("/")[0]: region for region in node.status()["regions"]}
+        assert regions[f"{store.url}/one"]["in_use_by"] == 2
+    assert said[0] == said[1]
+    assert len(set(said[0])) == 3
+
+
+def test_an_engine_that_comes_after_a_crash_has_the_adapters(
+    start: Callable[..., Serving], folder: Path, example: Path
+) -> None:
+    function = start("--model", example, "--lora-modules", f"one={folder / 'one'}")
+    said = text(function, "one")
+    os.kill(function.child("engine"), signal.SIGKILL)
+    until(lambda: function.request("POST", "/v1/completions", {"model": "one", "prompt": "A"})[0] == 200)
+    assert text(function, "one") == said
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)

@@ -9,6 +9,7 @@ from collections import Counter
 from math import prod
 from typing import Any
 
+from medusa_runtime.checkpoint.adapter import ADAPTER_CONFIG, AdapterConfig
 from medusa_runtime.checkpoint.reader import Checkpoint, open_checkpoint
 from medusa_runtime.config import OPTIONS, Settings, from_env
 from medusa_runtime.errors import ConfigError, CorruptError, MedusaError, StateError
@@ -92,6 +93,12 @@ def _state(checkpoint: Checkpoint, settings: Settings, verify: bool) -> dict[str
 
 def _backend(checkpoint: Checkpoint, settings: Settings) -> dict[str, str]:
     """Report what would run the checkpoint, or why nothing would."""
+    if ADAPTER_CONFIG in checkpoint.files:
+        try:
+            AdapterConfig.read(checkpoint.files[ADAPTER_CONFIG])
+        except MedusaError as error:
+            return {"problem": f"{error} [{error.code}]"}
+        return {"kind": "adapter", "architecture": "", "text": "beside its base model: --lora-modules NAME=URL"}
     try:
         found = backend(checkpoint.files.get, settings)
     except MedusaError as error:
@@ -108,6 +115,7 @@ def summarize(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         "url": redacted(checkpoint.store.url),
         "config": _config(checkpoint),
+        "adapter": _adapter(checkpoint),
         "bytes": index.total_bytes,
         "parameters": sum(parameters.values()),
         "parameters_by_dtype": dict(parameters.most_common()),
@@ -131,7 +139,7 @@ def as_text(found: dict[str, Any]) -> str:
     dtypes = ", ".join(f"{dtype} {_millions(number)}" for dtype, number in found["parameters_by_dtype"].items())
     unnamed = "no architecture in config.json" if "config.json" in found["files"] else "no config.json"
     rows = {
-        "model": ", ".join(config.get("architectures") or [unnamed]),
+        "model": found["adapter"] or ", ".join(config.get("architectures") or [unnamed]),
         "shape": shape,
         "weights": f"{size(found['bytes'])} in {count} shard{'s' * (count > 1)}, {len(found['tensors'])} tensors",
         "types": f"{dtypes} parameters",
@@ -140,6 +148,18 @@ def as_text(found: dict[str, Any]) -> str:
     }
     lines = [f"  {name:8} {text}" for name, text in rows.items() if text]
     return "\n".join([found["url"], *lines, bundle_summary.as_text(found["state"])])
+
+
+def _adapter(checkpoint: Checkpoint) -> str:
+    """Say what kind of adapter this is; empty for a whole model."""
+    if ADAPTER_CONFIG not in checkpoint.files:
+        return ""
+    try:
+        config = AdapterConfig.read(checkpoint.files[ADAPTER_CONFIG])
+    except MedusaError:
+        return "an adapter"
+    targets = f" for {', '.join(config.targets)}" if config.targets else ""
+    return f"a LoRA adapter of rank {config.rank}{targets}" + (f", of {config.base}" if config.base else "")
 
 
 def _config(checkpoint: Checkpoint) -> dict[str, Any]:

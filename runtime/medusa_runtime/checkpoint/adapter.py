@@ -109,8 +109,8 @@ def _check_supported(raw: Mapping[str, Any]) -> None:
     for name, meaning in _REFUSED.items():
         if raw.get(name):
             raise MismatchError(
-                f"{ADAPTER_CONFIG}: expected no {name}, found {shown(raw[name])}: {meaning} are not supported; merge "
-                "the adapter into the base model instead"
+                f"{ADAPTER_CONFIG}: expected no {name} ({meaning}), found {shown(raw[name])}; merge the adapter into "
+                "the base model instead"
             )
     if raw.get("bias", "none") != "none":
         raise MismatchError(

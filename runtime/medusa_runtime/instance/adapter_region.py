@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import select
 import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -34,8 +35,11 @@ class HeldAdapter(NamedTuple):
 
     @property
     def failed(self) -> bool:
-        """Whether it will never be complete."""
-        return self.region.progress().state == "failed"
+        """Whether it will never be complete: its fetch has failed, or the agent has gone that fetched it."""
+        state = self.region.progress().state
+        if state == "done" or self.lease is None or not select.select([self.lease], [], [], 0)[0]:
+            return state == "failed"
+        return self.lease.lost() is not None
 
     def close(self) -> None:
         self.region.close()

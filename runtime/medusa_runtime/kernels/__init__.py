@@ -31,6 +31,7 @@ __all__ = [
     "rotate",
     "side_by_side",
     "silu_gate",
+    "small_linear",
     "write_kv",
 ]
 
@@ -67,6 +68,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tens
     else:
         out = path.product(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], weight.shape[0])
     return out if residual is None else residual + out
+
+
+def small_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [rows, depth] @ weight [cols, depth]^T → [rows, cols], for products that are too small for several threads.
+
+    With 16-bit weights our kernel computes these on one thread, also where torch's is faster for large products:
+    torch's would wait for its other threads each time.
+    """
+    kernels = compiled() if weight.dtype in (torch.bfloat16, torch.float16) else None
+    if not isinstance(kernels, native.NativeKernels) or not _plain(x, weight):
+        return linear(x, weight)
+    return kernels.linear(x, weight, None)
 
 
 def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Sequence[Tensor]:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from ..checkpoint.adapter import ADAPTER_CONFIG, AdapterConfig
 from ..config import Settings, require_handler
 from ..errors import CorruptError, MismatchError
 from .fields import Fields
@@ -52,6 +53,11 @@ def backend(read: ReadFile, settings: Settings) -> Backend:
         return Backend("handler")
     config = read_object(read, "config.json")
     if config is None:
+        if (adapter := read(ADAPTER_CONFIG)) is not None:
+            base = AdapterConfig.read(adapter).base or "MODEL"
+            raise ModelError(
+                f"this is a LoRA adapter, which needs its base model; expected --model {base} --lora-modules NAME=URL"
+            )
         raise no_config()
     if settings.engine == "vllm":
         return Backend("vllm", architecture_of(config))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from medusa_runtime.kernels import linear
+from medusa_runtime.kernels import small_linear
 
 
 class Pair(NamedTuple):
@@ -62,12 +62,12 @@ def add_adapters(x: Tensor, outs: Sequence[Tensor], layers: Sequence[AdaptedLaye
             if pair is None:
                 continue
             if pair.together is None:
-                low = linear(part, pair.a)
+                low = small_linear(part, pair.a)
             else:
-                together = linear(part, pair.together) if together is None else together
+                together = small_linear(part, pair.together) if together is None else together
                 low = together[:, pair.start : pair.start + pair.a.shape[0]]
             whole = out if out.dim() == 2 else out.view(-1, out.shape[-1])
-            whole[rows] += linear(low, pair.b)
+            whole[rows] += small_linear(low, pair.b)
 
 
 __all__ = ["AdaptedLayer", "AdapterStep", "Pair", "Pairs", "add_adapters"]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapter_fixtures import merge, write_adapter
+from adapter_fixtures import LLAMA_TARGETS, merge, write_adapter
 from engine_fixtures import Answer
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.base import GenerateRequest, SamplingParams
@@ -29,7 +29,7 @@ def fetched(adapter: Path) -> Region:
     return region
 
 
-def ask(served: Any, prompt: str, adapter: str | None, **params: Any) -> Answer:
+def ask(served: Any, prompt: str | tuple[int, ...], adapter: str | None, **params: Any) -> Answer:
     served.count += 1
     answer = Answer(f"r{served.count}")
     given = SamplingParams(**{"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, **params})
@@ -139,8 +139,8 @@ def test_patterns_of_ranks_and_scales(
 
 REFUSED = {
     "another method": ({"peft_type": "IA3"}, 'expected the peft_type LORA, found "IA3"'),
-    "DoRA": ({"use_dora": True}, "use_dora, found true: DoRA"),
-    "whole modules": ({"modules_to_save": ["lm_head"]}, 'modules_to_save, found ["lm_head"]'),
+    "DoRA": ({"use_dora": True}, "expected no use_dora (DoRA), found true"),
+    "whole modules": ({"modules_to_save": ["lm_head"]}, 'beside the matrices), found ["lm_head"]'),
     "biases": ({"bias": "lora_only"}, 'expected the bias none, found "lora_only"'),
     "a changed base": ({"init_lora_weights": "pissa_niter_4"}, 'found "pissa_niter_4"'),
     "a rank that the matrices do not have": ({"r": 5}, "down_proj.lora_A.weight: expected [5, 128], found [4, 128]"),
@@ -195,3 +195,62 @@ def test_weights_that_do_not_fit_are_refused(serve: Any, checkpoint: Path, tmp_p
         assert expected in refusal(served, adapter)
     (tmp_path / "half" / "adapter_config.json").unlink()
     assert "expected adapter_config.json beside" in refusal(served, tmp_path / "half")
+
+
+GATED = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+ARCHITECTURES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "OPTForCausalLM": ({"ffn_dim": 48, "word_embed_proj_dim": 32}, ("q_proj", "v_proj", "out_proj", "fc1", "fc2")),
+    "FalconForCausalLM": ({}, ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")),
+    "GemmaForCausalLM": ({"head_dim": 8, "num_key_value_heads": 2}, LLAMA_TARGETS),  # from here on by transformers
+    "Phi3ForCausalLM": ({"pad_token_id": 0}, ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
+    "GPTNeoXForCausalLM": ({}, ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")),
+}
+
+
+def write_model(folder: Path, architecture: str, **config: Any) -> Path:
+    import torch
+    import transformers
+
+    kind = getattr(transformers, architecture)
+    torch.manual_seed(5)
+    shape = {**GATED, "initializer_range": 0.4, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 1}
+    kind(kind.config_class(**{**shape, **config})).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_other_families_and_transformers_own_modules(architecture: str, serve: Any, tmp_path: Path) -> None:
+    config, targets = ARCHITECTURES[architecture]
+    base = write_model(tmp_path / "base", architecture, **config)
+    adapter = write_adapter(tmp_path / "adapter", base, targets=targets)
+    served, merged = serve(base), serve(merge(tmp_path / "merged", base, adapter))
+    served.engine.add_adapter("one", fetched(adapter))
+    prompts = ([5, 17, 2, 88, 41, 41, 9, 60], [8, 30, 77], [64, 4])
+    expected = [merged.ask(prompt).tokens for prompt in prompts]
+    plain = [served.ask(prompt).tokens for prompt in prompts]
+    answers = [(ask(served, tuple(prompt), "one"), served.ask(prompt)) for prompt in prompts]
+    assert [(adapted.tokens, base.tokens) for adapted, base in answers] == list(zip(expected, plain, strict=True))
+    assert expected != plain
+
+
+def test_modules_with_an_attention_of_their_own_are_refused(serve: Any, tmp_path: Path) -> None:
+    base = write_model(tmp_path / "base", "BloomForCausalLM", n_layer=2, n_head=4)
+    served = serve(base)
+    served.engine.add_adapter("one", fetched(write_adapter(tmp_path / "a", base, targets=("query_key_value",))))
+    with pytest.raises(RequestError, match="expected a model that runs with the engine's own attention, found Bloom"):
+        served.engine.wait_adapter("one")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_low_ranks_are_multiplied_as_torch_does(dtype: str) -> None:
+    import torch
+    from medusa_runtime.kernels import small_linear
+
+    generator = torch.Generator().manual_seed(0)
+    for rank in (1, 3, 4, 6, 16, 33):
+        low = torch.randn(5, 3 * rank, generator=generator).to(getattr(torch, dtype))[:, rank : 2 * rank]
+        b = torch.randn(70, rank, generator=generator).to(getattr(torch, dtype))
+        with torch.inference_mode():
+            found = small_linear(low, b)
+        assert found.dtype is b.dtype
+        torch.testing.assert_close(found.float(), low.float() @ b.float().T, rtol=0.01, atol=0.05)

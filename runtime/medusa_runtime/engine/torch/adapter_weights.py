@@ -43,6 +43,11 @@ def read_adapter(region: Region, model: DecoderModel, dtype: torch.dtype, *, mos
     """
     index = region.wait_index()
     config = AdapterConfig.read(region.file(ADAPTER_CONFIG))
+    if getattr(model, "gathers", False):
+        raise MismatchError(
+            f"expected a model that runs with the engine's own attention, found {model.config.architecture}, whose "
+            "steps are taken apart; merge the adapter into the base model instead"
+        )
     found = {name: _layer(model, name) for name in _modules(index.tensors)}
     _check_targets(config, list(found))
     views = Views(region)
