@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from tempfile import gettempdir
+from typing import Any
 
 from medusa_runtime.config import Settings
 from medusa_runtime.region.reader import Region
@@ -72,7 +73,7 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
         logging.getLogger("vllm").setLevel(logging.ERROR)  # it warns about settings that are made here on purpose
     # A process that waits for its model has time to import everything.
     lean = region is not None and settings.compile != "always" and version.startswith(TESTED)
-    with lean_imports() if lean else nullcontext(), functions_as_they_are(), no_cache_folder():
+    with lean_imports() if lean else nullcontext(), functions_as_they_are(), no_cache_folder(), logging_as_it_is():
         _import_all()
     from vllm.platforms import current_platform
 
@@ -90,7 +91,8 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
 
         import_compiled()  # a process that waits also has time to import what a compiled model needs
     if region is None:
-        _import_server()
+        with logging_as_it_is():
+            _import_server()
     if region is not None and region.progress().state != "empty":
         for architecture in _architectures(region):
             import_model(architecture)
@@ -124,6 +126,21 @@ def _import_server() -> None:
 def server_is_imported() -> bool:
     """Whether this process, or the one that it was forked from, has imported vLLM's HTTP server."""
     return all(module in sys.modules for module in _SERVER_MODULES)
+
+
+@contextmanager
+def logging_as_it_is() -> Iterator[None]:
+    """Keep the levels of the root logger and of its handlers over the imports in this context.
+
+    vLLM brings model_hosting_container_standards, whose import sets them to ERROR: our own lines would be lost.
+    """
+    found: list[Any] = [logging.getLogger(), *logging.getLogger().handlers]
+    levels = [(what, what.level) for what in found]
+    try:
+        yield
+    finally:
+        for what, level in levels:
+            what.setLevel(level)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import struct
 import time
@@ -20,7 +21,7 @@ Start = Callable[..., Any]
 PATIENCE_S = 300.0
 PAGE = os.sysconf("SC_PAGE_SIZE")
 HUGE_PAGE = 2 << 20  # at most so many bytes are mapped with one that is touched, where they are in memory
-HIDDEN, HEAD, VOCAB = 64, 32, 1024
+HIDDEN, HEAD, VOCAB = 64, 32, 2048
 INNER = 128 << 10
 pytestmark = [
     pytest.mark.vllm,
@@ -32,8 +33,8 @@ BY_ROWS = ("model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.we
 
 
 @pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of 51 MB in one layer."""
+def wide(tmp_path_factory: pytest.TempPathFactory, example: Path) -> Path:
+    """A Llama of 51 MB in one layer, with the tokenizer of another."""
     import torch
     from safetensors.torch import save_file
 
@@ -56,6 +57,8 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": HEAD, "max_position_embeddings": 128}
     config |= {"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False, "eos_token_id": 0}
     (folder / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(example / name, folder)
     return folder
 
 

@@ -165,11 +165,3 @@ def test_a_node_gives_an_engine_that_has_imported_and_rehearsed(start: Start, st
     assert warm in [stage["detail"].get("pid") for stage in stages]
     assert not [stage for stage in stages if stage["name"] == "import" and stage["detail"].get("engine")]
     assert serving.stop() == 0
-
-
-def test_embeddings_are_the_other_engines(start: Start, example: Path) -> None:
-    serving = start("--model", example, "--engine", "vllm", "--kv-cache-mb", "64")
-    status, answer, _ = serving.request("POST", "/v1/embeddings", {"input": "def"}, timeout_s=PATIENCE_S)
-    assert status == 400, answer
-    assert "the vllm engine continues text; for embeddings expected" in answer["error"]["message"]
-    assert "with --engine torch" in answer["error"]["message"]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from medusa_runtime.errors import EngineError, MedusaError
 from medusa_runtime.timeline import Timeline
 
-from ..imports import no_cache_folder
+from ..imports import logging_as_it_is, no_cache_folder
 from ..lean_imports import functions_as_they_are, import_for_real
 from .arguments import server_arguments
 
@@ -92,7 +92,7 @@ class FrontEnd:
             self._up.set()
 
     async def _serve(self, served: Served) -> None:
-        with functions_as_they_are(), no_cache_folder():
+        with functions_as_they_are(), no_cache_folder(), logging_as_it_is():
             import_for_real()
             import uvicorn
             from vllm.engine.arg_utils import AsyncEngineArgs
