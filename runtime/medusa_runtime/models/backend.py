@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ..checkpoint.adapter import ADAPTER_CONFIG, AdapterConfig
 from ..config import Settings, require_handler
-from ..errors import CorruptError, MismatchError
+from ..errors import CorruptError, MismatchError, ModelError
 from .fields import Fields
 from .registry import architecture_of, has_family, is_encoder, model_config
 
