@@ -68,6 +68,21 @@ def test_a_command_runs_on_the_first_node_and_its_status_is_ours() -> None:
 @pytest.mark.cluster
 @pytest.mark.root
 @needs_root
+def test_commands_in_a_laboratory_find_its_cluster() -> None:
+    script = f"{MEDUSA} cluster status && {MEDUSA} cluster deploy bad --model /nowhere"
+    ran = lab("--nodes", "1", "--model", EXAMPLE, "--gateway-port", "18080", "--", "sh", "-c", script)
+    assert ran.stdout.startswith("1 node\n  n1 10.77.0.1:8114 alive")
+    assert "pydoc-lm: 0 of 0 to 1 instances" in ran.stdout
+    assert (ran.returncode, ran.stderr.splitlines()[-1]) == (
+        2,
+        "medusa: --model: expected a URL, or a checkpoint's folder that is there on every node; /nowhere is not there "
+        "[Config.Invalid]",
+    )
+
+
+@pytest.mark.cluster
+@pytest.mark.root
+@needs_root
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_after_a_signal(number: signal.Signals) -> None:
     command = [MEDUSA, "cluster", "lab", "--bare", "--nodes", "2", "--model", EXAMPLE]

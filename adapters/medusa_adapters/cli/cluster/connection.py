@@ -17,6 +17,7 @@ from .start import head_address, tls_files
 if TYPE_CHECKING:
     from medusa_runtime.storage.peer_access import PeerAccess
 
+DIR_VARIABLE = "MEDUSA_CLUSTER_DIR"
 _ANSWERS_WITHIN_S = 60.0
 
 
@@ -28,7 +29,13 @@ def add_connection(parser: argparse.ArgumentParser) -> None:
         default=os.environ.get("MEDUSA_CLUSTER_ADDRESS"),
         help="any node server of the cluster; default: the one of this machine [MEDUSA_CLUSTER_ADDRESS]",
     )
-    parser.add_argument("--dir", type=Path, metavar="PATH", help="folder of this machine's node server")
+    parser.add_argument(
+        "--dir",
+        type=Path,
+        metavar="PATH",
+        default=os.environ.get(DIR_VARIABLE),
+        help=f"folder of this machine's node server [{DIR_VARIABLE}]",
+    )
     parser.add_argument("--token-file", type=Path, metavar="FILE", help="with --address: the cluster's token")
     for name, text in (("cert", "our certificate"), ("key", "its key"), ("ca", "who signed the nodes' own")):
         parser.add_argument(f"--tls-{name}", type=Path, metavar="FILE", help=f"with --address: {text}; PEM")
@@ -53,8 +60,7 @@ def access(arguments: argparse.Namespace) -> PeerAccess:
 def _folder(arguments: argparse.Namespace) -> Path:
     from medusa_cluster.node.settings import default_folder
 
-    folder: Path = arguments.dir or default_folder()
-    return folder.absolute()
+    return Path(arguments.dir or default_folder()).absolute()
 
 
 def _ask_socket(path: Path, operation: str, given: dict[str, Any]) -> Any:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 from medusa_runtime.errors import ConfigError
 from medusa_runtime.node.regions.model_key import absolute
 from medusa_runtime.registry import engine_names
+from medusa_runtime.storage.base import scheme_of
 
 from .connection import add_connection, ask
 
@@ -32,12 +34,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from medusa_cluster.deployment import Deployment
 
+    url = absolute(arguments.model)
+    if not scheme_of(url) and arguments.address is None and not os.path.exists(url):  # this machine is a node
+        raise ConfigError(
+            f"--model: expected a URL, or a checkpoint's folder that is there on every node; {url} is not there"
+        )
     if arguments.engine not in engine_names():
         raise ConfigError(f"--engine: expected one of {', '.join(engine_names())}, found {arguments.engine!r}")
     deployment = Deployment.from_json(
         {
             "name": arguments.name,
-            "url": absolute(arguments.model),
+            "url": url,
             "engine": arguments.engine,
             "min": arguments.min,
             "max": max(arguments.max, arguments.min),

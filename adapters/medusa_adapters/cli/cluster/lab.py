@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import signal
 import subprocess
@@ -10,9 +11,11 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from medusa_runtime.errors import ConfigError
+
+from .connection import DIR_VARIABLE
 
 if TYPE_CHECKING:
     from medusa_cluster.lab.laboratory import Laboratory
@@ -84,8 +87,12 @@ def _cluster(lab: Laboratory, arguments: argparse.Namespace) -> int:
             cluster.deploy(name, engine=arguments.engine, min=arguments.min, max=most)
             _say(f"model {name}: {lab.origin_url}/{name}")
         _say(f"gateway: {outside} (for nodes {inside}); requests are answered from now on, while other nodes join")
+        folder = str(lab.node_folder(lab.nodes[0]))
+        _say(f"commands: export {DIR_VARIABLE}={folder}, then medusa cluster status")
         cluster.start_others(lambda node: _say(f"  {node} has joined"))
-        return _program(lab, arguments.program) if arguments.program else _wait(cluster.servers)
+        if arguments.program:
+            return _program(lab, arguments.program, env=os.environ | {DIR_VARIABLE: folder})
+        return _wait(cluster.servers)
     finally:
         # Once: a second Ctrl-C would leave the laboratory in the middle of its end.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -102,8 +109,8 @@ def _describe(lab: Laboratory, models: dict[str, Path]) -> None:
         _say(f"  origin  {lab.origin_url}  {', '.join(models)}")
 
 
-def _program(lab: Laboratory, command: list[str]) -> int:
-    status: int = lab.run(lab.nodes[0], command).returncode
+def _program(lab: Laboratory, command: list[str], **options: Any) -> int:
+    status: int = lab.run(lab.nodes[0], command, **options).returncode
     return status if status >= 0 else 128 - status
 
 

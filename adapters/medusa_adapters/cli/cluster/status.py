@@ -58,11 +58,15 @@ def _write_page(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def table(status: dict[str, Any]) -> str:
     """The status as lines of text."""
-    lines = [f"{len(status['nodes'])} nodes"]
+    lines = [_count(len(status["nodes"]), "node")]
     lines += [f"  {line}" for node in status["nodes"] for line in _node(node)]
-    lines.append(f"{len(status['models'])} models")
+    lines.append(_count(len(status["models"]), "model"))
     lines += [f"  {_model(model)}" for model in status["models"]]
     if status["transfers"]:
         lines.append("transfers")
