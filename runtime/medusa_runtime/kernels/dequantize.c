@@ -125,6 +125,27 @@ static void rows_as_they_lie(const struct codes *codes, long first, long stop)
         }
 }
 
+/* Eight rows of eight numbers of 16 bits as columns; strides in numbers. */
+static void transpose8(const uint16_t *from, uint16_t *to, long to_stride)
+{
+    __m128i a[8], b[8];
+    for (int i = 0; i < 8; i++)
+        a[i] = _mm_load_si128((const __m128i *)(from + i * TILE_COLS));
+    for (int i = 0; i < 4; i++) {
+        b[2 * i] = _mm_unpacklo_epi16(a[2 * i], a[2 * i + 1]);
+        b[2 * i + 1] = _mm_unpackhi_epi16(a[2 * i], a[2 * i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4)
+        for (int half = 0; half < 2; half++) {
+            a[i + 2 * half] = _mm_unpacklo_epi32(b[i + half], b[i + half + 2]);
+            a[i + 2 * half + 1] = _mm_unpackhi_epi32(b[i + half], b[i + half + 2]);
+        }
+    for (int i = 0; i < 4; i++) {
+        _mm_storeu_si128((__m128i *)(to + 2 * i * to_stride), _mm_unpacklo_epi64(a[i], a[i + 4]));
+        _mm_storeu_si128((__m128i *)(to + (2 * i + 1) * to_stride), _mm_unpackhi_epi64(a[i], a[i + 4]));
+    }
+}
+
 static void rows_as_columns(const struct codes *codes, long first, long stop)
 {
     float values[TILE_COLS];
@@ -139,7 +160,13 @@ static void rows_as_columns(const struct codes *codes, long first, long stop)
                 scale_values(codes, first + row, begin, count, values);
                 narrow_all(values, count, wide ? (void *)floats[row] : halves[row], codes->dtype);
             }
-            for (long i = 0; i < count; i++) {
+            long done = 0;
+            if (!wide && rows == TILE_ROWS)
+                for (; done + 8 <= count; done += 8)
+                    for (long row = 0; row < rows; row += 8)
+                        transpose8(&halves[row][done], (uint16_t *)codes->out + (begin + done) * codes->rows + first + row,
+                                   codes->rows);
+            for (long i = done; i < count; i++) {
                 const long to = (begin + i) * codes->rows + first;
                 for (long row = 0; row < rows; row++)
                     if (wide)

@@ -16,6 +16,7 @@ from medusa_runtime.engine.torch.kv_size import free_bytes
 from medusa_runtime.engine.torch.profile import profile
 from medusa_runtime.errors import ConfigError, MismatchError, ModelError
 from medusa_runtime.load.loader import Loader
+from medusa_runtime.load.part_applier import PartApplier
 from medusa_runtime.load.quantized import codes, unpack
 from medusa_runtime.load.quantized.scheme import Quantization
 from medusa_runtime.models import build_model
@@ -222,6 +223,24 @@ def test_biases_of_layers_without_any_are_left_out_of_gptq(checkpoint: Path, tmp
     assert len(loaded(tmp_path / "gptq-4")) == len(loaded(checkpoint))
     with pytest.raises(MismatchError, match=r"1 not expected: model\.layers\.1\.mlp\.down_proj\.bias"):
         loaded(tmp_path / "awq")
+
+
+def test_a_part_of_a_model_takes_its_own_quantized_layers(checkpoint: Path, tmp_path: Path) -> None:
+    stored, floats = tmp_path / "stored", tmp_path / "floats"
+    quantize(checkpoint, stored, "awq", dequantized=floats)
+    region, expected = fill_region(stored), loaded(floats)
+    config = read_config(region)
+    model = build_model(config)
+    for rest in (False, True):
+        applier = PartApplier(
+            model, lambda name: ".1." in name, dtype=config.dtype, quantization=config.quantization, rest=rest
+        )
+        with Loader(region, applier) as loader:
+            loader.wait()
+        there = {name: parameter for name, parameter in model.named_parameters() if not parameter.is_meta}
+        assert len(there) == (len(expected) if rest else 9)
+        assert all(torch.equal(parameter, expected[name]) for name, parameter in there.items())
+    region.close()
 
 
 def test_a_gpu_is_refused(checkpoint: Path, tmp_path: Path, serve_region: Callable[..., Served]) -> None:
