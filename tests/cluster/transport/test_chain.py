@@ -48,15 +48,19 @@ def test_a_chain_may_begin_with_its_end(nodes: Callable[..., list[Node]], model:
 def test_a_relay_that_is_killed_costs_only_its_hop(nodes: Callable[..., list[Node]], model: Model, at: int) -> None:
     first, second, third = nodes(3)
     model.check(first.fetch(model.url))
-    first.ask("pace", bytes_per_s=PACE)
+    before = model.copies()  # a busy machine may have asked the origin for a late range twice
+    first.ask("pace", bytes_per_s=PACE / 2)
     second.read_from(first)
     third.read_from(second, first)
     second.fetch(model.url)
     region = third.fetch(model.url)
+    until(lambda: percent(region) >= at - 5)
+    first.ask("pace", bytes_per_s=PACE / 10)  # so that the signal comes in time where others use the machine
     until(lambda: percent(region) >= at)
     second.signal(signal.SIGKILL)
+    first.ask("pace", bytes_per_s=PACE)
     model.check(region)
-    assert model.copies() < 1.05
+    assert model.copies() - before < 0.05
     received = third.held()["sources"]["received_bytes"]
     assert received[second.url] > 0
     assert received[first.url] > 0
