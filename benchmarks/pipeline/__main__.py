@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from medusa_runtime.errors import ConfigError
-from medusa_runtime.limits import cpu_count
 
 from benchmarks import command_line
 from benchmarks.make_checkpoint import main as make_checkpoint
@@ -16,7 +15,6 @@ from benchmarks.pipeline.options import Options
 from benchmarks.promised import Promise, check_checkpoint, chosen_rows, report
 
 MODEL = Path("out/llama-55m")
-NODES = 4
 # Name → the module of this folder whose ``rows(options)`` measures it, and what was promised of it.
 ROWS: dict[str, Promise] = {
     "cold": Promise("cold", "speedup_4", 3.2, True, "first token from cold, one worker over four"),
@@ -38,17 +36,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add_arguments(parser)
     arguments = parser.parse_args(argv)
-    report("benchmarks.pipeline", ROWS, options_of(arguments), arguments)
+    options = options_of(arguments)
+    if arguments.figures:
+        draw(options, arguments.figures)
+    else:
+        report("benchmarks.pipeline", ROWS, options, arguments)
     return 0
+
+
+def draw(options: Options, folder: Path) -> None:
+    """Draw the papers' figures that belong to the wanted rows, and print their tables."""
+    from benchmarks.pipeline.figures import FIGURES
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (name for name in FIGURES if options.wants(name)):
+        figure = FIGURES[name](options)
+        figure.write(folder)
+        print(figure.table(), flush=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write machine and rows to this file")
+    parser.add_argument("--figures", type=Path, metavar="FOLDER", help="draw the papers' figures of the rows, instead")
     parser.add_argument("--rows", default=",".join(ROWS), metavar="LIST", help=f"only these: {', '.join(ROWS)}")
     parser.add_argument("--link", type=size, metavar="SIZE", help="payload a second; each row has its own")
-    parser.add_argument(
-        "--cpus", type=float, default=cpu_count() / NODES, metavar="N", help="cores of each node; a quarter of all"
-    )
+    parser.add_argument("--cpus", type=float, metavar="N", help="cores of each node; its part of nine tenths of all")
     parser.add_argument(
         "--model", type=Path, default=MODEL, metavar="FOLDER", help=f"{MODEL}, made where it is not there"
     )

@@ -25,10 +25,10 @@ from benchmarks.pipeline.zigzag import Scaling, best_effort
 from benchmarks.pipeline.zigzag import schedule as schedule_of
 
 _PROMPT, _COUNT = 256, 1
-_OUTSTANDING = 12
+OUTSTANDING = 12
 # The paper's example (Figure 15): a layer takes as long to load as six batches take to run one, and eight batches wait.
 _LOAD, _BATCHES = 6, 8
-_BATCH_TOKENS = 512
+BATCH_TOKENS = 1024  # so many that a batch computes much longer than a layer's fetch does
 _WARM_S, _MEASURED_S = 2.0, 12.0
 _HALF_S = 4.0  # in which the target gets half of the layers
 _LOOK_S = 0.02
@@ -69,23 +69,28 @@ def _halves(options: Options) -> list[dict[str, Any]]:
 def _schedules(options: Options) -> list[dict[str, Any]]:
     """The worst request of the paper's burst by each schedule, by the clock and by the count of layers."""
     worst: dict[str, list[float]] = {"best-effort": [], "zigzag": []}
-    with Site(replace(options, batch_tokens=_BATCH_TOKENS), 2) as site:
-        with Workers.group(site, 1) as one:
-            one.clients[0].wait_ready(600)
-            batches = [one.stream(prompt=_BATCH_TOKENS, count=_COUNT, number=number).ttft_s for number in range(4)]
-        rate = sum(site.bytes.layers) / (_LOAD * min(batches[1:]))
+    with Site(replace(options, batch_tokens=BATCH_TOKENS), 2) as site:
+        rate, batches = store_rate(site)
         for _ in range(options.runs):
             for schedule, found in worst.items():
-                found.append(_worst(site, schedule, rate))
+                found.append(burst(site, schedule, rate)[-1])
         counted = Scaling.equal(len(site.bytes.layers), _LOAD, _BATCHES)
     ratios = [slow / fast for slow, fast in zip(worst["best-effort"], worst["zigzag"], strict=True)]
     ideal = max(best_effort(counted).finish) / max(schedule_of(counted).finish)
     return [
         *(row(f"zigzag-{schedule}", "worst_ttft_s", "s", found) for schedule, found in worst.items()),
-        row("zigzag-batch", "prefill_s", "s", batches[1:]),
+        row("zigzag-batch", "prefill_s", "s", batches),
         row("zigzag-counted", "ratio", "ratio", [ideal]),
         row("zigzag", "ratio", "ratio", ratios),
     ]
+
+
+def store_rate(site: Site) -> tuple[float, list[float]]:
+    """Bytes a second for layers to arrive as slowly as the example's; and how long one batch takes, in some samples."""
+    with Workers.group(site, 1) as one:
+        one.clients[0].wait_ready(600)
+        batches = [one.stream(prompt=BATCH_TOKENS, count=_COUNT, number=number).ttft_s for number in range(4)][1:]
+    return sum(site.bytes.layers) / (_LOAD * min(batches)), batches
 
 
 class _Store:
@@ -111,7 +116,7 @@ class _Store:
 
 
 @contextmanager
-def _pair(site: Site, schedule: str, rate: float) -> Iterator[tuple[Workers, _Store]]:
+def pair(site: Site, schedule: str, rate: float) -> Iterator[tuple[Workers, _Store]]:
     """A source that is loaded, and a target that has just begun to load."""
     with (
         closing(_Store(site, rate)) as store,
@@ -121,14 +126,14 @@ def _pair(site: Site, schedule: str, rate: float) -> Iterator[tuple[Workers, _St
         yield workers, store
 
 
-class _Load:
-    """So many requests at a time, one after another; counts those that have ended."""
+class Load:
+    """So many requests at a time, one after another. ``times``: when each ended (time.monotonic)."""
 
     def __init__(self, workers: Workers, outstanding: int) -> None:
         self._workers = workers
         self._ended = threading.Event()
         self._lock = threading.Lock()
-        self.count = 0
+        self.times: list[float] = []
         self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(outstanding)]
         for thread in self._threads:
             thread.start()
@@ -138,16 +143,16 @@ class _Load:
             made = Stream(time.monotonic())
             follow(made, self._workers.begin(prompt=_PROMPT, count=_COUNT, number=number))
             with self._lock:
-                self.count += 1
+                self.times.append(time.monotonic())
 
     def measure(self, nodes: int) -> tuple[float, list[float]]:
         """Requests a second from now on, and the processor time of each node for one."""
         time.sleep(_WARM_S)
         site = self._workers.site
         cpu = [site.cpu_s(number) for number in range(nodes)]
-        first, began = self.count, time.monotonic()
+        first, began = len(self.times), time.monotonic()
         time.sleep(_MEASURED_S)
-        ended = self.count - first
+        ended = len(self.times) - first
         if not ended:
             raise EngineError(f"no request of {_PROMPT} tokens ended within {_MEASURED_S:g} s")
         passed = time.monotonic() - began
@@ -163,7 +168,7 @@ def _throughput_alone(site: Site) -> tuple[float, float]:
     """Requests a second of the source alone, and its processor time for one."""
     with Workers.group(site, 1) as one:
         one.clients[0].wait_ready(600)
-        with closing(_Load(one, _OUTSTANDING)) as load:
+        with closing(Load(one, OUTSTANDING)) as load:
             rate, (cpu_s,) = load.measure(1)
     return rate, cpu_s
 
@@ -171,28 +176,28 @@ def _throughput_alone(site: Site) -> tuple[float, float]:
 def _throughput_half(site: Site) -> tuple[float, float, float]:
     """The same with a target that has half of the layers and gets no more, with the times of both."""
     half = len(site.bytes.layers) // 2
-    with _pair(site, "zigzag", sum(site.bytes.layers) / 2 / _HALF_S) as (workers, store):
+    with pair(site, "zigzag", sum(site.bytes.layers) / 2 / _HALF_S) as (workers, store):
         while workers.stats(1).get("layers_loaded", 0) < half:
             time.sleep(_LOOK_S)
         store.stop()
-        with closing(_Load(workers, _OUTSTANDING)) as load:
+        with closing(Load(workers, OUTSTANDING)) as load:
             rate, (source_s, target_s) = load.measure(2)
     return rate, source_s, target_s
 
 
-def _worst(site: Site, schedule: str, rate: float) -> float:
-    """The longest time to a first token in a burst that comes when the target has its first layer."""
-    with _pair(site, schedule, rate) as (workers, _):
+def burst(site: Site, schedule: str, rate: float) -> list[float]:
+    """The times to the first tokens of a burst that comes when the target has its first layer, in order."""
+    with pair(site, schedule, rate) as (workers, _):
         while workers.stats(1).get("layers_loaded", 0) < 1:
             time.sleep(_LOOK_S)
         streams, threads = [], []
         began = time.monotonic()
         for number in range(_BATCHES):
             made = Stream(began)
-            source = workers.begin(prompt=_BATCH_TOKENS, count=_COUNT, number=number)
+            source = workers.begin(prompt=BATCH_TOKENS, count=_COUNT, number=number)
             streams.append(made)
             threads.append(threading.Thread(target=follow, args=(made, source)))
             threads[-1].start()
         for thread in threads:
             thread.join()
-        return max(stream.ttft_s for stream in streams)
+        return sorted(stream.ttft_s for stream in streams)

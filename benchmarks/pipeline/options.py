@@ -12,7 +12,7 @@ from medusa_adapters.bench.result import Row
 
 @dataclass(frozen=True)
 class Options:
-    """``model`` is a checkpoint's folder. ``cpus`` is each node's share of the cores, or None without a limit.
+    """``model`` is a checkpoint's folder. ``cpus``: of each node, or None for its part of nine tenths of all.
 
     ``link_bytes_per_s``: None for each row's own. ``batch_tokens``: of one step at most.
     ``warm``: processes have imported before they are told to start, as a node agent's have.

@@ -21,6 +21,7 @@ from medusa_runtime.checkpoint.reader import open_checkpoint
 from medusa_runtime.engine.base import GenerateRequest, SamplingParams
 from medusa_runtime.engine.client import EngineClient, TokenStream
 from medusa_runtime.errors import EngineError
+from medusa_runtime.limits import cpu_count
 from medusa_runtime.timeline import Stage
 
 from benchmarks.pipeline.options import Options
@@ -30,6 +31,7 @@ _START_S = 120.0
 _PROMPT = tuple(100 + 7 * number % 900 for number in range(4096))
 _EVERY_S = 0.002
 _LINK_BYTES_PER_S = 50e6
+_CORES = 0.9  # the nodes' part of the machine; the rest is for the clients and the origin
 
 
 @dataclass
@@ -58,7 +60,7 @@ class Site:
         self.laboratory = Laboratory(
             nodes,
             Link(self.link_bytes_per_s),
-            cpus=options.cpus,
+            cpus=options.cpus or _CORES * cpu_count() / nodes,
             origin={"model": options.model},
             origin_link=Link(max(nodes, 4) * 4 * self.link_bytes_per_s),
         )

@@ -46,8 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in names:
         begun = time.monotonic()
         figure = FIGURES[name](arguments.seconds)
-        (arguments.out / f"{name}.svg").write_text(figure.svg + "\n")
-        (arguments.out / f"{name}.md").write_text(figure.table())
+        figure.write(arguments.out)
         print(figure.table())
         print(f"{arguments.out / name}.svg, {time.monotonic() - begun:.1f} s\n", flush=True)
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from medusa_adapters.report.lines import Series, lines
 
@@ -20,19 +21,25 @@ class Line:
 
 @dataclass(frozen=True)
 class Figure:
-    """``why``: what makes the simulated numbers differ from the published ones."""
+    """``why``: what makes these numbers differ from the published ones. ``found``: how they were found."""
 
     name: str
     title: str
     svg: str
     lines: Sequence[Line]
     why: str
+    found: str = "simulated"
 
     def table(self) -> str:
         """The numbers as Markdown."""
         rows = [f"| {line.what} | {_shown(line.published)} | {line.ours:.3g} | {line.unit} |" for line in self.lines]
-        head = ["| what | published | simulated | unit |", "|---|---|---|---|"]
+        head = [f"| what | published | {self.found} | unit |", "|---|---|---|---|"]
         return "\n".join([f"# {self.title}", "", *head, *rows, "", self.why, ""])
+
+    def write(self, folder: Path) -> None:
+        """Write the chart as SVG and the table as Markdown."""
+        (folder / f"{self.name}.svg").write_text(self.svg + "\n")
+        (folder / f"{self.name}.md").write_text(self.table())
 
     def worst(self) -> float:
         """Return the largest deviation of a number that was published: ours over theirs, or the reverse, less one."""

@@ -34,7 +34,7 @@ class KnownModel:
     bytes: ModelBytes
     total_bytes: int
     times: StageTimes
-    starts: deque[Mapping[str, float]] = field(default_factory=lambda: deque(maxlen=_KEPT_STARTS))
+    starts: deque[dict[str, float]] = field(default_factory=lambda: deque(maxlen=_KEPT_STARTS))
     avoided_until: float = 0.0
 
     def learned(self) -> StageTimes:
@@ -43,7 +43,24 @@ class KnownModel:
             return self.times
         begins = median(start["begins_s"] for start in self.starts)
         prefill = median(start["prefill_s"] for start in self.starts)
-        return replace(self.times, container_s=begins, device_s=0.0, import_s=0.0, prefill_s=prefill)
+        decode = self._decode_s() or self.times.decode_s
+        return replace(self.times, container_s=begins, device_s=0.0, import_s=0.0, prefill_s=prefill, decode_s=decode)
+
+    def _decode_s(self) -> float | None:
+        """A step of one instance (t_d), as the newest were seen; None before one was."""
+        alone = [start["decode_s"] for start in self.starts if start["workers"] == 1 and "decode_s" in start]
+        return median(alone) if alone else None
+
+    def hop_s(self) -> float | None:
+        """From one worker of a group to the next (t_n): what a step took longer than on one instance. None: not seen.
+
+        Each worker computes at full speed here, so a step through all of them computes as long as on one.
+        """
+        alone = self._decode_s() or (self.times.decode_s if self.times.starts else None)
+        groups = [start for start in self.starts if start["workers"] > 1 and "decode_s" in start]
+        if not groups or alone is None:
+            return None
+        return max(median((start["decode_s"] - alone) / start["workers"] for start in groups), 0.0)
 
 
 class Models:
@@ -54,7 +71,7 @@ class Models:
         self._known: dict[str, KnownModel] = {}  # by URL
         self._asked: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._learned: set[str] = set()  # ids of instances
+        self._learned: dict[str, dict[str, float]] = {}  # by instances' ids
         self._devices = False  # workers of groups compute on CPUs
 
     def get(self, url: str) -> KnownModel | None:
@@ -65,6 +82,9 @@ class Models:
 
     def times(self, url: str) -> StageTimes | None:
         return self._known[url].learned() if url in self._known else None
+
+    def hop_s(self, url: str) -> float | None:
+        return self._known[url].hop_s() if url in self._known else None
 
     def layers(self, deployment: Deployment, now: float) -> int:
         """The layers that a group may share; 0 where none can be formed: by the engine, or as the last one failed."""
@@ -105,19 +125,32 @@ class Models:
 
     def learn(self, known: KnownInstance, url: str, start: Mapping[str, float]) -> bool:
         """Note what a start took, once; whether that is new and was waited for."""
-        if known.id in self._learned or url not in self._known:
+        if url not in self._known:
             return False
-        self._learned.add(known.id)
         try:
             took = {name: float(start[name]) for name in ("ttft_s", "begins_s", "prefill_s")}
+            later = {name: float(start[name]) for name in ("decode_s",) if name in start}
         except (KeyError, TypeError, ValueError):
             return False
-        if took["ttft_s"] <= 0:
+        if known.id in self._learned:
+            self._learned[known.id].update(later)
             return False
-        self._known[url].starts.append(took | {"predicted_s": known.predicted_s, "workers": known.workers})
-        return True
+        took |= later | {"predicted_s": known.predicted_s, "workers": known.workers}
+        self._learned[known.id] = took
+        if took["ttft_s"] > 0:
+            self._known[url].starts.append(took)
+        return took["ttft_s"] > 0
 
     def starts(self, url: str) -> list[dict[str, Any]]:
         """The newest cold starts, for the status: how they were predicted, and what they took."""
         found = self._known[url].starts if url in self._known else ()
-        return [{name: start[name] for name in ("workers", "predicted_s", "ttft_s")} for start in found]
+        shown = ("workers", "predicted_s", "ttft_s", "decode_s")
+        return [{name: start[name] for name in shown if name in start} for start in found]
+
+    def learned(self, url: str) -> dict[str, float]:
+        """What predictions of the next start use, by ParaServe's names, in seconds; nothing for an unknown model."""
+        times, hop_s = self.times(url), self.hop_s(url)
+        if times is None:
+            return {}
+        found = {"t_c": times.container_s + times.device_s, "t_p": times.prefill_s, "t_d": times.decode_s}
+        return found if hop_s is None else found | {"t_n": hop_s}

@@ -82,6 +82,7 @@ def _model(cluster: Cluster, item: Deployment) -> dict[str, Any]:
         "tokens_per_s": load.decoded_per_s if load else 0.0,
         "layers": cluster.models.layers(item, time.monotonic()),  # that a group may share
         "starts": cluster.models.starts(item.url),
+        "learned": cluster.models.learned(item.url),
     }
 
 

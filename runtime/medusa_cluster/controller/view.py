@@ -149,5 +149,6 @@ def _policy_deployment(item: Deployment, cluster: Cluster) -> policy.Deployment:
         tpot_slo_s=item.tpot_slo_s or math.inf,
         layers=cluster.models.layers(item, time.monotonic()),
         times=cluster.models.times(item.url),
+        hop_s=cluster.models.hop_s(item.url),
         concurrency=int(item.settings.get("max_concurrency", 8)),
     )

@@ -11,6 +11,8 @@ from medusa_runtime.errors import LabError
 
 # A node that has used up its share stands still for the rest of a period: in 20 ms it is close to a slower processor.
 _PERIOD_US = 20_000
+# The most that the kernel takes: what else runs on the machine leaves the nodes their shares.
+_WEIGHTS = {"cpu.weight": "10000", "cpu.shares": "262144"}
 
 
 def make_groups(nodes: Sequence[str], cpus: float) -> dict[str, Path]:
@@ -59,6 +61,9 @@ def _groups(
         laboratory = make(parent / f"medusa-lab-{os.getpid()}-{os.urandom(3).hex()}")
         if controller:
             (laboratory / "cgroup.subtree_control").write_text(controller)
+        for name, value in _WEIGHTS.items():
+            if (laboratory / name).exists():
+                (laboratory / name).write_text(value)
         for node in nodes:
             group = make(laboratory / node)
             for name, value in limits.items():

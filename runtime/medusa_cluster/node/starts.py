@@ -37,12 +37,15 @@ class Starts:
                 await asyncio.sleep(_SOON_S)
 
     def _is_due(self, instance: RunningInstance) -> bool:
+        known = instance.start is not None and "decode_s" in instance.start
         leads = instance.worker is not None and instance.worker.plan.rank == 0 and instance.group_state == "serving"
-        if instance.port is None or instance.failure is not None or not (leads or instance.start is None):
+        if instance.port is None or instance.failure is not None or not (leads or not known):
             return False
         now = asyncio.get_running_loop().time()
         first = self._looked.setdefault(f"{instance.id}", now)
         if not leads and now - first > _START_S:
+            if instance.start is not None:
+                return False  # it had its first token, and decodes too little to be measured
             return (now - first) % _LATER_S < _SOON_S
         return True
 
@@ -54,7 +57,7 @@ class Starts:
         except (ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
             logger.debug("the timeline of %s could not be read: %s", instance.id, error)
             return
-        instance.start = instance.start or summary(stages)
+        instance.start = summary(stages) or instance.start
         for stage in stages:
             instance.group_state = _ENDS.get(stage["name"], instance.group_state)
 
@@ -64,6 +67,7 @@ def summary(stages: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
 
     ``ttft_s`` is 0 where nobody was waiting for it. ``begins_s``: until the engine could compute, or for a group's
     leader until the group had come together. ``prefill_s``: of the first forward, without waiting for weights.
+    ``decode_s``: of a step that only decodes, through all workers; it is there after some of them.
     """
     own = [stage for stage in stages if not str(stage["process"]).startswith("worker ")]
 
@@ -77,10 +81,12 @@ def summary(stages: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
     loaded = max((stage["end_ns"] / 1e9 for stage in own if stage["name"] == "load"), default=forward)
     waits = sum(stage["duration_ms"] for stage in own if stage["name"] == "wait") / 1e3
     waited_for = forward <= loaded or forward - began < 1.0
+    decodes = next((stage["detail"]["step_ms"] / 1e3 for stage in own if stage["name"] == "decodes"), None)
     return {
         "ttft_s": token - began if waited_for else 0.0,
         "begins_s": (first("skeleton", "end_ns") or forward) - began,
         "prefill_s": max(computed - forward - waits, 0.0),
+        **({} if decodes is None else {"decode_s": decodes}),
     }
 
 

@@ -237,7 +237,7 @@ class _Tick:
             deployment.ttft_slo_s,
             deployment.tpot_slo_s,
             load.longest_wait_s,
-            options.hop_s,
+            options.hop_s if deployment.hop_s is None else deployment.hop_s,
             options.follows_memory,
             least_full=min(number, options.largest_group),
             largest=options.largest_group,

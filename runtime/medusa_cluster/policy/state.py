@@ -110,6 +110,7 @@ class Deployment:
     ttft_slo_s: float = math.inf
     tpot_slo_s: float = math.inf
     times: StageTimes | None = None  # recorded stage times of its starts
+    hop_s: float | None = None  # t_n, as its groups' steps were seen to take; None: the policy's own
     tokens_per_s: float = 0.0  # prompt tokens that one instance was seen to take at most; 0: not known yet
     concurrency: int = 8  # requests that one instance runs at the same time
     weight: float = 1.0  # of its share when the cluster is full

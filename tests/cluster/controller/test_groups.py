@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import pytest
 from medusa_cluster.controller.cluster import Cluster
 
 Run = Callable[..., None]
@@ -111,5 +112,14 @@ def test_a_start_is_compared_with_its_prediction(run: Run) -> None:
         times = cluster.models.times(MODEL["url"])
         assert times is not None
         assert (times.container_s, times.prefill_s) == (0.25, 0.125)
+        shown(net, leader)["start"]["decode_s"] = 0.09
+        await until(lambda: "decode_s" in cluster.models.starts(MODEL["url"])[0])
+        assert "t_n" not in cluster.models.learned(MODEL["url"]), "no instance alone has been seen to decode"
+        model = cluster.models.get(MODEL["url"])
+        assert model is not None
+        model.starts.append({"begins_s": 0.25, "prefill_s": 0.125, "ttft_s": 2.0, "workers": 1, "decode_s": 0.05})
+        learned = cluster.models.learned(MODEL["url"])
+        assert learned["t_d"] == 0.05
+        assert learned["t_n"] == pytest.approx(0.04 / leader.workers)
 
     run(scenario, "n1", "n2", "n3", "n4")

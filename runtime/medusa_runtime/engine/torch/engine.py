@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 _IDLE_S = 0.2  # how often an idle engine looks at its stop event, which a signal handler may set
 _MOST_FAILED_STEPS = 3
+_DECODES = 8  # the first steps without a prefill, whose time a cluster's predictions learn
 
 
 class TorchEngine:
@@ -156,6 +158,7 @@ class TorchEngine:
             fail=lambda sequence, error: self._requests.end(sequence, "error", error),
         )
         self._prompt_tokens = self._generated_tokens = self._steps = self._failed_steps = 0
+        self._decodes_ns: list[int] = []
         self._load_error: MedusaError | None = None
         self._watcher = threading.Thread(target=self._watch, name="engine-watch", daemon=True)
         self._watcher.start()
@@ -360,6 +363,10 @@ class TorchEngine:
             self._timeline.record(
                 "first_forward", start_ns, time.monotonic_ns(), tokens=sum(s.stop - s.start for s in spans)
             )
+        elif len(self._decodes_ns) < _DECODES and all(0 < span.start == span.stop - 1 for span in spans):
+            self._decodes_ns.append(time.monotonic_ns() - start_ns)
+            if len(self._decodes_ns) == _DECODES:
+                self._timeline.mark("decodes", step_ms=median(self._decodes_ns) / 1e6)
         for sequence, sampled_token in zip(sequences, sampled, strict=True):
             if sequence.cancelled:
                 continue
