@@ -108,16 +108,15 @@ def _import_all() -> None:
 
 
 def _import_server() -> None:
-    """Import vLLM's HTTP server, and make an app once, which imports the rest and fills what Python keeps of types."""
+    """Import vLLM's HTTP server, and make its app, which imports the rest and fills what Python keeps of types."""
     try:
         for module in _SERVER_MODULES:
             importlib.import_module(module)
         import uvicorn
-        from vllm.entrypoints.launchers.app import build_app
 
-        from .serving.arguments import server_arguments
+        from .serving.ahead import make_ahead
 
-        app = build_app(server_arguments([], "model"), ("generate",))
+        app = make_ahead(("generate",))
         uvicorn.Config(app, log_config=None, ws="none").load()
     except Exception as error:  # noqa: BLE001 - a model can be served without it, by our own routes
         logger.warning("vLLM's HTTP server cannot be imported: %s: %s", type(error).__name__, error)

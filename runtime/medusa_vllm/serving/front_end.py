@@ -19,7 +19,7 @@ from medusa_runtime.timeline import Timeline
 
 from ..imports import logging_as_it_is, no_cache_folder
 from ..lean_imports import functions_as_they_are, import_for_real
-from .arguments import server_arguments
+from .ahead import app_for, arguments_for, computed_once, known_plugins
 
 logger = logging.getLogger(__name__)
 
@@ -97,11 +97,10 @@ class FrontEnd:
             import uvicorn
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-            from vllm.entrypoints.launchers.app import build_app
             from vllm.v1.engine.async_llm import AsyncLLM
 
             folder = served.folder()
-            arguments = server_arguments(served.words, str(folder))
+            arguments = arguments_for(served.words, str(folder))
         if arguments.served_model_name is None:
             arguments.served_model_name = [served.name]
         _import_plugins(arguments)
@@ -120,16 +119,18 @@ class FrontEnd:
             config.structured_outputs_config.backend = "guidance"  # nothing to compile before the first token
         addresses = {name: f"ipc://{folder}/{name.removesuffix('_address')}" for name in _ADDRESSES}
         served.core.attach_front_end(addresses["input_address"], addresses["output_address"])
-        client = AsyncLLM(
-            config,
-            served.arguments["distributed_executor_backend"],
-            log_stats=not arguments.disable_log_stats,
-            log_requests=arguments.enable_log_requests,
-            client_addresses=addresses,
-        )
-        tasks = await client.get_supported_tasks()
-        app = build_app(arguments, tasks, client.model_config)
-        await init_app_state(client, app.state, arguments, tasks)
+        with known_plugins():
+            client = AsyncLLM(
+                config,
+                served.arguments["distributed_executor_backend"],
+                log_stats=not arguments.disable_log_stats,
+                log_requests=arguments.enable_log_requests,
+                client_addresses=addresses,
+            )
+            tasks = await client.get_supported_tasks()
+            app = app_for(arguments, tasks, client.model_config)
+        with computed_once(config, "compute_hash"), computed_once(config.model_config, "get_diff_sampling_param"):
+            await init_app_state(client, app.state, arguments, tasks)
         settings = uvicorn.Config(
             app, log_config=None, access_log=False, timeout_keep_alive=_KEEP_ALIVE_S, log_level="warning", ws="none",
             h11_max_incomplete_event_size=arguments.h11_max_incomplete_event_size,
