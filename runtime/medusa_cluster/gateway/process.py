@@ -15,7 +15,7 @@ from medusa_runtime.config import Settings
 from medusa_runtime.instance.listeners import bind, url_of
 from medusa_runtime.resource_limits import make_room_for_files
 
-from .connections import Connections
+from ..connections import Connections, http_logger
 from .gateway import Gateway, GatewayOptions
 from .server import Server
 
@@ -44,6 +44,7 @@ async def serve(options: GatewayOptions, listener: socket.socket, on_listening: 
             access_log=None,
             shutdown_timeout=1.0,
             keepalive_timeout=75.0,
+            logger=http_logger(),
         )
         await runner.setup()
         assert runner.server is not None

@@ -14,9 +14,9 @@ from typing import Any
 from aiohttp import web
 from medusa_runtime.errors import MedusaError
 
+from ..connections import Handler, tell_connection
 from . import sse
 from .call import ROUTES, Call, understand
-from .connections import Handler, tell_connection
 from .faults import Fault, compact
 from .gateway import Gateway
 from .page import page
@@ -115,27 +115,34 @@ class Server:
     @asynccontextmanager
     async def _read(self, request: web.Request) -> AsyncIterator[bytes]:
         """The body, which counts as memory until the request has been answered. Raises Fault."""
-        expected = request.content_length or 0
-        if expected > self._options.max_body_mb * 10**6:
+        if (request.content_length or 0) > self._options.max_body_mb * 10**6:
             raise _too_large(self._options.max_body_mb)
-        if self._body_bytes + expected > self._options.body_memory_mb * 10**6:
-            text = "the bodies of other requests take the memory there is; try again later"
-            raise Fault(503, text, code="body_memory", retry_after_s=1.0)
-        size = expected
-        self._body_bytes += size
+        pieces: list[bytes] = []
+        size = 0
         try:
             try:
                 async with asyncio.timeout(self._options.read_timeout_s):
-                    raw = await request.read()
+                    async for piece in request.content.iter_any():
+                        size += len(piece)
+                        self._body_bytes += len(piece)
+                        self._check_size(size)
+                        pieces.append(piece)
             except TimeoutError:
                 raise Fault(408, "the body came too slowly", code="incomplete_body") from None
-            except web.HTTPRequestEntityTooLarge:
-                raise _too_large(self._options.max_body_mb) from None
-            self._body_bytes += len(raw) - size
-            size = len(raw)
-            yield raw
+            yield b"".join(pieces)
         finally:
             self._body_bytes -= size
+
+    def _check_size(self, size: int) -> None:
+        """Raise Fault for a body that is too large, or more than there is room for, as far as it has come.
+
+        What counts is what has come: a length that is only announced takes no memory, and a body in chunks has none.
+        """
+        if size > self._options.max_body_mb * 10**6:
+            raise _too_large(self._options.max_body_mb)
+        if self._body_bytes > self._options.body_memory_mb * 10**6:
+            text = "the bodies of other requests take the memory there is; try again later"
+            raise Fault(503, text, code="body_memory", retry_after_s=1.0)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -212,7 +219,7 @@ class Server:
         if token is None or request.path in _OPEN_PATHS:
             return
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), token.encode()):
+        if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), token.encode()):
             raise Fault(401, "expected this gateway's token as Authorization: Bearer …", code="invalid_api_key")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterable
 from typing import Any
@@ -16,6 +17,7 @@ from medusa_runtime.errors import (
 )
 from medusa_runtime.storage.peer_access import PeerAccess
 
+from ..connections import Connections, http_logger, tell_connection
 from ..json_lines import error_answer
 from ..transport.auth import require_token
 from .controller_line import ControllerLine
@@ -23,6 +25,7 @@ from .forwarding import Forwarder
 from .settings import NodeServerSettings
 
 _LARGEST_CALL_BYTES = 16 << 20
+_HEAD_S = 10.0  # for the head of a request, which anybody can begin
 
 
 class Listener:
@@ -41,28 +44,43 @@ class Listener:
         self._line = line
         self._forwarder = forwarder
         self._access = access
-        self.app = web.Application(client_max_size=_LARGEST_CALL_BYTES, middlewares=[require_token(access.token)])
+        self.app = web.Application(
+            client_max_size=_LARGEST_CALL_BYTES, middlewares=[tell_connection, require_token(access.token)]
+        )
         self.app.router.add_get("/healthz", self._health)
         self.app.router.add_post("/cluster/{operation}", self._cluster)
         self.app.router.add_route("*", "/instances/{id}/{path:.*}", forwarder.handle)
         self.app.router.add_routes(routes)
         self._runner: web.AppRunner | None = None
+        self._server: asyncio.Server | None = None
+        self._looking: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Listen. Raises ConfigError when the address is not available."""
         await self._forwarder.start()
         # A handler is cancelled when its caller goes, and with it the request that it has passed on.
-        self._runner = web.AppRunner(self.app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            self.app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, logger=http_logger()
+        )
         await self._runner.setup()
+        assert self._runner.server is not None
+        connections = Connections(self._runner.server, _HEAD_S)
         host, port = self._settings.host, self._settings.data_port
         try:
-            await web.TCPSite(self._runner, host, port, ssl_context=self._access.server_context(), backlog=1024).start()
+            self._server = await asyncio.get_running_loop().create_server(
+                connections, host, port, ssl=self._access.server_context(), backlog=1024
+            )
         except OSError as error:
             raise ConfigError(
                 f"cannot listen on {host}:{port}: {error.strerror}; choose another address with --host or --data-port"
             ) from None
+        self._looking = asyncio.create_task(connections.run())
 
     async def close(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+        if self._server is not None:
+            self._server.close()
         if self._runner is not None:
             await self._runner.cleanup()
         await self._forwarder.close()

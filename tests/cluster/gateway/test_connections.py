@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("aiohttp")
 
 from aiohttp import web
-from medusa_cluster.gateway import connections as module
-from medusa_cluster.gateway.connections import Connections, tell_connection
+from medusa_cluster import connections as module
+from medusa_cluster.connections import Connections, tell_connection
 
 Connect = Callable[[], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
 HEAD = b"GET / HTTP/1.1\r\nHost: g\r\n\r\n"

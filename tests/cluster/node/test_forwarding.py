@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 from medusa_cluster.deployment import Deployment
 from medusa_cluster.json_lines import JsonLinesServer
+from medusa_cluster.node import listener as listener_module
 from medusa_cluster.node.controller_line import ControllerLine
 from medusa_cluster.node.forwarding import Forwarder
 from medusa_cluster.node.instances import Instances, RunningInstance
@@ -220,5 +221,23 @@ def test_the_controllers_answers_come_through_any_node(tmp_path: Path) -> None:
         with pytest.raises(UnauthorizedError, match="refused the token"):
             await line.call("status", {})
         await line.close()
+
+    run(tmp_path, scenario)
+
+
+def test_heads_of_strangers_that_never_end_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener_module, "_HEAD_S", 0.4)
+
+    async def scenario(session: aiohttp.ClientSession, url: str, _: Upstream) -> None:
+        host, _, port = url.removeprefix("http://").partition("/")[0].partition(":")
+        opened = [await asyncio.open_connection(host, int(port)) for _ in range(8)]
+        for _, writer in opened:
+            writer.write(b"GET /instances/qwen-1/echo HTTP/1.1\r\nHost: n\r\nX-Slow: ")
+        answers = [await asyncio.wait_for(reader.read(), 20) for reader, _ in opened]
+        assert all(answer.startswith(b"HTTP/1.1 408 ") for answer in answers)
+        for _, writer in opened:
+            writer.close()
+        async with session.get(f"{url}/instances/i1/echo") as answer:
+            assert answer.status == 418
 
     run(tmp_path, scenario)

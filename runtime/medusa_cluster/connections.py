@@ -1,4 +1,4 @@
-"""Limits how long, and how many, connections of a gateway may take to send the head of a request.
+"""Limits how long, and how many, connections of a gateway or a node may take to send the head of a request.
 
 As at an instance's own door, a client's time starts with the first byte of a request, and a byte now and then gives it
 no more. aiohttp alone limits only how long a connection may send nothing.
@@ -7,18 +7,20 @@ no more. aiohttp alone limits only how long a connection may send nothing.
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import cast
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from medusa_runtime.resource_limits import LEAST_FILES, most_files
-
-from .faults import Fault
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _LOOK_S = 1.0
+_LATE = {"message": "the head came too slowly", "type": "invalid_request_error", "param": None}
 _MOST_WAITING = 8192  # connections without a request; then the oldest one is closed
 
 
@@ -41,12 +43,12 @@ class Connections:
             begun_before = time.monotonic() - self._read_timeout_s
             for connection in list(self._waiting):
                 if connection.since is not None and connection.since < begun_before:
-                    connection.close(Fault(408, "the head came too slowly", code="incomplete_head"))
+                    connection.close(late=True)
 
     def wait(self, connection: _Connection) -> None:
         """Note that a connection has no request."""
         if len(self._waiting) >= self._most_waiting:
-            next(iter(self._waiting)).close(None)
+            next(iter(self._waiting)).close()
         self._waiting[connection] = None
 
     def end(self, connection: _Connection) -> None:
@@ -98,12 +100,13 @@ class _Connection(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._connections.wait(self)
 
-    def close(self, fault: Fault | None) -> None:
+    def close(self, *, late: bool = False) -> None:
+        """Close it, with 408 where a head came too ``late``."""
         self._connections.end(self)
         assert self._transport is not None
-        if fault is not None and not self._transport.is_closing():
-            body = fault.body()
-            head = f"HTTP/1.1 {fault.status} Request Timeout\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        if late and not self._transport.is_closing():
+            body = json.dumps({"error": _LATE | {"code": "incomplete_head"}}, separators=(",", ":")).encode()
+            head = "HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json\r\nConnection: close\r\n"
             self._transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         self._transport.close()
 
@@ -119,3 +122,11 @@ async def tell_connection(request: web.Request, handler: Handler) -> web.StreamR
         return await handler(request)
     finally:
         connection.end()
+
+
+def http_logger() -> logging.Logger:
+    """What aiohttp's servers log to, without what is no HTTP: any client could fill the log with it."""
+    logger = logging.getLogger(f"{__name__}.http")
+    if not logger.filters:
+        logger.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
+    return logger

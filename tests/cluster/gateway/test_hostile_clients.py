@@ -1,0 +1,82 @@
+"""Clients that want a gateway's memory, its log or its models, over raw sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from gateway_fixtures import GatewayProcess, until
+
+Start = Callable[..., GatewayProcess]
+_CHUNK = b"100000\r\n" + b"x" * (1 << 20) + b"\r\n"
+
+
+def resident_mb(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 / 1e6
+
+
+def send(gateway: GatewayProcess, head: bytes) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", gateway.port), timeout=30)
+    connection.sendall(head)
+    return connection
+
+
+def test_bodies_in_chunks_that_never_end_have_a_budget(start_gateway: Start) -> None:
+    gateway = start_gateway()
+    before_mb = resident_mb(gateway.process.pid)
+    with contextlib.ExitStack() as stack:
+        refused = 0
+        for _ in range(24):
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nTransfer-Encoding: chunked\r\n\r\n"
+            connection = stack.enter_context(send(gateway, head))
+            with contextlib.suppress(OSError):  # it answers and closes before all has been sent
+                for _ in range(28):
+                    connection.sendall(_CHUNK)
+            connection.settimeout(0.2)
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                refused += b"body_memory" in connection.recv(4096)
+        assert refused > 0
+        assert resident_mb(gateway.process.pid) - before_mb < 512 + 150
+        assert gateway.get("/readyz")[0] == 200
+    until(lambda: gateway.exchange("POST", "/v1/completions", {"model": "none", "prompt": "a" * 20_000_000})[0] == 404)
+
+
+def test_lengths_that_are_only_announced_take_no_room_from_others(start_gateway: Start) -> None:
+    gateway = start_gateway()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nContent-Length: 31000000\r\n\r\n{"
+    with contextlib.ExitStack() as stack:
+        for _ in range(40):
+            stack.enter_context(send(gateway, head))
+        assert gateway.exchange("POST", "/v1/completions", {"model": "none", "prompt": "a" * 20_000_000})[0] == 404
+
+
+def test_tokens_of_any_bytes_are_refused_without_a_word_in_the_log(start_gateway: Start, tmp_path: Path) -> None:
+    token = tmp_path / "client"
+    token.write_text("secret" * 4 + "\n")
+    token.chmod(0o600)
+    gateway = start_gateway("--client-token-file", str(token))
+    for given in (b"Bearer \xff\xfe", b"\xed\xa0\x80", b"Bearer", b"Bearer secret", b"secret" * 4 + b"x"):
+        with send(gateway, b"GET /metrics HTTP/1.1\r\nHost: g\r\nAuthorization: " + given + b"\r\n\r\n") as connection:
+            assert connection.recv(4096).split(b" ")[1] in (b"401", b"400")
+    for path in (
+        b"/livez/../metrics",
+        b"/livez%2f..%2fmetrics",
+        b"//metrics",
+        b"/LIVEZ",
+        b"/readyz/",
+        b"http://h/metrics",
+    ):
+        with send(gateway, b"GET " + path + b" HTTP/1.1\r\nHost: g\r\n\r\n") as connection:
+            assert connection.recv(4096).split(b" ")[1] == b"401", path
+    assert "internal" not in gateway.output()
+
+
+def test_a_head_without_end_takes_no_memory(start_gateway: Start) -> None:
+    gateway = start_gateway()
+    before_mb = resident_mb(gateway.process.pid)
+    with send(gateway, b"GET /livez HTTP/1.1\r\nHost: g\r\n") as connection, contextlib.suppress(ConnectionError):
+        for number in range(20_000):
+            connection.sendall(b"X-%d: " % number + b"y" * 4000 + b"\r\n")
+    assert resident_mb(gateway.process.pid) - before_mb < 20
