@@ -178,3 +178,34 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.02)
+
+
+def test_the_base_does_not_wait_and_one_in_use_stays(
+    start: Callable[..., Serving], folder: Path, example: Path, tmp_path: Path
+) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    shutil.copy(folder / "two" / "adapter_config.json", pickled)
+    torch.save(load_file(folder / "two" / "adapter_model.safetensors"), pickled / "adapter_model.bin")
+    with serving_origin(folder, bytes_per_s=1.5e5) as store, ThreadPoolExecutor(2) as pool:  # seconds
+        names = f"one={store.url}/one,two={pickled},same={folder / 'two'}"
+        function = start("--model", example, "--lora-modules", names, "--max-loras", "1")
+        first = pool.submit(text, function, "one", ignore_eos=True)
+        assert function.complete(PROMPT)["choices"][0]["text"]
+        assert not first.done(), "the base's answer came before its adapter had"
+        said = first.result()
+        long = pool.submit(function.complete, PROMPT, model="one", max_tokens=400, ignore_eos=True)
+        until(lambda: running(function) > 0)
+        other = text(function, "two")
+        assert long.done(), "the only place was taken as long as the adapter in it was used"
+        assert long.result()["choices"][0]["text"].startswith(said)
+        assert text(function, "same") == other
+    assert loaded(function) == 1
+
+
+def running(serving: Serving) -> int:
+    lines = serving.request("GET", "/metrics")[1].decode().splitlines()
+    return sum(int(float(line.rpartition(" ")[2])) for line in lines if line.startswith("medusa_engine_running{"))
