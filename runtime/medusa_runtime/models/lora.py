@@ -67,7 +67,7 @@ def add_adapters(x: Tensor, outs: Sequence[Tensor], layers: Sequence[AdaptedLaye
                 together = small_linear(part, pair.together) if together is None else together
                 low = together[:, pair.start : pair.start + pair.a.shape[0]]
             whole = out if out.dim() == 2 else out.view(-1, out.shape[-1])
-            whole[rows] += small_linear(low, pair.b)
+            whole[rows].add_(small_linear(low, pair.b))  # += would copy the rows onto themselves, too
 
 
 __all__ = ["AdaptedLayer", "AdapterStep", "Pair", "Pairs", "add_adapters"]
