@@ -126,6 +126,14 @@ def test_one_that_is_dropped_serves_those_that_use_it(serve: Callable[..., Any],
     assert served.engine.stats()["adapters"] == 0
 
 
+def test_a_file_that_is_written_again_ends_nothing(serve: Callable[..., Any], two: dict[str, Path]) -> None:
+    served = serve()
+    served.engine.add_adapter("one", fetched(two["one"]))
+    expected = ask(served, "A", "one").tokens
+    (two["one"] / "adapter_model.safetensors").write_bytes(b"")
+    assert ask(served, "A", "one").tokens == expected
+
+
 def test_patterns_of_ranks_and_scales(
     serve: Callable[..., Any], checkpoint: Path, make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -51,6 +51,8 @@ def read_adapter(region: Region, model: DecoderModel, dtype: torch.dtype, *, mos
     found = {name: _layer(model, name) for name in _modules(index.tensors)}
     _check_targets(config, list(found))
     views = Views(region)
+    # A training writes its adapter again and again, and a mapped file that becomes shorter ends the process.
+    copies = any(shard.path is not None for shard in index.shards)
 
     def matrix(name: str, expected: tuple[int, int]) -> Tensor:
         entry = index.tensors.get(name)
@@ -75,7 +77,7 @@ def read_adapter(region: Region, model: DecoderModel, dtype: torch.dtype, *, mos
         out_features, in_features = layer.weight.shape
         a = matrix(f"{_PREFIX}{module}{_A}", (rank, in_features))
         b = matrix(f"{_PREFIX}{module}{_B}", (out_features, rank))
-        pairs[name] = Pair((a.float() * config.scale_of(module)).to(dtype), b.to(dtype))
+        pairs[name] = Pair((a.float() * config.scale_of(module)).to(dtype), b.to(dtype, copy=copies))
     _put_together(model, pairs)
     size_bytes = sum(pair.a.nbytes + pair.b.nbytes for pair in pairs.values())
     return AdapterWeights(pairs, {name: layer for _, name, layer in found.values()}, size_bytes)
