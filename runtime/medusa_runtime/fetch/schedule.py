@@ -157,13 +157,13 @@ class Schedule:
         )
         return [chunk for chunk in demanded if not self._writer.present(chunk)]
 
-    def late(self) -> list[InFlightRange]:
+    def late(self, *, patient: bool = False) -> list[InFlightRange]:
         """Ranges that are late, those first that a forward awaits; no more than may be asked for twice now.
 
         Of others those of which nothing has come: a second request for them takes no bandwidth from the first.
-        When nothing else is left to fetch, everybody awaits all.
+        When nothing else is left to fetch, everybody awaits all. ``patient``: a range has as much time then as before.
         """
-        ending = self.exhausted
+        ending = self.exhausted and not patient
         late = self.flights.late(ending=ending)
         if late and not ending:
             wanted = set(self.wanted())

@@ -38,6 +38,7 @@ _CHUNK_S = 0.5  # more connections than can bring a chunk in this time are kept 
 _HEARD_S = 1.0  # within which a connection that was opened should have brought something
 _SOON_S = 1.0  # a fetch that ends within this time is not worth more connections than the second step
 _HOLD_S = 2.0  # how long other ranges are suspended at most for one that is late; less than any store's patience
+_SILENT_S = 1.0  # before a store that sends one copy for many nodes is asked for a range again
 _END_S = 0.2  # for connections to end when everything is there; one that hangs is left behind
 _SCRATCH_BYTES = 256 << 10  # stays in a core's cache between the receiving and the writing
 
@@ -156,8 +157,11 @@ class Streams:
         """Ranges to request a second time; in a cluster not those that only flow slowly: its store sends one copy."""
         if self._few():
             return []
-        late = self._schedule.late()
-        return late if self._peers is None else [flight for flight in late if flight.awaited or flight.first_s is None]
+        if self._peers is None:
+            return self._schedule.late()
+        silent_since = time.monotonic() - _SILENT_S
+        late = self._schedule.late(patient=True)
+        return [flight for flight in late if flight.awaited or (flight.first_s is None and flight.began < silent_since)]
 
     def _hedge(self, late: InFlightRange) -> None:
         stop = late.span.first + late.span.length
