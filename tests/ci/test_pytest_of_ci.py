@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from process_tree import alive
 
 PYTEST = Path(__file__).parents[2] / ".ci" / "pytest"
 TESTS = """
@@ -54,3 +56,32 @@ def test_a_run_that_ends_otherwise_fails(tmp_path: Path) -> None:
     ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == pytest.ExitCode.INTERRUPTED
     assert "once more" not in ran.stdout
+
+
+STARTS = """
+import subprocess
+import pytest
+
+@pytest.fixture
+def child():
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process
+        process.kill()
+
+def test_it(child):
+    print("started", child.pid, flush=True)
+    child.wait()
+"""
+
+
+def test_tests_that_are_stopped_end_what_they_started(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(STARTS)
+    command = [sys.executable, "-m", "pytest", "-s", "-p", "conftest", "--rootdir", tmp_path, tmp_path / "test_it.py"]
+    environ = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environ) as run:
+        assert run.stdout
+        child = next(int(line.split()[-1]) for line in run.stdout if "started" in line)
+        run.send_signal(signal.SIGTERM)
+        run.stdout.read()
+        assert run.wait(60) == 2
+    assert not alive(child)
