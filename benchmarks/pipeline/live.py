@@ -24,7 +24,7 @@ from benchmarks.pipeline.workers import Site, Stream, Workers, follow
 from benchmarks.pipeline.zigzag import Scaling, best_effort
 from benchmarks.pipeline.zigzag import schedule as schedule_of
 
-_PROMPT, _COUNT = 256, 1
+_PROMPT, _COUNT = 512, 1
 OUTSTANDING = 12
 # The paper's example (Figure 15): a layer takes as long to load as six batches take to run one, and eight batches wait.
 _LOAD, _BATCHES = 6, 8

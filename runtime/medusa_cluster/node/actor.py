@@ -48,8 +48,23 @@ class NodeActor:
         return {"ok": {}}
 
     @_group("control")
-    async def fetch(self, url: str, sources: list[str], pin: bool, version: str = "") -> dict[str, Any]:
-        return await self._pass_on({"op": "fetch", "url": url, "sources": sources, "pin": pin, "version": version})
+    async def fetch(
+        self, url: str, sources: list[str], pin: bool, version: str = "", layers: str | None = None
+    ) -> dict[str, Any]:
+        request = {"op": "fetch", "url": url, "sources": sources, "pin": pin, "version": version, "layers": layers}
+        return await self._pass_on(request)
+
+    @_group("control")
+    async def group_port(self) -> dict[str, Any]:
+        return await self._pass_on({"op": "group_port"})
+
+    @_group("control")
+    async def consolidate(self, id: str, keep: int) -> dict[str, Any]:
+        return await self._pass_on({"op": "consolidate", "id": id, "keep": keep})
+
+    @_group("data")
+    async def describe(self, url: str) -> dict[str, Any]:
+        return await self._pass_on({"op": "describe", "url": url})
 
     @_group("control")
     async def pace(self, bytes_per_s: float | None) -> dict[str, Any]:
@@ -64,8 +79,8 @@ class NodeActor:
         return await self._pass_on({"op": "unpin", "url": url})
 
     @_group("data")
-    async def start(self, id: str, deployment: dict[str, Any]) -> dict[str, Any]:
-        return await self._pass_on({"op": "start", "id": id, "deployment": deployment})
+    async def start(self, id: str, deployment: dict[str, Any], group: dict[str, Any] | None = None) -> dict[str, Any]:
+        return await self._pass_on({"op": "start", "id": id, "deployment": deployment, "group": group})
 
     @_group("data")
     async def stop(self, id: str, drain_s: float) -> dict[str, Any]:

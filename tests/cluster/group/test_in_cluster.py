@@ -33,7 +33,18 @@ LINK_BYTES_PER_S = 0.6e6  # 9 s for the model, so that a request is answered bef
 
 
 class Cluster(LabCluster):
-    """Its nodes run without Ray, which would take longer than the test."""
+    """A cluster as users start it, with Ray."""
+
+    def is_warm(self, node: str) -> bool:
+        status = asyncio.run(call(self.lab.node_folder(node) / "control.sock", {"op": "status"}))
+        return bool(status["agent"]["engines"].get("torch", {}).get("warm"))
+
+    def kinds(self) -> list[str]:
+        return [event["kind"] for event in self.status()["events"]]
+
+
+class ClusterWithoutRay(Cluster):
+    """Its nodes' servers call one another directly: Ray takes longer to start than the test."""
 
     def start_node(self, node: str) -> None:
         folder, address = self.lab.node_folder(node), self.lab.address(node)
@@ -46,13 +57,6 @@ class Cluster(LabCluster):
 
     def wait_ready(self, node: str) -> None:
         self._until(lambda: b"ready\n" in self.log(node).read_bytes(), self.servers[node], self.log(node))
-
-    def is_warm(self, node: str) -> bool:
-        status = asyncio.run(call(self.lab.node_folder(node) / "control.sock", {"op": "status"}))
-        return bool(status["agent"]["engines"].get("torch", {}).get("warm"))
-
-    def kinds(self) -> list[str]:
-        return [event["kind"] for event in self.status()["events"]]
 
 
 def until(condition: Callable[[], Any], patience_s: float = 60) -> None:
@@ -70,13 +74,12 @@ def completion(url: str, tokens: int) -> str:
         return str(json.load(answer)["choices"][0]["text"])
 
 
-def test_a_group_answers_and_becomes_an_instance() -> None:
+@pytest.mark.parametrize("kind", [ClusterWithoutRay, Cluster])
+def test_a_group_answers_and_becomes_an_instance(kind: type[Cluster]) -> None:
     with Laboratory(3, Link(LINK_BYTES_PER_S), origin={"m": EXAMPLE}, origin_link=Link(50e6)) as lab:
-        cluster = Cluster(lab)
+        cluster = kind(lab)
+        cluster.start()
         for node in lab.nodes:
-            cluster.start_node(node)
-        for node in lab.nodes:
-            cluster.wait_ready(node)
             until(lambda node=node: cluster.is_warm(node))
         cluster.start_gateway(8080)
         url = lab.forward(0, "switch", 8080)
