@@ -43,6 +43,13 @@ class Calibration:
     recorded: dict[str, float]
 
 
+def fill_caches(system: System) -> None:
+    """Start an instance once, so that later starts find what it leaves."""
+    system.settle()
+    with system.start() as instance:
+        _ask(instance, system, Request(0.0, 0, PROMPT, 2))
+
+
 def sample(system: System, context: int, found: Samples) -> None:
     """Start an instance, time its first token, then prefills and decodes when it is warm, and its end."""
     system.settle()

@@ -25,7 +25,6 @@ _CASES = {
 # Requests whose keys and values fit beside the weights: 0.9 of the memory, 131 and 164 KB for a token, 2,080 and 1,370
 # tokens for a request.
 _CONCURRENCY = {"azure-code": 200, "azure-conv": 400}
-_WINDOWS_S = (3.0, 10.0)
 _NICS = 8  # of a host, 100 Gbit/s each
 _FAST = {"azure-code": 256 * GBIT, "azure-conv": 1600 * GBIT}  # between two devices of a host
 
@@ -70,10 +69,13 @@ def requests(trace: str, seconds: float) -> list[Request]:
     return window(scaled, 0.0, seconds)
 
 
-def run(system: str, trace: str, seconds: float, window_s: float = 1.0) -> Outcome:
-    strategy = with_bounds(strategy_named(system), BOUNDS)
+def run(system: str, trace: str, seconds: float, window_s: float = 1.0, bounds: Bounds = BOUNDS) -> Outcome:
+    """Simulate a trace. Device time counts to its end: instances that wait for more afterwards are not the paper's."""
+    strategy = with_bounds(strategy_named(system), bounds)
     asked = requests(trace, seconds)
-    return Simulation(fleet(trace), strategy, asked, tick_s=0.1, window_s=window_s, details=True).run()
+    return Simulation(
+        fleet(trace), strategy, asked, tick_s=0.1, window_s=window_s, paid_until_s=seconds, details=True
+    ).run()
 
 
 def figure_17(seconds: float) -> Figure:
@@ -100,35 +102,59 @@ def figure_17(seconds: float) -> Figure:
     )
 
 
+# Over how many seconds arriving tokens are counted, and the bounds on what an instance takes of them.
+_POLICIES = {
+    "1 s": (1.0, BOUNDS),
+    "3 s": (3.0, BOUNDS),
+    "10 s": (10.0, BOUNDS),
+    "1 s, bounds 0.8 to 1": (1.0, replace(BOUNDS, tokens_lower=0.8, tokens_upper=1.0)),
+}
+
+
 def figure_18(seconds: float) -> Figure:
     found, shown = [], {}
-    outcomes = {system: run(system, "azure-conv", seconds) for system in ("full", "half", "s-llm", "blitzscale")}
-    base = outcomes["full"]
+    trace = "azure-conv"
+    base = run("full", trace, seconds)
     slo = 5 * base.mean_ttft_s()
-    for system, outcome in outcomes.items():
+
+    def add(name: str, outcome: Outcome, published: float | None = None) -> None:
         missed = 100 * (1 - outcome.attainment(lambda _: slo))
-        published = {"s-llm": 18.7, "full": 0.0, "blitzscale": 0.0}.get(system)
-        found.append(Line(f"{system}: first tokens later than 5 × the mean of full", missed, published, "%"))
-        found.append(Line(f"{system}: device time", outcome.device_s, None, "s"))
-        shown[system] = outcome.device_s
-    ours = outcomes["blitzscale"].device_s
-    found.append(Line("device time below S-LLM's", 100 * (1 - ours / outcomes["s-llm"].device_s), 19.46, "%"))
-    found.append(Line("device time below full provisioning", 100 * (1 - ours / base.device_s), 49.0, "%"))
-    for window_s in _WINDOWS_S:
-        ours = run("blitzscale", "azure-conv", seconds, window_s)
-        less = 100 * (1 - ours.device_s / base.device_s)
-        text = f"with tokens counted over {window_s:g} s: device time below full provisioning"
-        found.append(Line(text, less, 49.0, "%"))
-        found.append(Line(f"with tokens counted over {window_s:g} s: mean TTFT", 1000 * ours.mean_ttft_s(), None, "ms"))
+        found.append(Line(f"{name}: first tokens later than 5 × the mean of full", missed, published, "%"))
+        found.append(Line(f"{name}: device time", outcome.device_s, None, "s"))
+        shown[name] = outcome.device_s
+
+    add("full", base, 0.0)
+    add("half", run("half", trace, seconds))
+    for policy, (window_s, bounds) in _POLICIES.items():
+        loader, ours = (run(system, trace, seconds, window_s, bounds) for system in ("s-llm", "blitzscale"))
+        add(f"s-llm, {policy}", loader, 18.7)
+        add(f"blitzscale, {policy}", ours, 0.0)
+        found.append(Line(f"{policy}: below S-LLM's", 100 * (1 - ours.device_s / loader.device_s), 19.46, "%"))
+        found.append(Line(f"{policy}: below full provisioning", 100 * (1 - ours.device_s / base.device_s), 49.0, "%"))
+        found += parts(policy, ours)
+    profile = PROFILES[_CASES[trace][0]]
+    tokens = sum(request.prompt_tokens for request in requests(trace, seconds))
+    found.append(Line("prefill alone, always busy", tokens * profile.speed.prefill_s_per_token, None, "s"))
     return Figure(
         "blitzscale-18",
         "BlitzScale Figure 18: SLO violations and device time against provisioned systems",
         bars(shown, "device seconds"),
         found,
-        "The paper does not say over which time its policy counts arriving tokens; here it is one second, in the last "
-        "lines more. With one second, each peak of a second starts instances, which then end one by one, after "
-        "their last request.",
+        "The paper does not say over which time its policy counts arriving tokens. With one second, instances follow "
+        "each peak of a second, and prefill instances are busy for less than half of their time; a longer time, or "
+        "narrower bounds, saves what the paper does, for first tokens that come late. S-LLM's slow loads cost no "
+        "device time here: the policy counts tokens that arrive, not those that wait, so a queue starts nothing.",
     )
+
+
+def parts(policy: str, outcome: Outcome) -> list[Line]:
+    """Divide the device time of a run: what loads, what serves which role, what ends."""
+    sums = dict.fromkeys(("loading", "prefill", "decode", "ending"), 0.0)
+    for key, spent_s in outcome.roles_s.items():
+        role, state = key.split()
+        part = {"starting": "loading", "draining": "ending"}.get(state, role)
+        sums[part] += spent_s
+    return [Line(f"{policy}: blitzscale, {part}", spent_s, None, "s") for part, spent_s in sums.items()]
 
 
 def figure_19(seconds: float) -> Figure:

@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from medusa_adapters.bench.result import Result
 from medusa_adapters.bench.served_instance import ServedInstance
 from medusa_cluster.simulation import trace
 from medusa_cluster.simulation.profiles import Speed, Stages
 from medusa_cluster.simulation.trace import Request
 from medusa_runtime.errors import ConfigError, MedusaError
 
-from benchmarks.replay.__main__ import main
+from benchmarks.replay.__main__ import main, nearness, tails
 from benchmarks.replay.calibration import Calibration, Samples, calibrate
 from benchmarks.replay.machine import Machine, unanswered
 from benchmarks.replay.prediction import simulate
@@ -101,6 +102,26 @@ def test_lines_are_fitted_and_a_start_is_what_the_first_prefill_leaves() -> None
     assert found.stages.end_s == 0.3
 
 
+def test_each_simulated_figure_is_shown_with_its_deviation_and_they_are_counted() -> None:
+    result = Result()
+    for metric, measured, simulated in (("ttft_p50", 1.0, 1.1), ("ttft_p99", 2.0, 1.0), ("node_s", 10.0, 10.0)):
+        result.add("gamma, medusa", metric, "s", [measured])
+        result.add("gamma, medusa", f"simulated {metric}", "s", [simulated])
+    lines = nearness(result, {"gamma": []}, ["medusa"]).splitlines()
+    assert lines[0] == "near   +10.0 %  gamma, medusa: ttft_p50, simulated 1.1, measured 1"
+    assert lines[1].startswith("OFF    -50.0 %")
+    assert lines[-1] == "2 of 3 simulated figures are within 15 % of what was measured"
+
+
+def test_the_tails_of_ours_are_compared_with_each_other_system() -> None:
+    result = Result()
+    for name, p99 in (("medusa", 2.0), ("medusa-agent", 1.0), ("vllm-eager", 4.0)):
+        result.add(f"poisson-10, {name}", "ttft_p99", "s", [p99])
+    found = tails(result, {"poisson-10": []}, ["medusa", "medusa-agent", "vllm-eager"])
+    assert [target.ratio for target in found] == [0.5, 0.75]
+    assert [target.met for target in found] == [False, True]
+
+
 @pytest.mark.slow
 def test_a_machine_scales_to_zero_between_bursts_as_the_simulator_says() -> None:
     burst = [Request(number / 10, 0, 10, 5) for number in range(5)]
@@ -125,6 +146,8 @@ def test_an_instance_that_does_not_start_ends_the_replay() -> None:
 def test_bad_calls_are_refused() -> None:
     with pytest.raises(ConfigError, match="expected names of medusa, medusa-bundle"):
         main(["--systems", "fast"])
+    with pytest.raises(ConfigError, match="--tail: expected neither"):
+        main(["--tail", "--full"])
     with pytest.raises(ConfigError, match=r"no config\.json"):
         main(["--model", "/nowhere"])
 

@@ -94,7 +94,8 @@ class Execution:
 
     def close(self) -> None:
         for instance in list(self.instances.values()):
-            self._sim.outcome.device_s += self._env.now - instance.began_s
+            self._note(instance)
+            self._sim.outcome.device_s += self._sim.paid_s(instance.began_s)
         for node in self._sim.nodes.values():
             for copy in node.copies.values():
                 self._release(copy)
@@ -381,6 +382,7 @@ class Execution:
         server.become(1, 0.0)
         for worker in kept:
             worker.group, worker.layers = None, None
+            self._note(worker)
             worker.since_s = self._env.now
             if worker is not kept[0]:
                 worker.server = None
@@ -447,7 +449,8 @@ class Execution:
             self._holders.pop(instance.server, None)
         if instance.server is not None:
             self._serve(-1)
-        sim.outcome.device_s += now - instance.began_s
+        self._note(instance)
+        sim.outcome.device_s += sim.paid_s(instance.began_s)
         sim.outcome.instances.append((now, len(self.instances)))
         copy = node.copies.get(url)
         if copy is not None and not any(other.name == instance.name for other in node.instances.values()):
@@ -468,7 +471,8 @@ class Execution:
     def _turn(self, instance: SimInstance) -> None:
         """A prefill instance becomes a decode instance: it has the weights."""
         model, server = self._sim.models[instance.model], instance.server
-        instance.role = "decode"
+        self._note(instance)
+        instance.role, instance.since_s = "decode", self._env.now
         self._touch(instance.node)
         if server is not None:
             model.ready.pop(server.key, None)
@@ -480,6 +484,12 @@ class Execution:
         self._serving += more
         self._sim.outcome.ready.append((self._env.now, self._serving))
 
+    def _note(self, instance: SimInstance) -> None:
+        """Add the time that an instance has been in its state to what such instances cost."""
+        key, sums = f"{instance.role} {instance.state}", self._sim.outcome.roles_s
+        sums[key] = sums.get(key, 0.0) + self._sim.paid_s(instance.since_s)
+
     def _set(self, instance: SimInstance, state: str) -> None:
+        self._note(instance)
         instance.state, instance.since_s = state, self._env.now
         self._touch(instance.node)

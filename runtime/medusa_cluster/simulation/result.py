@@ -29,6 +29,7 @@ class Outcome:
     decisions: int = 0
     instances: list[tuple[float, int]] = field(default_factory=list)  # (time, how many) at each change
     ready: list[tuple[float, int]] = field(default_factory=list)  # the same of those that serve
+    roles_s: dict[str, float] = field(default_factory=dict)  # device seconds by role and state: "prefill ready"
     served: list[tuple[float, int]] = field(default_factory=list)  # (time, tokens), where it was asked for
 
     @property

@@ -45,6 +45,7 @@ class Simulation:
 
     Ticks come ``tick_s`` after one another while something happens, and ``quiet_s`` while instances only wait.
     ``window_s``: over which the tokens that arrive are counted.
+    ``paid_until_s``: until when device time counts, for example the end of the trace.
     ``details``: also record which tokens were served when, and the host memory that holds weights.
     """
 
@@ -58,6 +59,7 @@ class Simulation:
         quiet_s: float = 1.0,
         window_s: float = 1.0,
         progress: Callable[[float], None] | None = None,
+        paid_until_s: float = math.inf,
         details: bool = False,
     ) -> None:
         try:
@@ -84,7 +86,7 @@ class Simulation:
         self._quiet_s, self._window_s = max(quiet_s, tick_s), window_s
         self._next_request_s: float | None = 0.0
         self._progress, self._progress_at = progress, 0.0
-        self._details = details
+        self._details, self._paid_until_s = details, paid_until_s
         self._unanswered: set[Served] = set()
 
     def run(self) -> Outcome:
@@ -197,6 +199,11 @@ class Simulation:
                 at = self.env.now + self._quiet_s
                 self._tick_at = at
                 call_after(self.env, at - self.env.now, lambda: self._tick(at))
+
+    def paid_s(self, since_s: float) -> float:
+        """Return how much of the time since then counts as device time."""
+        now: float = self.env.now
+        return max(min(now, self._paid_until_s) - since_s, 0.0)
 
     def _last_s(self) -> float:
         return self.outcome.at_s[-1] if len(self.outcome.at_s) else 0.0
