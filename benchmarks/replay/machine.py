@@ -173,7 +173,12 @@ class Machine:
                 for one in self._instances.values()
             )
             waited = now - self._queue[0].request.at_s if self._queue else 0.0
-            load = Load(len(self._queue), self._in_flight, 0.0, 0.0, 0.0, waited, self._last_request_s)
+            load = Load(
+                waiting=len(self._queue),
+                running=self._in_flight,
+                longest_wait_s=waited,
+                last_request_s=self._last_request_s,
+            )
         node = Node(_NODE, devices=self._slots, copies=(Copy(_URL, 1, 1, pinned=True),), instances=seen)
         state = ClusterState({_NODE: node}, {_NAME: self._deployment}, {_NAME: load})
         decisions, self._memory = decide(state, now, self._memory, self._options)

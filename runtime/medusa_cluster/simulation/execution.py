@@ -287,6 +287,7 @@ class Execution:
             hop_s=sim.fleet.hop_s if size > 1 else 0.0,
             batch_tokens=model.model.batch_tokens,
         )
+        server.first_token = sim.first_token
         for worker in group:
             worker.server = server
         self._serve(len(group))

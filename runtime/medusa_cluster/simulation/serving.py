@@ -61,6 +61,7 @@ class Server:
         self.size, self.hop_s, self._batch_tokens = size, hop_s, batch_tokens
         self.decoder: Callable[[Served], bool] | None = None
         self.prefill_gain: Callable[[], float] | None = None
+        self.first_token: Callable[[Served], None] | None = None  # called when one has come
         self.running = 0
         self._waiting: deque[Served] = deque()
         self._batch: list[Served] = []
@@ -136,6 +137,8 @@ class Server:
         self._at_s = self._env.now
         for request in batch:
             request.first_s = self._env.now
+            if self.first_token is not None:
+                self.first_token(request)
             if request.output_tokens <= 1:
                 self._finish(request)
             elif self.decoder is not None:

@@ -36,6 +36,8 @@ class SimModel:
         self.held: deque[tuple[Server, Served]] = deque()  # prefilled, and waiting for a decode instance with room
         self.window: deque[tuple[float, int]] = deque()
         self.window_tokens = 0
+        self.prefilled: deque[tuple[float, int]] = deque()  # as the window, of requests whose first token has come
+        self.prefilled_tokens = 0
         self.last_request_s = -math.inf
         self.running = 0
 
@@ -141,6 +143,12 @@ class Simulation:
             model.running += 1
             server.admit(model.queue.popleft())
 
+    def first_token(self, request: Served) -> None:
+        model = self.models[request.model]
+        model.prefilled.append((self.env.now, request.prompt_tokens))
+        model.prefilled_tokens += request.prompt_tokens
+        self._active.add(request.model)
+
     def ended(self, server: Server, request: Served | None) -> None:
         """A request has ended (or, without one, gone to a decoder); its place is free."""
         if request is not None:
@@ -215,18 +223,20 @@ class Simulation:
             window = model.window
             while window and window[0][0] <= now - self._window_s:
                 model.window_tokens -= window.popleft()[1]
+            prefilled = model.prefilled
+            while prefilled and prefilled[0][0] <= now - self._window_s:
+                model.prefilled_tokens -= prefilled.popleft()[1]
             name = model.model.name
             waiting = len(model.queue)
             self._loads[name] = Load(
-                waiting,
-                model.running,
-                model.window_tokens / self._window_s,
-                0.0,
-                0.0,
-                now - model.queue[0].at_s if waiting else 0.0,
-                model.last_request_s,
+                waiting=waiting,
+                running=model.running,
+                tokens_per_s=model.window_tokens / self._window_s,
+                prefilled_per_s=model.prefilled_tokens / self._window_s,
+                longest_wait_s=now - model.queue[0].at_s if waiting else 0.0,
+                last_request_s=model.last_request_s,
             )
-            if not window:
+            if not window and not prefilled:
                 self._active.discard(number)
         idle = self.strategy.policy.bounds.keep_alive_s
         for name in [name for name, load in self._loads.items() if now - load.last_request_s > idle + 1.0]:
