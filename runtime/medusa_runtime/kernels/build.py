@@ -10,8 +10,18 @@ from pathlib import Path
 
 SOURCE_DIR = Path(__file__).parent
 LIBRARY_NAME = "libmedusa_kernels.so"
+INTERFACE = 2  # raised with every change of an exported function's arguments; a library of another one is not used
 # Without traps and errno the compiler may vectorize rintf and selections. No other rule of IEEE 754 is relaxed.
-FLAGS = ("-O3", "-fPIC", "-std=c11", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra")
+FLAGS = (
+    f"-DMEDUSA_INTERFACE={INTERFACE}",
+    "-O3",
+    "-fPIC",
+    "-std=c11",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wall",
+    "-Wextra",
+)
 # Each object has its own instruction set, and the machine decides which one runs: never -march=native.
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f")

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from medusa_runtime.kernels.build import LIBRARY_NAME
+from medusa_runtime.kernels.build import INTERFACE, LIBRARY_NAME
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # the enum in dtype.h
 MAX_HEAD_DIM = 256  # attention.h
@@ -76,12 +76,16 @@ class NativeKernels:
         path = path or Path(__file__).with_name(LIBRARY_NAME)
         try:
             library = ctypes.CDLL(str(path))
+            if (found := library.medusa_interface()) != INTERFACE:
+                raise UnavailableError(
+                    f"{path.name} was built from other sources: expected interface {INTERFACE}, found {found}; "
+                    "`python -m medusa_runtime.kernels.build` makes it"
+                )
             # These take microseconds: releasing and taking the interpreter's lock would take longer.
             short = ctypes.PyDLL(str(path))
             self._products: Any = library.medusa_products
             self._attention: Any = library.medusa_attention
-            # Not in a library that an older tree has built, whose products are worth having.
-            self._dequantize: Any = getattr(library, "medusa_dequantize", None)
+            self._dequantize: Any = library.medusa_dequantize
             self._norm: Any = short.medusa_norm
             self._rope: Any = short.medusa_rope
             self._gate: Any = short.medusa_gate
@@ -98,8 +102,7 @@ class NativeKernels:
         self._write_kv.argtypes = [_POINTER] * 5 + [_LONG] * 4
         for function in (self._norm, self._rope, self._gate, self._write_kv):
             function.restype = None
-        if self._dequantize is not None:
-            self._dequantize.argtypes, self._dequantize.restype = [ctypes.POINTER(_Codes), _INT], None
+        self._dequantize.argtypes, self._dequantize.restype = [ctypes.POINTER(_Codes), _INT], None
         self._attention.argtypes = [ctypes.POINTER(_Attention), _INT, _INT]
 
     def products(
@@ -236,11 +239,6 @@ class NativeKernels:
         if self._attention(job, DTYPES[q.dtype], torch.get_num_threads()):
             raise MemoryError(f"no memory for the attention of {q.shape[0]} tokens")
         return out
-
-    @property
-    def dequantizes(self) -> bool:
-        """Whether the library has ``dequantize``."""
-        return self._dequantize is not None
 
     def dequantize(
         self,

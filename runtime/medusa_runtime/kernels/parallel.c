@@ -116,6 +116,12 @@ void medusa_spread(work_fn work, void *argument, int threads)
     atomic_flag_clear(&pool.taken);
 }
 
+/* What the exported functions take, as build.py counts it. */
+int medusa_interface(void)
+{
+    return MEDUSA_INTERFACE;
+}
+
 /* Once, before the first call: what this CPU has, 512 for AVX-512F, else AVX2; and whether it multiplies bf16. */
 void medusa_configure(int instruction_set, int has_bf16_dots)
 {

@@ -291,3 +291,10 @@ def test_a_compiler_that_is_missing_or_fails_is_named(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int8])
 def test_no_product_of_another_dtype_is_ours(dtype: torch.dtype) -> None:
     assert not kernels.compiled_for(dtype)
+
+
+def test_a_library_of_other_sources_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "FLAGS", ("-DMEDUSA_INTERFACE=1", "-O0", "-fPIC"))
+    library = build.build(tmp_path / build.LIBRARY_NAME)
+    with pytest.raises(native.UnavailableError, match=f"expected interface {build.INTERFACE}, found 1"):
+        native.NativeKernels(256, library)

@@ -47,7 +47,7 @@ class Codes(NamedTuple):
         shape, kernels = self.shape, compiled()
         out = torch.empty(shape[::-1] if self.transposed else shape, dtype=dtype)
         packing = _BYTES.get(self.stored.dtype) if self.packing is None else _PACKED.get((self.packing, self.bits))
-        if isinstance(kernels, native.NativeKernels) and kernels.dequantizes and packing is not None:
+        if isinstance(kernels, native.NativeKernels) and packing is not None:
             self._compiled(kernels, packing, out)
         else:
             self._by_torch(out)
