@@ -109,6 +109,7 @@ def test_forked_ranks_read_their_slices_and_say_what_one_rank_says(start: Start,
     assert applied(two) == [stored, stored]  # multiplied by our kernels where one rank's are
     ranks = ranks_of(two)
     assert len(ranks) == 2
+    assert not list(Path("/dev/shm").glob("vllm_dist_*"))  # what is not there cannot be left behind
     images = {Path(f"/proc/{pid}/auxv").read_bytes() for pid in (two.child("engine"), *ranks)}
     assert len(images) == 1  # none of them is a new interpreter, which has its own random numbers there
     assert [len(os.sched_getaffinity(pid)) for pid in ranks] == [len(os.sched_getaffinity(0)) // 2] * 2

@@ -15,6 +15,7 @@ import tempfile
 import warnings
 from contextlib import ExitStack
 from multiprocessing import resource_tracker
+from pathlib import Path
 from unittest.mock import patch
 
 import torch
@@ -54,6 +55,10 @@ class RanksExecutor(multiproc_executor.MultiprocExecutor):  # type: ignore[misc]
             patch.object(multiproc_executor, "WorkerWrapperBase", PreparedWorker),
         ):
             super()._init_executor()
+        # vLLM's C++ names its own after that file and leaves them. All ranks have opened them by now.
+        for meeting in Path(folder).glob("vllm_dist_*"):
+            for segment in Path("/dev/shm").glob(f"{meeting.name}-*"):
+                segment.unlink()
 
     def shutdown(self) -> None:
         super().shutdown()
