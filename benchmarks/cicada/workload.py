@@ -230,5 +230,5 @@ def _head(like: nn.Linear) -> nn.Module:
 def _logits(forward: Callable[..., Tensor], module: nn.Module, state: Any) -> Tensor:
     """The head, with the embedding's matrix where they are tied."""
     if isinstance(module, nn.Identity):
-        module = SimpleNamespace(weight=state.tied.weight, bias=None)  # type: ignore[assignment]
+        module = SimpleNamespace(weight=state.tied.weight, bias=None, adapted=None)  # type: ignore[assignment]
     return forward(module, state.hidden)

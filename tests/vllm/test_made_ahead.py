@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 
 import pytest
-
-pytest.importorskip("vllm")
 from medusa_vllm.serving import ahead
 from medusa_vllm.serving.arguments import server_arguments
 
-pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; see `make test-vllm`"),
+]
 
 
 def test_an_app_is_used_once_and_only_for_what_it_was_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
