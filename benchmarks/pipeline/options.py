@@ -12,8 +12,9 @@ from medusa_adapters.bench.result import Row
 
 @dataclass(frozen=True)
 class Options:
-    """``model`` is a checkpoint's folder. ``cpus``: of each node, or None for its part of nine tenths of all.
+    """``model`` is a checkpoint's folder.
 
+    ``cpus``: cores of each node, or None for its part of nine tenths of all, of which a node has a third at most.
     ``link_bytes_per_s``: None for each row's own. ``batch_tokens``: of one step at most.
     ``warm``: processes have imported before they are told to start, as a node agent's have.
     """

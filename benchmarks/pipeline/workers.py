@@ -31,7 +31,7 @@ _START_S = 120.0
 _PROMPT = tuple(100 + 7 * number % 900 for number in range(4096))
 _EVERY_S = 0.002
 _LINK_BYTES_PER_S = 50e6
-_CORES = 0.9  # the nodes' part of the machine; the rest is for the clients and the origin
+_CORES = 0.9  # the part of the machine that three nodes or more have; the rest is for the clients and the origin
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Site:
         self.laboratory = Laboratory(
             nodes,
             Link(self.link_bytes_per_s),
-            cpus=options.cpus or _CORES * cpu_count() / nodes,
+            cpus=options.cpus or _CORES * cpu_count() / max(nodes, 3),
             origin={"model": options.model},
             origin_link=Link(max(nodes, 4) * 4 * self.link_bytes_per_s),
         )
