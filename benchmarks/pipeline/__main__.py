@@ -60,7 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--figures", type=Path, metavar="FOLDER", help="draw the papers' figures of the rows, instead")
     parser.add_argument("--rows", default=",".join(ROWS), metavar="LIST", help=f"only these: {', '.join(ROWS)}")
     parser.add_argument("--link", type=size, metavar="SIZE", help="payload a second; each row has its own")
-    parser.add_argument("--cpus", type=float, metavar="N", help="cores of each node; its part of nine tenths of all, a third at most")
+    parser.add_argument(
+        "--cpus", type=float, metavar="N", help="cores of each node; its part of nine tenths of all, a third at most"
+    )
     parser.add_argument(
         "--model", type=Path, default=MODEL, metavar="FOLDER", help=f"{MODEL}, made where it is not there"
     )
