@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -224,6 +225,10 @@ class Workers:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.end()
+        for pipe in (pipe for process in self.processes for pipe in (process.stdin, process.stdout)):
+            if pipe is not None:
+                with contextlib.suppress(OSError):  # a line that a worker which has ended did not read
+                    pipe.close()
         self._stack.close()
 
 
