@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import importlib.util
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -48,6 +49,6 @@ def leave_early(serving: Any) -> None:
     assert connection.getresponse().readline().startswith(b"data:")
     connection.close()
     deadline = time.monotonic() + 30
-    while b"medusa_engine_running 0" not in serving.request("GET", "/metrics")[1]:
+    while not re.search(rb"^medusa_engine_running(\{.*\})? 0$", serving.request("GET", "/metrics")[1], re.MULTILINE):
         assert time.monotonic() < deadline
         time.sleep(0.05)
