@@ -307,7 +307,9 @@ def test_a_fetch_waits_for_memory_to_be_given_back(
     assert taken
 
 
-def test_a_workers_layers_are_fetched_first_and_the_others_in_the_background(served: Any, region: Region) -> None:
+def test_a_workers_layers_are_fetched_first_and_the_others_in_the_background(
+    served: Any, region: Region, own_lock: None
+) -> None:
     served.bytes_per_s = 20e6
     thread = fetching(region, served.url + "/m", Timeline.create("test"), connections=1, layers="8:12")
     region.wait_index()
