@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import queue
 import random
 import statistics
 import tempfile
@@ -20,12 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from medusa_runtime.config import Settings
-from medusa_runtime.engine.base import Delta, GenerateRequest, SamplingParams
+from medusa_runtime.engine.base import GenerateRequest, SamplingParams
 from medusa_runtime.fetch.prefetcher import prefetch
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
-_PROMPT_TOKENS = 32
+from benchmarks.batches import PROMPT_TOKENS, engine_rate
+
 _ADAPTERS = 4
 _TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -104,19 +104,15 @@ def _first_tokens(engine: Any, late: str, runs: int) -> dict[str, list[float]]:
 def _round(engine: Any, name: str, batch: int, tokens: int, adapters: Any) -> float:
     """Run a batch, and return its tokens a second, from the first token of all to the last."""
     dice = random.Random(name)
-    arrived: queue.SimpleQueue[Delta] = queue.SimpleQueue()
-    for number in range(batch):
-        prompt = tuple(dice.randrange(3, engine.info.vocab_size) for _ in range(_PROMPT_TOKENS))
-        params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-        adapter = adapters[number % len(adapters)]
-        engine.add(GenerateRequest(f"{name}-{number}", prompt, params, adapter=adapter), arrived.put)
-    count, running, began = 0, batch, 0.0
-    while running:
-        delta = arrived.get()
-        began = began or time.perf_counter()
-        count += len(delta.token_ids)
-        running -= delta.finish_reason is not None
-    return count / max(time.perf_counter() - began, 1e-9)
+    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    prompts = [tuple(dice.randrange(3, engine.info.vocab_size) for _ in range(PROMPT_TOKENS)) for _ in range(batch)]
+    return engine_rate(
+        engine,
+        [
+            GenerateRequest(f"{name}-{number}", prompt, params, adapter=adapters[number % len(adapters)])
+            for number, prompt in enumerate(prompts)
+        ],
+    )
 
 
 def _region(url: str) -> Region:

@@ -95,7 +95,7 @@ def rows(text: str) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def sampler(row: str, folder: Path, pythons: dict[str, str]) -> Iterator[Callable[[str], Sample]]:
-    """What takes a sample of this row with an interpreter."""
+    """Yield a function that takes one sample of this row with the interpreter that it is given."""
     if row == "start":
         yield partial(start, folder=str(folder))
     elif row == "import":

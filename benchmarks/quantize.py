@@ -228,7 +228,7 @@ FORMATS: dict[str, Format] = {
 
 
 def _is_linear(name: str) -> bool:
-    """Whether a matrix is one that checkpoints quantize: of attention, of an MLP or of an expert."""
+    """Whether a tensor is a weight of attention, an MLP or an expert, which are what checkpoints quantize."""
     return name.removesuffix(".weight").endswith(_LINEAR) and name.endswith(".weight")
 
 

@@ -11,15 +11,12 @@ import argparse
 import json
 import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from medusa_adapters.bench.served_instance import ServedInstance, serve_command
-
+from benchmarks.batches import served_times
 from benchmarks.origin import Origin, Variant
 from benchmarks.quantize import FORMATS, quantize
-from benchmarks.transformers_backend import complete_batch, greedy
 
 _GROUP = 64
 
@@ -68,17 +65,8 @@ def measure(
 
 
 def _served(url: str, batch: int, tokens: int) -> dict[str, float]:
-    began = time.time()
-    command = serve_command("--model", url, "--device", "cpu", "--state", "none", "--max-concurrency", str(batch))
-    with ServedInstance(command) as served:
-        served.completion(greedy(0, 1))
-        found = {"first": time.time() - began}
-        complete_batch(served, batch, 4)
-        for column, rows in (("one", 1), ("batch", batch)):
-            started = time.perf_counter()
-            complete_batch(served, rows, tokens)
-            found[column] = rows * tokens / (time.perf_counter() - started)
-        return found
+    first, (one, several) = served_times(url, [1, batch], tokens)
+    return {"first": first, "one": one, "batch": several}
 
 
 if __name__ == "__main__":

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import queue
 import random
 import statistics
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 from medusa_runtime.config import Settings
-from medusa_runtime.engine.base import Delta, GenerateRequest, SamplingParams, StructuredOutputs
+from medusa_runtime.engine.base import GenerateRequest, SamplingParams, StructuredOutputs
 from medusa_runtime.fetch.prefetcher import prefetch
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
-_PROMPT_TOKENS = 32
+from benchmarks.batches import PROMPT_TOKENS, engine_rate
+
 _SCHEMA = {
     "type": "array",
     "minItems": 1000,  # it goes on until max_tokens
@@ -87,20 +86,14 @@ def _round(engine: Any, name: str, batch: int, tokens: int, *, structured: bool)
     """Run a batch, and return its tokens a second, from the first token of all to the last."""
     form = StructuredOutputs("json_schema", json.dumps(_SCHEMA)) if structured else None
     dice = random.Random(name)
-    arrived: queue.SimpleQueue[Delta] = queue.SimpleQueue()
+    requests = []
     for number in range(batch):
-        prompt = tuple(dice.randrange(3, engine.info.vocab_size) for _ in range(_PROMPT_TOKENS))
+        prompt = tuple(dice.randrange(3, engine.info.vocab_size) for _ in range(PROMPT_TOKENS))
         params = SamplingParams(
             max_tokens=tokens, temperature=1.0, seed=number, ignore_eos=not structured, structured_outputs=form
         )
-        engine.add(GenerateRequest(f"{name}-{number}", prompt, params), arrived.put)
-    count, running, began = 0, batch, 0.0
-    while running:
-        delta = arrived.get()
-        began = began or time.perf_counter()
-        count += len(delta.token_ids)
-        running -= delta.finish_reason is not None
-    return count / (time.perf_counter() - began)
+        requests.append(GenerateRequest(f"{name}-{number}", prompt, params))
+    return engine_rate(engine, requests)
 
 
 if __name__ == "__main__":

@@ -13,14 +13,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from medusa_adapters.bench.served_instance import ServedInstance, serve_command
+from benchmarks.batches import PROMPT_TOKENS, served_times
 
-_PROMPT_TOKENS = 32
 _MAKE = """
 import sys, torch, transformers
 config = transformers.Olmo2Config(
@@ -91,35 +89,13 @@ def measure(model: Path, batch: int, tokens: int, runs: int) -> dict[str, Any]:
 
 
 def _ours(model: Path, batch: int, tokens: int) -> tuple[float, float]:
-    began = time.time()
-    command = serve_command("--model", model, "--device", "cpu", "--state", "none", "--max-concurrency", str(batch))
-    with ServedInstance(command) as served:
-        served.completion(greedy(0, 1))
-        first = time.time() - began
-        complete_batch(served, batch, 4)
-        started = time.perf_counter()
-        complete_batch(served, batch, tokens)
-        return first, batch * tokens / (time.perf_counter() - started)
-
-
-def complete_batch(served: ServedInstance, batch: int, tokens: int) -> None:
-    """Have ``batch`` prompts continued at once, each by so many tokens."""
-    threads = [threading.Thread(target=served.completion, args=(greedy(row, tokens),)) for row in range(batch)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-def greedy(row: int, tokens: int) -> dict[str, Any]:
-    """A request for so many tokens after a prompt that differs from row to row."""
-    prompt = [(row * 31 + at * 7) % 5000 + 3 for at in range(_PROMPT_TOKENS)]
-    return {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    first, (rate,) = served_times(model, [batch], tokens)
+    return first, rate
 
 
 def _theirs(model: Path, batch: int, tokens: int) -> tuple[float, float]:
     began = time.time()
-    command = [sys.executable, "-c", _THEIRS, str(model), str(batch), str(tokens), str(_PROMPT_TOKENS)]
+    command = [sys.executable, "-c", _THEIRS, str(model), str(batch), str(tokens), str(PROMPT_TOKENS)]
     out = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     return json.loads(out[-2])["first"] - began, json.loads(out[-1])["rate"]
 

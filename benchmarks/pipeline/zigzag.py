@@ -33,7 +33,7 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What the target runs of each batch, and when the source finishes it."""
+    """For each batch, how many layers the target runs, and the time at which the source finishes it."""
 
     on_target: tuple[int, ...]
     finish: tuple[int, ...]

@@ -125,7 +125,7 @@ async def tell_connection(request: web.Request, handler: Handler) -> web.StreamR
 
 
 def http_logger() -> logging.Logger:
-    """What aiohttp's servers log to, without what is no HTTP: any client could fill the log with it."""
+    """Return the logger of aiohttp's servers. It drops malformed requests: a client could fill the log with them."""
     logger = logging.getLogger(f"{__name__}.http")
     if not logger.filters:
         logger.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))

@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def can_end_anywhere(arguments: argparse.Namespace) -> bool:
-    """Whether nothing has to be removed at Ctrl-C, and no code that could hold it up runs in this process."""
+    """Whether this process may end at once at Ctrl-C: it leaves no file to remove. A copy to a folder does."""
     return arguments.to is None
 
 

@@ -175,7 +175,7 @@ class Adapters:
                     )
 
     def _make_room(self) -> bool:
-        """Whether there is a place; the adapter goes that was not used for the longest time and is not in use now."""
+        """Return whether another adapter has a place; if all are taken, drop the least recently used idle one."""
         taken = [entry for entry in self._entries.values() if entry.takes_place]
         if len(taken) < self._settings.max_loras:
             return True
