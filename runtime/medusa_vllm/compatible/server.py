@@ -85,6 +85,7 @@ class VllmServer:
         environment = dict(os.environ)
         environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         environment.setdefault("VLLM_RPC_BASE_PATH", str(folder))  # else its sockets stay in /tmp
+        environment["TMPDIR"] = str(folder)  # vLLM leaves files of torch's compiler there
         if settings.device == "cpu":
             environment.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max((settings.kv_cache_mb or _GIB) // _GIB, 1)))
         parent = os.getpid()
