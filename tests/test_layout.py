@@ -54,7 +54,10 @@ WITHOUT_TORCH = (
 # These subclass what vLLM documents for it, and only vLLM imports them.
 INSIDE_VLLM = tuple(
     f"medusa_vllm.{name}"
-    for name in ("executor", "loader", "cpu.linear", "cpu.ranks", "cpu.worker", "serving.core", "compatible.loader")
+    for name in (
+        *("executor", "weights.loader", "cpu.linear", "cpu.ranks", "cpu.worker", "serving.core"),
+        "compatible.loader",
+    )
 )
 # What only a GPU's machine has: triton, and vLLM's classes for a GPU.
 ON_A_GPU = (

@@ -10,13 +10,13 @@ from medusa_runtime.region.reader import Region
 from medusa_runtime.state.kv_plan import KvPlan
 from medusa_runtime.timeline import Timeline
 
-from .attached import settings_for
-from .checkpoint_folder import CheckpointFolder
 from .compiled.settings import CompiledStart
 from .cpu.kv_budget import cache_bytes, kv_budget
 from .gpu.arguments import bundle_arguments, gpu_arguments
 from .imports import import_model
 from .plugin import LOAD_FORMAT
+from .weights.attached import settings_for
+from .weights.checkpoint_folder import CheckpointFolder
 
 _CPU_WORKER = "medusa_vllm.cpu.worker.CpuWorker"
 _PLACEHOLDER_BYTES = 1 << 30

@@ -34,7 +34,6 @@ from medusa_runtime.models.backend import backend
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
-from .checkpoint_folder import CheckpointFolder
 from .compiled.compilations import compilations
 from .compiled.settings import CompiledStart
 from .configuration import configure
@@ -44,6 +43,7 @@ from .flags import words
 from .imports import server_is_imported
 from .serving.front_end import FrontEnd, Served
 from .structured import StructuredCore, TokenizerFolder
+from .weights.checkpoint_folder import CheckpointFolder
 
 logger = logging.getLogger(__name__)
 

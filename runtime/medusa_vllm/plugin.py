@@ -24,7 +24,7 @@ def register() -> None:
 
     register_model_loader(ANY_VERSION_FORMAT)(TensorLoader)
     try:
-        from .loader import RegionLoader
+        from .weights.loader import RegionLoader
     except (ImportError, AttributeError) as error:  # another version of vLLM, which is served in the compatible mode
         logger.debug("--load-format %s is not available: %s", LOAD_FORMAT, error)
     else:

@@ -14,9 +14,9 @@ from medusa_runtime.engine.serving.inbox import Inbox
 from medusa_runtime.errors import MedusaError, RequestError
 from medusa_runtime.region.reader import Region
 
-from .checkpoint_folder import CheckpointFolder
 from .imports import no_cache_folder
 from .lean_imports import functions_as_they_are
+from .weights.checkpoint_folder import CheckpointFolder
 
 _BACKEND = "guidance"  # nothing to compile, so that a request does not wait for its grammar
 PARAM = "structured_outputs"

@@ -13,7 +13,7 @@ from medusa_runtime.load.views import Views
 from torch import Tensor, nn
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
-from ..attached import Attached
+from ..weights.attached import Attached
 
 
 class TensorLoader(BaseModelLoader):  # type: ignore[misc]

@@ -20,9 +20,9 @@ from medusa_runtime.errors import EngineError
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
-from ..attached import settings_for
 from ..flags import words
 from ..plugin import ANY_VERSION_FORMAT
+from ..weights.attached import settings_for
 
 _LOOK_S = 0.1
 _END_S = 10.0

@@ -7,8 +7,8 @@ from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from ..attached import Attached
 from ..compiled.settings import WorkerCompilation
+from ..weights.attached import Attached
 from .lazy_zeros import LazyZeros
 
 

@@ -21,7 +21,7 @@ from medusa_runtime.state.graphs import Blueprints, CudaDriver
 from medusa_runtime.timeline import Timeline
 from vllm.v1.worker.gpu_worker import Worker
 
-from ..attached import Attached
+from ..weights.attached import Attached
 from .graph_state import KV_BYTES, VllmGraphState
 from .graphs import GraphManager, NoTimeline, Restored, lost
 from .recording import Recording, RecordingManager

@@ -13,9 +13,9 @@ from vllm.config import replace
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 
+from ..cpu.linear import use_stored_weights
+from ..imports import no_cache_folder
 from .attached import Attached
-from .cpu.linear import use_stored_weights
-from .imports import no_cache_folder
 from .sharing import share
 
 

@@ -11,7 +11,7 @@ from medusa_runtime.engine.checkpoint_files import read_json, weights_dtype
 from medusa_runtime.errors import ConfigError, MismatchError
 from medusa_runtime.region.reader import Region
 
-from .scratch import scratch_folder
+from ..scratch import scratch_folder
 
 _CONFIG = "config.json"
 _FILES = (
