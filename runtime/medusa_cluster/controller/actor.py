@@ -20,8 +20,8 @@ from medusa_runtime.errors import ClusterError
 from medusa_runtime.storage.peer_access import PeerAccess
 
 from ..json_lines import JsonLinesServer
-from ..node.actor import NAMESPACE, NodeActor, actor_name
-from ..node.ray_processes import CONTROL_SOCKET_VARIABLE, NODE_LABEL, NODE_RESOURCE, PORT_LABEL
+from ..node.ray.actor import NAMESPACE, NodeActor, actor_name
+from ..node.ray.processes import CONTROL_SOCKET_VARIABLE, NODE_LABEL, NODE_RESOURCE, PORT_LABEL
 from .cluster import Cluster
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ def main(arguments: Sequence[str]) -> int:
     """Returns 0 once the controller runs."""
     import ray
 
-    from ..node.actor import NAMESPACE
-    from ..node.ray_processes import HEAD_LABEL
+    from ..node.ray.actor import NAMESPACE
+    from ..node.ray.processes import HEAD_LABEL
     from .actor import CONTROLLER_NAME, Controller
 
     (address,) = arguments

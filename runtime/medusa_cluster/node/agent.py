@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from medusa_runtime.errors import MedusaError, NodeError
 from medusa_runtime.node.client import NodeClient
 
-from .child import Child, KeptAlive
+from .processes.child import Child, KeptAlive
 from .settings import NodeServerSettings
 
 logger = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ from typing import Any
 from medusa_runtime.errors import ConfigError, InstanceError
 
 from ..deployment import Deployment
-from .child import Child
 from .group_worker import GroupWorker
+from .processes.child import Child
 from .settings import NodeServerSettings
 
 logger = logging.getLogger(__name__)

@@ -20,17 +20,17 @@ from ..transport.agent_regions import AgentRegions
 from ..transport.pacing import Pacer
 from ..transport.regions import RegionRoutes
 from .agent import Agent
-from .child import Child, KeptAlive, end_orphans, reap_orphans
 from .controller_line import ControllerLine
 from .forwarding import Forwarder
-from .guard import adopt_orphans
 from .instances import Instances
 from .listener import Listener
 from .operations import Operations
-from .ray_processes import STARTED, forget_address, ray_command, ray_environment
+from .processes.child import Child, KeptAlive, end_orphans, reap_orphans
+from .processes.guard import adopt_orphans
+from .processes.stopped import StoppedProcesses
+from .ray.processes import STARTED, forget_address, ray_command, ray_environment
 from .settings import NodeServerSettings, make_token
 from .starts import Starts
-from .stopped import StoppedProcesses
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class NodeServer:
     def _start_ray(self) -> Child:
         settings = self._settings
         forget_address(settings)
-        guard = [sys.executable, "-m", "medusa_cluster.node.guard"]
+        guard = [sys.executable, "-m", "medusa_cluster.node.processes.guard"]
         command = [*guard, *ray_command(settings, self._ray_address)]
         return Child(command, ray_environment(settings, os.environ), settings.log_folder / "ray.log", self._ray_said)
 

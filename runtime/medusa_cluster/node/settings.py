@@ -14,7 +14,7 @@ from medusa_runtime.storage.peer_access import PeerAccess
 
 DATA_PORT = 8114
 RAY_PORT = 6379
-RAY_PORTS = 40  # from the first on; see ray_processes
+RAY_PORTS = 40  # from the first on; see ray/processes.py
 
 # Ray makes sockets of Unix in `<folder>/ray/t/session_<date>_<time>_<microseconds>_<pid>/sockets/plasma_store.<n>`,
 # whose path may have 107 bytes.

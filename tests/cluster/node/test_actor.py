@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import medusa_cluster.controller
-from medusa_cluster.node.actor import NodeActor
+from medusa_cluster.node.ray.actor import NodeActor
 
 
 def test_the_actor_has_every_operation_that_the_controller_sends() -> None:

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from medusa_cluster.node.child import Child, KeptAlive
+from medusa_cluster.node.processes.child import Child, KeptAlive
 from process_tree import alive, descendants
 
 SLEEP = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
@@ -95,7 +95,7 @@ def test_a_child_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
     code = textwrap.dedent(f"""
         import asyncio, os
         from pathlib import Path
-        from medusa_cluster.node.child import Child
+        from medusa_cluster.node.processes.child import Child
 
         async def run():
             child = Child({SLEEP!r}, os.environ, Path({str(tmp_path / "log")!r}))
@@ -115,7 +115,7 @@ def test_a_child_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
 
 
 def _guarded(*command: str) -> subprocess.Popen[str]:
-    guard = [sys.executable, "-m", "medusa_cluster.node.guard", *command]
+    guard = [sys.executable, "-m", "medusa_cluster.node.processes.guard", *command]
     return subprocess.Popen(guard, stdout=subprocess.PIPE, text=True)
 
 
@@ -133,7 +133,7 @@ def test_a_guard_ends_all_that_its_command_started(victim: str) -> None:
 def test_a_guard_ends_all_when_its_parent_is_killed() -> None:
     code = f"""
 import subprocess, sys
-subprocess.Popen([sys.executable, "-m", "medusa_cluster.node.guard", *{PARENT!r}]).wait()
+subprocess.Popen([sys.executable, "-m", "medusa_cluster.node.processes.guard", *{PARENT!r}]).wait()
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout

@@ -7,14 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from medusa_cluster.node import ray_start
+from medusa_cluster.node.ray import start as ray_start
 
 pytestmark = pytest.mark.cluster
 
 
 def ray_version(before: str) -> subprocess.CompletedProcess[str]:
     """Run `ray --version` as a node server runs `ray start`, after some lines of Python."""
-    code = f"{before}\nfrom medusa_cluster.node.ray_start import main\nraise SystemExit(main(['--version']))"
+    code = f"{before}\nfrom medusa_cluster.node.ray.start import main\nraise SystemExit(main(['--version']))"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from cluster_nodes import MEDUSA, environment
-from medusa_cluster.node.ray_processes import ray_command, ray_environment
+from medusa_cluster.node.ray.processes import ray_command, ray_environment
 from medusa_cluster.node.settings import NodeServerSettings, check_folder, check_name, make_token
 from medusa_runtime.errors import ConfigError
 from medusa_runtime.storage.peer_access import read_token
@@ -105,7 +105,7 @@ sys.exit(main(["cluster", "start", "--head", "--dir", "/tmp/never"]))
 def test_importing_the_package_imports_no_ray() -> None:
     code = """
 import sys
-import medusa_cluster.node.server, medusa_cluster.node.actor, medusa_cluster.controller.actor
+import medusa_cluster.node.server, medusa_cluster.node.ray.actor, medusa_cluster.controller.actor
 import medusa_cluster.controller.launch, medusa_adapters.cli.cluster.command, medusa_adapters.cli.cluster.start
 assert "ray" not in sys.modules
 """

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 
-from .settings import NodeServerSettings
+from ..settings import NodeServerSettings
 
 NODE_LABEL = "medusa-node"
 PORT_LABEL = "medusa-port"  # of the node server, on the address that Ray knows
@@ -46,7 +46,7 @@ def ray_command(settings: NodeServerSettings, head_ray_address: str | None) -> l
     labels = f"{NODE_LABEL}={settings.name},{PORT_LABEL}={settings.data_port}" + (
         f",{HEAD_LABEL}=true" if settings.is_head else ""
     )
-    command = [sys.executable, "-m", "medusa_cluster.node.ray_start", "start", "--block", "--disable-usage-stats"]
+    command = [sys.executable, "-m", "medusa_cluster.node.ray.start", "start", "--block", "--disable-usage-stats"]
     if head_ray_address is None:
         command += ["--head", f"--port={port}", "--include-dashboard=false"]
         config = settings.autoscaling_config

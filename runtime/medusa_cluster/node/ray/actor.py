@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from medusa_runtime.errors import ClusterError, MedusaError
 
-from ..json_lines import call, error_answer
-from .ray_processes import CONTROL_SOCKET_VARIABLE
+from ...json_lines import call, error_answer
+from .processes import CONTROL_SOCKET_VARIABLE
 
 NAMESPACE = "medusa"
 

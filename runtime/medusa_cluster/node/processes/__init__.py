@@ -1,0 +1,1 @@
+"""Processes that a node server starts: followed, stopped and never left behind."""
