@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from medusa_adapters.cli.build import TOOLS
+from medusa_adapters.cli.project.build import TOOLS
 
 
 def build(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

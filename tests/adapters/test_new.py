@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from medusa_adapters.cli.new import TEMPLATES, create
+from medusa_adapters.cli.project.new import TEMPLATES, create
 from medusa_adapters.trial import Trial, TrialError
 from medusa_command import medusa
 from medusa_runtime.errors import ConfigError

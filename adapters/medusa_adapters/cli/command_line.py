@@ -23,13 +23,13 @@ from .flags import announce_renamed, chosen_parser, log_level, unify
 # Name, module with ``add_arguments(parser)`` and ``run(arguments) -> int``, and a line of help.
 _COMMANDS = (
     ("serve", "medusa_adapters.cli.serve", "serve a model or a function, and show where its start's time went"),
-    ("run", "medusa_adapters.cli.run", "call a handler once, without a server or a model"),
-    ("build", "medusa_adapters.cli.build", "build an image of a function, by podman, docker or buildah"),
-    ("fetch", "medusa_adapters.cli.fetch", "fetch a checkpoint into a folder or, for timing, into memory"),
-    ("new", "medusa_adapters.cli.new", "make a small complete project: handler, test, Dockerfile"),
+    ("run", "medusa_adapters.cli.project.run", "call a handler once, without a server or a model"),
+    ("build", "medusa_adapters.cli.project.build", "build an image of a function, by podman, docker or buildah"),
+    ("fetch", "medusa_adapters.cli.checkpoint.fetch", "fetch a checkpoint into a folder or, for timing, into memory"),
+    ("new", "medusa_adapters.cli.project.new", "make a small complete project: handler, test, Dockerfile"),
     ("deploy", "medusa_adapters.deploy.command", "print what a platform needs to run a function, or bring it there"),
-    ("materialize", "medusa_adapters.cli.materialize", "make the state bundle that lets starts skip work"),
-    ("inspect", "medusa_adapters.cli.inspect", "show what a checkpoint contains"),
+    ("materialize", "medusa_adapters.cli.checkpoint.materialize", "make the state bundle that lets starts skip work"),
+    ("inspect", "medusa_adapters.cli.checkpoint.inspect", "show what a checkpoint contains"),
     ("bench", "medusa_adapters.bench.command", "measure cold starts and fetches of a model"),
     ("node", "medusa_adapters.cli.node", "keep models and warm engine processes for all functions of this node"),
     ("cluster", "medusa_adapters.cli.cluster.command", "run many machines as one: nodes, models, an entrance"),
@@ -42,7 +42,7 @@ _COMMANDS = (
 _ANYWHERE = ("run", "new", "build", "completion", "deploy", "inspect", "simulate")
 
 # The temporary files of these are removed when the command ends, however it ends.
-_WITH_SCRATCH = ("medusa_adapters.cli.materialize", "medusa_adapters.bench.command")
+_WITH_SCRATCH = ("medusa_adapters.cli.checkpoint.materialize", "medusa_adapters.bench.command")
 
 
 class _Parser(argparse.ArgumentParser):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from medusa_runtime.errors import ConfigError
 
-from ..cli.template_folder import write_files
+from ..cli.project.template_folder import write_files
 from .client import run_client
 from .kubernetes import add_shared_arguments, comments, described
 from .manifests.kubernetes import helm

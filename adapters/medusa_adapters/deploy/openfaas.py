@@ -8,7 +8,7 @@ from pathlib import Path
 
 from medusa_runtime.errors import ConfigError
 
-from ..cli.template_folder import template_files, template_folder, write_files
+from ..cli.project.template_folder import template_files, template_folder, write_files
 from .client import run_client
 from .manifests import document, openfaas, values
 from .manifests.function import add_arguments as add_function_arguments

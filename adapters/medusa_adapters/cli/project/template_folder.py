@@ -11,7 +11,7 @@ _SKIPPED = ("__pycache__", ".pytest_cache", ".ruff_cache")
 
 def template_folder(*parts: str) -> Path:
     here = Path(__file__).resolve()
-    for root in (here.parents[1] / "templates", here.parents[3] / "templates"):
+    for root in (here.parents[2] / "templates", here.parents[4] / "templates"):
         folder = root.joinpath(*parts)
         if folder.is_dir():
             return folder

@@ -16,9 +16,9 @@ from medusa_runtime.errors import ConfigError, CorruptError, MedusaError, StateE
 from medusa_runtime.models.backend import backend
 from medusa_runtime.storage.base import redacted
 
+from ..flags import add_model, given_model
+from ..progress import size
 from . import bundle_summary
-from .flags import add_model, given_model
-from .progress import size
 
 _SHAPE_FIELDS = {
     "num_hidden_layers": "layers",

@@ -13,9 +13,9 @@ from pathlib import Path
 from medusa_runtime.config import NODE_SOCKET, Settings, from_env
 from medusa_runtime.errors import ConfigError, NodeError, StorageError, from_code
 
-from .flags import add_model, given_model
-from .leftovers import Leftovers
-from .progress import ProgressLine, size
+from ..flags import add_model, given_model
+from ..leftovers import Leftovers
+from ..progress import ProgressLine, size
 
 _LOOK_EVERY_S = 0.1
 _CONNECTIONS = 8

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from medusa_runtime.errors import ConfigError
 
-from ..deploy.manifests import values
+from ...deploy.manifests import values
 from .template_folder import template_files, template_folder, write_files
 
 TEMPLATES = {

@@ -22,7 +22,7 @@ from medusa_runtime.state.trust import Trust
 from medusa_runtime.state.weight_index import RecordedIndex
 from medusa_runtime.storage.base import open_store, redacted
 
-from .progress import size
+from ..progress import size
 
 
 def summarize(checkpoint: Checkpoint, settings: Settings, *, verify: bool) -> dict[str, Any] | None:

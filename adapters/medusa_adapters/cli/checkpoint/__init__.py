@@ -1,0 +1,1 @@
+"""Commands about a checkpoint: `medusa fetch`, `inspect` and `materialize`."""

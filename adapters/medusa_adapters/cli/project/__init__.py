@@ -1,0 +1,1 @@
+"""Commands for the code of a function: `medusa new`, `run` and `build`."""
