@@ -72,7 +72,7 @@ def main() -> None:
 
 def _fetch(reader: int, region: Region, timeline: Timeline) -> None:
     """The prefetcher's process: waits for an address, fetches, and ends."""
-    import medusa_runtime.storage.http  # noqa: F401  10 ms, and the container is up before the request
+    import medusa_runtime.storage.http.store  # noqa: F401  10 ms, and the container is up before the request
 
     with os.fdopen(reader) as lines:
         line = lines.readline()

@@ -86,8 +86,8 @@ class Store(Protocol):
 STORES = {
     "": "local:LocalStore",
     "file": "local:LocalStore",
-    "http": "http:HttpStore",
-    "https": "http:HttpStore",
+    "http": "http.store:HttpStore",
+    "https": "http.store:HttpStore",
     "s3": "s3:S3Store",
 }
 # Schemes that go through fsspec, with the extra that installs what they need.

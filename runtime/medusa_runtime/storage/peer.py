@@ -39,9 +39,9 @@ from .framing import (
     entity_tag_of,
     parse_index,
 )
-from .http import Target, _target
+from .http.store import Target, _target
+from .http.wire import Connection, Response, StalledError, WireError
 from .peer_access import PeerAccess
-from .wire import Connection, Response, StalledError, WireError
 
 if TYPE_CHECKING:
     import ssl

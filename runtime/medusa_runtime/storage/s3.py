@@ -15,10 +15,10 @@ from urllib.parse import quote, urlsplit
 
 from ..errors import ConfigError, ForbiddenError, MissingPackageError
 from .base import redacted
-from .http import HttpStore, Target, _target
+from .http.store import HttpStore, Target, _target
+from .http.wire import Response
 from .retry import RetryPolicy
 from .sigv4 import Credentials, signed
-from .wire import Response
 
 _ELSEWHERE = (  # variables for sources of credentials that only botocore can ask
     "AWS_PROFILE",

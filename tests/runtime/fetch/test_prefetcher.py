@@ -119,7 +119,7 @@ def test_ranges_are_asked_for_in_execution_order(served: Any, region: Region) ->
 
 @pytest.mark.parametrize("fault", ["cut:500000", "503", "short:1000", "stall"])
 def test_faults_in_the_middle(served: Any, region: Region, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medusa_runtime.storage.http.RetryPolicy", lambda: _quick())
+    monkeypatch.setattr("medusa_runtime.storage.http.store.RetryPolicy", lambda: _quick())
     served.faults["/m/one.safetensors"] = ["", fault, fault]
     served.faults["/m/two.safetensors"] = ["", fault]
     fill(region, served.url + "/m")

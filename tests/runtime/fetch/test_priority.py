@@ -211,7 +211,7 @@ def test_what_came_by_another_request_is_not_waited_for(
     served: Any, region: Region, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else connections are lost to a store that hangs, and late answers take the bandwidth of others."""
-    monkeypatch.setattr("medusa_runtime.storage.http.RetryPolicy", partial(RetryPolicy, stall_s=600.0))
+    monkeypatch.setattr("medusa_runtime.storage.http.store.RetryPolicy", partial(RetryPolicy, stall_s=600.0))
     served.faults["/m/model.safetensors"] = [""] * 6 + ["stall"]
     thread = fetching(region, served.url + "/m", Timeline.create("test"), connections=1)
     region.wait_index()

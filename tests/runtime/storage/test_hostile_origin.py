@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from medusa_runtime.checkpoint.reader import open_checkpoint
 from medusa_runtime.errors import ForbiddenError, MedusaError, StorageError
-from medusa_runtime.storage.http import HttpStore
+from medusa_runtime.storage.http.store import HttpStore
 from medusa_runtime.storage.retry import RetryPolicy
 from medusa_runtime.storage.s3 import S3Store
 from scripted_server import Answer, ScriptedServer

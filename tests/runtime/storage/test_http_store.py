@@ -17,7 +17,7 @@ from medusa_runtime.errors import (
     StorageError,
     UnreachableError,
 )
-from medusa_runtime.storage.http import HttpStore
+from medusa_runtime.storage.http.store import HttpStore
 from medusa_runtime.storage.retry import RetryPolicy
 
 QUICK = RetryPolicy(attempts=4, patience_s=10.0, stall_s=1.0, first_pause_s=0.01)

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 from medusa_runtime.errors import ConfigError, ForbiddenError, MissingPackageError, UnreachableError
-from medusa_runtime.storage import wire
-from medusa_runtime.storage.endpoint import Endpoint
-from medusa_runtime.storage.http import HttpStore
-from medusa_runtime.storage.proxy import Proxies
+from medusa_runtime.storage.http import wire
+from medusa_runtime.storage.http.endpoint import Endpoint
+from medusa_runtime.storage.http.proxy import Proxies
+from medusa_runtime.storage.http.store import HttpStore
 from medusa_runtime.storage.retry import RetryPolicy
 from medusa_runtime.storage.s3 import S3Store
 

@@ -7,8 +7,8 @@ import random
 from fuzzing import fuzz
 from hypothesis import strategies as st
 from medusa_runtime.errors import StorageError
-from medusa_runtime.storage.fields import FieldError, content_range, parse_head, retry_after_s
-from medusa_runtime.storage.http import HttpStore
+from medusa_runtime.storage.http.fields import FieldError, content_range, parse_head, retry_after_s
+from medusa_runtime.storage.http.store import HttpStore
 from medusa_runtime.storage.retry import RetryPolicy
 from scripted_server import ScriptedServer
 

@@ -59,7 +59,7 @@ _PRELOADED = (
     "medusa_runtime.fetch.prefetcher",
     "medusa_runtime.region.writer",
     "medusa_runtime.state.restore",
-    "medusa_runtime.storage.http",
+    "medusa_runtime.storage.http.store",
 )
 _PRELOADED_IN_CLUSTER = ("xxhash", "medusa_runtime.fetch.offered", "medusa_runtime.node.regions.cluster_sources")
 
@@ -108,7 +108,7 @@ def start_spare(
 def open_store_of(key: str, policy: Policy) -> Store:
     """Open the store of a checkpoint that is no local one. Redirects lead where the policy allows it."""
     from ...checkpoint.reader import split
-    from ...storage.http import HttpStore
+    from ...storage.http.store import HttpStore
 
     store = open_store(split(key)[0])
     if isinstance(store, HttpStore):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote, urljoin, urlsplit
 
-from ..errors import (
+from ...errors import (
     ConfigError,
     ForbiddenError,
     ObjectChangedError,
@@ -19,7 +19,8 @@ from ..errors import (
     StorageError,
     UnreachableError,
 )
-from .base import Advance, ObjectInfo, check_versioned, redacted, size_as_version
+from ..base import Advance, ObjectInfo, check_versioned, redacted, size_as_version
+from ..retry import Patience, RetryPolicy, Transient
 from .endpoint import Endpoint
 from .fields import (
     FieldError,
@@ -32,7 +33,6 @@ from .fields import (
     unsatisfied_size,
 )
 from .proxy import Proxies
-from .retry import Patience, RetryPolicy, Transient
 from .wire import Connection, Response, WireError
 
 _REDIRECTS = (301, 302, 303, 307, 308)

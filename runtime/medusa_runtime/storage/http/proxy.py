@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from ..errors import ConfigError
-from .base import redacted
+from ...errors import ConfigError
+from ..base import redacted
 from .endpoint import Endpoint
 from .fields import basic_authorization
 
