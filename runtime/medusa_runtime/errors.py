@@ -22,6 +22,7 @@ MedusaError
 │   └── OverloadedError         Engine.Overloaded        the waiting queue is full; retry_after_s says when to try again
 ├── DeviceError                 Device.Failed            a GPU that was asked for cannot be used
 ├── NodeError                   Node.Failed              the node agent cannot be used; a function starts without it
+│   ├── NodeAwayError           Node.Away                the node agent is not there, or does not answer in time
 │   └── NodeRefusedError        Node.Refused             the node agent may not or will not give what was asked
 ├── LabError                    Lab.Failed               a laboratory of nodes cannot be made on this machine
 ├── ClusterError                Cluster.Failed           a node or the cluster cannot do what was asked
@@ -143,6 +144,10 @@ class DeviceError(MedusaError):
 
 class NodeError(MedusaError):
     code = "Node.Failed"
+
+
+class NodeAwayError(NodeError):
+    code = "Node.Away"
 
 
 class NodeRefusedError(NodeError):

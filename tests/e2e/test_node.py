@@ -283,6 +283,24 @@ def test_the_agent_dies_while_a_function_serves(start: Start, start_node: Start,
     assert node.stop() == 0
 
 
+def test_a_region_is_brought_again_to_an_agent_that_was_too_slow(
+    start: Start, start_node: Start, example: Path
+) -> None:
+    node = ready_node(start_node, example)
+    serving = start("--model", example, "--node-socket", node.socket, "--log-level", "debug")
+    serving.complete()
+    os.kill(serving.process.pid, signal.SIGSTOP)  # it looks for the next agent only when that one cannot answer
+    node.kill()
+    node.start()
+    os.kill(node.process.pid, signal.SIGSTOP)
+    os.kill(serving.process.pid, signal.SIGCONT)
+    node.until(lambda: "takes no region back" in serving.output())
+    os.kill(node.process.pid, signal.SIGCONT)
+    node.until(lambda: [held["in_use_by"] for held in node.status()["regions"]] == [1])
+    assert serving.stop() == 0
+    assert node.stop() == 0
+
+
 @pytest.mark.parametrize("prewarm", ["torch=1", "torch=0"])
 @pytest.mark.parametrize("victim", ["agent", "prefetcher"])
 def test_the_fetch_dies_while_a_request_waits(

@@ -9,7 +9,7 @@ import time
 from enum import Enum
 
 from ..config import NODE_SOCKET, Settings
-from ..errors import MedusaError, NodeError
+from ..errors import MedusaError, NodeAwayError, NodeError
 from ..process import ReportPipe
 from ..region.reader import Region
 from ..timeline import Timeline
@@ -128,7 +128,7 @@ class Attachment:
                 raise
         except (MedusaError, OSError) as error:
             logger.debug("the node agent takes no region back: %s", error)
-            if not isinstance(error, OSError) and "went away" not in str(error) and "reached" not in str(error):
+            if not isinstance(error, (OSError, NodeAwayError)):
                 self._again_at = float("inf")  # it has its reasons
             return
         self._client = client

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import NodeError, NodeRefusedError, from_code
+from ..errors import NodeAwayError, NodeError, NodeRefusedError, from_code
 from ..region.reader import Region
 from .messages import VERSION, Message, close_all, receive, send
 from .peer import Peer
@@ -29,10 +29,10 @@ class NodeClient:
     """A connection to this node's agent; the region it was given stays for as long as it is open."""
 
     def __init__(self, path: str, trusted_user: int | None = None, *, waits: int = _PATIENT) -> None:
-        """Connect. Raises NodeError when there is no agent, NodeRefusedError when it is another user's.
+        """Connect. Raises NodeAwayError when there is no agent, NodeRefusedError when it is another user's.
 
         The agent decides what the weights are: it must belong to root, this user, or ``trusted_user``.
-        ``waits``: how many times to wait 10 ms for an answer, before NodeError. HURRIED is for those who can do
+        ``waits``: how many times to wait 10 ms for an answer, before NodeAwayError. HURRIED is for those who can do
         without the agent.
         """
         self._waits = waits
@@ -46,7 +46,7 @@ class NodeClient:
             self._ask("hello", {"version": VERSION})
         except OSError as error:
             self._socket.close()
-            raise NodeError(f"the node agent at {path} cannot be reached: {error.strerror or error}") from None
+            raise NodeAwayError(f"the node agent at {path} cannot be reached: {error.strerror or error}") from None
         except BaseException:
             self._socket.close()
             raise
@@ -132,7 +132,7 @@ class NodeClient:
         try:
             send(self._socket, kind, body, descriptors)
         except OSError as error:
-            raise NodeError(f"the node agent went away ({error.strerror})") from None
+            raise NodeAwayError(f"the node agent went away ({error.strerror})") from None
         answer = self._next(kind)
         while answer.kind == "hello" and kind != "hello":  # a refusal came before it
             answer = self._next(kind)
@@ -141,10 +141,10 @@ class NodeClient:
     def _next(self, kind: str) -> Message:
         if not self._readable(self._waits, _WAIT_MS):
             seconds = self._waits * _WAIT_MS / 1000
-            raise NodeError(f"the node agent did not answer {kind!r} within {seconds:g} s; it hangs, or is stopped")
+            raise NodeAwayError(f"the node agent did not answer {kind!r} within {seconds:g} s; it hangs, or is stopped")
         answer = receive(self._socket)
         if answer is None:
-            raise NodeError("the node agent went away")
+            raise NodeAwayError("the node agent went away")
         if answer.kind == "error":
             answer.close()
             raise from_code(str(answer.body.get("code")), str(answer.body.get("message")))
@@ -168,7 +168,8 @@ def _check_file(path: str, trusted: set[int]) -> None:
     try:
         status = os.stat(path)
     except OSError as error:
-        raise NodeError(f"there is no node agent at {path}: {error.strerror}; start one with: medusa node") from None
+        reason = f"there is no node agent at {path}: {error.strerror}; start one with: medusa node"
+        raise NodeAwayError(reason) from None
     if not stat.S_ISSOCK(status.st_mode):
         raise NodeError(f"{path} is no socket; expected a node agent's, see medusa node --socket")
     _check_owner(path, status.st_uid, trusted)
