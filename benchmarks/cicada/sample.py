@@ -85,7 +85,7 @@ def _fetch(reader: int, region: Region, timeline: Timeline) -> None:
 def _prepare() -> None:
     """What a container has done before a request comes, for every strategy alike."""
     import torch
-    from medusa_runtime.models.linear import Linear
+    from medusa_runtime.models.layers.linear import Linear
     from torch import nn
 
     # The runtime's own projections take no initial values; a user's module does, so here they do.

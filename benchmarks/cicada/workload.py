@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from medusa_runtime.models.bert import Bert, BertConfig, BertLayer, Dense, Embeddings
-from medusa_runtime.models.causal import CausalAttention
+from medusa_runtime.models.layers.causal import CausalAttention
 from medusa_runtime.models.registry import family, model_config
 from torch import Tensor, nn
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from medusa_runtime.errors import ModelError
-from medusa_runtime.models.activation import ACTIVATIONS
 from medusa_runtime.models.fields import Fields
+from medusa_runtime.models.layers.activation import ACTIVATIONS
 
 _KINDS = {"bert": 0, "roberta": 1, "xlm-roberta": 1, "camembert": 1}  # 1: positions begin after the padding's index
 _PREFIXES = ("bert.", "roberta.")

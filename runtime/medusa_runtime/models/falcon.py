@@ -9,11 +9,11 @@ from typing import Self, cast
 from torch import Tensor, nn
 
 from medusa_runtime.errors import ModelError
-from medusa_runtime.models.activation import ACTIVATIONS
 from medusa_runtime.models.base import Attention, DecoderModel, ModelConfig
 from medusa_runtime.models.fields import Fields
-from medusa_runtime.models.linear import Linear
-from medusa_runtime.models.rope import Rope, RopeConfig, Rotation
+from medusa_runtime.models.layers.activation import ACTIVATIONS
+from medusa_runtime.models.layers.linear import Linear
+from medusa_runtime.models.layers.rope import Rope, RopeConfig, Rotation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,12 +8,12 @@ from typing import Self, cast
 from torch import Tensor, nn
 
 from medusa_runtime.kernels import silu_gate
-from medusa_runtime.models.activation import ACTIVATIONS
 from medusa_runtime.models.base import Attention, DecoderModel, ModelConfig
 from medusa_runtime.models.fields import Fields
-from medusa_runtime.models.linear import Linear, project
-from medusa_runtime.models.norm import RMSNorm
-from medusa_runtime.models.rope import Rope, RopeConfig, Rotation
+from medusa_runtime.models.layers.activation import ACTIVATIONS
+from medusa_runtime.models.layers.linear import Linear, project
+from medusa_runtime.models.layers.norm import RMSNorm
+from medusa_runtime.models.layers.rope import Rope, RopeConfig, Rotation
 
 
 @dataclass(frozen=True, kw_only=True)

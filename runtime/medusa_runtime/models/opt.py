@@ -7,10 +7,10 @@ from typing import Self, cast
 
 from torch import Tensor, nn
 
-from medusa_runtime.models.activation import ACTIVATIONS
 from medusa_runtime.models.base import Attention, DecoderModel, ModelConfig
 from medusa_runtime.models.fields import Fields
-from medusa_runtime.models.linear import Linear, project
+from medusa_runtime.models.layers.activation import ACTIVATIONS
+from medusa_runtime.models.layers.linear import Linear, project
 
 POSITION_OFFSET = 2  # the first two rows of embed_positions belong to fairseq's special symbols
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from medusa_runtime.errors import ConfigError, ModelError
 from medusa_runtime.models.bert import Bert, BertConfig
-from medusa_runtime.models.pooling import POOLINGS, unit
+from medusa_runtime.models.layers.pooling import POOLINGS, unit
 from safetensors.torch import load_file, save_file
 from torch import nn
 

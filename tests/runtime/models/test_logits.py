@@ -16,7 +16,7 @@ from medusa_runtime.checkpoint.index import Shard, WeightIndex
 from medusa_runtime.load.applier import Applier
 from medusa_runtime.load.loader import Loader
 from medusa_runtime.models import DecoderModel, build_model, model_config
-from medusa_runtime.models.causal import CausalAttention
+from medusa_runtime.models.layers.causal import CausalAttention
 from medusa_runtime.region.reader import Region, file_version
 from torch import Tensor
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from medusa_runtime.models.fields import Fields
-from medusa_runtime.models.rope import Rope, RopeConfig
+from medusa_runtime.models.layers.rope import Rope, RopeConfig
 
 
 def rope(head_dim: int = 16, **parameters: Any) -> Rope:

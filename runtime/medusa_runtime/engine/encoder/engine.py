@@ -18,7 +18,7 @@ from torch import Tensor
 from ...config import Settings
 from ...errors import EngineError, MedusaError, RequestError
 from ...limits import cpu_count
-from ...models.pooling import unit
+from ...models.layers.pooling import unit
 from ...region.reader import Region
 from ...timeline import Timeline
 from ..base import Delta, EngineInfo, GenerateRequest

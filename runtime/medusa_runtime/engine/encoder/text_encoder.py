@@ -17,7 +17,7 @@ from ...load.skeleton import skeleton
 from ...models.base import DTYPES
 from ...models.bert import Bert, BertConfig
 from ...models.fields import Fields
-from ...models.pooling import POOLINGS, unit
+from ...models.layers.pooling import POOLINGS, unit
 from ...models.registry import is_encoder
 from ...models.sentences import Sentences
 from ...models.transformers.encoder import TransformersEncoder

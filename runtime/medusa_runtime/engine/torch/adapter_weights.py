@@ -12,8 +12,8 @@ from ...checkpoint.adapter import ADAPTER_CONFIG, AdapterConfig
 from ...errors import MismatchError
 from ...load.views import DTYPES, Views
 from ...models.base import DecoderModel
-from ...models.linear import Linear
-from ...models.lora import Pair
+from ...models.layers.linear import Linear
+from ...models.layers.lora import Pair
 from ...region.reader import Region
 
 _PREFIX = "base_model.model."

@@ -12,7 +12,7 @@ import torch
 
 from ...errors import EngineError, MedusaError, RequestError, StorageError, from_code, shown
 from ...models.base import DecoderModel
-from ...models.lora import AdaptedLayer, AdapterStep, Pairs
+from ...models.layers.lora import AdaptedLayer, AdapterStep, Pairs
 from ...region.reader import Region
 from ...timeline import Timeline
 from ..serving.sequence import Sequence, Span

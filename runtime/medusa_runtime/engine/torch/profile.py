@@ -16,7 +16,7 @@ from ...load.trace import record_execution_order
 from ...models import DecoderModel, build_model
 from ...models.backend import backend
 from ...models.base import ModelConfig
-from ...models.causal import CausalAttention
+from ...models.layers.causal import CausalAttention
 from ...region.reader import Region
 from ...state.kv_plan import KvPlan, plan
 from ...timeline import Timeline

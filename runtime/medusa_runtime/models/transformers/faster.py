@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from medusa_runtime.kernels import rms_norm, silu_gate
 
-from ..linear import Linear, project
+from ..layers.linear import Linear, project
 
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _TRIED = 32  # elements of a row with which a class is tried

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from medusa_runtime.kernels import linear, linears
-from medusa_runtime.models.lora import AdaptedLayer, add_adapters
+from medusa_runtime.models.layers.lora import AdaptedLayer, add_adapters
 
 
 class Linear(nn.Linear):
