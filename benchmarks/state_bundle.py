@@ -19,7 +19,7 @@ from medusa_adapters.bench.result import Result
 from medusa_runtime.config import Settings
 from medusa_runtime.fetch.prefetcher import prefetch
 from medusa_runtime.region.reader import Region
-from medusa_runtime.state import bundle, key, restore, weight_index  # noqa: F401  imported before anything is timed
+from medusa_runtime.state.bundle import reader as bundle  # noqa: F401  imported before anything is timed
 from medusa_runtime.state.materialize import Materialization
 from medusa_runtime.state.restore import Restoration
 from medusa_runtime.timeline import Timeline

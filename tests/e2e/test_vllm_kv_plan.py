@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from medusa_runtime.checkpoint.reader import open_checkpoint
 from medusa_runtime.config import Settings
-from medusa_runtime.state.bundle_writer import BundleWriter
+from medusa_runtime.state.bundle.manifest import Manifest
+from medusa_runtime.state.bundle.writer import BundleWriter
 from medusa_runtime.state.key import Facts, Subject
 from medusa_runtime.state.kinds import KV_PLAN
 from medusa_runtime.state.kv_plan import KvPlan
-from medusa_runtime.state.manifest import Manifest
 from medusa_vllm.cpu.kv_profile import capture
 
 PATIENCE_S = 300.0

@@ -7,9 +7,9 @@ from typing import Any
 
 from medusa_runtime.checkpoint.reader import open_checkpoint
 from medusa_runtime.errors import ConfigError, MedusaError
-from medusa_runtime.state.bundle import Bundle
+from medusa_runtime.state.bundle.locate import FOLDER
+from medusa_runtime.state.bundle.reader import Bundle
 from medusa_runtime.state.kinds import STAGE_TIMES
-from medusa_runtime.state.locate import FOLDER
 from medusa_runtime.state.stage_times import StageTimes
 from medusa_runtime.storage.base import Store
 

@@ -16,12 +16,12 @@ from ..config import Settings
 from ..region.reader import Region
 from ..storage.base import open_store
 from ..timeline import Timeline
-from .bundle import Bundle
+from .bundle.locate import FOLDER
+from .bundle.manifest import Manifest
+from .bundle.reader import Bundle
 from .key import Facts, Subject, choose
 from .kinds import KINDS, WEIGHT_INDEX, Kind, file_name
 from .left_out import leave_out
-from .locate import FOLDER
-from .manifest import Manifest
 from .trust import Trust
 
 

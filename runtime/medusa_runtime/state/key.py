@@ -22,8 +22,8 @@ from ..checkpoint.index import WeightIndex
 from ..config import Settings
 from ..errors import StateError
 from ..registry import NO_ENGINE, engine_kind, engines_using
+from .bundle.manifest import Artifact, Manifest
 from .kinds import WEIGHT_INDEX, Kind
-from .manifest import Artifact, Manifest
 
 Key = dict[str, str]
 

@@ -21,16 +21,16 @@ from ..registry import NO_ENGINE, engine_kind, imported
 from ..storage.base import redacted, scheme_of
 from ..storage.local import LocalStore
 from ..timeline import Timeline
-from .bundle_writer import BundleWriter
+from .bundle.locate import FOLDER
+from .bundle.manifest import Artifact, Manifest
+from .bundle.writer import BundleWriter
 from .key import Facts, Subject
 from .kinds import KINDS, KV_PLAN, WEIGHT_INDEX, Kind
-from .locate import FOLDER
-from .manifest import Artifact, Manifest
 from .trust import Trust
 from .weight_index import record
 
 if TYPE_CHECKING:
-    from .signing import Signer
+    from .bundle.signing import Signer
 
 logger = logging.getLogger(__name__)
 

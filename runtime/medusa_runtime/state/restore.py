@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 from ..errors import StateError
 from ..fetch.prefetcher import Restored
 from ..storage.base import Store, open_store, redacted, scheme_of
+from .bundle.locate import BLOBS, FOLDER, MANIFEST, read_manifest
 from .kinds import KINDS, WEIGHT_INDEX, file_name
 from .left_out import leave_out
-from .locate import BLOBS, FOLDER, MANIFEST, read_manifest
 
 # Where there is a bundle, what reads it is imported: 10 ms, of which hashlib takes half.
 if TYPE_CHECKING:
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from ..region.late_files import LateFiles
     from ..region.writer import RegionWriter
     from ..timeline import Timeline
-    from .bundle import Bundle
+    from .bundle.manifest import Artifact, Manifest
+    from .bundle.reader import Bundle
     from .key import Facts
-    from .manifest import Artifact, Manifest
 
 _PATIENCE_S = 2.0  # for the manifest; a store that is slower with it than with the headers is not worth waiting for
 
@@ -85,8 +85,8 @@ class Restoration:
                     self._error = StateError(f"expected a manifest.json in {place}, found none; materialize it")
                 return
             from . import key, trust, weight_index  # noqa: F401  restore needs them soon, and headers are on their way still
-            from .bundle import Bundle
-            from .manifest import Manifest
+            from .bundle.manifest import Manifest
+            from .bundle.reader import Bundle
 
             self._bundle = Bundle(self._store or store, prefix)
             self._text, self._manifest = text, Manifest.parse(text)
@@ -150,7 +150,7 @@ class Restoration:
         index, checksums = checkpoint.index, None
         if manifest is None:
             return Restored(index, None, {}, {})
-        from .bundle import checked_size, room_bytes
+        from .bundle.reader import checked_size, room_bytes
         from .key import Facts, Subject, choose
         from .trust import Trust
         from .weight_index import RecordedIndex

@@ -17,8 +17,8 @@ from ..config import Settings
 from ..errors import MissingPackageError
 from ..storage.base import Store, redacted, scheme_of
 from ..storage.places import canonical, is_below
-from .locate import MANIFEST
-from .manifest import Manifest
+from .bundle.locate import MANIFEST
+from .bundle.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Trust:
             return "it is not signed"
         if signature.key not in self.keys:
             return f"it is signed with {signature.key[:60]}, which is not in --trust-key"
-        from .signing import verify
+        from .bundle.signing import verify
 
         try:
             good = verify(signature.key, signature.value, signature.message)

@@ -12,10 +12,10 @@ import pytest
 from medusa_runtime.checkpoint.reader import open_checkpoint
 from medusa_runtime.config import Settings
 from medusa_runtime.region.chunks import Chunks, chunk_bytes_for
-from medusa_runtime.state.bundle_writer import BundleWriter
+from medusa_runtime.state.bundle.manifest import Manifest
+from medusa_runtime.state.bundle.writer import BundleWriter
 from medusa_runtime.state.key import Facts, Subject
 from medusa_runtime.state.kinds import WEIGHT_INDEX
-from medusa_runtime.state.manifest import Manifest
 from medusa_runtime.state.weight_index import RecordedIndex
 from peer_nodes import Model, Node
 
@@ -24,7 +24,7 @@ from peer_nodes import Model, Node
 def test_a_bundle_comes_from_peers(
     nodes: Callable[..., list[Node]], model: Model, most_inline_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("medusa_runtime.state.bundle_writer._MOST_INLINE_BYTES", most_inline_bytes)
+    monkeypatch.setattr("medusa_runtime.state.bundle.writer._MOST_INLINE_BYTES", most_inline_bytes)
     folder = model.file.parent / ".medusa"
     order = publish(model, folder)
     first, second, third = nodes(3)

@@ -15,11 +15,11 @@ from medusa_runtime.config import Settings
 from medusa_runtime.fetch.prefetcher import prefetch
 from medusa_runtime.region.reader import Region
 from medusa_runtime.state.attach_artifacts import attach_artifacts
-from medusa_runtime.state.bundle_writer import BundleWriter
+from medusa_runtime.state.bundle.locate import FOLDER
+from medusa_runtime.state.bundle.manifest import Manifest
+from medusa_runtime.state.bundle.writer import BundleWriter
 from medusa_runtime.state.key import Facts, Subject
 from medusa_runtime.state.kinds import CUDA_GRAPHS, KV_PLAN, file_name
-from medusa_runtime.state.locate import FOLDER
-from medusa_runtime.state.manifest import Manifest
 from medusa_runtime.state.trust import Trust
 from medusa_runtime.timeline import Timeline
 from medusa_vllm import COMPILE_CACHE

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 from medusa_runtime.errors import ConfigError, StateError
-from medusa_runtime.state.bundle import Bundle
-from medusa_runtime.state.bundle_writer import BundleWriter
-from medusa_runtime.state.manifest import SCHEMA, Artifact, Manifest
+from medusa_runtime.state.bundle.manifest import SCHEMA, Artifact, Manifest
+from medusa_runtime.state.bundle.reader import Bundle
+from medusa_runtime.state.bundle.writer import BundleWriter
 from medusa_runtime.storage.local import LocalStore
 
 SMALL, LARGE = b"a small blob", os.urandom(20 << 20)
@@ -154,8 +154,8 @@ def test_two_writers_do_not_meet(folder: Path) -> None:
 _KILLED = """
 import sys, time
 from pathlib import Path
-from medusa_runtime.state.bundle_writer import BundleWriter
-from medusa_runtime.state.manifest import Manifest
+from medusa_runtime.state.bundle.writer import BundleWriter
+from medusa_runtime.state.bundle.manifest import Manifest
 with BundleWriter(Path(sys.argv[1])) as writer:
     made = writer.add("small", {"isa": "y"}, b"a newer blob")
     if sys.argv[2] == "manifest":

@@ -26,10 +26,10 @@ from hypothesis import strategies as st
 from medusa_runtime.checkpoint.index import Shard, TensorEntry, WeightIndex
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import ConfigError, StateError
+from medusa_runtime.state.bundle.manifest import Artifact, Manifest
 from medusa_runtime.state.graphs.blob_format import VERSION, decode, encode
 from medusa_runtime.state.kinds import KINDS
 from medusa_runtime.state.kv_plan import Geometry, KvPlan, plan
-from medusa_runtime.state.manifest import Artifact, Manifest
 from medusa_runtime.state.stage_times import StageTimes, Worker
 from medusa_runtime.state.trust import Trust
 from medusa_runtime.state.weight_index import RecordedIndex

@@ -22,10 +22,10 @@ from medusa_runtime.errors import CorruptError
 from medusa_runtime.fetch.prefetcher import prefetch
 from medusa_runtime.region.chunks import Chunks, chunk_bytes_for
 from medusa_runtime.region.reader import Region
-from medusa_runtime.state.bundle_writer import BundleWriter
+from medusa_runtime.state.bundle.manifest import Artifact, Manifest
+from medusa_runtime.state.bundle.writer import BundleWriter
 from medusa_runtime.state.key import Facts, Subject
 from medusa_runtime.state.kinds import KV_PLAN, WEIGHT_INDEX, Kind, file_name
-from medusa_runtime.state.manifest import Artifact, Manifest
 from medusa_runtime.state.materialize import Materialization
 from medusa_runtime.state.restore import Restoration
 from medusa_runtime.state.weight_index import RecordedIndex
@@ -426,7 +426,7 @@ def test_artifacts_that_do_not_fit_beside_the_weights_are_left_out(
     published.publish((WEIGHT_INDEX, published.recorded()), (COMPILE_CACHE, LARGE))
     room = sum(SIZES.values()) + len(LARGE) // 2 + (64 << 20)  # what the prefetcher itself needs
     monkeypatch.setattr("medusa_runtime.limits.memory_available_bytes", lambda: room)
-    monkeypatch.setattr("medusa_runtime.state.bundle.memory_available_bytes", lambda: room)
+    monkeypatch.setattr("medusa_runtime.state.bundle.reader.memory_available_bytes", lambda: room)
     fill(region, published.url)
     check(region)
     assert region.file(file_name("compile-cache")) is None

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from medusa_runtime.region.reader import Region
-from medusa_runtime.state.bundle_writer import BundleWriter
+from medusa_runtime.state.bundle.writer import BundleWriter
 from medusa_runtime.state.kinds import KV_PLAN, WEIGHT_INDEX, file_name
 from medusa_vllm import COMPILE_CACHE
 
@@ -36,7 +36,7 @@ def test_signed_code_is_used_from_anywhere_by_whoever_names_the_key(
     published: Published, region: Region, tampered: bool, key: str
 ) -> None:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-    from medusa_runtime.state.signing import Signer
+    from medusa_runtime.state.bundle.signing import Signer
 
     signer, other = Signer(Ed25519PrivateKey.generate()), Signer(Ed25519PrivateKey.generate())
     manifest = published.publish((COMPILE_CACHE, LARGE))
@@ -56,7 +56,7 @@ def test_signed_code_is_used_from_anywhere_by_whoever_names_the_key(
 
 def test_a_signed_manifest_does_not_cover_other_blobs(published: Published, region: Region) -> None:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-    from medusa_runtime.state.signing import Signer
+    from medusa_runtime.state.bundle.signing import Signer
 
     signer = Signer(Ed25519PrivateKey.generate())
     manifest = published.publish((COMPILE_CACHE, LARGE))

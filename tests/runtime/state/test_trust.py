@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from medusa_runtime.config import Settings, from_env
 from medusa_runtime.errors import ConfigError
-from medusa_runtime.state.bundle_writer import BundleWriter
+from medusa_runtime.state.bundle.locate import FOLDER
+from medusa_runtime.state.bundle.manifest import Artifact, Manifest
+from medusa_runtime.state.bundle.signing import Signer
+from medusa_runtime.state.bundle.writer import BundleWriter
 from medusa_runtime.state.kinds import KV_PLAN
-from medusa_runtime.state.locate import FOLDER
-from medusa_runtime.state.manifest import Artifact, Manifest
-from medusa_runtime.state.signing import Signer
 from medusa_runtime.state.trust import Trust
 from medusa_runtime.storage.local import LocalStore
 from medusa_vllm import COMPILE_CACHE
@@ -174,8 +174,8 @@ def test_starts_without_a_signature_do_not_import_cryptography(tmp_path: Path) -
     script = """
 import sys
 from medusa_runtime.state.trust import Trust
-from medusa_runtime.state.locate import read_manifest
-from medusa_runtime.state.manifest import Manifest
+from medusa_runtime.state.bundle.locate import read_manifest
+from medusa_runtime.state.bundle.manifest import Manifest
 from medusa_runtime.storage.base import open_store
 store = open_store(sys.argv[1])
 text = read_manifest(store, ".medusa/")

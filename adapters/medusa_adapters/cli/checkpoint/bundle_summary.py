@@ -10,13 +10,13 @@ from medusa_runtime.checkpoint.reader import Checkpoint
 from medusa_runtime.config import Settings
 from medusa_runtime.errors import StateError, StorageError
 from medusa_runtime.registry import engines_using
-from medusa_runtime.state.bundle import Bundle
+from medusa_runtime.state.bundle.locate import FOLDER
+from medusa_runtime.state.bundle.manifest import Artifact, Manifest
+from medusa_runtime.state.bundle.reader import Bundle
 from medusa_runtime.state.graphs.restoration.quarantine import Quarantine
 from medusa_runtime.state.key import Facts, Subject
 from medusa_runtime.state.kinds import CUDA_GRAPHS, KINDS, KV_PLAN, STAGE_TIMES, WEIGHT_INDEX
 from medusa_runtime.state.kv_plan import KvPlan
-from medusa_runtime.state.locate import FOLDER
-from medusa_runtime.state.manifest import Artifact, Manifest
 from medusa_runtime.state.stage_times import StageTimes
 from medusa_runtime.state.trust import Trust
 from medusa_runtime.state.weight_index import RecordedIndex

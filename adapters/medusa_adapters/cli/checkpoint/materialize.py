@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from medusa_runtime.config import OPTIONS, Settings, from_env
 from medusa_runtime.errors import ConfigError, MedusaError
 from medusa_runtime.registry import is_remote
-from medusa_runtime.state.bundle_writer import BundleWriter
+from medusa_runtime.state.bundle.writer import BundleWriter
 from medusa_runtime.state.kinds import STAGE_TIMES
 from medusa_runtime.state.materialize import Made, Materialization, beside
 from medusa_runtime.state.stage_times import StageTimes, summarize
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--starts={arguments.starts} cannot be used: expected a whole number, 0 or more")
     signer = None
     if arguments.sign is not None:
-        from medusa_runtime.state.signing import Signer
+        from medusa_runtime.state.bundle.signing import Signer
 
         signer = Signer.read(arguments.sign)
     if arguments.convert is not None:

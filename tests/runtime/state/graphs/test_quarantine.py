@@ -84,8 +84,8 @@ def test_damaged_marks_are_none(bundle: Path, environ: dict[str, str], text: str
 def test_inspect_tells_it(tmp_path: Path, environ: dict[str, str]) -> None:
     from medusa_adapters.cli.checkpoint.bundle_summary import as_text, summarize
     from medusa_runtime.checkpoint.reader import open_checkpoint
+    from medusa_runtime.state.bundle.manifest import Artifact, Manifest
     from medusa_runtime.state.kinds import CUDA_GRAPHS
-    from medusa_runtime.state.manifest import Artifact, Manifest
 
     checkpoint = open_checkpoint(str(Path(__file__).parents[4] / "examples/pydoc-lm"))
     settings = Settings(state=str(tmp_path), device="cpu")

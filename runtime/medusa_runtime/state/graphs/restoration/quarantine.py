@@ -17,8 +17,8 @@ from typing import Any
 
 from ....config import Settings
 from ....storage.base import scheme_of
+from ...bundle.locate import FOLDER
 from ...key import driver_version
-from ...locate import FOLDER
 
 logger = logging.getLogger(__name__)
 

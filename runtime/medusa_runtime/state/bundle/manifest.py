@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import StateError
+from ...errors import StateError
 
 if TYPE_CHECKING:
     from .signing import Signer

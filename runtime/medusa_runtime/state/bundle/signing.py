@@ -9,7 +9,7 @@ import base64
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import ConfigError, MissingPackageError
+from ...errors import ConfigError, MissingPackageError
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

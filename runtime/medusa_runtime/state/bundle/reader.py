@@ -10,14 +10,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from ..errors import StateError, StorageError
-from ..limits import memory_available_bytes
-from ..storage.base import Store
+from ...errors import StateError, StorageError
+from ...limits import memory_available_bytes
+from ...storage.base import Store
 from .locate import BLOBS, read_manifest
 from .manifest import Artifact, Manifest
 
 if TYPE_CHECKING:
-    from .trust import Trust
+    from ..trust import Trust
 
 _PIECE_BYTES = 8 << 20
 _THREADS = 4

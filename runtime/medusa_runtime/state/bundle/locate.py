@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..checkpoint.reader import read_whole
-from ..errors import CorruptError, ForbiddenError, ObjectNotFoundError, StateError
-from ..storage.base import Store
+from ...checkpoint.reader import read_whole
+from ...errors import CorruptError, ForbiddenError, ObjectNotFoundError, StateError
+from ...storage.base import Store
 
 FOLDER, MANIFEST, BLOBS = ".medusa", "manifest.json", "blobs"
 

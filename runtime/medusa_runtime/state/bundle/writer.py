@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from ..errors import ConfigError, StateError
+from ...errors import ConfigError, StateError
 from .locate import BLOBS, MANIFEST
 from .manifest import Artifact, Manifest
 
