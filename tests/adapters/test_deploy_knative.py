@@ -17,8 +17,8 @@ from deploying import CRD, knative_service
 from medusa_adapters.deploy.manifests.kubernetes import features, node_agent, scaling
 from medusa_adapters.deploy.manifests.measured import Measured, measure
 from medusa_runtime.errors import ConfigError, NodeRefusedError
-from medusa_runtime.node.peer import Caller, Peer
-from medusa_runtime.node.policy import Policy
+from medusa_runtime.node.callers.peer import Caller, Peer
+from medusa_runtime.node.callers.policy import Policy
 from medusa_runtime.node.settings import node_settings
 
 EVERYTHING = [

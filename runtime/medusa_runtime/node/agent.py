@@ -22,11 +22,11 @@ from ..errors import ConfigError
 from ..process import ReportPipe, share_cores
 from ..resource_limits import make_room_for_files
 from ..timeline import Timeline
-from .accounts import Accounts
+from .callers.accounts import Accounts
+from .callers.policy import Policy
 from .connections import Connections
 from .engines.pool import EnginePool
 from .event_loop import EventLoop
-from .policy import Policy
 from .regions.fetching import preload
 from .regions.keeper import RegionKeeper
 from .regions.model_key import absolute, model_key

@@ -12,8 +12,8 @@ from typing import Any
 
 from ..errors import NodeAwayError, NodeError, NodeRefusedError, from_code
 from ..region.reader import Region
+from .callers.peer import Peer
 from .messages import VERSION, Message, close_all, receive, send
-from .peer import Peer
 from .regions.model_key import absolute, model_key, open_folder
 
 # The agent never waits for anything itself. Waits are counted, and not time: where this process is woken late because

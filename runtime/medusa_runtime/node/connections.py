@@ -7,9 +7,9 @@ import time
 from functools import partial
 
 from ..errors import MedusaError, NodeError, NodeRefusedError
+from .callers.peer import Caller, Peer
 from .event_loop import EventLoop
 from .messages import receive
-from .peer import Caller, Peer
 from .regions.held_region import HeldRegion
 from .services import Services
 from .session import Session

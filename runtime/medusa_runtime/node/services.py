@@ -6,10 +6,10 @@ import os
 import time
 from dataclasses import dataclass, field
 
-from .accounts import Accounts
+from .callers.accounts import Accounts
+from .callers.peer import Caller
+from .callers.policy import Policy
 from .engines.pool import EnginePool
-from .peer import Caller
-from .policy import Policy
 from .regions.held_region import HeldRegion
 from .regions.keeper import RegionKeeper
 from .settings import NodeSettings

@@ -11,10 +11,10 @@ from typing import Any
 from ..config import layer_range
 from ..errors import MedusaError, NodeError, NodeRefusedError
 from ..storage.base import scheme_of
+from .callers.impersonation import Folder, Identity, folder_of
+from .callers.peer import Caller, sees_the_same_files
 from .engines.handover import check_given
-from .impersonation import Folder, Identity, folder_of
 from .messages import VERSION, Message, close_all, flag, send, text
-from .peer import Caller, sees_the_same_files
 from .regions.held_region import HeldRegion
 from .regions.model_key import model_key
 from .services import Services

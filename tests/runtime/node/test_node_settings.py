@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from medusa_runtime.device.choice import obstacle
 from medusa_runtime.errors import ConfigError, NodeError, NodeRefusedError
-from medusa_runtime.node.peer import Caller, Peer
-from medusa_runtime.node.policy import Policy, below
+from medusa_runtime.node.callers.peer import Caller, Peer
+from medusa_runtime.node.callers.policy import Policy, below
 from medusa_runtime.node.regions.model_key import model_key
 from medusa_runtime.node.settings import NODE_OPTIONS, Allowed, CallerLimits, Listening, node_settings
 

@@ -21,10 +21,10 @@ from ...registry import engine_names
 from ...storage.base import Store, open_store
 from ...storage.local import LocalStore
 from ...timeline import Timeline
+from ..callers.impersonation import Folder, become
+from ..callers.policy import Policy
 from ..child import Child, close_others, end_child, start_child
-from ..impersonation import Folder, become
 from ..messages import MOST_OF_OURS, close_all, receive, send
-from ..policy import Policy
 from .held_region import HeldRegion, new_region
 from .spare import Spare
 

@@ -15,10 +15,10 @@ from ...region.layout import HEADER_BYTES, reopen
 from ...region.reader import Region
 from ...storage.base import redacted, scheme_of
 from ...storage.local import file_version
+from ..callers.impersonation import Folder
+from ..callers.peer import Caller
 from ..child import Child
-from ..impersonation import Folder
 from ..messages import close_all
-from ..peer import Caller
 
 if TYPE_CHECKING:
     from .spare import Spare

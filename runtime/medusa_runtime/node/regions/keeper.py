@@ -18,13 +18,13 @@ from ...process import ReportPipe
 from ...region.reader import Region
 from ...storage.base import redacted, scheme_of
 from ...timeline import Timeline
-from ..accounts import Accounts
+from ..callers.accounts import Accounts
+from ..callers.impersonation import Folder
+from ..callers.peer import Caller
+from ..callers.policy import Policy
 from ..child import HungChildren, end_child
 from ..event_loop import EventLoop
-from ..impersonation import Folder
 from ..messages import MOST_OF_OURS, receive, send
-from ..peer import Caller
-from ..policy import Policy
 from ..settings import NodeSettings
 from .fetching import begin, fetch_settings, give_back, start_fetch, start_spare
 from .held_region import HeldRegion

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from ...errors import NodeRefusedError, TooLargeError
 from ...storage.base import redacted
-from ..accounts import Accounts
-from ..policy import Policy, below
+from ..callers.accounts import Accounts
+from ..callers.policy import Policy, below
 from .held_region import HeldRegion
 
 _MOST_UNUSED = 256  # regions that nobody uses; small ones cost descriptors, too

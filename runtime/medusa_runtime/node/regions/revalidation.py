@@ -13,10 +13,10 @@ from ...errors import MedusaError
 from ...process import ReportPipe
 from ...storage.base import redacted, scheme_of
 from ...timeline import Timeline
+from ..callers.policy import Policy
 from ..child import Child, close_others, end_child, start_child
 from ..event_loop import EventLoop
 from ..messages import receive, send
-from ..policy import Policy
 from .fetching import open_store_of
 from .held_region import HeldRegion
 

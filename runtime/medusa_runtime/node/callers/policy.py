@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from ..errors import NodeRefusedError
-from ..storage.base import redacted, scheme_of
-from ..storage.places import canonical, is_below
+from ...errors import NodeRefusedError
+from ...storage.base import redacted, scheme_of
+from ...storage.places import canonical, is_below
+from ..settings import Allowed
 from .peer import Caller
-from .settings import Allowed
 
 
 def below(key: str, prefix: str) -> bool:

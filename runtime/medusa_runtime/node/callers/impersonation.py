@@ -14,9 +14,9 @@ import stat
 import struct
 from typing import NamedTuple
 
-from ..errors import NodeRefusedError
-from ..process import die_with_parent
-from ..storage.base import scheme_of
+from ...errors import NodeRefusedError
+from ...process import die_with_parent
+from ...storage.base import scheme_of
 
 _CAPABILITY_VERSION = 0x20080522  # capset(2), version 3
 _SYS_CAPSET = {"x86_64": 126, "aarch64": 91}

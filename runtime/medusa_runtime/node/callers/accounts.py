@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
-from ..errors import MedusaError, NodeRefusedError
+from ...errors import MedusaError, NodeRefusedError
+from ..settings import CallerLimits
 from .peer import Caller
-from .settings import CallerLimits
 
 _MOST_CONNECTIONS, _MOST_FETCHES = 4096, 64  # of all callers together
 _MOST_NAMED = 64  # accounts in the status
