@@ -345,7 +345,7 @@ def test_usage_in_every_chunk(client: openai.OpenAI) -> None:
 def test_every_field_of_the_openai_client_is_known() -> None:
     import inspect
 
-    from medusa_handler.openai.fields import CHAT, COMPLETION, EMBEDDINGS, REFUSED, WITHOUT_EFFECT
+    from medusa_handler.openai.body.fields import CHAT, COMPLETION, EMBEDDINGS, REFUSED, WITHOUT_EFFECT
     from openai.resources import Completions, Embeddings
     from openai.resources.chat import Completions as Chat
 

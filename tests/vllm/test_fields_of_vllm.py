@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 import pytest
-from medusa_handler.openai.fields import CHAT, COMPLETION, EMBEDDINGS, REFUSED, WITHOUT_EFFECT
+from medusa_handler.openai.body.fields import CHAT, COMPLETION, EMBEDDINGS, REFUSED, WITHOUT_EFFECT
 
 pytestmark = pytest.mark.vllm
 

@@ -12,8 +12,8 @@ from medusa_runtime.errors import RequestError
 from medusa_runtime.storage.base import redacted
 
 from ..faults import ApiError, ClientGoneError
-from . import fields, parameters
-from .parameters import Body, invalid
+from .body import fields, parameters
+from .body.parameters import Body, invalid
 
 if TYPE_CHECKING:
     from ..service import Service

@@ -12,10 +12,11 @@ from medusa_runtime.engine.serving.model_name import served_name
 from medusa_runtime.errors import printable, shown
 
 from ..faults import ApiError, NotCoveredError
-from . import chat, completion, embeddings, fields, parameters, ranking
+from . import chat, completion, embeddings, ranking
 from .answer import Envelope
-from .form import Form, form
-from .parameters import Body
+from .body import fields, parameters
+from .body.form import Form, form
+from .body.parameters import Body
 from .responding import Plan, respond
 from .tools.choice import Tools, tools_of
 from .tools.formats import format_of

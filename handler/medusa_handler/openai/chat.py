@@ -11,8 +11,8 @@ from medusa_runtime.errors import shown
 
 from ..faults import NotCoveredError
 from .answer import Choice
+from .body.parameters import Body, flag, invalid
 from .logprobs import chat_logprobs
-from .parameters import Body, flag, invalid
 from .tools.choice import tools_of
 from .tools.formats import CallDelta, Parsed, ToolParser
 

@@ -9,8 +9,8 @@ from typing import Any
 from medusa_runtime.engine.base import Delta
 
 from .answer import Choice
+from .body.parameters import Body, invalid, token_ids
 from .logprobs import completion_logprobs
-from .parameters import Body, invalid, token_ids
 
 Prompt = str | tuple[int, ...]
 

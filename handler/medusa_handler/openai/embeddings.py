@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from flask import Response, jsonify
 
 from ..model.embeddings import Input, embeddings, floats
-from . import parameters
-from .parameters import Body, invalid, token_ids
+from .body import parameters
+from .body.parameters import Body, invalid, token_ids
 
 if TYPE_CHECKING:
     from ..service import Service

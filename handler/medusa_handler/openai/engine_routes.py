@@ -22,8 +22,8 @@ from ..http import sse
 from ..http.body import json_object
 from ..merge import Item
 from ..model.generation import Generation
+from .body.parameters import Body, invalid
 from .calls import adapter_of, check_model
-from .parameters import Body, invalid
 
 if TYPE_CHECKING:
     from ..http.work import Work

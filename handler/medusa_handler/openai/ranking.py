@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from flask import Response, jsonify
 
 from ..model.embeddings import Input, embeddings, floats
-from . import parameters
+from .body import parameters
+from .body.parameters import Body, invalid
 from .embeddings import inputs
-from .parameters import Body, invalid
 
 if TYPE_CHECKING:
     from ..service import Service

@@ -10,11 +10,12 @@ from flask import Blueprint, Response, jsonify, request
 
 from ..http.app import ModelRoutes
 from ..http.body import json_object
-from . import chat, fields, parameters
+from . import chat
 from .adapters import adapter_models, load_adapter, unload_adapter
+from .body import fields, parameters
+from .body.parameters import Body
 from .calls import adapter_of, check_model, classify_texts, complete, converse, embed_texts, rerank_texts
 from .engine_routes import engine_routes
-from .parameters import Body
 from .prompt import infer
 from .relay import light_or_relayed, relay
 

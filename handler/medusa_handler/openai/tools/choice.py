@@ -11,7 +11,7 @@ from typing import Any
 from medusa_runtime.engine.base import StructuredOutputs
 
 from ...faults import ApiError
-from ..parameters import Body, flag, invalid
+from ..body.parameters import Body, flag, invalid
 from .formats import Forced, Format, Named, ToolParser
 
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from medusa_runtime.engine.base import StructuredOutputs
 
-from ..model.structured_outputs import form_of, json_object, json_schema
+from ...model.structured_outputs import form_of, json_object, json_schema
 from .parameters import Body, invalid
 
 _EXPECTED = '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": …}}'

@@ -12,7 +12,7 @@ from typing import Any
 from medusa_runtime.engine.base import SamplingParams
 from medusa_runtime.errors import shown
 
-from ..faults import ApiError
+from ...faults import ApiError
 
 Body = Mapping[str, Any]
 

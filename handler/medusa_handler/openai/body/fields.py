@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from medusa_runtime.errors import printable, shown
 
-from ..faults import ApiError, NotCoveredError
+from ...faults import ApiError, NotCoveredError
 from .parameters import Body
 
 
