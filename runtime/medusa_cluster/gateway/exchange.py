@@ -12,7 +12,7 @@ import aiohttp
 from .faults import error_code
 from .health import Health, LostError
 from .routes import Instance
-from .sse import DONE, Event, Splitter
+from .streaming.sse import DONE, Event, Splitter
 
 _CONNECT_S = 5.0
 _END_S = 0.5

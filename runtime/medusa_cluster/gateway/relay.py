@@ -12,15 +12,15 @@ from typing import Protocol
 
 import aiohttp
 
-from . import sse
 from .call import SAMPLING, Call
 from .dispatch import Dispatch, Lease
 from .exchange import Answer, BusyError, Exchange, exchange
 from .faults import Fault
 from .health import Health, LostError
 from .metrics import Metrics, ModelMetrics
-from .other_events import DivergedError
-from .replay import Transcript
+from .streaming import sse
+from .streaming.other_events import DivergedError
+from .streaming.replay import Transcript
 
 logger = logging.getLogger(__name__)
 

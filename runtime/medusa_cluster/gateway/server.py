@@ -15,11 +15,11 @@ from aiohttp import web
 from medusa_runtime.errors import MedusaError
 
 from ..connections import Handler, tell_connection
-from . import sse
 from .call import ROUTES, Call, understand
 from .faults import Fault, compact
 from .gateway import Gateway
 from .page import page
+from .streaming import sse
 
 logger = logging.getLogger(__name__)
 

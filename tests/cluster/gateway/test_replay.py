@@ -7,9 +7,9 @@ import random
 from typing import Any
 
 import pytest
-from medusa_cluster.gateway.other_events import DivergedError
-from medusa_cluster.gateway.replay import Transcript
-from medusa_cluster.gateway.sse import Splitter, event
+from medusa_cluster.gateway.streaming.other_events import DivergedError
+from medusa_cluster.gateway.streaming.replay import Transcript
+from medusa_cluster.gateway.streaming.sse import Splitter, event
 
 
 def completion(text: str, index: int = 0, **more: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .faults import compact
+from ..faults import compact
 
 DONE = b"data: [DONE]\n\n"
 HEARTBEAT = b": waiting\n\n"

@@ -6,7 +6,7 @@ import hashlib
 import json
 from typing import Any
 
-from .faults import compact
+from ..faults import compact
 
 # What is made anew in each run.
 _IDS = ("id", "item_id", "response_id", "call_id", "message_id")
