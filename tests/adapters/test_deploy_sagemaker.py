@@ -12,7 +12,7 @@ from typing import Any
 
 import boto3
 import pytest
-from medusa_adapters.deploy.endpoint import EndpointClient
+from medusa_adapters.deploy.aws.endpoint import EndpointClient
 from medusa_adapters.deploy.manifests import sagemaker
 from medusa_adapters.deploy.manifests.service_model import check_call
 from medusa_command import medusa

@@ -9,11 +9,11 @@ from ..cli.subcommands import add_subcommands, run_subcommand
 _PLATFORMS = (
     ("knative", "medusa_adapters.deploy.knative", "print a Knative Service, or apply it with kubectl"),
     ("openfaas", "medusa_adapters.deploy.openfaas", "print stack.yaml, or write what faas-cli needs, and bring it up"),
-    ("sagemaker", "medusa_adapters.deploy.sagemaker", "print the calls of a SageMaker endpoint, or make them"),
+    ("sagemaker", "medusa_adapters.deploy.aws.sagemaker", "print the calls of a SageMaker endpoint, or make them"),
     ("kubernetes", "medusa_adapters.deploy.kubernetes", "print a Deployment that scales, or apply it with kubectl"),
     ("kserve", "medusa_adapters.deploy.kserve", "print a KServe ServingRuntime and InferenceService, or apply them"),
     ("helm", "medusa_adapters.deploy.helm", "print a Helm chart, or write it into a folder, and install it"),
-    ("lambda", "medusa_adapters.deploy.lambda_", "print the calls of a Lambda function, or make them"),
+    ("lambda", "medusa_adapters.deploy.aws.lambda_", "print the calls of a Lambda function, or make them"),
     ("cloudrun", "medusa_adapters.deploy.cloudrun", "print a Cloud Run service, or bring it there with gcloud"),
     ("cluster", "medusa_adapters.deploy.cluster", "print a KubeRay RayCluster with its gateways, or apply it"),
 )

@@ -9,8 +9,8 @@ from typing import Any
 
 from medusa_runtime.errors import ConfigError, DeployError
 
-from .aws import Aws, Calls, Tell
-from .manifests import sagemaker
+from ..manifests import sagemaker
+from .calls import Aws, Calls, Tell
 
 _AUTOSCALING = "application-autoscaling"
 _LATE_POLLS = 3

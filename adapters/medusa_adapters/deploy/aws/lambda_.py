@@ -6,10 +6,10 @@ import argparse
 
 from medusa_runtime.errors import ConfigError, DeployError
 
-from .aws import Aws, Calls, pairs, planned, print_calls, say
-from .manifests import lambda_, values
-from .manifests.function import add_arguments as add_function_arguments
-from .manifests.function import add_timeout, function
+from ..manifests import lambda_, values
+from ..manifests.function import add_arguments as add_function_arguments
+from ..manifests.function import add_timeout, function
+from .calls import Aws, Calls, pairs, planned, print_calls, say
 
 _CREATED, _UPDATED = "function_active_v2", "function_updated_v2"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from medusa_runtime.errors import ConfigError, DeployError, MissingPackageError
 
-from .manifests.service_model import check_call
+from ..manifests.service_model import check_call
 
 Tell = Callable[[str], None]
 Calls = list[tuple[str, Mapping[str, Any]]]

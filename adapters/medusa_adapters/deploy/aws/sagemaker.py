@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from medusa_runtime.errors import ConfigError
 
-from .aws import Calls, pairs, planned, print_calls, say
+from ..manifests import sagemaker
+from ..manifests.function import Function, function
+from ..manifests.function import add_arguments as add_function_arguments
+from .calls import Calls, pairs, planned, print_calls, say
 from .endpoint import EndpointClient, creation
-from .manifests import sagemaker
-from .manifests.function import Function, function
-from .manifests.function import add_arguments as add_function_arguments
 
 _LEAST_STARTUP_S, _MOST_STARTUP_S = 60, 3600
 _UTILIZATION = 0.7

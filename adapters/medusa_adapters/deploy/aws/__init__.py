@@ -1,0 +1,1 @@
+"""`medusa deploy` to AWS: SageMaker endpoints and Lambda functions, through boto3."""
