@@ -37,7 +37,7 @@ from functools import partial
 from pathlib import Path
 
 from medusa_adapters.bench.bytecode import compile_packages
-from medusa_adapters.bench.contestants import Medusa, Question
+from medusa_adapters.bench.coldstart.contestants import Medusa, Question
 from medusa_adapters.bench.process import Process, cpu_s
 from medusa_adapters.bench.result import Result, Target, targets_table
 from medusa_adapters.bench.served_instance import ServedInstance, medusa_command, serve_command

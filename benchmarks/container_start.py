@@ -21,7 +21,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from medusa_adapters.bench.contestants import Medusa, Question
+from medusa_adapters.bench.coldstart.contestants import Medusa, Question
 from medusa_adapters.bench.openai_client import stream
 from medusa_adapters.bench.result import Result, Target, targets_table
 from medusa_adapters.bench.served_instance import ServedInstance

@@ -54,9 +54,9 @@ def main() -> int:
 def measure(model: Path, runs: int) -> dict[str, Any]:
     """Cold starts as `medusa bench coldstart` measures them, and the stages of ours with the median time."""
     from medusa_adapters.bench.bytecode import compile_packages
-    from medusa_adapters.bench.coldstart import median_sample, take_turns
-    from medusa_adapters.bench.contestants import Question
-    from medusa_adapters.bench.rows import contestants
+    from medusa_adapters.bench.coldstart.command import median_sample, take_turns
+    from medusa_adapters.bench.coldstart.contestants import Question
+    from medusa_adapters.bench.coldstart.rows import contestants
 
     from benchmarks.coldstart.rows import ROWS
 

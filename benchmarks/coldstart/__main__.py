@@ -10,12 +10,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from medusa_adapters.bench import coldstart
 from medusa_adapters.bench.bytecode import compile_packages
-from medusa_adapters.bench.coldstart import Samples
-from medusa_adapters.bench.contestants import Contestant, Medusa, Question, Sample
+from medusa_adapters.bench.coldstart import command as coldstart
+from medusa_adapters.bench.coldstart.command import Samples
+from medusa_adapters.bench.coldstart.contestants import Contestant, Medusa, Question, Sample
+from medusa_adapters.bench.coldstart.rows import contestants
 from medusa_adapters.bench.result import Result, Target
-from medusa_adapters.bench.rows import contestants
 from medusa_adapters.cli.flags import unify
 from medusa_runtime.errors import ConfigError, MedusaError
 

@@ -7,8 +7,8 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from medusa_adapters.bench.contestants import Question, Sample
-from medusa_adapters.bench.prewarmed import Prewarmed
+from medusa_adapters.bench.coldstart.contestants import Question, Sample
+from medusa_adapters.bench.coldstart.prewarmed import Prewarmed
 from medusa_adapters.bench.served_instance import ServedInstance
 from medusa_runtime.errors import MedusaError
 

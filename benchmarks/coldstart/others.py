@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from medusa_adapters.bench.contestants import Contestant, Question, Sample
+from medusa_adapters.bench.coldstart.contestants import Contestant, Question, Sample
 from medusa_adapters.bench.process import Process
 from medusa_runtime.errors import MissingPackageError
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from medusa_adapters.bench.rows import ROWS as OURS
-from medusa_adapters.bench.rows import Maker
+from medusa_adapters.bench.coldstart.rows import ROWS as OURS
+from medusa_adapters.bench.coldstart.rows import Maker
 from medusa_adapters.report.labels import OURS as OUR_LABELS
 from medusa_adapters.report.labels import Label, Labels
 

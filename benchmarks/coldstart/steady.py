@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from medusa_adapters.bench.contestants import Contestant, Medusa, Question
-from medusa_adapters.bench.metrics import add
+from medusa_adapters.bench.coldstart.contestants import Contestant, Medusa, Question
+from medusa_adapters.bench.coldstart.metrics import add
 from medusa_adapters.bench.openai_client import stream
 from medusa_adapters.bench.process import Process
 from medusa_adapters.bench.result import Result

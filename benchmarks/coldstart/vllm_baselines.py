@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from medusa_adapters.bench.contestants import Question, Sample
+from medusa_adapters.bench.coldstart.contestants import Question, Sample
+from medusa_adapters.bench.coldstart.rows import has_module, succeeds
 from medusa_adapters.bench.process import Process, pss_bytes, rss_bytes
-from medusa_adapters.bench.rows import has_module, succeeds
 from medusa_adapters.bench.served_instance import ServedInstance
 
 from benchmarks.coldstart.others import OFFLINE, SCRIPTS

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from medusa_adapters.bench.contestants import Medusa, Question
+from medusa_adapters.bench.coldstart.contestants import Medusa, Question
 from medusa_adapters.bench.node import Node
 from medusa_adapters.bench.served_instance import ServedInstance, medusa_command
 from medusa_cluster.simulation.trace import Request

@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
-from medusa_adapters.bench import coldstart
-from medusa_adapters.bench.contestants import Medusa, Question, Sample
+from medusa_adapters.bench.coldstart import command as coldstart
+from medusa_adapters.bench.coldstart.contestants import Medusa, Question, Sample
+from medusa_adapters.bench.coldstart.rows import contestants
 from medusa_adapters.bench.process import Process, pss_bytes, rss_bytes
-from medusa_adapters.bench.rows import contestants
 from medusa_adapters.bench.served_instance import ServedInstance, stages_from_json
 from medusa_runtime.errors import MedusaError, MissingPackageError
 from medusa_runtime.timeline import Stage

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
-from medusa_adapters.bench.coldstart import add_rows, median_sample
-from medusa_adapters.bench.contestants import Sample
+from medusa_adapters.bench.coldstart.command import add_rows, median_sample
+from medusa_adapters.bench.coldstart.contestants import Sample
 from medusa_adapters.bench.result import Result
 from medusa_adapters.report.html import html
 from medusa_runtime.timeline import Stage

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from medusa_adapters.bench.contestants import Question
+from medusa_adapters.bench.coldstart.contestants import Question
 from medusa_runtime.errors import ConfigError, MedusaError
 
 from benchmarks.coldstart.__main__ import listed

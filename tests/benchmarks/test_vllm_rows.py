@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from medusa_adapters.bench.contestants import Question, Sample
+from medusa_adapters.bench.coldstart.contestants import Question, Sample
+from medusa_adapters.bench.coldstart.rows import contestants
 from medusa_adapters.bench.node import Node
 from medusa_adapters.bench.result import Result
-from medusa_adapters.bench.rows import contestants
 from medusa_adapters.bench.served_instance import ServedInstance
 from medusa_runtime.errors import ConfigError, MedusaError, MissingPackageError
 from medusa_runtime.timeline import Stage

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from medusa_adapters.bench import fetch as product_fetch
-from medusa_adapters.bench.metrics import METRICS
+from medusa_adapters.bench.coldstart.metrics import METRICS
 from medusa_adapters.cli.doctor import examine
 from medusa_adapters.trial import Trial
 from medusa_runtime.config import Settings

@@ -8,7 +8,7 @@ import signal
 from ..cli.subcommands import add_subcommands, run_subcommand
 
 _BENCHES = (
-    ("coldstart", "medusa_adapters.bench.coldstart", "from nothing running to the first token"),
+    ("coldstart", "medusa_adapters.bench.coldstart.command", "from nothing running to the first token"),
     ("fetch", "medusa_adapters.bench.fetch", "a checkpoint from its store into memory"),
 )
 

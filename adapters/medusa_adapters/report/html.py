@@ -7,7 +7,7 @@ from html import escape
 
 from medusa_runtime.timeline import Stage
 
-from ..bench.metrics import METRICS, Metric
+from ..bench.coldstart.metrics import METRICS, Metric
 from ..bench.result import Result, Row
 from .charts import bars, timeline
 from .gantt import MS, gaps, moment, tracks, window

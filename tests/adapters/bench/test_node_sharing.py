@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from medusa_adapters.bench.node_sharing import node_targets
+from medusa_adapters.bench.coldstart.node_sharing import node_targets
 from medusa_adapters.bench.result import Result
 
 from benchmarks.coldstart.__main__ import main

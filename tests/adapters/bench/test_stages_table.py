@@ -1,7 +1,7 @@
 """Where the time to the first token goes, of samples made by hand."""
 
-from medusa_adapters.bench.contestants import Sample
-from medusa_adapters.bench.stages import stages_table
+from medusa_adapters.bench.coldstart.contestants import Sample
+from medusa_adapters.bench.coldstart.stages import stages_table
 from medusa_runtime.timeline import Stage
 
 MS = 1_000_000

@@ -21,7 +21,7 @@ from medusa_runtime.state.materialize import Made, Materialization, beside
 from medusa_runtime.state.stage_times import StageTimes, summarize
 from medusa_runtime.storage.base import redacted
 
-from ...bench.contestants import Medusa, Question
+from ...bench.coldstart.contestants import Medusa, Question
 from ..flags import add_model, given_model
 from ..leftovers import Leftovers
 from ..progress import note, size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .result import Result
+from ..result import Result
 
 
 class Metric(NamedTuple):

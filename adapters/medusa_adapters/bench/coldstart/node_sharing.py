@@ -7,13 +7,13 @@ from pathlib import Path
 
 from medusa_runtime.errors import MedusaError
 
-from ..cli.progress import note
+from ...cli.progress import note
+from ..node import Node, taken_engine
+from ..process import pss_bytes
+from ..result import Result, Target
+from ..served_instance import ServedInstance
 from .contestants import Medusa, Question, weights_mb
 from .metrics import add
-from .node import Node, taken_engine
-from .process import pss_bytes
-from .result import Result, Target
-from .served_instance import ServedInstance
 
 
 def measure_node(result: Result, ours: Medusa, question: Question, *, runs: int, functions: int) -> None:

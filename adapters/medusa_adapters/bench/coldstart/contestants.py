@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from medusa_runtime.timeline import Stage
 
-from .process import pss_bytes, rss_bytes
-from .served_instance import ServedInstance, medusa_command, serve_command
+from ..process import pss_bytes, rss_bytes
+from ..served_instance import ServedInstance, medusa_command, serve_command
 
 
 @dataclass(frozen=True)

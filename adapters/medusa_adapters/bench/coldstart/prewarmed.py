@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
+from ..node import Node, taken_engine
+from ..served_instance import ServedInstance
 from .contestants import Medusa, Question, Sample
-from .node import Node, taken_engine
-from .served_instance import ServedInstance
 
 _LOOK_EVERY_S = 0.01
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
-from ..cli.progress import note
+from ...cli.progress import note
+from ..process import pss_bytes
+from ..result import Result
 from .contestants import Medusa, Question, weights_mb
 from .metrics import add
-from .process import pss_bytes
-from .result import Result
 
 
 def measure_sharing(result: Result, ours: Medusa, question: Question, *, runs: int, instances: int) -> None:

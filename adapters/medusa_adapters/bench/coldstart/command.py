@@ -12,15 +12,15 @@ from pathlib import Path
 from medusa_runtime.errors import ConfigError, MedusaError
 from medusa_runtime.storage.base import redacted
 
-from ..cli.flags import add_model, given_model
-from ..cli.progress import note, size
-from ..report.gantt import largest_gap_ms, render_text
-from ..report.labels import OURS, Labels
-from .bytecode import compile_packages
+from ...cli.flags import add_model, given_model
+from ...cli.progress import note, size
+from ...report.gantt import largest_gap_ms, render_text
+from ...report.labels import OURS, Labels
+from ..bytecode import compile_packages
+from ..result import Result, Target, targets_table
 from .contestants import Contestant, Medusa, Question, Sample, weights_mb
 from .metrics import add
 from .node_sharing import measure_node, node_targets
-from .result import Result, Target, targets_table
 from .rows import ROWS, contestants
 from .stages import stages_table
 
@@ -157,7 +157,7 @@ def present(
     if arguments.json:
         result.write(arguments.json)
     if arguments.report:
-        from ..report.html import html
+        from ...report.html import html
 
         median = median_sample(samples[ours]) if samples.get(ours) else None
         stages = median.stages if median else ()

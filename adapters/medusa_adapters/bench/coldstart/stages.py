@@ -6,7 +6,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 
-from ..report import gantt
+from ...report import gantt
 from .contestants import Sample
 
 _SHOWN_MS = 1.0
