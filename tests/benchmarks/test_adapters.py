@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.adapters import measure
+from benchmarks.engine.adapters import measure
 
 
 def test_all_rows_are_measured() -> None:

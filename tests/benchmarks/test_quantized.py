@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from engine_fixtures import write_checkpoint
 
-from benchmarks.quantized import measure
+from benchmarks.engine.quantized import measure
 
 
 @pytest.mark.slow

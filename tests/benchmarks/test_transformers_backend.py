@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 @pytest.mark.slow
 def test_both_rows_are_measured(tmp_path: Path) -> None:
-    from benchmarks.transformers_backend import make, measure
+    from benchmarks.engine.transformers_backend import make, measure
 
     result = measure(make(tmp_path, layers=1), batch=2, tokens=4, runs=1)
     assert len(result["ours"]["first"]) == len(result["theirs"]["rate"]) == 1

@@ -1,4 +1,4 @@
-"""A model and its quantized forms: ``python -m benchmarks.quantized --model out/llama-57m``.
+"""A model and its quantized forms: ``python -m benchmarks.engine.quantized --model out/llama-57m``.
 
 Each round serves every form in turn: from the exec to the first token, with the checkpoint on an object store of so
 many MB/s a connection, and then the tokens a second of one greedy sequence and of a batch. The weights are rounded to

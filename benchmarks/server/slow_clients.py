@@ -1,6 +1,6 @@
 """Real clients beside a thousand that send their requests a byte a second, and the memory of unfinished bodies.
 
-    python -m benchmarks.slow_clients --json out/slow_clients.json
+    python -m benchmarks.server.slow_clients --json out/slow_clients.json
 
 Serves a small JSON function. Sixteen clients ask it, with and without the slow ones in turn. The slow ones are of four
 kinds, in equal parts: they never finish a head, a small body, a large body, or a chunked one. Each sends at a moment of

@@ -1,6 +1,6 @@
 """Many streams at once on one worker, and how long probes take meanwhile.
 
-    python -m benchmarks.load --streams 128 --json out/load.json
+    python -m benchmarks.server.load --streams 128 --json out/load.json
 
 Serves a function that streams an item every ``--every-ms``, or with ``--model`` a model; opens all streams together,
 and asks /readyz, on a new connection each time as kubelet does, until the last stream has ended.

@@ -1,8 +1,8 @@
-"""Models that run by transformers' code, here and in transformers: ``python -m benchmarks.transformers_backend``.
+"""Models that run by transformers' code, here and in transformers.
 
-A random OLMo 2 of some 60 million parameters in bfloat16 (``--model`` takes another). Each round starts `medusa serve`
-and a process that calls ``from_pretrained`` and ``generate``, in turn, from the exec to the first token; and then has
-both continue a batch of prompts greedily.
+``python -m benchmarks.engine.transformers_backend``. A random OLMo 2 of some 60 million parameters in bfloat16
+(``--model`` takes another). Each round starts `medusa serve` and a process that calls ``from_pretrained`` and
+``generate``, in turn, from the exec to the first token; and then has both continue a batch of prompts greedily.
 """
 
 from __future__ import annotations

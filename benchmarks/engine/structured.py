@@ -1,7 +1,8 @@
-"""Tokens a second of structured outputs, against the same model's free text: ``python -m benchmarks.structured``.
+"""Tokens a second of structured outputs, against the same model's free text.
 
-The torch engine in this process, a batch of requests with random prompts. Each round runs both, in turn, so that what
-else the machine does meets both. The first structured request, which starts the process of the grammars, is not timed.
+``python -m benchmarks.engine.structured``. The torch engine in this process, a batch of requests with random prompts.
+Each round runs both, in turn, so that what else the machine does meets both. The first structured request, which starts
+the process of the grammars, is not timed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the adapters cost: a small JSON function behind each, against a bare Flask route under the same gunicorn.
 
-    python -m benchmarks.overhead --json out/overhead.json
+    python -m benchmarks.server.overhead --json out/overhead.json
 
 One client, one connection; the contestants answer in turn, request by request, so that a busy machine is busy for all.
 """

@@ -1,9 +1,9 @@
 """What LoRA adapters cost: tokens a second with four of them in a batch, and the first token of one that is not loaded.
 
-``python -m benchmarks.adapters``. The torch engine in this process, with adapters of random values for all linear
-layers of a Llama. Each round runs a batch without adapters and one whose requests take turns with four of them, so that
-what else the machine does meets both. The second table times a request from its arrival to its first token: for the
-base model, for an adapter that is loaded, and for one that lies in a folder and is fetched for it.
+``python -m benchmarks.engine.adapters``. The torch engine in this process, with adapters of random values for all
+linear layers of a Llama. Each round runs a batch without adapters and one whose requests take turns with four of them,
+so that what else the machine does meets both. The second table times a request from its arrival to its first token: for
+the base model, for an adapter that is loaded, and for one that lies in a folder and is fetched for it.
 """
 
 from __future__ import annotations

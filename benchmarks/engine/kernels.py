@@ -1,4 +1,4 @@
-"""How fast the CPU multiplies: ``python -m benchmarks.kernels``.
+"""How fast the CPU multiplies: ``python -m benchmarks.engine.kernels``.
 
 Products of one checkpoint shape by torch, by the kernels, and without compiled kernels, in turn in one run. The
 weights rotate, as in a model: none is still in the cache when its turn comes again.
@@ -26,7 +26,7 @@ ROTATED_BYTES = 256 << 20  # more than the last-level cache of most CPUs
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kernels", description=(__doc__ or "").partition("\n")[0]
+        prog="python -m benchmarks.engine.kernels", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument(
         "--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 64, 256], help="tokens in the batch (M)"

@@ -1,0 +1,1 @@
+"""The torch engine measured: its kernels, adapters, quantized forms, structured outputs and other people's models."""

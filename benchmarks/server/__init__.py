@@ -1,0 +1,1 @@
+"""The function process measured: many streams, slow clients, and what the adapters cost."""
