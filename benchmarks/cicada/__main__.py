@@ -25,8 +25,8 @@ _GATED = "resnet50"  # what gates cost is promised of it
 def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     models, strategies = _names(options.models), _names(options.strategies)
-    from benchmarks.cicada.checkpoint import checkpoint, converted
-    from benchmarks.cicada.workload import NAMES, workload
+    from benchmarks.cicada.workloads.checkpoint import checkpoint, converted
+    from benchmarks.cicada.workloads.workload import NAMES, workload
 
     problem = (
         _unknown("--models", models, NAMES)

@@ -22,7 +22,7 @@ def measure_gates(result: Result, model: str, folder: Path, forwards: int) -> No
     from medusa_runtime.load.factory.build import build
     from medusa_runtime.load.factory.options import BuildOptions
 
-    from benchmarks.cicada.workload import workload
+    from benchmarks.cicada.workloads.workload import workload
 
     chosen = workload(model)
     region = Region.create()

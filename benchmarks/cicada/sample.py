@@ -54,7 +54,8 @@ def main() -> None:
         from medusa_runtime.imports.lazy_torch import make_handlers_import_lean
 
         make_handlers_import_lean(Settings().torch_import)
-    from benchmarks.cicada import strategies, workload  # torch, a second or two
+    from benchmarks.cicada import strategies  # torch, a second or two
+    from benchmarks.cicada.workloads import workload
 
     _prepare()
     print("ready", flush=True)

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from benchmarks.cicada.tracing import trace_layers
-from benchmarks.cicada.workload import Step, Workload
+from benchmarks.cicada.workloads.workload import Step, Workload
 
 _PAGE_BYTES = 4096
 

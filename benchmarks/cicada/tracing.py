@@ -8,7 +8,7 @@ from typing import Any
 from medusa_runtime.timeline import Timeline
 from torch import nn
 
-from benchmarks.cicada.workload import Workload
+from benchmarks.cicada.workloads.workload import Workload
 
 
 def trace_layers(model: nn.Module, workload: Workload, timeline: Timeline) -> None:

@@ -19,7 +19,6 @@ from medusa_runtime.timeline import Timeline
 
 from benchmarks.cicada import __main__ as command
 from benchmarks.cicada import pipeline, session
-from benchmarks.cicada.checkpoint import checkpoint
 from benchmarks.cicada.figure import _place
 from benchmarks.cicada.limited import measure_limited
 from benchmarks.cicada.origin import LimitedServer, serving
@@ -29,7 +28,8 @@ from benchmarks.cicada.runner import Container, Inference
 from benchmarks.cicada.sample import Request
 from benchmarks.cicada.session import Session
 from benchmarks.cicada.strategies import OURS, STRATEGIES, Job
-from benchmarks.cicada.workload import NAMES, workload
+from benchmarks.cicada.workloads.checkpoint import checkpoint
+from benchmarks.cicada.workloads.workload import NAMES, workload
 
 TINY = ("tiny-vgg", "tiny-resnet", "tiny-bert", "tiny-llama", "tiny-opt")
 

@@ -13,7 +13,7 @@ from medusa_runtime.load.skeleton import skeleton
 from safetensors.torch import save_file
 from torch import nn
 
-from benchmarks.cicada.resnet import PLANS, ResNet, resnet
+from benchmarks.cicada.workloads.resnet import PLANS, ResNet, resnet
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")

@@ -12,7 +12,7 @@ from medusa_runtime.load.skeleton import skeleton
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from benchmarks.cicada.vgg import PLANS, VGG, vgg
+from benchmarks.cicada.workloads.vgg import PLANS, VGG, vgg
 
 # torchvision's indices of the convolutions in ``features``; a pooling follows where the next index is 3 away.
 CONVOLUTIONS = {

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks import make_checkpoint
 from benchmarks.cicada.runner import CONVERTED
-from benchmarks.cicada.workload import Workload
+from benchmarks.cicada.workloads.workload import Workload
 
 _BLOCK_ELEMENTS = 4 << 20
 

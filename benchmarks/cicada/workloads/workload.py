@@ -15,7 +15,7 @@ from medusa_runtime.models.layers.causal import CausalAttention
 from medusa_runtime.models.registry import family, model_config
 from torch import Tensor, nn
 
-from benchmarks.cicada import resnet, vgg
+from benchmarks.cicada.workloads import resnet, vgg
 from benchmarks.shapes import SHAPES, Shape
 
 IMAGE = 224
