@@ -63,9 +63,13 @@ class Backlog:
             if not gate.remaining:
                 gate.open()
 
-    def arrived(self, wait_s: float) -> list[str]:
-        """Return pending tensors whose bytes are there, urgent ones first; wait for the next one when there is none."""
+    def arrived(self, wait_s: float, patient_s: float = 0.0) -> list[str]:
+        """Return pending tensors whose bytes are there, urgent ones first; wait for the next one when there is none.
+
+        ``patient_s``: how long to sleep at most where that wait was in vain before; by default ``wait_s``.
+        """
         pending, source = self.pending, self._source
+        fetched_bytes = source.fetched_bytes  # before the look, so that nothing comes between it and a sleep
         while self._order[self._next] not in pending:
             self._next += 1
         self.urgent = self._demand_again()
@@ -75,13 +79,15 @@ class Backlog:
         ahead = self._order[self._next : self._next + _LOOKAHEAD]
         looked = [name for name in dict.fromkeys([*self.urgent, *ahead]) if name in pending]
         found = [name for name in looked if source.has(name)]
-        if not found:
-            try:
-                source.wait_tensor(looked[0], wait_s, patient=self._waited)
-            except TimeoutError:
-                self._waited = True  # bytes come slowly: looking at them all the time takes the forward's processor
-        else:
+        if found:
             self._waited = False
+        elif self._waited:  # bytes come slowly: looking at them all the time takes the forward's processor
+            source.wait_for_more(fetched_bytes, patient_s or wait_s)
+        else:
+            try:
+                source.wait_tensor(looked[0], wait_s)
+            except TimeoutError:
+                self._waited = True
         return found
 
     def count(self, place: Place, start_ns: int) -> None:

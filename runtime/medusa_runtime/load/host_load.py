@@ -10,6 +10,7 @@ from medusa_runtime.load.backlog import Backlog
 from medusa_runtime.load.source import Source
 
 _POLL_S = 0.01  # how long to wait for the next tensor before looking whether others have arrived
+_PATIENT_S = 0.05  # the same where bytes come slowly; it is woken by those that come
 
 
 class HostLoad:
@@ -29,7 +30,7 @@ class HostLoad:
         source, backlog = self._source, self._backlog
         while backlog.pending:
             check()
-            for name in backlog.arrived(_POLL_S):
+            for name in backlog.arrived(_POLL_S, _PATIENT_S):
                 place, tensor = backlog.pending.pop(name), source.tensor(name)
                 start = time.monotonic_ns()
                 copied = self._applier.apply(place, tensor)

@@ -26,9 +26,18 @@ class Source:
         """Whether all bytes of a tensor are there, without waiting."""
         return self.region.has(name)
 
-    def wait_tensor(self, name: str, timeout_s: float | None = None, *, patient: bool = False) -> None:
+    def wait_tensor(self, name: str, timeout_s: float | None = None) -> None:
         """Wait for all bytes of a tensor, like ``Region.wait_tensor``."""
-        self.region.wait_tensor(name, timeout_s, patient=patient)
+        self.region.wait_tensor(name, timeout_s)
+
+    @property
+    def fetched_bytes(self) -> int:
+        """How many bytes are there, for ``wait_for_more``."""
+        return self.region.fetched_bytes
+
+    def wait_for_more(self, fetched_bytes: int, timeout_s: float) -> None:
+        """Sleep until there is more, like ``Region.wait_for_more``."""
+        self.region.wait_for_more(fetched_bytes, timeout_s)
 
     def demand(self, names: Sequence[str]) -> None:
         """Have these tensors fetched before all others; does not wait."""

@@ -21,6 +21,7 @@ from .layout import ERROR_OFFSET, HEADER_BYTES, TABLE_OFFSET, Late, State, Word,
 from .lock import is_locked
 from .pages import address_of, drop
 from .waiter import Waiter
+from .wake import wait_for_change
 
 if TYPE_CHECKING:
     from .release import Release
@@ -226,17 +227,17 @@ class Region:
         assert self._chunks is not None
         self._wait_chunks(self._chunks.covering(shard, start, stop), timeout_s)
 
-    def wait_tensor(self, name: str, timeout_s: float | None = None, *, patient: bool = False) -> None:
-        """Wait, like ``wait``, for all bytes of a tensor; ``patient``: look less often. WeightsError when released."""
+    def wait_tensor(self, name: str, timeout_s: float | None = None) -> None:
+        """Wait, like ``wait``, for all bytes of a tensor. WeightsError when released."""
         self.wait_index(timeout_s)
         self._check_released(name)
         assert self._chunks is not None
-        self._wait_chunks(self._chunks.of_tensor(name), timeout_s, patient=patient)
+        self._wait_chunks(self._chunks.of_tensor(name), timeout_s)
 
-    def _wait_chunks(self, chunks: range, timeout_s: float | None, *, patient: bool = False) -> None:
+    def _wait_chunks(self, chunks: range, timeout_s: float | None) -> None:
         if self._present(chunks):
             return
-        waiter = Waiter(timeout_s, patient=patient)
+        waiter = Waiter(timeout_s)
         while not self._present(chunks):
             self._raise_failure()
             self._check_writer(waiter)
@@ -256,6 +257,20 @@ class Region:
         assert self._memory is not None
         table = bytes(self._memory[TABLE_OFFSET + chunks.start : TABLE_OFFSET + chunks.stop])
         return table.count(1) == len(table)
+
+    @property
+    def fetched_bytes(self) -> int:
+        """How many bytes are there, for ``wait_for_more``."""
+        return self._words()[Word.FETCHED_BYTES]
+
+    def wait_for_more(self, fetched_bytes: int, timeout_s: float) -> None:
+        """Sleep until there is more than these ``fetched_bytes``, or for ``timeout_s``; perhaps less.
+
+        Raises the prefetcher's error; StorageError when it died and none took over.
+        """
+        self._raise_failure()
+        self._look_at_writer()
+        wait_for_change(address_of(self._words()) + 8 * Word.FETCHED_BYTES, fetched_bytes, timeout_s)
 
     def demand(self, names: Sequence[str]) -> None:
         """Have these tensors fetched before all others; does not wait."""
@@ -335,8 +350,10 @@ class Region:
 
     def _check_writer(self, waiter: Waiter) -> None:
         """Raise StorageError when nobody has been filling this region for some time."""
-        if not waiter.slow_look():
-            return
+        if waiter.slow_look():
+            self._look_at_writer()
+
+    def _look_at_writer(self) -> None:
         if is_locked(self.fd) or self._words()[Word.STATE] == State.DONE:
             self._no_writer_since = None
         elif self._no_writer_since is None:

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import time
 
+_LONGEST_S = 1e-3
+
 
 class Waiter:
-    """Sleeps between looks at shared memory: short at first, at most a millisecond. TimeoutError at the deadline.
+    """Sleeps between looks at shared memory: short at first, at most a millisecond. TimeoutError at the deadline."""
 
-    ``patient``: the caller has waited before and nothing came; it looks every two milliseconds.
-    """
-
-    def __init__(self, timeout_s: float | None, *, patient: bool = False) -> None:
+    def __init__(self, timeout_s: float | None) -> None:
         self._timeout_s = timeout_s
         self._began = time.monotonic()
-        self._longest_s = 2e-3 if patient else 1e-3
-        self._pause_s = self._longest_s if patient else 20e-6
+        self._pause_s = 20e-6
         self._next_slow_look = self._began + 0.05
 
     def pause(self) -> None:
         if self._timeout_s is not None and time.monotonic() - self._began >= self._timeout_s:
             raise TimeoutError(f"nothing arrived in the region within {self._timeout_s:g} s")
         time.sleep(self._pause_s)
-        self._pause_s = min(self._pause_s * 1.3, self._longest_s)
+        self._pause_s = min(self._pause_s * 1.3, _LONGEST_S)
 
     def slow_look(self) -> bool:
         """Whether it is time for a check that costs a system call: every 50 ms."""

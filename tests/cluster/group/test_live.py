@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 from engine_fixtures import fill_region
 from group_fixtures import Group, until
+from medusa_cluster.group.live import target as live_target
 from medusa_cluster.group.live.layer_queue import BestEffort, ZigZag
 from medusa_runtime.errors import OverloadedError
 from medusa_runtime.region.reader import Region
@@ -115,6 +118,36 @@ def test_a_target_that_ends_costs_no_token(
     assert [answer.tokens for answer in answers] == expected
     until(lambda: not made.leader.engine.stats()["paired"])
     until(lambda: made.leader.engine.stats()["kv_tokens_used"] == 0)
+
+
+def test_an_idle_source_waits_for_the_layer_that_runs_and_no_further_one(
+    slow: SlowRegion, pair: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = pair()
+    source, target = made.leader.engine, made.workers[1].engine
+    slow.arrive("embed")
+    slow.arrive("layers.0.")
+    until(lambda: target.loaded_layers() == 1)  # type: ignore[attr-defined]
+    seen: list[str] = []
+    run_layers, send = target._model.run_layers, live_target.send_handover
+
+    def run_slowly(*args: Any) -> Any:
+        partners = source._pairs  # type: ignore[attr-defined]
+        until(lambda: not partners or partners[0].pulled)
+        time.sleep(0.05)  # for the message to arrive
+        seen.append("layer")
+        return run_layers(*args)
+
+    def send_seen(*args: Any) -> None:
+        seen.append("handover")
+        send(*args)
+
+    monkeypatch.setattr(target._model, "run_layers", run_slowly)
+    monkeypatch.setattr(live_target, "send_handover", send_seen)
+    answers = [made.leader.ask(prompt, max_tokens=1) for prompt in PROMPTS]
+    assert all(answer.tokens for answer in answers)
+    assert "layer" in seen
+    assert ("layer", "layer") not in itertools.pairwise(seen)
 
 
 def test_cancelled_and_preempted_requests_are_left_out(

@@ -231,6 +231,24 @@ def test_a_forward_waits_for_each_unit_alone(filling: Fill) -> None:
     assert [unit for name, unit in stages if name == "wait"] == ["embed", "layers.0", "layers.2"]
 
 
+def test_weights_that_come_slowly_are_looked_at_seldom(filling: Fill, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, state = reference()
+    filled = filling(state).lay_out()
+    module = empty_net()
+    looks = []
+    has = filled.region.has
+    monkeypatch.setattr(filled.region, "has", lambda name: looks.append(name) or has(name))
+    with Loader(filled.region, Applier(module)):
+        until(lambda: len(looks) > len(state))
+        time.sleep(0.1)
+        before = len(looks)
+        time.sleep(1.0)
+        assert len(looks) - before <= 25 * len(state)  # one look at each tensor every 50 ms
+        late = list(state)[-1]  # not the one that is next
+        filled.arrive(late)
+        until(lambda: not module.get_parameter(late).is_meta)
+
+
 def test_a_fetch_error_reaches_the_waiting_forward(filling: Fill) -> None:
     _, state = reference()
     filled = filling(state).lay_out()

@@ -45,7 +45,7 @@ class ZigZag:
         self._queue.ran(batch)
 
     def pull(self, loaded: int) -> int | None:
-        # An untouched head is one for which not even the first layer is there, so nobody works on it.
+        # Asked between two layers, so nobody works on the head; an idle source takes it untouched, too.
         return self._queue.pull(None, untouched=True)
 
     def done(self, batch: int) -> int:

@@ -117,10 +117,10 @@ class _Helper:
         while not stop.is_set() and self._handle(channel, idle=idle):
             target._check_loaded()
             loaded = target.loaded_layers()
+            if self._pull:  # before the next layer, as the source is idle until this is answered
+                self._hand_over(channel, loaded)
             batch = self._queue.next(loaded)
             idle = batch is None or not self._run_layer(batch)
-            if self._pull:
-                self._hand_over(channel, loaded)
 
     def _handle(self, channel: TcpChannel, *, idle: bool) -> bool:
         """Take what the source has sent; False when it lets go."""

@@ -59,9 +59,9 @@ class QuantizedSource(Source):
     def has(self, name: str) -> bool:
         return all(self.region.has(part) for part in self._parts(name))
 
-    def wait_tensor(self, name: str, timeout_s: float | None = None, *, patient: bool = False) -> None:
+    def wait_tensor(self, name: str, timeout_s: float | None = None) -> None:
         for part in self._parts(name):
-            self.region.wait_tensor(part, timeout_s, patient=patient)
+            self.region.wait_tensor(part, timeout_s)
 
     def demand(self, names: Sequence[str]) -> None:
         self.region.demand(self.wait_index().parts(names))
