@@ -19,13 +19,15 @@ if TYPE_CHECKING:
 class Constraint:
     """A grammar that a sequence's text follows: its number in the process that keeps it (``engine/structured``).
 
-    ``unseen`` are the tokens that this process has not heard of yet.
+    ``unseen`` are the tokens that this process has not heard of yet; ``introduced``, whether it knows which tokens end
+    the sequence.
     """
 
     def __init__(self, process: GrammarProcess, number: int) -> None:
         self.process = process
         self.number = number
         self.unseen: list[int] = []
+        self.introduced = False
 
     def close(self) -> None:
         """Have the grammar forgotten. In the engine's thread."""

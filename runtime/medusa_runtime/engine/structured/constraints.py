@@ -14,6 +14,7 @@ from ...errors import EngineError, RequestError
 from ..base import StructuredOutputs
 from ..serving.sequence import Constraint, Span
 from ..serving.sequence import Sequence as Generated
+from ..torch.sampler import Sampled
 
 if TYPE_CHECKING:
     from .process import GrammarProcess
@@ -37,13 +38,15 @@ class _Awaited(NamedTuple):
     rows: list[Generated]
 
 
-class _Mask(NamedTuple):
-    """What a grammar says of its sequence. ``bits``: a bit a token, whether it may come next."""
+class _Masks(NamedTuple):
+    """What grammars say of their sequences, whose places are by identity.
 
+    ``bits`` [sequences, bytes]: a bit a token, whether it may come next. ``states``: stopped, error.
+    """
+
+    places: dict[int, int]
     bits: Tensor
-    accepting: bool
-    stopped: bool
-    fault: str
+    states: list[tuple[bool, str]]
 
 
 class Constraints:
@@ -60,7 +63,7 @@ class Constraints:
         self._starting = threading.Lock()
         self._ended = False
         self._awaited: _Awaited | None = None
-        self._bits: Tensor | None = None
+        self._bytes: Tensor | None = None
 
     def open(self, asked: StructuredOutputs, tokens: Sequence[int] = ()) -> Constraint:
         """A grammar that has seen ``tokens``. Waits for the vocabulary at first. In any thread but the engine's.
@@ -70,36 +73,42 @@ class Constraints:
         process = self._started()
         return Constraint(process, process.open(asked, list(tokens)))
 
+    def take(self, sequences: Sequence[Generated], sampled: Sequence[Sampled], *, ask: bool) -> None:
+        """Note the new tokens. With ``ask`` have the next masks made already, while nothing computes."""
+        going = []
+        for sequence, each in zip(sequences, sampled, strict=True):
+            if sequence.constraint is not None and not sequence.cancelled:
+                sequence.constraint.unseen.append(each.token)
+                going.append(sequence)
+        if ask:
+            self._ask(going)
+
     def begin(self, spans: Sequence[Span]) -> None:
-        """Have the masks made for the sequences whose next token this step gives, while it runs."""
-        if self._awaited is not None:  # a step failed before it took them
-            self._receive()
-        self._ask(
-            [
-                span.sequence
-                for span in spans
-                if span.sequence.constraint is not None and span.stop == len(span.sequence.tokens)
-            ]
-        )
+        """Have the masks made that are not yet, for sequences whose next token this step gives, while it runs."""
+        wanted = [
+            span.sequence
+            for span in spans
+            if span.sequence.constraint is not None and span.stop == len(span.sequence.tokens)
+        ]
+        if self._awaited is not None:
+            asked = {id(sequence) for sequence in self._awaited.rows}
+            if all(id(sequence) in asked for sequence in wanted):
+                return
+        self._ask(wanted)
 
     def apply(self, logits: Tensor, sequences: Sequence[Generated]) -> list[Ended]:
         """Forbid what the grammars do not allow, in place. Returns the sequences that get no further token."""
         rows = {row: each for row, each in enumerate(sequences) if each.params.structured_outputs is not None}
         if not rows:
             return []
-        masks, ended = self._receive(), []
-        for row, sequence in rows.items():
-            if (mask := masks.get(id(sequence))) is not None:
-                ended += self._follow(logits[row], sequence, mask)
-        late = {row: sequence for row, sequence in rows.items() if id(sequence) not in masks}
-        ended += self._take_over(list(late.values()))  # from another engine, perhaps
-        masks = self._receive()
-        for row, sequence in late.items():
-            if (mask := masks.get(id(sequence))) is not None:
-                ended += self._follow(logits[row], sequence, mask)
-            elif not any(end.sequence is sequence for end in ended):
-                text = "the process that keeps the grammars of structured outputs ended; try again"
-                ended.append(Ended(sequence, EngineError(text)))
+        ended, late = self._forbid(logits, rows)
+        if late:  # from another engine, perhaps
+            ended += self._take_over(list(late.values()))
+            found, lost = self._forbid(logits, late)
+            text = "the process that keeps the grammars of structured outputs ended; try again"
+            known = {id(end.sequence) for end in ended}
+            ended += found
+            ended += [Ended(each, EngineError(text)) for each in lost.values() if id(each) not in known]
         return ended
 
     def _ask(self, sequences: list[Generated]) -> None:
@@ -111,10 +120,13 @@ class Constraints:
             constraint = sequence.constraint
             if constraint is not None and constraint.process is process:
                 rows.append(sequence)
-                asked.append((constraint.number, constraint.unseen))
-                constraint.unseen = []
+                endings = [] if constraint.introduced else sorted(sequence.ending)
+                asked.append((constraint.number, constraint.unseen, endings))
+                constraint.unseen, constraint.introduced = [], True
         if not rows:
             return
+        if self._awaited is not None:  # others came meanwhile, or a step failed before it took them
+            self._receive()
         try:
             process.send(asked)
         except EngineError as error:
@@ -135,15 +147,26 @@ class Constraints:
         self._ask(sequences)
         return ended
 
-    def _follow(self, logits: Tensor, sequence: Generated, mask: _Mask) -> list[Ended]:
-        """Mask a row. Returns the sequence where it ends."""
-        if mask.fault:
-            text = " ".join(mask.fault.split())
-            return [Ended(sequence, EngineError(f"the grammar could not be followed any further: {text}"))]
-        if mask.stopped and not sequence.ending:
-            return [Ended(sequence, None)]
-        logits.masked_fill_(self._forbidden(mask, sequence, logits), float("-inf"))
-        return []
+    def _forbid(self, logits: Tensor, rows: dict[int, Generated]) -> tuple[list[Ended], dict[int, Generated]]:
+        """Mask the rows whose masks were asked for. Returns sequences that end, and the rows without a mask."""
+        masks, ended, late = self._receive(), [], {}
+        places: dict[int, int] = {}
+        for row, sequence in rows.items():
+            place = None if masks is None else masks.places.get(id(sequence))
+            if masks is None or place is None:
+                late[row] = sequence
+                continue
+            stopped, fault = masks.states[place]
+            if fault:
+                text = " ".join(fault.split())
+                ended.append(Ended(sequence, EngineError(f"the grammar could not be followed any further: {text}")))
+            elif stopped and not sequence.ending:
+                ended.append(Ended(sequence, None))
+            else:
+                places[row] = place
+        if masks is not None and places:
+            logits.masked_fill_(self._forbidden(masks, places, logits), float("-inf"))
+        return ended, late
 
     def close(self) -> None:
         with self._starting:
@@ -177,32 +200,34 @@ class Constraints:
                 )
             return self._process
 
-    def _receive(self) -> dict[int, _Mask]:
-        """The masks that were asked for last, by the identity of their sequences; none when the process is gone."""
+    def _receive(self) -> _Masks | None:
+        """The masks that were asked for last; None where there are none, or when the process is gone."""
         awaited, self._awaited = self._awaited, None
         if awaited is None:
-            return {}
+            return None
         process, rows = awaited
         try:
             states = process.receive()
         except EngineError as error:
             logger.warning("%s", error)
-            return {}
-        size = process.row_bytes
-        return {
-            id(sequence): _Mask(
-                torch.frombuffer(process.masks, dtype=torch.uint8, count=size, offset=row * size), *state
-            )
-            for row, (sequence, state) in enumerate(zip(rows, states, strict=True))
-        }
+            return None
+        bits = torch.frombuffer(process.masks, dtype=torch.uint8, count=len(rows) * process.row_bytes)
+        places = {id(sequence): place for place, sequence in enumerate(rows)}
+        return _Masks(places, bits.view(len(rows), -1), states)
 
-    def _forbidden(self, mask: _Mask, sequence: Generated, logits: Tensor) -> Tensor:
-        """The tokens that must not come next; what ends the sequence may, once the grammar is satisfied."""
-        vocab_size = logits.shape[0]
-        if self._bits is None:
-            # Each byte as eight: a mask of bits becomes one of bytes by a single lookup.
-            self._bits = torch.tensor([[byte >> bit & 1 for bit in range(8)] for byte in range(256)], dtype=torch.bool)
-        allowed = self._bits[mask.bits.int()].view(-1)[:vocab_size]
-        ending = [token for token in sequence.ending if token < vocab_size]
-        allowed[torch.tensor(ending, dtype=torch.long)] = mask.accepting
-        return (~allowed).to(logits.device)
+    def _forbidden(self, masks: _Masks, places: dict[int, int], logits: Tensor) -> Tensor:
+        """The tokens that must not come next [rows of the logits, vocabulary], from rows' places in the masks."""
+        if self._bytes is None:
+            # The eight answers of a byte of bits, as one number: a mask is a single lookup of numbers.
+            bits = torch.tensor([[not byte >> bit & 1 for bit in range(8)] for byte in range(256)], dtype=torch.bool)
+            self._bytes = bits.view(torch.int64).view(-1)
+        chosen = list(places.values())
+        bits = masks.bits if chosen == list(range(len(masks.bits))) else masks.bits[torch.tensor(chosen)]
+        looked_up = self._bytes.index_select(0, bits.reshape(-1).int())
+        vocab_size = logits.shape[1]
+        forbidden = looked_up.view(torch.bool).view(len(chosen), -1)[:, :vocab_size]
+        if len(chosen) < len(logits):
+            of_all = torch.zeros(len(logits), vocab_size, dtype=torch.bool)
+            of_all[torch.tensor(list(places))] = forbidden
+            forbidden = of_all
+        return forbidden.to(logits.device)

@@ -21,6 +21,7 @@ _START_S = 60.0  # imports and the vocabulary; a second or two where nothing els
 _OPEN_S = 30.0
 _STEP_S = 30.0
 _END_S = 5.0
+_ONE = (1).to_bytes(8, sys.byteorder)  # a count, as eventfd takes it
 
 
 class GrammarProcess:
@@ -31,6 +32,7 @@ class GrammarProcess:
         self.row_bytes = -(-vocab_size // 32) * 4
         self.failed = False
         self.closed: list[int] = []  # numbers of grammars that nobody needs any more
+        self._asked = open(os.eventfd(0, os.EFD_CLOEXEC), "wb", buffering=0)  # noqa: SIM115
         openings, theirs = socket.socketpair()
         steps, their_steps = socket.socketpair()
         masks, given = (
@@ -44,10 +46,8 @@ class GrammarProcess:
                     file.write(tokenizer)
                 os.lseek(given, 0, os.SEEK_SET)
                 self.masks = mmap.mmap(masks, 0)
-                task = Task(
-                    theirs.fileno(), their_steps.fileno(), given, masks, self.row_bytes, vocab_size, list(eos_token_ids)
-                )
-                inherited = (theirs.fileno(), their_steps.fileno(), given, masks)
+                inherited = (theirs.fileno(), their_steps.fileno(), self._asked.fileno(), given, masks)
+                task = Task(*inherited, self.row_bytes, vocab_size, list(eos_token_ids))
                 command = [sys.executable, "-P", "-m", "medusa_runtime.engine.structured.worker"]
                 self._process = subprocess.Popen(
                     [*command, json.dumps(dataclasses.asdict(task))],
@@ -59,6 +59,7 @@ class GrammarProcess:
             except OSError as error:
                 openings.close()
                 steps.close()
+                self._asked.close()
                 raise EngineError(f"no process for structured outputs could be started: {error}") from error
             finally:
                 os.close(masks)
@@ -91,18 +92,19 @@ class GrammarProcess:
             raise RequestError(f"{PARAM}: this {asked.kind} cannot be used: {' '.join(fault.split())}", PARAM)
         return number
 
-    def send(self, rows: list[tuple[int, list[int]]]) -> None:
-        """Ask for the masks of these grammars, which have seen these tokens since."""
+    def send(self, rows: list[tuple[int, list[int], list[int]]]) -> None:
+        """Ask for the masks of these grammars, which have seen these tokens since and which these tokens end."""
         closed, self.closed = self.closed, []
         try:
             self._steps.settimeout(_STEP_S)
             self._steps.sendall(pack({"type": "step", "rows": rows, "closed": closed}))
-        except OSError as error:
+            self._asked.write(_ONE)
+        except (OSError, ValueError) as error:  # the latter where another thread has closed it
             raise self._lost(error) from error
 
-    def receive(self) -> list[tuple[bool, bool, str]]:
-        """The grammars' states (accepting, stopped, error), once their masks are there."""
-        states: list[tuple[bool, bool, str]] = self._ask(self._steps, self._read_masks, None)["states"]
+    def receive(self) -> list[tuple[bool, str]]:
+        """The grammars' states (stopped, error), once their masks are there."""
+        states: list[tuple[bool, str]] = self._ask(self._steps, self._read_masks, None)["states"]
         return states
 
     def close(self) -> None:
@@ -113,6 +115,7 @@ class GrammarProcess:
             except OSError:
                 pass
             connection.close()
+        self._asked.close()
         self._process.kill()
         self._process.wait(_END_S)
 

@@ -5,9 +5,10 @@ anybody. And a grammar comes from a client: what it costs in time and memory sho
 
     hello {error}                                  when the vocabulary is read
     open {number, kind, text, tokens}              → opened {error, warnings}
-    step {rows: [[number, tokens]], closed: […]}   → masks {states: [[accepting, stopped, error]]}
+    step {rows: [[number, tokens, endings]], closed: […]} → masks {states: [[stopped, error]]}
 
-Two sockets, one for steps and one for the rest. The masks lie in a shared file, a row for each row of the step.
+Two sockets, one for steps and one for the rest. The masks lie in a shared file, a row for each row of the step. What
+ends a sequence (``endings``, told once) may come when its grammar is satisfied.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import select
 import socket
 import sys
 import threading
@@ -41,6 +43,7 @@ class Task:
 
     openings: int
     steps: int
+    asked: int
     tokenizer: int
     masks: int
     row_bytes: int
@@ -54,6 +57,7 @@ class Grammars:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._matchers: dict[int, Any] = {}
+        self._endings: dict[int, list[int]] = {}
         # As they are before the first token, with their size; the last used last.
         self._fresh: dict[StructuredOutputs, tuple[Any, int]] = {}
 
@@ -91,24 +95,35 @@ class Grammars:
         limits = LLParserLimits(step_max_items=_MOST_ITEMS, verbose_errors=False)
         return LLMatcher(self._tokenizer, compiled(asked), log_level=0, limits=limits)  # without Python's lock
 
-    def step(self, rows: list[tuple[int, list[int]]], masks: memoryview, row_bytes: int) -> list[tuple[Any, ...]]:
+    def step(
+        self, rows: list[tuple[int, list[int], list[int]]], masks: memoryview, row_bytes: int
+    ) -> list[tuple[bool, str]]:
         """Take the tokens in, and write the masks of the next ones."""
-        states: list[tuple[Any, ...]] = []
-        for row, (number, tokens) in enumerate(rows):
+        states = []
+        for row, (number, tokens, endings) in enumerate(rows):
             matcher = self._matchers[number]
+            if endings:
+                self._endings[number] = endings
             began = time.thread_time()
             if tokens:
                 matcher.consume_tokens(tokens)
             if not matcher.is_error():
                 mask = matcher.compute_bitmask()[:row_bytes]
-                masks[row * row_bytes : row * row_bytes + len(mask)] = mask
+                first = row * row_bytes
+                masks[first : first + len(mask)] = mask
+                accepting = matcher.is_accepting()
+                for token in self._endings.get(number, ()):
+                    place, bit = first + token // 8, 1 << token % 8
+                    if token < 8 * row_bytes:
+                        masks[place] = masks[place] | bit if accepting else masks[place] & ~bit
             late = time.thread_time() - began > _STEP_CPU_S
             fault = f"it took more than {_STEP_CPU_S:g} s to find what may come next" if late else matcher.get_error()
-            states.append((matcher.is_accepting(), matcher.is_stopped(), fault))
+            states.append((matcher.is_stopped(), fault))
         return states
 
     def close(self, number: int) -> None:
         self._matchers.pop(number, None)
+        self._endings.pop(number, None)
 
 
 def main() -> None:
@@ -127,7 +142,7 @@ def main() -> None:
     openings.sendall(pack({"type": "hello", "error": ""}))
     threading.stack_size(_STACK_BYTES)
     masks = memoryview(mmap.mmap(task.masks, 0))
-    stepping = threading.Thread(target=_step, args=(steps, grammars, masks, task.row_bytes))
+    stepping = threading.Thread(target=_step, args=(steps, task.asked, grammars, masks, task.row_bytes))
     threading.Thread(target=_open, args=(openings, grammars), daemon=True).start()
     stepping.start()
     stepping.join()
@@ -152,9 +167,20 @@ def _open(connection: socket.socket, grammars: Grammars) -> None:
         connection.sendall(pack(grammars.open(frame["number"], asked, frame["tokens"])))
 
 
-def _step(connection: socket.socket, grammars: Grammars, masks: memoryview, row_bytes: int) -> None:
+def _step(connection: socket.socket, asked: int, grammars: Grammars, masks: memoryview, row_bytes: int) -> None:
+    """Answer steps, for which it is woken by an event.
+
+    A message on a socket wakes its receiver on the sender's core, in whose place it often runs: the engine would wait.
+    """
     reader = FrameReader(connection)
-    while (frame := reader.read()) is not None:
+    poll = select.poll()
+    poll.register(asked, select.POLLIN)
+    poll.register(connection, 0)  # its end
+    while poll.poll()[0][0] == asked:
+        os.eventfd_read(asked)
+        frame = reader.read()
+        if frame is None:
+            return
         for number in frame["closed"]:
             grammars.close(number)
         states = grammars.step(frame["rows"], masks, row_bytes)

@@ -347,7 +347,7 @@ class TorchEngine:
                 self._requests.end(span.sequence, "error", failure)
             return
         self._failed_steps = 0
-        self._give(spans, sequences, sampled, start_ns)
+        self._give(spans, sequences, sampled, start_ns, in_turn=True)
 
     def _sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled]:
         """The tokens of these rows, each one that its sequence's grammar allows."""
@@ -356,8 +356,17 @@ class TorchEngine:
             self._requests.end(ended.sequence, "error" if ended.error else "stop", ended.error)
         return self.runner.sample(logits, sequences)
 
-    def _give(self, spans: list[Span], sequences: list[Sequence], sampled: list[Sampled], start_ns: int) -> None:
-        """Deliver the tokens of a step that began at ``start_ns``."""
+    def _give(
+        self,
+        spans: list[Span],
+        sequences: list[Sequence],
+        sampled: list[Sampled],
+        start_ns: int,
+        *,
+        in_turn: bool = False,
+    ) -> None:
+        """Deliver the tokens of a step that began at ``start_ns``. ``in_turn``: the next step continues these."""
+        self._constraints.take(sequences, sampled, ask=in_turn)
         self._steps += 1
         if self._steps == 1:
             self._timeline.record(
@@ -374,8 +383,6 @@ class TorchEngine:
             if self._generated_tokens == 0:
                 self._timeline.mark("first_token")
             self._generated_tokens += 1
-            if sequence.constraint is not None:
-                sequence.constraint.unseen.append(sampled_token.token)
             self._requests.tell(sequence, delta)
 
     def _cancel(self, sequence: Sequence) -> None:
