@@ -57,7 +57,7 @@ _SERVER_MODULES = (
     "vllm.v1.engine.async_llm",
     "vllm.renderers.hf",
 )
-_OURS = tuple(f"medusa_vllm.{name}" for name in ("executor", "loader", "cpu.worker"))
+_OURS = tuple(f"medusa_vllm.{name}" for name in ("executor", "weights.loader", "cpu.worker"))
 
 
 def preimport(settings: Settings, region: Region | None = None) -> None:
