@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from medusa_handler.merge import Item, Merge
-from medusa_handler.metrics import Histogram, gauge
+from medusa_runtime.prometheus import Histogram, gauge
 
 
 def read_all(merge: Merge[int]) -> list[Item[int]]:

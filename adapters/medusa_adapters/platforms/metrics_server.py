@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from medusa_handler.metrics import Histogram
+from medusa_runtime.prometheus import Histogram, gauge
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +22,6 @@ class Calls:
         self._seconds: dict[tuple[str, str], Histogram] = {}  # by status and method
 
     def count(self, method: str, code: int, seconds: float) -> None:
-        from medusa_handler.metrics import Histogram
-
         # Clients invent methods; each would be twenty lines more on the page.
         key = (str(code), method.lower() if method in _METHODS else "unknown")
         with self._lock:
@@ -36,8 +32,6 @@ class Calls:
         self._seconds[key].observe(seconds)
 
     def page(self, in_flight: int) -> str:
-        from medusa_handler.metrics import gauge
-
         with self._lock:
             histograms = [self._seconds[key] for key in sorted(self._seconds)]
         samples = [(histogram.labels, histogram.count) for histogram in histograms]

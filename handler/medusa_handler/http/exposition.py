@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from medusa_runtime.errors import MedusaError
 from medusa_runtime.liveness import ROLES
-
-from ..metrics import escape, gauge
+from medusa_runtime.prometheus import escape, gauge
 
 if TYPE_CHECKING:
     from ..service import Service

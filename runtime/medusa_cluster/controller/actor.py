@@ -24,8 +24,6 @@ from ..node.ray.actor import NAMESPACE, NodeActor, actor_name
 from ..node.ray.processes import CONTROL_SOCKET_VARIABLE, NODE_LABEL, NODE_RESOURCE, PORT_LABEL
 from .cluster import Cluster
 
-logger = logging.getLogger(__name__)
-
 CONTROLLER_NAME = "controller"
 _MAKERS = 8  # threads
 

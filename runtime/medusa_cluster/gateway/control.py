@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -10,8 +9,6 @@ import aiohttp
 from medusa_runtime.errors import MedusaError, UnreachableError, from_code
 
 from .routes import Routes, node_server, parse
-
-logger = logging.getLogger(__name__)
 
 _CALL_S, _REPORT_S = 10.0, 3.0
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 from medusa_runtime.errors import MedusaError
+from medusa_runtime.prometheus import gauge
 from medusa_runtime.storage.peer_access import PeerAccess
 
 from .control import Control, NodeServers
@@ -98,12 +99,8 @@ class Gateway:
         gauges["tokens_per_second"] = {
             name: self.metrics.of(name).token_rate.per_s() for name in self.table.current.models
         }
-        return (
-            self.metrics.text(gauges)
-            + "# HELP medusa_gateway_controller_away_seconds For how long the controller has not answered.\n"
-            + "# TYPE medusa_gateway_controller_away_seconds gauge\n"
-            + f"medusa_gateway_controller_away_seconds {self.table.away_s:.1f}\n"
-        )
+        name, text = "medusa_gateway_controller_away_seconds", "For how long the controller has not answered."
+        return self.metrics.text(gauges) + "\n".join(gauge(name, text, ((), round(self.table.away_s, 1)))) + "\n"
 
     async def status(self) -> dict[str, Any]:
         """The state of the cluster: the controller's view, or while it is away the last one, with what we know."""

@@ -3,38 +3,16 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-_TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
+from medusa_runtime.prometheus import SECONDS, TOKEN_SECONDS, Histogram, Labels, gauge
+
 _RATE_S = 2.0  # over which tokens per second are counted
 _TOKENS_PER_BYTE = 0.25  # of a prompt's text, until an answer has told
 _NEWEST = 0.2  # its share in what is learned of that
 
 Gauges = Mapping[str, Mapping[str, float]]
-
-
-class Histogram:
-    """Observations in buckets."""
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def samples(self, name: str, labels: str) -> Iterator[str]:
-        seen = 0
-        for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
-            seen += count
-            yield f'{name}_bucket{{{labels},le="{bound}"}} {seen}'
-        yield f"{name}_sum{{{labels}}} {self._sum:.6f}"
-        yield f"{name}_count{{{labels}}} {seen}"
 
 
 class Rate:
@@ -59,14 +37,25 @@ class Rate:
 class ModelMetrics:
     """The numbers of one model."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: str) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()
         self.retries: Counter[str] = Counter()
         self.shed = 0
         self.cancelled = 0
         self.tokens = 0
-        self.ttft = Histogram(_SECONDS)
-        self.tpot = Histogram(_TOKEN_SECONDS)
+        labels = (("model", model),)
+        self.ttft = Histogram(
+            "medusa_gateway_time_to_first_token_seconds",
+            "From a request's arrival to its first token.",
+            SECONDS,
+            labels,
+        )
+        self.tpot = Histogram(
+            "medusa_gateway_time_per_output_token_seconds",
+            "Between tokens after the first, one value a request.",
+            TOKEN_SECONDS,
+            labels,
+        )
         self.token_rate = Rate()  # generated
         self.arrived = Rate()  # tokens of prompts, estimated
         self.prefilled = Rate()  # those of prompts whose first token has come
@@ -94,7 +83,7 @@ class Metrics:
         self._models: dict[str, ModelMetrics] = {}
 
     def of(self, model: str) -> ModelMetrics:
-        return self._models.setdefault(model, ModelMetrics())
+        return self._models.setdefault(model, ModelMetrics(model))
 
     def forget(self, deployed: set[str]) -> None:
         """Drop models that are no longer deployed, so that names do not add up for ever."""
@@ -107,42 +96,36 @@ class Metrics:
 
     def _lines(self, gauges: Gauges) -> Iterator[str]:
         models = sorted(self._models.items())
-        yield from _head("requests_total", "counter", "Requests by route and status; 499: the client left.")
-        for name, found in models:
-            for (route, status), count in sorted(found.requests.items()):
-                labels = f'model="{escaped(name)}",route="{escaped(route)}",status="{status}"'
-                yield f"medusa_gateway_requests_total{{{labels}}} {count}"
-        yield from _head("retries_total", "counter", "Runs of a request after the first one, by the reason.")
-        for name, found in models:
-            for reason, count in sorted(found.retries.items()):
-                yield f'medusa_gateway_retries_total{{model="{escaped(name)}",reason="{reason}"}} {count}'
-        for metric, text, attribute in (
-            ("shed_total", "Requests refused because too many waited.", "shed"),
-            ("cancelled_total", "Requests whose client left.", "cancelled"),
-            ("tokens_total", "Tokens sent to clients.", "tokens"),
+        yield from _gauge(
+            "requests_total",
+            "Requests by route and status; 499: the client left.",
+            (
+                ((("model", name), ("route", route), ("status", str(status))), count)
+                for name, found in models
+                for (route, status), count in sorted(found.requests.items())
+            ),
+        )
+        yield from _gauge(
+            "retries_total",
+            "Runs of a request after the first one, by the reason.",
+            (
+                ((("model", name), ("reason", reason)), count)
+                for name, found in models
+                for reason, count in sorted(found.retries.items())
+            ),
+        )
+        for metric, text, values in (
+            ("shed_total", "Requests refused because too many waited.", {name: found.shed for name, found in models}),
+            ("cancelled_total", "Requests whose client left.", {name: found.cancelled for name, found in models}),
+            ("tokens_total", "Tokens sent to clients.", {name: found.tokens for name, found in models}),
+            *((metric, metric.replace("_", " ").capitalize() + ".", values) for metric, values in gauges.items()),
         ):
-            yield from _head(metric, "counter", text)
-            for name, found in models:
-                yield f'medusa_gateway_{metric}{{model="{escaped(name)}"}} {getattr(found, attribute)}'
-        for metric, values in gauges.items():
-            yield from _head(metric, "gauge", metric.replace("_", " ").capitalize() + ".")
-            for name, value in sorted(values.items()):
-                yield f'medusa_gateway_{metric}{{model="{escaped(name)}"}} {value:g}'
-        for metric, text, attribute in (
-            ("time_to_first_token_seconds", "From a request's arrival to its first token.", "ttft"),
-            ("time_per_output_token_seconds", "Between tokens after the first, one value a request.", "tpot"),
-        ):
-            yield from _head(metric, "histogram", text)
-            for name, found in models:
-                histogram: Histogram = getattr(found, attribute)
-                yield from histogram.samples(f"medusa_gateway_{metric}", f'model="{escaped(name)}"')
+            yield from _gauge(metric, text, (((("model", name),), value) for name, value in sorted(values.items())))
+        if models:
+            _, (first, *others) = zip(*models, strict=True)
+            yield from first.ttft.lines(*(other.ttft for other in others))
+            yield from first.tpot.lines(*(other.tpot for other in others))
 
 
-def _head(name: str, kind: str, text: str) -> Iterator[str]:
-    yield f"# HELP medusa_gateway_{name} {text}"
-    yield f"# TYPE medusa_gateway_{name} {kind}"
-
-
-def escaped(value: str) -> str:
-    """A label's value as the format wants it."""
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+def _gauge(name: str, text: str, samples: Iterable[tuple[Labels, float]]) -> Iterable[str]:
+    return gauge(f"medusa_gateway_{name}", text, *samples)

@@ -15,19 +15,12 @@ from ..errors import DeviceError
 from ..timeline import Timeline
 from .driver import LIBRARY, Driver
 
-_MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
-
 
 class DeviceInfo(NamedTuple):
-    """A device and its context.
-
-    ``capability``: 90 for 9.0. ``driver``: as cuDriverGetVersion returns it, 13000 for CUDA 13.0.
-    """
+    """A device and its context."""
 
     name: str
-    capability: int
     total_bytes: int
-    driver: int
     context: int  # the CUcontext
 
 
@@ -94,21 +87,14 @@ class DeviceContext:
         driver.call("cuDeviceGet", ctypes.byref(self._device), self._ordinal)
         context = ctypes.c_void_p()
         driver.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self._device)
-        return DeviceInfo(self._name(driver), self._capability(driver), *self._sizes(driver), context.value or 0)
+        return DeviceInfo(self._name(driver), self._total_bytes(driver), context.value or 0)
 
     def _name(self, driver: Driver) -> str:
         name = ctypes.create_string_buffer(256)
         driver.call("cuDeviceGetName", name, len(name), self._device)
         return name.value.decode()
 
-    def _capability(self, driver: Driver) -> int:
-        major, minor = ctypes.c_int(), ctypes.c_int()
-        driver.call("cuDeviceGetAttribute", ctypes.byref(major), _MAJOR, self._device)
-        driver.call("cuDeviceGetAttribute", ctypes.byref(minor), _MINOR, self._device)
-        return major.value * 10 + minor.value
-
-    def _sizes(self, driver: Driver) -> tuple[int, int]:
-        total, version = ctypes.c_size_t(), ctypes.c_int()
+    def _total_bytes(self, driver: Driver) -> int:
+        total = ctypes.c_size_t()
         driver.call("cuDeviceTotalMem_v2", ctypes.byref(total), self._device)
-        driver.call("cuDriverGetVersion", ctypes.byref(version))
-        return total.value, version.value
+        return total.value

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from medusa_runtime.kernels.pointwise import write_kv
-
-logger = logging.getLogger(__name__)
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,8 +12,6 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager, ModelCudaGraphManager
 
 from .graphs import keeping_nodes, remade
-
-logger = logging.getLogger(__name__)
 
 HIDDEN = "cudagraph_manager.hidden_states"  # what all graphs write their results to
 _KINDS = 16  # how many different rows a reference has, each in a block of its own

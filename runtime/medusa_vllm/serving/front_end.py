@@ -57,10 +57,6 @@ class FrontEnd:
         self._accept: Callable[[socket.socket], Any] | None = None
         self._connections: set[Any] = set()
 
-    @property
-    def mounted(self) -> bool:
-        return self._up.is_set()
-
     def open(self, served: Served) -> Callable[[socket.socket], None]:
         """Mount the server unless it is, and return what takes a connection. Raises EngineError, ConfigError."""
         with self._lock:

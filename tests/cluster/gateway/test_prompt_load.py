@@ -40,7 +40,7 @@ def test_a_prompt_is_measured_in_ids_and_bytes(route: str, body: dict[str, Any],
 
 
 def test_tokens_of_text_are_estimated_and_learned_from_answers() -> None:
-    metrics = ModelMetrics()
+    metrics = ModelMetrics("model")
     assert metrics.prompt_tokens(3, 400) == 103
     for _ in range(50):
         metrics.learn(1000, 500)

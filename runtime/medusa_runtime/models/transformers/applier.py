@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,8 +18,6 @@ from ...load.plan import Place, Plan, plan
 
 if TYPE_CHECKING:
     from ...load.quantized.scheme import Quantization
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
