@@ -25,7 +25,7 @@ class HttpError(Exception):
 
 
 class Headers(Mapping[str, str]):
-    """Found whatever their case; a header sent twice is joined by a comma (RFC 9110, section 5.3)."""
+    """Headers by name, in any case; one that was sent twice is joined by a comma (RFC 9110, section 5.3)."""
 
     def __init__(self, pairs: Iterable[tuple[str, str]]) -> None:
         self._values: dict[str, str] = {}

@@ -54,7 +54,7 @@ class Probes:
         return bool(self._page[_BODIES_FULL])
 
     def answer(self, path: str) -> ProbeResponse | str | None:
-        """The answer, None for a path that is no probe, or a path of the function, which is then to answer itself."""
+        """The answer to a probe; None for a path that is no probe; or the function's path that is to answer instead."""
         kind = self.kinds.get(path)
         if kind is None:
             return None

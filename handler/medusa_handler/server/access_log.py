@@ -63,7 +63,7 @@ class _Counted:
 
 
 def watched(app: Wsgi, answer: Answer, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-    """Call ``app`` so that ``answer`` comes to know how it ended."""
+    """Call ``app``, and record in ``answer`` how it ended."""
     try:
         body = app(environ, answer.start(start_response))
     except BaseException:
@@ -74,7 +74,7 @@ def watched(app: Wsgi, answer: Answer, environ: dict[str, Any], start_response: 
 
 
 def with_access_log(app: Wsgi, form: str) -> Wsgi:
-    """``form``: text or json. Without the query, which may hold secrets."""
+    """Log each answered request as ``form`` says: text or json. The query is left out, as it may hold secrets."""
     write = _as_json if form == "json" else _as_text
 
     def show(answer: Answer) -> None:

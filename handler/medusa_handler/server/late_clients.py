@@ -1,7 +1,7 @@
-"""Clients that close late: what they still send is thrown away, for all of them in one thread.
+"""Clients that close late: one thread throws away what all of them still send.
 
-To close at once would reset the connection of a client that is still sending, and it would lose the answer. To wait in
-the thread that answered would let clients that close late hold every thread, and probes would wait.
+Closing at once would reset the connection of a client that is still sending, which would then lose the answer. Waiting
+in the thread that answered would let such clients hold every thread, and probes would wait.
 """
 
 from __future__ import annotations

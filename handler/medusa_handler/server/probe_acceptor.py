@@ -220,7 +220,7 @@ class ProbeAcceptor:
         return held
 
     def _hold_again(self, connection: socket.socket) -> None:
-        """Hold a connection whose request has been answered. It stays registered, which costs less than once more."""
+        """Hold a connection whose request has been answered. It stays registered: registering it anew costs more."""
         held = self._held.get(connection)
         if held is None or held.look_at is not None:
             self._forget(connection)

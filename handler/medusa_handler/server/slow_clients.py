@@ -20,7 +20,7 @@ class SlowClients:
         self._reading: dict[int, tuple[socket.socket, float]] = {}
 
     def begin(self, connection: socket.socket) -> None:
-        """A client's time starts with the first byte of its request; it is not given more when this is called again."""
+        """Start a client's time, at the first byte of its request. Another call does not extend it."""
         with self._lock:
             self._reading.setdefault(id(connection), (connection, time.monotonic() + self._limit_s))
 

@@ -1,8 +1,8 @@
 """Finds out whether a connection has sent a whole request, without taking anything from it.
 
 A request that is still coming must hold no thread: a few hundred clients that send a byte now and then would hold all
-of them. So the head, and a small body behind it, wait in the kernel's buffer until they are complete, and of a larger
-body its beginning does. The worker reads the rest within its budget (body_budget.py). The kernel is told how much must
+of them. So the head waits in the kernel's buffer until it is complete, and with it a small body, or the beginning of a
+large one. The worker reads the rest within its budget (body_budget.py). The kernel is told how much must
 come before it is worth another look.
 """
 
@@ -38,7 +38,7 @@ class Sent(Enum):
 
 
 class Judgement(NamedTuple):
-    """``least``: of a part, how many bytes must come at least before it is more than that."""
+    """How much of a request has come. ``least``: after a part, how many bytes must come to make it more."""
 
     sent: Sent
     least: int = 0
@@ -87,7 +87,7 @@ def _judge_chunks(data: bytes, start: int) -> Judgement:
 
 
 def _missing_line(data: bytes, at: int) -> int:
-    """How many bytes must come at least before a chunk's line, which begins ``at``, has a successor or is wrong."""
+    """How many more bytes it takes at least until the line of the chunk that begins ``at`` is complete, or wrong."""
     ending = data.endswith(b"\r", at)
     right = _CHUNK.fullmatch(data, at, len(data) - ending) is not None
     return 2 + right - ending

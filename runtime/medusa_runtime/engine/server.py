@@ -23,7 +23,7 @@ _ADAPTER_FILES = 2  # descriptors of an adapter: its region, and its file where 
 
 
 def _takes_long(request: GenerateRequest) -> bool:
-    """Whether adding it may take so long that other requests should not wait: a long text, or a grammar."""
+    """Whether adding a request may take so long that others should not wait for it: a long text, or a grammar."""
     long = isinstance(request.prompt, str) and len(request.prompt) > _LONG_CHARACTERS
     return long or request.params.structured_outputs is not None
 
@@ -148,7 +148,7 @@ class _Connection:
             self._refuse(request_id, RequestError(f"a {kind!r} frame could not be read: {error}"))
 
     def _add_adapter(self, frame: frames.Frame, descriptors: list[int]) -> None:
-        """Give the engine an adapter's region. What is wrong with it is answered to those who ask for the adapter."""
+        """Give the engine an adapter's region. If it cannot be used, the requests for it get the error."""
         try:
             name = frame.get("name")
             if not isinstance(name, str) or not descriptors or not hasattr(self._engine, "add_adapter"):
@@ -162,7 +162,7 @@ class _Connection:
             frames.close_all(descriptors)
 
     def _speak_http(self) -> bool:
-        """Let the engine's own HTTP server have this connection; False where there is none. Waits until it is there."""
+        """Hand this connection to the engine's own HTTP server, once that is up; False where the engine has none."""
         try:
             if not hasattr(self._engine, "open_http"):
                 raise RequestError(f"the {self._engine.info.engine} engine has no HTTP server of its own")

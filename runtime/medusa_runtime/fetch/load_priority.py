@@ -23,7 +23,7 @@ class Load:
             self.promote()
 
     def promote(self) -> None:
-        """Be interactive from now on."""
+        """Count as interactive from now on."""
         self.background = False
         try:
             lock(self._fd, shared=True)
@@ -31,7 +31,7 @@ class Load:
             pass  # a file system without locks: everybody has the same priority
 
     def demote(self) -> None:
-        """Be in the background from now on."""
+        """Count as a background load from now on."""
         self.background = True
         try:
             unlock(self._fd)

@@ -24,7 +24,7 @@ class Offered(NamedTuple):
 
 
 def open_offered(sources: SourcesStore, known: Known | None) -> Offered | None:
-    """Return the checkpoint as the first peer offers it whose version the object store does not deny; None if none.
+    """Return the checkpoint of the first peer whose version the object store does not deny; None if there is none.
 
     ``known`` begins to read meanwhile what it knows of the checkpoint.
     """

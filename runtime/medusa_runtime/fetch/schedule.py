@@ -23,13 +23,13 @@ class Schedule:
 
     What a forward waits for comes first, then what readers would like next (a module's construction order, where no
     execution order was recorded), then the rest in the index's order.
-    A background load keeps to one range at a time while interactive ones are under way on this machine, and is one of
-    them as soon as somebody waits for all of it. Readers may leave what nobody waits for a share of the link: then it
-    comes chunk by chunk over one connection, so that other traffic never stands behind more than one chunk.
+    While interactive loads are under way on this machine, a background load fetches one range at a time. It becomes an
+    interactive one as soon as somebody waits for all of it. Readers may set the share of the link for what nobody waits
+    for: it then comes chunk by chunk over one connection, so that other traffic waits for one chunk at most.
     """
 
     def __init__(self, writer: RegionWriter, load: Load | None = None, urgent: Collection[int] = ()) -> None:
-        """``urgent``: the chunks after which the load goes on in the background; none: it stays what it is."""
+        """``urgent``: the chunks after which the load goes on in the background; without any, it stays as it is."""
         assert writer.chunks is not None
         self._writer = writer
         self._chunks = writer.chunks
@@ -57,13 +57,13 @@ class Schedule:
 
     @property
     def left_bytes(self) -> int:
-        """Not yet handed out; a short last chunk counts in full."""
+        """How many bytes have not been handed out yet; a short last chunk counts in full."""
         return (len(self._pending) - self._next) * self._chunks.chunk_bytes
 
     def take(self, takers: int, *, whole: bool = False) -> Span | None:
         """The next range: up to 8 MiB, and less when few bytes are left for ``takers`` connections, or come slowly.
 
-        ``whole``: never less, since a request costs more than it helps where ranges come one after the other.
+        ``whole``: always 8 MiB, for ranges that come one after the other, where smaller ones only cost more requests.
 
         Waits while a load that is more important has the right of way, or memory must be given back first.
         """
@@ -158,10 +158,10 @@ class Schedule:
         return [chunk for chunk in demanded if not self._writer.present(chunk)]
 
     def late(self, *, patient: bool = False) -> list[InFlightRange]:
-        """Ranges that are late, those first that a forward awaits; no more than may be asked for twice now.
+        """The ranges that are late and may be requested a second time now, those that a forward waits for first.
 
-        Of others those of which nothing has come: a second request for them takes no bandwidth from the first.
-        When nothing else is left to fetch, everybody awaits all. ``patient``: a range has as much time then as before.
+        Where no forward waits, only those of which nothing has come: a second request takes no bandwidth from a first.
+        When nothing else is left to fetch, every range counts as waited for. ``patient``: it has no less time then.
         """
         ending = self.exhausted and not patient
         late = self.flights.late(ending=ending)

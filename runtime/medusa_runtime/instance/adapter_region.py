@@ -25,7 +25,7 @@ _MB = 10**6
 
 
 class HeldAdapter(NamedTuple):
-    """A region whose index is there, and the connection for as long as which the agent keeps it, if it is the agent's.
+    """An adapter's region, whose index has arrived, and for the agent's the connection that makes the agent keep it.
 
     The rest of it may still be fetched.
     """
@@ -35,7 +35,7 @@ class HeldAdapter(NamedTuple):
 
     @property
     def failed(self) -> bool:
-        """Whether it will never be complete: its fetch has failed, or the agent has gone that fetched it."""
+        """Whether it will never be complete, because its fetch has failed or the agent that fetched it has ended."""
         state = self.region.progress().state
         if state == "done" or self.lease is None or not select.select([self.lease], [], [], 0)[0]:
             return state == "failed"
@@ -80,7 +80,7 @@ def _open(url: str, settings: Settings, timeline: Timeline) -> HeldAdapter:
 
 
 def _from_agent(url: str, settings: Settings) -> HeldAdapter | None:
-    """The agent's region; None where it gives none. Raises the store's errors, as the agent has met them."""
+    """Ask the agent for the region; None when it refuses. Raises the error of the store that the agent has met."""
     from ..node.client import NodeClient
 
     try:

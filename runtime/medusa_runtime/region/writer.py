@@ -46,7 +46,7 @@ class RegionWriter:
     def direct(self) -> bool:
         """Whether bytes should be received straight into ``buffer``; else they are cheaper through ``write``.
 
-        Where pages do not exist yet, receiving into them costs a fault and a page of zeros each, a write neither.
+        Receiving into a page that does not exist yet costs a fault and a page of zeros; a write costs neither.
         """
         return self._sealed_early or self._memory.reserved_bytes >= self._memory.words[Word.REGION_BYTES] > 0
 
@@ -159,7 +159,7 @@ class RegionWriter:
         return self._rank == len(self._order)
 
     def demanded(self) -> list[range]:
-        """The chunks that readers wait for; also some that have come since."""
+        """The chunks that readers have waited for. Some of them may be there by now."""
         assert self.chunks is not None
         return self.demand.demanded(self.chunks.count)
 
@@ -170,7 +170,7 @@ class RegionWriter:
 
     @property
     def unreleased_bytes(self) -> int:
-        """Bytes that have come and were not given back, where a reader does that; else 0."""
+        """How many bytes have come that no reader has released yet; 0 where readers release nothing."""
         released: int = self._memory.words[Word.RELEASED_BYTES]
         return self._memory.words[Word.FETCHED_BYTES] - released if released else 0
 

@@ -95,7 +95,7 @@ def gpu(subject: Subject) -> str:
 
 
 def package_version(*names: str) -> str:
-    """Return the installed version of the first of these packages that there is.
+    """Return the version of the first of these packages that is installed.
 
     It is read from the name of the metadata folder, because importlib.metadata takes 30 ms.
     """

@@ -44,9 +44,9 @@ class Trust:
         return cls(tuple(prefixes.split(",") if prefixes else ()), tuple(keys.split(",") if keys else ()), own_files)
 
     def objection(self, store: Store, prefix: str, text: bytes, manifest: Manifest) -> str | None:
-        """Return why no code is run from the bundle at ``prefix`` of ``store``, whose manifest this is; None: it is.
+        """Return why no code is run from the bundle at ``prefix`` of ``store``; None when it is run.
 
-        A change of a blob is no way around this: the manifest holds its sha256.
+        Exchanging a blob does not help an attacker: the manifest holds its sha256.
         """
         place = place_of(store.url, prefix)
         if place is not None and any(is_below(place, place_of(named) or "") for named in self.prefixes):

@@ -55,12 +55,12 @@ _DECODES = 8  # the first steps without a prefill, whose time a cluster's predic
 class TorchEngine:
     """Continuous batching over one model. Construction waits for the checkpoint's index, not its weights.
 
-    With ``--layers`` it loads these layers only. What runs the others is a matter of subclasses, for which the
-    attributes and methods with one underscore are.
+    With ``--layers`` it loads these layers only, and a subclass has the others run elsewhere. Subclasses may use the
+    attributes and methods with one underscore.
     """
 
     def __init__(self, region: Region, settings: Settings, timeline: Timeline, gpu: Gpu | None = None) -> None:
-        """On ``gpu``, or, with ``--device cuda``, on the first one there is; else on the CPU."""
+        """Run the model on ``gpu``, or with ``--device cuda`` on the first GPU there is; else on the CPU."""
         self._region = region
         self._settings = settings
         self._timeline = timeline
@@ -181,11 +181,11 @@ class TorchEngine:
         self._adapters.refuse(name, RequestError(error, "model"))
 
     def wait_adapter(self, name: str) -> dict[str, Any]:
-        """Wait until an adapter is loaded; its number of layers and bytes. Raises RequestError, StorageError."""
+        """Wait for an adapter to load; returns its numbers of layers and bytes. Raises RequestError, StorageError."""
         return self._adapters.wait(name)
 
     def drop_adapter(self, name: str) -> bool:
-        """Forget an adapter; requests that use it go on. Whether it was there."""
+        """Forget an adapter, and return whether it was there. Requests that use it go on."""
         return self._adapters.drop(name)
 
     def cancel(self, request_id: str) -> None:
@@ -293,7 +293,7 @@ class TorchEngine:
     # From here on: the thread of run, but for what says otherwise.
 
     def _watch(self) -> None:
-        """In a thread of its own: wait for the weights and the tokenizer."""
+        """Wait for the weights and the tokenizer, in a thread of its own."""
         try:
             self._loader.wait()
             self._tokenizer.wait()
@@ -305,19 +305,19 @@ class TorchEngine:
         self._inbox.post(lambda: None)
 
     def _check_loaded(self) -> None:
-        """In any thread: raise what made loading impossible, if that is known already."""
+        """Raise what made loading impossible, if that is known already. Called by any thread."""
         if self._load_error is not None:
             raise self._load_error
 
     def _turn(self) -> bool:
-        """Do what can be done now, for one step at most; whether there was anything."""
+        """Do what can be done now, for one step at most, and return whether there was anything to do."""
         spans = self._scheduler.schedule()
         if spans:
             self._step(spans)
         return bool(spans)
 
     def _released(self, sequence: Sequence) -> None:
-        """Free what a sequence holds that goes."""
+        """Free what a sequence has held that will not go on."""
         self._scheduler.remove(sequence)
         if sequence.constraint is not None:
             sequence.constraint.close()

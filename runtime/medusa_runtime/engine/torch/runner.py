@@ -25,7 +25,7 @@ class Runner(Protocol):
         """See ``sampler.sample``."""
 
     def use_idle_time(self) -> bool:
-        """Do something that need not be done now, for a fraction of a second; whether there was anything."""
+        """Do something that can wait, for a fraction of a second, and return whether there was anything to do."""
 
 
 class CpuRunner:
@@ -49,7 +49,7 @@ def run_step(
     spans: list[Span],
     attend: Callable[[KvCache, list[Span]], Attention] = PagedAttention,
 ) -> tuple[Tensor | None, list[Sequence]]:
-    """Run the spans; logits [rows, vocab] for the sequences whose last token was among them, and these sequences.
+    """Run the spans; returns the sequences whose last token was among them, after their logits [rows, vocab].
 
     Afterwards the spans' keys and values are in the cache and count as computed.
     """

@@ -1,4 +1,4 @@
-"""The manifest of a state bundle: which artifacts there are, for what, and how to know that they are whole.
+"""The manifest of a state bundle: which artifacts there are, for what, and how to check that they are whole.
 
 ``manifest.json``: ``{"schema": 1, "files": […], "artifacts": [{"kind", "key", "sha256", "size", "inline"?}, …],
 "signature"?: {"key", "value"}}``. A blob lies in ``blobs/<sha256>``; a small one stands in the manifest as well
