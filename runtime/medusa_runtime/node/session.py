@@ -97,7 +97,7 @@ class Session:
         if held.sealed:
             self._hand_over(held)
             return
-        held.waiting.append(partial(self._sealed, held))
+        held.waiting[self.connection.fileno()] = partial(self._sealed, held)
         self.answer("wait")
 
     def _layers(self, message: Message) -> str | None:

@@ -54,7 +54,8 @@ class HeldRegion:
         self.sealed = False  # whether it can be handed out
         self.pinned = False
         self.leases: dict[int, Caller] = {}  # who uses it, by the descriptors of their connections
-        self.waiting: list[Callable[[MedusaError | None], None]] = []  # called when it is sealed, or has failed
+        # Those of them who wait for it: what is called when it is sealed, or has failed.
+        self.waiting: dict[int, Callable[[MedusaError | None], None]] = {}
         self.used_at = self.looked_at = time.monotonic()
         self.fetch: Child | None = None
         self.heartbeats = spare.heartbeats if spare else Heartbeats()  # of the prefetcher
@@ -66,7 +67,7 @@ class HeldRegion:
 
     @property
     def in_use(self) -> bool:
-        return bool(self.leases) or self.pinned or bool(self.waiting)
+        return bool(self.leases) or self.pinned
 
     @property
     def complete(self) -> bool:
@@ -91,8 +92,8 @@ class HeldRegion:
 
     def announce(self, error: MedusaError | None) -> None:
         """Answer those who wait for it: it can be handed out, or has failed."""
-        waiting, self.waiting = self.waiting, []
-        for answer in waiting:
+        waiting, self.waiting = self.waiting, {}
+        for answer in waiting.values():
             answer(error)
 
     def descriptors(self) -> list[int]:

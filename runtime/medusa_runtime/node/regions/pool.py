@@ -101,6 +101,7 @@ class RegionPool:
     def release(self, held: HeldRegion, lease: int) -> None:
         """A connection that used it has ended."""
         held.leases.pop(lease, None)
+        held.waiting.pop(lease, None)
         held.used_at = time.monotonic()
 
     def drop(self, held: HeldRegion) -> None:
