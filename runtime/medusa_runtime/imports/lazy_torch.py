@@ -28,7 +28,7 @@ from .lazy_modules import LazyFinder, LazyHooks, LazyModule, LazyPolicy, StandIn
 logger = logging.getLogger(__name__)
 
 TESTED = ("2.13.",)
-TESTED_PYTHONS = ((3, 11), (3, 12))
+TESTED_PYTHONS = ((3, 11), (3, 12), (3, 13))
 # These ask for something that torch does while it is imported, and that a lean import would put off.
 _PLAIN_IF_SET = ("TORCH_LOGS", "TORCH_LOGS_OUT", "TORCH_TRACE", "TORCH_CUDA_SANITIZER", "TORCH_COMPILE_DEBUG")
 # Modules that replace themselves in sys.modules, or that are imported for what they register.

@@ -400,7 +400,7 @@ complete()
     ("change", "said"),
     [
         ("lazy_torch.TESTED_PYTHONS = ((3, 10),)", "the lean import was tested with CPython 3.10"),
-        ("sys.implementation.name = 'pypy'", "pypy {}.{}, the lean import was tested with CPython 3.11, 3.12"),
+        ("sys.implementation.name = 'pypy'", "pypy {}.{}, the lean import was tested with CPython 3.11, 3.12, 3.13"),
     ],
 )
 def test_another_python_imports_plainly_and_says_so_once(change: str, said: str) -> None:
