@@ -121,6 +121,13 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGTERM, partial(_stop, os.getpid(), bool(config.getoption("numprocesses", None))))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.geteuid():
+        for item in items:
+            if item.get_closest_marker("root"):
+                item.add_marker(pytest.mark.skip("needs root, to become other users, to mount or to make namespaces"))
+
+
 def _stop(tests: int, has_workers: bool, number: int, frame: FrameType | None) -> None:
     """End the tests at SIGTERM as at Ctrl-C, through the fixtures that end what was started."""
     if os.getpid() == tests:

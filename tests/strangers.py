@@ -7,10 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
-import pytest
-
 ALICE, MALLORY = 1000, 1001
-needs_two_users = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become two other users")
 
 
 def as_user(uid: int, body: Callable[[], object], *, groups: Sequence[int] = ()) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -12,11 +11,10 @@ from pathlib import Path
 import pytest
 from medusa_cluster.lab.laboratory import check_machine
 from process_tree import alive, descendants
-from strangers import ALICE, as_user, needs_two_users
+from strangers import ALICE, as_user
 
 MEDUSA = Path(sys.executable).with_name("medusa")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make namespaces")
 
 
 def lab(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -45,7 +43,6 @@ def test_bad_calls_are_refused_in_one_line(arguments: tuple[str, ...], said: str
 
 
 @pytest.mark.root
-@needs_two_users
 def test_who_is_not_root_is_told_so() -> None:
     said = as_user(ALICE, check_machine)
     assert said.startswith(
@@ -56,7 +53,6 @@ def test_who_is_not_root_is_told_so() -> None:
 
 @pytest.mark.cluster
 @pytest.mark.root
-@needs_root
 def test_a_command_runs_on_the_first_node_and_its_status_is_ours() -> None:
     script = "hostname; curl -s http://origin/pydoc-lm/config.json | grep -c hidden_size; exit 4"
     ran = lab("--bare", "--nodes", "2", "--link", "400mbit", "--model", EXAMPLE, "--", "sh", "-c", script)
@@ -67,7 +63,6 @@ def test_a_command_runs_on_the_first_node_and_its_status_is_ours() -> None:
 
 @pytest.mark.cluster
 @pytest.mark.root
-@needs_root
 def test_commands_in_a_laboratory_find_its_cluster() -> None:
     script = f"{MEDUSA} cluster status && {MEDUSA} cluster deploy bad --model /nowhere"
     ran = lab("--nodes", "1", "--model", EXAMPLE, "--gateway-port", "18080", "--", "sh", "-c", script)
@@ -82,7 +77,6 @@ def test_commands_in_a_laboratory_find_its_cluster() -> None:
 
 @pytest.mark.cluster
 @pytest.mark.root
-@needs_root
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_after_a_signal(number: signal.Signals) -> None:
     command = [MEDUSA, "cluster", "lab", "--bare", "--nodes", "2", "--model", EXAMPLE]

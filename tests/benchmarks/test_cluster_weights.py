@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ pytestmark = [
     pytest.mark.cluster,
     pytest.mark.root,
     pytest.mark.slow,
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make namespaces"),
 ]
 
 MODEL = Path(__file__).parents[2] / "examples" / "pydoc-lm"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -38,7 +37,6 @@ def test_lost_changed_and_doubled_tokens_are_counted() -> None:
 @pytest.mark.cluster
 @pytest.mark.root
 @pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0, reason="a laboratory needs root")
 def test_a_group_in_a_laboratory_gives_its_rows(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     arguments = ["--model", str(EXAMPLE), "--rows", "transition,consolidation", "--runs", "1", "--tokens", "16"]

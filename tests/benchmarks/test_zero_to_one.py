@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
 @pytest.mark.cluster
 @pytest.mark.root
 @pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make namespaces")
 def test_both_ways_answer_the_same_and_are_timed() -> None:
     found = {row["metric"]: row for row in rows(Options(EXAMPLE, ("zero_to_one",), runs=1))}
     assert list(found) == ["added_ms", "ttft_ms", "alone_ttft_ms", "before_exec_ms", "after_token_ms"]

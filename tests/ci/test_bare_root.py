@@ -31,7 +31,6 @@ def test_only_root_makes_one() -> None:
 
 
 @pytest.mark.root
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, who alone is told more")
 def test_a_missing_tool_is_named(tmp_path: Path) -> None:
     ran = run(PATH=str(tmp_path))
     assert ran.returncode == NOT_POSSIBLE

@@ -21,7 +21,6 @@ pytestmark = [
     pytest.mark.root,
     pytest.mark.slow,
     pytest.mark.timeout(900),  # Ray takes its time on a busy machine
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make namespaces"),
 ]
 
 PARTS, PART_BYTES = 24, 1_000_003

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 import time
@@ -23,7 +22,6 @@ pytestmark = [
     pytest.mark.cluster,
     pytest.mark.root,
     pytest.mark.slow,
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make namespaces"),
 ]
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "pydoc-lm"

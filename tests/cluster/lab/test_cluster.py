@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -22,7 +21,6 @@ pytestmark = [
     pytest.mark.cluster,
     pytest.mark.root,
     pytest.mark.slow,
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make namespaces"),
 ]
 
 MEDUSA = Path(sys.executable).with_name("medusa")

@@ -22,7 +22,6 @@ from process_tree import alive, descendants, stopped
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.root,
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make namespaces"),
 ]
 
 _MB = 1_000_000

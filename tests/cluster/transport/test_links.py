@@ -19,7 +19,6 @@ pytestmark = [
     pytest.mark.cluster,
     pytest.mark.root,
     pytest.mark.slow,
-    pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make namespaces"),
 ]
 
 _SIZE = 16_000_000

@@ -69,9 +69,7 @@ def test_no_agent_where_one_is_expected(tmp_path: Path) -> None:
 
 
 @pytest.mark.root
-@pytest.mark.skipif(
-    os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root and setpriv to start an agent as another user"
-)
+@pytest.mark.skipif(not shutil.which("setpriv"), reason="needs root and setpriv to start an agent as another user")
 def test_a_strangers_agent_is_refused(start_node: Start) -> None:
     node = start_node()
     os.chown(node.socket, 1000, 1000)

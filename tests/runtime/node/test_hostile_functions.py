@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from medusa_runtime.errors import NodeError
 from medusa_runtime.node.client import NodeClient
-from strangers import MALLORY, as_user, needs_two_users
+from strangers import MALLORY, as_user
 
-pytestmark = [needs_two_users, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.root, pytest.mark.timeout(200)]
 
 Start = Callable[..., Any]
 Put = Callable[..., str]

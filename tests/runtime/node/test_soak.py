@@ -21,13 +21,13 @@ from medusa_runtime.node.client import NodeClient
 from medusa_runtime.node.messages import send
 from medusa_runtime.process import ReportPipe
 from medusa_runtime.timeline import Timeline
-from strangers import ALICE, MALLORY, as_user, needs_two_users
+from strangers import ALICE, MALLORY, as_user
 
 SOAK_S = float(os.environ.get("MEDUSA_SOAK_S", "600"))
 MODELS = 6
 MB = 1 << 20
 
-pytestmark = [pytest.mark.slow, needs_two_users, pytest.mark.timeout(SOAK_S + 300)]
+pytestmark = [pytest.mark.slow, pytest.mark.root, pytest.mark.timeout(SOAK_S + 300)]
 
 
 def footprint(node: Any) -> dict[str, int]:

@@ -214,7 +214,7 @@ def test_the_own_users_files_are_trusted_and_nobody_elses(folder: Path) -> None:
     assert local(folder, Trust((str(folder),), own_files=False)) is None
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="another user's file: only root can make one")
+@pytest.mark.root
 @pytest.mark.parametrize(("owner", "reader"), [(1000, 0), (1000, 1001), (0, 1000)])
 def test_another_users_file_is_not_trusted_whoever_reads_it(folder: Path, owner: int, reader: int) -> None:
     os.chown(folder / FOLDER / "manifest.json", owner, owner)
