@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from medusa_runtime.device import context, cupti
+from medusa_runtime.device import cupti
 from medusa_runtime.load.upload import cuda_link
 from medusa_runtime.state.graphs import placement, structs
 from medusa_runtime.state.graphs.blueprint import NodeKind
 from medusa_runtime.state.graphs.driver import HOST_MEMORY, INVALID_VALUE, OUT_OF_MEMORY, SIGNATURES, STICKY
-from medusa_runtime.state.graphs.fingerprint import _PROCESSORS
+from medusa_runtime.state.graphs.fingerprint import _CAPABILITY_MAJOR, _CAPABILITY_MINOR, _PROCESSORS
 from medusa_runtime.state.graphs.materialization import dump
 from medusa_runtime.state.graphs.restoration import build
 
@@ -146,8 +146,8 @@ OFFSETS = {
 CONSTANTS = {
     "CUDA_ERROR_INVALID_VALUE": INVALID_VALUE,
     "CUDA_ERROR_OUT_OF_MEMORY": OUT_OF_MEMORY,
-    "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR": context._MAJOR,
-    "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR": context._MINOR,
+    "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR": _CAPABILITY_MAJOR,
+    "CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR": _CAPABILITY_MINOR,
     "CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT": _PROCESSORS,
     "CU_POINTER_ATTRIBUTE_MEMORY_TYPE": 2,  # CudaDriver.on_host
     "CU_MEMORYTYPE_HOST": HOST_MEMORY,
