@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import aiohttp
 
-from .faults import error_code
+from .faults import error_code, error_message
 from .health import Health, LostError
 from .routes import Instance
 from .streaming.sse import DONE, Event, Splitter
@@ -148,11 +148,16 @@ def _judge(status: int, body: bytes) -> None:
     """Raise LostError or BusyError for an error that another instance would not give."""
     code = error_code(body)
     if code in _ABSENT_CODES:
-        raise LostError(f"its node server answers {code or status}", began=False)
+        raise LostError(f"its node server answers {_said(status, body)}", began=False)
     if status == 429 or (status == 503 and code in _BUSY_CODES):
         raise BusyError
     if status in (502, 503):  # its engine ended: it may come back, but not with this request
-        raise LostError(f"it failed ({code or status})", began=True)
+        raise LostError(f"it failed ({_said(status, body)})", began=True)
+
+
+def _said(status: int, body: bytes) -> str:
+    parts = [part for part in (error_code(body), error_message(body)) if part]
+    return ": ".join(parts) or str(status)
 
 
 def _judge_event(data: bytes) -> None:

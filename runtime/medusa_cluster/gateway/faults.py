@@ -40,8 +40,17 @@ def compact(value: Any) -> bytes:
 
 def error_code(body: bytes) -> str:
     """The code in an error's body; empty where there is none."""
+    return _of_error(body, "code")
+
+
+def error_message(body: bytes) -> str:
+    """The message in an error's body; empty where there is none."""
+    return _of_error(body, "message")
+
+
+def _of_error(body: bytes, name: str) -> str:
     try:
-        code = json.loads(body)["error"]["code"]
+        found = json.loads(body)["error"][name]
     except (ValueError, KeyError, TypeError, RecursionError):
         return ""
-    return code if isinstance(code, str) else ""
+    return found if isinstance(found, str) else ""

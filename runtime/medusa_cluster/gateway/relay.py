@@ -47,6 +47,7 @@ class _Progress:
     first_at: float | None = None
     last_at: float = 0.0
     opened: bool = False
+    lost: str = ""  # which instance was lost last, and why
     prompt_tokens: int = 0  # estimated
 
 
@@ -122,16 +123,24 @@ class Relay:
 
     async def _lease(self, call: Call, avoid: frozenset[str], progress: _Progress, again: bool) -> Lease:
         deadline = progress.deadline if progress.runs == 0 else max(progress.deadline, time.monotonic() + self._hold_s)
-        return await self._dispatch.lease(call.model, call.cost, avoid=avoid, deadline=deadline, first=again)
+        try:
+            return await self._dispatch.lease(call.model, call.cost, avoid=avoid, deadline=deadline, first=again)
+        except Fault as fault:
+            if not progress.lost:
+                raise
+            text = f"{fault.message}; the last one that was tried was lost: {progress.lost}"
+            raise Fault(fault.status, text, code=fault.code, retry_after_s=fault.retry_after_s) from None
 
     def _note_loss(
         self, call: Call, lease: Lease, error: LostError, progress: _Progress, metrics: ModelMetrics
     ) -> None:
         metrics.retries["lost" if error.began else "absent"] += 1
         progress.runs += error.began
-        logger.warning("a request for %s lost instance %s: %s", call.model, lease.instance.id, error.reason)
+        progress.lost = f"{lease.instance.id} on {lease.instance.node}: {error.reason}"
+        logger.warning("a request for %s lost instance %s", call.model, progress.lost)
         if progress.runs >= _MOST_RUNS:
-            text = f"{progress.runs} instances were lost while they worked on this request; it is not tried again"
+            text = f"{progress.runs} instances were lost while they worked on this request, and it is not tried again; "
+            text += f"the last one was {progress.lost}"
             raise Fault(503, text, code="instance_lost", retry_after_s=5.0) from None
 
     async def _on(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from .instances import Instances, RunningInstance
 
 logger = logging.getLogger(__name__)
+
+_ENDED_LOOKS, _ENDED_LOOK_S = 50, 0.02  # for an instance that has broken off to end
 
 # They concern one connection and not the message (RFC 9110 §7.6.1); Host and Authorization are replaced.
 _OF_A_CONNECTION = frozenset(
@@ -83,18 +86,30 @@ class Forwarder:
                 await response.write_eof()
         except ClientConnectorError:
             # It has not begun, so that a gateway may try again as often as it likes.
-            gone = NoInstanceError(f"the instance {instance.id} no longer listens")
+            gone = NoInstanceError(await ended(instance) or f"the instance {instance.id} no longer listens")
             return web.json_response(error_answer(gone), status=404)
         except (ClientError, TimeoutError) as error:
             if request.transport is None or request.transport.is_closing():
                 raise  # our own caller has gone
             logger.warning("the instance %s broke off: %s", instance.id, error)
             if response is None or not response.prepared:
-                broken = InstanceError(f"the instance {instance.id} ended before it answered")
+                broken = InstanceError(await ended(instance) or f"the instance {instance.id} ended before it answered")
                 return web.json_response(error_answer(broken), status=502)
             # Its reader must see that the answer is not complete.
             request.transport.abort()
         return response
+
+
+async def ended(instance: RunningInstance) -> str | None:
+    """Return why an instance ended by itself, which is known a moment after its connections break; None if it did not.
+
+    What it said last names what was wrong: a folder of the model, for instance, that this node does not have.
+    """
+    for _ in range(_ENDED_LOOKS):
+        if instance.failure is not None or instance.child is None or instance.state == "draining":
+            break
+        await asyncio.sleep(_ENDED_LOOK_S)
+    return instance.failure
 
 
 def _kept(headers: Mapping[str, str]) -> CIMultiDict[str]:

@@ -119,7 +119,7 @@ class Instances:
                 on_line,
             )
         except OSError as error:
-            self._failed(instance, f"{instance_id} could not start: {error}")
+            self._failed(instance, f"{instance_id} could not start on the node {self._settings.name}: {error}")
         else:
             task = asyncio.create_task(self._follow(instance, instance.child))
             self._tasks.add(task)
@@ -169,7 +169,8 @@ class Instances:
             return
         said = [line for line in child.last_lines if line.startswith("medusa: ")] or list(child.last_lines)[-1:]
         how = f"signal {-status}" if status < 0 else f"status {status}"
-        self._failed(instance, f"{instance.id} ended by itself ({how}): {said[-1] if said else 'it said nothing'}")
+        last = said[-1] if said else "it said nothing"
+        self._failed(instance, f"{instance.id} ended by itself on the node {self._settings.name} ({how}): {last}")
 
     def _failed(self, instance: RunningInstance, failure: str) -> None:
         logger.error("%s", failure)

@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 
 from medusa_runtime.errors import NodeError
 from medusa_runtime.region.checksummed import ChecksummedRegion
+from medusa_runtime.storage.compiled_chunks import DONE, SILENT, STOPPED, CompiledChunks, SendingChunks, compiled
 from medusa_runtime.storage.framing import Frame
 
 from .pacing import Pacer
@@ -31,6 +32,7 @@ _LOOK_S = 0.5  # between looks whether a region still has a prefetcher
 _STOP_S = 0.1  # between looks whether the peer has gone
 _NOT_FIRST_S = 0.02  # between looks of an answer that is not its reader's first
 _ENCRYPTED_BYTES = 128 << 10
+_NEXT_S = 0.05  # for the next chunk, before an answer lets another one to the same reader go first
 
 
 class Turns:
@@ -171,10 +173,13 @@ class Sending:
         self._gone = gone
         self._sent = sent
         self._stopped = False
+        self._under_way: SendingChunks | None = None
 
     def stop(self) -> None:
         """Have ``run`` end soon, from any thread."""
         self._stopped = True
+        if (under_way := self._under_way) is not None:
+            under_way.stopped = 1
 
     def run(self) -> None:
         """Send all chunks, each as soon as it is there. MedusaError or OSError when that cannot be."""
@@ -183,8 +188,11 @@ class Sending:
             while next_chunk < self._chunks.stop:
                 ready = self._wait(next_chunk, min(self._chunks.stop - next_chunk, _MOST_RUN))
                 with self._turn.sending:
-                    self._send(range(next_chunk, next_chunk + ready))
-                next_chunk += ready
+                    if isinstance(self._way, PlainWay) and (chunks := compiled()) is not None:
+                        next_chunk += self._send_compiled(chunks, range(next_chunk, self._chunks.stop))
+                    else:
+                        self._send(range(next_chunk, next_chunk + ready))
+                        next_chunk += ready
 
     def _wait(self, first: int, most: int) -> int:
         """Wait until a chunk is there, and return how many are, one behind the other."""
@@ -208,6 +216,25 @@ class Sending:
             if (now - changed > _QUIET_S or not region.is_filled) and not region.has(first):
                 raise NodeError("the region is not being filled")
         return ready
+
+    def _send_compiled(self, compiled_chunks: CompiledChunks, chunks: range) -> int:
+        """Send the first of these chunks, and those that come soon behind it; return how many were sent."""
+        sending = self._region.sending(chunks)
+        sending.connection = self._way.connection.fileno()
+        sending.idle_ms = int(_NEXT_S * 1000)
+        slowest = min(_LEAST_BYTES_PER_S, self._pacer.bytes_per_s or _LEAST_BYTES_PER_S)
+        sending.patience_ms = int((_PATIENCE_S + self._region.chunk_bytes / slowest) * 1000)
+        self._under_way = sending
+        if self._stopped:  # before it was there to be told
+            sending.stopped = 1
+        with self._pacer.sending(self._way.connection):
+            status = compiled_chunks.send(sending)
+        self._sent(sending.sent_bytes)
+        if status == STOPPED:
+            raise ConnectionResetError("the server ends")
+        if status not in (DONE, SILENT):
+            raise OSError(-status, os.strerror(-status)) if status < 0 else ConnectionResetError("the region has ended")
+        return int(sending.done)
 
     def _send(self, chunks: range) -> None:
         """Send neighbouring chunks that are there, a frame before each."""

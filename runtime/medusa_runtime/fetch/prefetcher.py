@@ -202,10 +202,10 @@ def _fill(writer: RegionWriter, checkpoint: Checkpoint, restored: Restored, opti
         if restoring is not None:
             restoring.start(writer)
         assert writer.chunks is not None
-        if options.sources is not None:
-            options.sources.laid_out(writer.chunks.chunk_bytes)
         if checksums and not checksums.fits(writer.chunks.chunk_bytes, writer.chunks.count):
             checksums = None
+        if options.sources is not None:  # with recorded checksums, a chunk is published only after they were looked at
+            options.sources.laid_out(writer.chunks.chunk_bytes, None if checksums else writer.landing)
         if index.region_bytes:
             urgent = {chunk for name in own for chunk in writer.chunks.of_tensor(name)}
             schedule = Schedule(writer, options.load, urgent)

@@ -364,7 +364,10 @@ class Streams:
                 checksums, chunk = self._checksums, span.first + published
                 if checksums and not checksums.right(chunk, buffer[first:end]):
                     raise Mismatch(chunk)
-                self._publish(chunk, shard.name, start + first, buffer[first:end])
+                if self._writer.present(chunk):
+                    self._writer.count()
+                else:
+                    self._publish(chunk, shard.name, start + first, buffer[first:end])
                 published += 1
                 if direct and published < span.length:
                     self._writer.prepare(span.first + published)

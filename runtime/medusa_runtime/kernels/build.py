@@ -35,6 +35,7 @@ OBJECTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("pointwise", "pointwise.c", AVX2),
     ("dequantize", "dequantize.c", AVX2),
     ("attention", "attention.c", ()),
+    ("chunks", "chunks.c", ()),
     ("attention_avx2", "attention_tile.c", AVX2),
     ("attention_avx512", "attention_tile.c", AVX512),
 )

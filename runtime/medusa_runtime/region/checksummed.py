@@ -8,6 +8,7 @@ import os
 
 from ..checkpoint.index import Shard, WeightIndex
 from ..errors import StorageError
+from ..storage.compiled_chunks import ChunksAt, SendingChunks
 from ..storage.framing import is_shared, pack_index, shared_files
 from .chunks import Chunks
 from .demand import demand
@@ -42,6 +43,7 @@ class ChecksummedRegion:
         with mmap.mmap(descriptor, HEADER_BYTES, prot=mmap.PROT_READ) as header:
             words = memoryview(header).cast("Q")
             self._data_offset, sums = words[Word.DATA_OFFSET], words[Word.CHECKSUMS_OFFSET]
+            self._sums_offset = sums
             self.chunk_bytes, self.index_checksum = words[Word.CHUNK_BYTES], words[Word.INDEX_CHECKSUM]
             words.release()
         self.chunks = Chunks(self.index, self.chunk_bytes)
@@ -111,6 +113,18 @@ class ChecksummedRegion:
     def checksum(self, chunk: int) -> int:
         """Return the checksum of a chunk that is there."""
         return int(self._sums[chunk])
+
+    def sending(self, chunks: range) -> SendingChunks:
+        """Return what ``compiled_chunks`` takes to send neighbouring chunks of one shard."""
+        places = ChunksAt(
+            count=len(chunks),
+            bytes=self.chunk_bytes,
+            last_bytes=self.chunks.size(chunks.stop - 1),
+            table=self._address + TABLE_OFFSET + chunks.start,
+            checksums=self._address + self._sums_offset + 8 * chunks.start,
+            fetched=self._address + 8 * Word.FETCHED_BYTES,
+        )
+        return SendingChunks(chunks=places, offset=self.offset(chunks.start), file=self.file.fileno())
 
     def offset(self, chunk: int) -> int:
         """Return where a chunk begins in the region's file."""

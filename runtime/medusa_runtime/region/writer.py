@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from ..checkpoint.index import WeightIndex
 from ..errors import MedusaError, ObjectChangedError, StorageError
@@ -19,6 +20,9 @@ from .memory import WriterMemory
 from .plan import RegionPlan
 from .seals import seal_for_good, seal_to_others
 from .wake import wake_all
+
+if TYPE_CHECKING:
+    from ..storage.compiled_chunks import ChunksAt, CompiledChunks, Landing
 
 
 class RegionWriter:
@@ -39,6 +43,7 @@ class RegionWriter:
         self._order: list[int] = []
         self._rank = 0  # chunks of the order that are there without a hole; the watermark counts their bytes
         self._sealed_early = False
+        self._compiled: CompiledChunks | None = None
         self.chunks: Chunks | None = None
         self.late_files: LateFiles | None = None
 
@@ -89,6 +94,10 @@ class RegionWriter:
         else:
             self.chunks = self._begin(index, files, late or {}, peer_chunk_bytes)
         self.late_files = LateFiles(self._memory)
+        if self.has_checksums:
+            from ..storage.compiled_chunks import compiled  # only for nodes of a cluster
+
+            self._compiled = compiled()
         words = self._memory.words
         self._order = self.chunks.order()
         words[Word.TOTAL_BYTES] = sum(map(self.chunks.size, self._order))
@@ -204,14 +213,60 @@ class RegionWriter:
         with self._publishing:  # also the barrier that puts the bytes in front of the mark on CPUs that reorder stores
             if self.chunks is None or self.present(chunk):
                 return
-            if checksum is not None:
-                self._memory.words_at(self._memory.words[Word.CHECKSUMS_OFFSET] + 8 * chunk)[0] = checksum
-            self._memory.bytes[TABLE_OFFSET + chunk] = 1
-            self._memory.words[Word.FETCHED_BYTES] += self.chunks.size(chunk)
-            self._memory.words[Word.FIRST_NS] = self._memory.words[Word.FIRST_NS] or time.monotonic_ns()
+            if checksum is not None and self._compiled is not None:
+                # Its own threads publish at the same time: only it can count the bytes.
+                self._compiled.publish(self._chunks_at(range(chunk, chunk + 1)), 0, checksum)
+            else:
+                self._mark(self.chunks, chunk, checksum)
             self._raise_watermark(self.chunks)
-        if self.has_checksums:  # peers may wait for it
+
+    def _mark(self, chunks: Chunks, chunk: int, checksum: int | None) -> None:
+        words = self._memory.words
+        if checksum is not None:
+            self._memory.words_at(words[Word.CHECKSUMS_OFFSET] + 8 * chunk)[0] = checksum
+        self._memory.bytes[TABLE_OFFSET + chunk] = 1
+        words[Word.FETCHED_BYTES] += chunks.size(chunk)
+        words[Word.FIRST_NS] = words[Word.FIRST_NS] or time.monotonic_ns()
+        if checksum is not None:  # peers may wait for it
             wake_all(self._memory.address + 8 * Word.FETCHED_BYTES)
+
+    def count(self) -> None:
+        """Count the chunks that compiled code has published."""
+        with self._publishing:
+            assert self.chunks is not None
+            self._raise_watermark(self.chunks)
+
+    def landing(self, key: str, start: int, stop: int) -> Landing | None:
+        """Return where bytes [start, stop) of a shard are in a region with checksums; None without compiled code.
+
+        They are whole chunks, which may then be published without this writer; call ``count`` after that.
+        """
+        from ..storage.compiled_chunks import Landing
+
+        if self._compiled is None:
+            return None
+        assert self.chunks is not None
+        shard = next(number for number, shard in enumerate(self._index.shards) if shard.name == key)
+        data_start = self._index.shards[shard].data_start
+        chunks = self.chunks.covering(shard, start - data_start, stop - data_start)
+        at = self._offset(chunks.start)
+        populate = at + stop - start > self._memory.reserved_bytes
+        return Landing(self._chunks_at(chunks), self._memory.address + at, populate=populate)
+
+    def _chunks_at(self, chunks: range) -> ChunksAt:
+        assert self.chunks is not None
+        address = self._memory.address
+        from ..storage.compiled_chunks import ChunksAt
+
+        return ChunksAt(
+            count=len(chunks),
+            bytes=self.chunks.chunk_bytes,
+            last_bytes=self.chunks.size(chunks.stop - 1),
+            table=address + TABLE_OFFSET + chunks.start,
+            checksums=address + self._memory.words[Word.CHECKSUMS_OFFSET] + 8 * chunks.start,
+            fetched=address + 8 * Word.FETCHED_BYTES,
+            first_ns=address + 8 * Word.FIRST_NS,
+        )
 
     def _raise_watermark(self, chunks: Chunks) -> None:
         words = self._memory.words

@@ -26,6 +26,7 @@ from ..errors import (
     WrongBytesError,
 )
 from .base import redacted
+from .compiled_chunks import ENDED, SILENT, WRONG, Landing, compiled
 from .framing import (
     CHECKSUM_HEADER,
     CHUNK_BYTES_HEADER,
@@ -54,6 +55,7 @@ _PROBE_S = 2.0  # for its answer
 _STANDSTILL_S = 4.0  # how long a peer that lives may get nothing itself
 _UNANSWERED_S = 2.0  # for what a request says to be acknowledged
 _LEAST_BYTES_PER_S = 1024.0
+_TOGETHER = 8  # chunks that compiled code receives before the caller learns of them
 
 
 class Offer(NamedTuple):
@@ -66,11 +68,36 @@ class Offer(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A verified chunk in the caller's buffer. ``filled``: the buffer's bytes up to its end."""
+    """A verified chunk in the caller's buffer. ``filled``: the buffer's bytes up to its end.
+
+    ``checksum``: None when readers have it already, and perhaps several before it, which are of ``size`` together.
+    """
 
     size: int
     filled: int
-    checksum: int
+    checksum: int | None
+
+
+class _Patience:
+    """How long to wait for a peer that sends nothing: for as long as it lives, and gets something itself."""
+
+    def __init__(self, store: PeerStore) -> None:
+        self._store = store
+        self.heard()
+
+    def heard(self) -> None:
+        """Note that bytes have come."""
+        self._bytes, self._at = -1, time.monotonic()
+
+    def ask(self) -> None:
+        """Ask for the peer's progress, after a silence. StorageError when it is no use to wait on."""
+        state, fetched_bytes = self._store.progress()
+        now = time.monotonic()
+        if fetched_bytes != self._bytes and self._bytes >= 0:
+            self._at = now
+        self._bytes = fetched_bytes
+        if state == "failed" or now - self._at > _STANDSTILL_S:
+            raise StorageError(f"{self._store.name}: it lives, but sends nothing (its region: {state})") from None
 
 
 class PeerStore:
@@ -149,8 +176,11 @@ class PeerStore:
         arrived: Callable[[Chunk], None],
         *,
         chunk_bytes: int,
+        landing: Landing | None = None,
     ) -> None:
         """Fill the buffer with whole chunks of a shard from ``start`` on; ``arrived`` is called with each.
+
+        ``landing``: where the buffer is in a region; then chunks may be published before ``arrived`` is called.
 
         Raises WrongBytesError, ObjectChangedError, ObjectNotFoundError, ForbiddenError, or another StorageError when
         the peer fails; what has arrived by then stays.
@@ -159,31 +189,58 @@ class PeerStore:
         head, filled = memoryview(bytearray(FRAME_BYTES)), 0
         with self._request(path, {"If-Match": entity_tag_of(version)}) as (connection, _):
             while filled < len(buffer):
+                if landing is not None and connection.plain:
+                    self._land(connection, landing, filled // chunk_bytes, key, start, arrived)
+                    return
                 chunk = buffer[filled : filled + chunk_bytes]
                 self._fill(connection, head, chunk)
                 frame = Frame.parse(head)
                 if frame.size != len(chunk) or self._checksum(chunk) != frame.checksum:
-                    raise WrongBytesError(
-                        f"{self.name}: bytes {start + filled} to {start + filled + len(chunk)} of {key} do not "
-                        "have their checksum"
-                    )
+                    raise self._wrong(key, start + filled, len(chunk))
                 filled += frame.size
                 arrived(Chunk(frame.size, filled, frame.checksum))
 
+    def _wrong(self, key: str, start: int, size: int) -> WrongBytesError:
+        return WrongBytesError(f"{self.name}: bytes {start} to {start + size} of {key} do not have their checksum")
+
+    def _land(
+        self,
+        connection: Connection,
+        landing: Landing,
+        done: int,
+        key: str,
+        start: int,
+        arrived: Callable[[Chunk], None],
+    ) -> None:
+        """Receive the rest of a range in compiled code, which verifies each chunk before it publishes it."""
+        chunks, receiving, patience = compiled(), landing.receiving(done), _Patience(self)
+        assert chunks is not None
+        while receiving.done < receiving.chunks.count:
+            before, before_wire = receiving.filled_bytes, receiving.wire_bytes
+            receiving.stop = min(receiving.done + _TOGETHER, receiving.chunks.count)
+            status = connection.land(chunks, receiving)
+            filled = receiving.filled_bytes
+            if filled != before:
+                arrived(Chunk(filled - before, filled, None))
+            if status == WRONG:
+                raise self._wrong(key, start + filled, receiving.frame.size)
+            if receiving.wire_bytes != before_wire:
+                patience.heard()
+            if status == SILENT:
+                patience.ask()
+            elif status == ENDED:
+                raise WireError("the answer ended early")
+            elif status < 0:
+                raise WireError(os.strerror(-status))
+
     def _fill(self, connection: Connection, *buffers: memoryview) -> None:
         """Receive all of the buffers, for as long as the peer lives and gets something itself."""
-        left, heard_bytes, heard_at = [*filter(len, buffers)], -1, time.monotonic()
+        left, patience = [*filter(len, buffers)], _Patience(self)
         while left:
             try:
                 count = connection.receive_all(left)
             except StalledError:
-                state, fetched_bytes = self.progress()
-                now = time.monotonic()
-                if fetched_bytes != heard_bytes and heard_bytes >= 0:
-                    heard_at = now
-                heard_bytes = fetched_bytes
-                if state == "failed" or now - heard_at > _STANDSTILL_S:
-                    raise StorageError(f"{self.name}: it lives, but sends nothing (its region: {state})") from None
+                patience.ask()
                 continue
             if not count:
                 raise WireError("the answer ended early")
@@ -191,7 +248,7 @@ class PeerStore:
                 count -= len(left.pop(0))
             if count:
                 left[0] = left[0][count:]
-            heard_at, heard_bytes = time.monotonic(), -1
+            patience.heard()
 
     @contextmanager
     def _request(self, path: str, headers: dict[str, str] | None = None) -> Iterator[tuple[Connection, Response]]:

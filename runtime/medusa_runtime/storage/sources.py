@@ -25,6 +25,7 @@ from ..errors import (
     WrongBytesError,
 )
 from .base import Advance, ObjectInfo, Store
+from .compiled_chunks import Landing
 from .framing import is_bundled
 from .peer import Chunk, Offer, PeerStore
 
@@ -95,6 +96,7 @@ class SourcesStore:
         self._checksums: dict[tuple[str, int], int] = {}
         self._bundle: Mapping[str, bytes] = {}
         self._chunk_bytes = 1
+        self._landing: Callable[[str, int, int], Landing | None] | None = None
         self._lock = threading.Lock()
         self._interrupted: set[int] = set()
         self._origin_bytes = 0
@@ -182,9 +184,13 @@ class SourcesStore:
         """Read these files of the state bundle, which a peer has, from here instead of the object store."""
         self._bundle = files
 
-    def laid_out(self, chunk_bytes: int) -> None:
-        """Learn how large the region's chunks are: a range that goes on elsewhere goes on with a whole chunk."""
+    def laid_out(self, chunk_bytes: int, landing: Callable[[str, int, int], Landing | None] | None = None) -> None:
+        """Learn how large the region's chunks are: a range that goes on elsewhere goes on with a whole chunk.
+
+        ``landing(key, start, stop)``: where the region has these bytes, for peers' chunks to be published as they come.
+        """
         self._chunk_bytes = chunk_bytes
+        self._landing = landing
 
     def checksum(self, key: str, start: int) -> int | None:
         """Return the verified checksum with which the chunk at ``start`` came from a peer, once."""
@@ -286,12 +292,16 @@ class SourcesStore:
     ) -> None:
         def arrived(chunk: Chunk) -> None:
             end = base + chunk.filled
-            self._checksums[key, start + end - chunk.size] = chunk.checksum
+            if chunk.checksum is not None:
+                self._checksums[key, start + end - chunk.size] = chunk.checksum
             source.received_bytes += chunk.size
             source.failures = 0
             moved(end)
 
-        source.store.read_chunks(key, start + base, buffer[base:], version, arrived, chunk_bytes=self._chunk_bytes)
+        landing = self._landing and self._landing(key, start + base, start + len(buffer))
+        source.store.read_chunks(
+            key, start + base, buffer[base:], version, arrived, chunk_bytes=self._chunk_bytes, landing=landing
+        )
 
     def _read_origin(
         self,

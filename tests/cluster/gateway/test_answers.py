@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import http.server
 import json
 import re
 import shutil
@@ -188,6 +189,34 @@ def test_a_held_request_ends_in_time_with_retry_after(cluster: StandIn, start_ga
     status, headers, answer = gateway.exchange("POST", "/v1/completions", body())
     assert (status, answer["error"]["code"]) == (503, "not_ready")
     assert int(headers["retry-after"]) >= 1
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected"),
+    [(502, "Cluster.Instance", "instance_lost"), (404, "Cluster.NoInstance", "not_ready")],
+)
+def test_a_request_that_loses_its_instances_is_told_where_and_why(
+    cluster: StandIn, start_gateway: Start, status: int, code: str, expected: str
+) -> None:
+    said = json.dumps({"error": {"code": code, "message": "/models/m: expected a folder, found nothing"}}).encode()
+
+    class Failing(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(said)
+
+    cluster.deploy(NAME, hold_s="2")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Failing) as failing:
+        threading.Thread(target=failing.serve_forever, args=(0.05,)).start()
+        cluster.add(NAME, "one", f"http://127.0.0.1:{failing.server_port}")
+        found, _, answer = start_gateway().exchange("POST", "/v1/completions", body())
+        failing.shutdown()
+    assert (found, answer["error"]["code"]) == (503, expected)
+    assert "one on n1: it" in answer["error"]["message"]
+    assert f"{code}: /models/m: expected a folder, found nothing" in answer["error"]["message"]
 
 
 def test_requests_beyond_the_places_are_refused_fairly(cluster: StandIn, start_gateway: Start) -> None:

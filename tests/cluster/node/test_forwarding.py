@@ -33,6 +33,7 @@ class Upstream:
         self.cancelled = asyncio.Event()
         self.received = asyncio.Event()
         self.go_on = asyncio.Event()
+        self.instances: Instances | None = None  # of the node
         self.app = web.Application(client_max_size=1 << 30)
         self.app.router.add_route("*", "/echo", self.echo)
         self.app.router.add_get("/stream", self.stream)
@@ -83,6 +84,7 @@ async def serving(app: web.Application) -> AsyncIterator[int]:
 
 def run(folder: Path, scenario: Scenario, *, head_url: str | None = None) -> None:
     async def body() -> None:
+        (folder / "logs").mkdir()
         token_file = folder / "token"
         token_file.touch(0o600)
         token_file.write_text(TOKEN)
@@ -96,11 +98,13 @@ def run(folder: Path, scenario: Scenario, *, head_url: str | None = None) -> Non
                 listening.set_result(where)
                 instances.add(RunningInstance(name, Deployment("m", "/m"), "secret", listening, state="ready"))
             await listener.start()
+            upstream.instances = instances
             headers = {"Authorization": f"Bearer {TOKEN}"}
             async with aiohttp.ClientSession(headers=headers) as session:
                 await asyncio.wait_for(scenario(session, settings.url, upstream), 30)
             await listener.close()
             await line.close()
+            await instances.end(0.0)
 
     asyncio.run(body())
 
@@ -191,6 +195,21 @@ def test_an_instance_that_has_ended_gives_404(tmp_path: Path) -> None:
     async def scenario(session: aiohttp.ClientSession, url: str, _: Upstream) -> None:
         async with session.get(f"{url}/instances/ended/echo") as answer:
             assert (answer.status, (await answer.json())["error"]["code"]) == (404, "Cluster.NoInstance")
+
+    run(tmp_path, scenario)
+
+
+def test_an_instance_that_could_not_have_its_model_says_which_node_lacks_what(tmp_path: Path) -> None:
+    async def scenario(session: aiohttp.ClientSession, url: str, upstream: Upstream) -> None:
+        assert upstream.instances
+        deployment = Deployment("m", str(tmp_path / "missing"), settings={"state": "none"})
+        await upstream.instances.start("lacking", deployment)
+        message = ""
+        while "lacking ended by itself on the node n1" not in message:  # on a busy machine, it may still be ending
+            async with session.post(f"{url}/instances/lacking/v1/completions", json={"prompt": "a"}) as answer:
+                assert answer.status in (404, 502)
+                message = (await answer.json())["error"]["message"]
+        assert f"{tmp_path}/missing: expected a folder with a checkpoint" in message
 
     run(tmp_path, scenario)
 

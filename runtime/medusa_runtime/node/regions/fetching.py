@@ -68,6 +68,10 @@ def preload(*, in_cluster: bool) -> None:
     """Import what every prefetcher needs. Starts no threads."""
     for name in (*_PRELOADED, *(_PRELOADED_IN_CLUSTER if in_cluster else ())):
         importlib.import_module(name)
+    if in_cluster:
+        from ...storage.compiled_chunks import compiled
+
+        compiled()
 
 
 def start_fetch(

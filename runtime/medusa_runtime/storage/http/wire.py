@@ -23,6 +23,7 @@ from .fields import FieldError, Head, chunk_size, framing, keeps_open, parse_hea
 if TYPE_CHECKING:
     import ssl
 
+    from ..compiled_chunks import CompiledChunks, Receiving
     from .proxy import Proxy
 
 _HEAD_BYTES = 64 << 10
@@ -174,6 +175,24 @@ class Connection:
         count = self._count_received(take)
         self._to_read -= count
         return count
+
+    @property
+    def plain(self) -> bool:
+        """Whether the rest of the body can be received from the socket itself: nothing of it has come, without TLS."""
+        return not self._left and not self.endpoint.tls
+
+    def land(self, chunks: CompiledChunks, receiving: Receiving) -> int:
+        """Receive chunks of a ``plain`` body of known length into a region; returns a status of ``compiled_chunks``."""
+        assert self._to_read is not None
+        began, before = time.monotonic(), receiving.wire_bytes
+        receiving.connection, receiving.silence_ms = self._socket.fileno(), int(self._silence_s * 1000)
+        receiving.wake_bytes = self._wake_bytes
+        status = chunks.receive(receiving)
+        self._wake_bytes = receiving.wake_bytes
+        count = receiving.wire_bytes - before
+        self._to_read -= count
+        self._pace.add(count, time.monotonic() - began)
+        return status
 
     def _count_received(self, take: Callable[[], int]) -> int:
         """Receive with ``take``, and count its bytes in the connection's pace. StalledError after a silence."""

@@ -1,0 +1,149 @@
+"""Chunks between a socket and a region in compiled code (``kernels/chunks.c``), which needs no step of the interpreter.
+
+Without the library, or with TLS, Python does the same (``peer.py``, and the node server's side).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+from pathlib import Path
+from typing import Any, ClassVar
+
+_LIBRARY = Path(__file__).parents[1] / "kernels" / "libmedusa_kernels.so"  # importing ``kernels`` would import torch
+_INTERFACE = 1  # of chunks.c
+_POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int
+DONE, SILENT, ENDED, WRONG, STOPPED = range(5)  # what ``receive`` and ``send`` return; an errno is negative
+
+
+class ChunksAt(ctypes.Structure):
+    """struct chunks: neighbouring chunks of one shard, by the addresses of the first one's marks."""
+
+    _fields_: ClassVar = [
+        *((name, _LONG) for name in ("count", "bytes", "last_bytes")),
+        *((name, _POINTER) for name in ("table", "checksums", "fetched", "first_ns")),
+    ]
+
+
+class _Frame(ctypes.Structure):
+    _fields_: ClassVar = [("size", ctypes.c_uint32), ("nothing", ctypes.c_uint32), ("checksum", ctypes.c_uint64)]
+
+
+class Receiving(ctypes.Structure):
+    """struct receiving. Its memory must stay for as long as ``receive`` runs."""
+
+    _fields_: ClassVar = [
+        ("chunks", ChunksAt),
+        ("data", _POINTER),
+        ("checksum", _POINTER),
+        *((name, _LONG) for name in ("stop", "done", "filled")),
+        *((name, _INT) for name in ("connection", "silence_ms", "wake_bytes", "populate")),
+        ("frame", _Frame),
+    ]
+
+    @property
+    def filled_bytes(self) -> int:
+        """The bytes of the chunks that are complete."""
+        return _bytes_of(self.chunks, self.done)
+
+    @property
+    def wire_bytes(self) -> int:
+        """What has come, with frames."""
+        return int(self.filled_bytes + self.done * ctypes.sizeof(_Frame) + self.filled)
+
+
+class SendingChunks(ctypes.Structure):
+    """struct sending. ``stopped`` may be set by another thread."""
+
+    _fields_: ClassVar = [
+        ("chunks", ChunksAt),
+        *((name, _LONG) for name in ("offset", "done", "filled")),
+        *((name, _INT) for name in ("connection", "file", "idle_ms", "patience_ms", "stopped")),
+        ("frame", _Frame),
+    ]
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes of the chunks that were sent."""
+        return _bytes_of(self.chunks, self.done)
+
+
+class Landing:
+    """Neighbouring chunks of one shard that are about to be received straight into a region.
+
+    ``data``: the address of the first one. ``populate``: whether its pages are to be made.
+    """
+
+    def __init__(self, chunks: ChunksAt, data: int, *, populate: bool) -> None:
+        self._chunks = chunks
+        self._data = data
+        self._populate = populate
+
+    def receiving(self, done: int) -> Receiving:
+        """Return what ``receive`` takes, for a range of which so many chunks have come already."""
+        found = compiled()
+        assert found is not None
+        return Receiving(
+            chunks=self._chunks, data=self._data, checksum=found.checksum, done=done, populate=int(self._populate)
+        )
+
+
+class CompiledChunks:
+    """The functions. They run without the interpreter's lock."""
+
+    def __init__(self) -> None:
+        """OSError or AttributeError without the library, ImportError without xxhash."""
+        library = ctypes.CDLL(str(_LIBRARY))
+        if library.medusa_chunks_interface() != _INTERFACE:
+            raise AttributeError("the library was built from other sources")
+        # Python's package of xxhash has the C function, too.
+        module = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
+        self._keep = module
+        self.checksum = ctypes.cast(module.XXH3_64bits, _POINTER).value
+        self._receive: Any = library.medusa_receive_chunks
+        self._send: Any = library.medusa_send_chunks
+        self._publish: Any = library.medusa_publish_chunk
+        self._receive.argtypes = [ctypes.POINTER(Receiving)]
+        self._send.argtypes = [ctypes.POINTER(SendingChunks)]
+        self._publish.argtypes, self._publish.restype = [ctypes.POINTER(ChunksAt), _LONG, ctypes.c_uint64], None
+
+    def receive(self, receiving: Receiving) -> int:
+        """Receive and publish chunks until ``receiving.stop``; returns a status."""
+        return int(self._receive(receiving))
+
+    def send(self, sending: SendingChunks) -> int:
+        """Send chunks, each as soon as it is there; returns a status."""
+        return int(self._send(sending))
+
+    def publish(self, chunks: ChunksAt, number: int, checksum: int) -> None:
+        """Let readers have one chunk, once."""
+        self._publish(chunks, number, checksum)
+
+
+@functools.cache
+def compiled() -> CompiledChunks | None:
+    """The functions, or None where they are not built."""
+    try:
+        return CompiledChunks()
+    except (OSError, AttributeError, ImportError):
+        return None
+
+
+def _bytes_of(chunks: ChunksAt, done: int) -> int:
+    return int((done - 1) * chunks.bytes + chunks.last_bytes if done and done == chunks.count else done * chunks.bytes)
+
+
+__all__ = [
+    "DONE",
+    "ENDED",
+    "SILENT",
+    "STOPPED",
+    "WRONG",
+    "ChunksAt",
+    "CompiledChunks",
+    "Landing",
+    "Receiving",
+    "SendingChunks",
+    "compiled",
+]

@@ -1,0 +1,118 @@
+"""Chunks that compiled code sends from one region and receives into another, over a pair of sockets."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from medusa_runtime.storage.compiled_chunks import (
+    DONE,
+    ENDED,
+    SILENT,
+    STOPPED,
+    WRONG,
+    ChunksAt,
+    CompiledChunks,
+    Landing,
+    SendingChunks,
+    compiled,
+)
+from medusa_runtime.storage.framing import Frame, checksum_function
+
+CHUNK, LAST, COUNT = 256 << 10, 77, 5
+SIZE = CHUNK * (COUNT - 1) + LAST
+
+
+class Half:
+    """Marks and bytes of one side, as a region has them."""
+
+    def __init__(self) -> None:
+        self.table, self.sums = (ctypes.c_uint8 * COUNT)(), (ctypes.c_uint64 * COUNT)()
+        self.words = (ctypes.c_uint64 * 2)()
+        self.file = os.memfd_create("half")
+        os.ftruncate(self.file, SIZE)
+        self.data = (ctypes.c_uint8 * SIZE)()
+        addresses = map(ctypes.addressof, (self.table, self.sums, self.words))
+        self.at = ChunksAt(COUNT, CHUNK, LAST, *addresses, ctypes.addressof(self.words) + 8)
+
+
+@pytest.fixture
+def functions() -> CompiledChunks:
+    found = compiled()
+    if found is None:
+        pytest.skip("the library is not built")
+    return found
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    one, other = socket.socketpair()
+    one.setblocking(False)
+    with one, other:
+        yield one, other
+
+
+def _publish(functions: CompiledChunks, half: Half, data: bytes, chunk: int) -> None:
+    piece = data[chunk * CHUNK : (chunk + 1) * CHUNK]
+    os.pwrite(half.file, piece, chunk * CHUNK)
+    functions.publish(half.at, chunk, checksum_function()(piece))
+
+
+def test_chunks_are_sent_as_they_come_and_published_once(
+    functions: CompiledChunks, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    source, target, data = Half(), Half(), os.urandom(SIZE)
+    sending = SendingChunks(chunks=source.at, file=source.file, connection=pair[0].fileno(), idle_ms=2000)
+    sending.patience_ms = 5000
+    status: list[int] = []
+    thread = threading.Thread(target=lambda: status.append(functions.send(sending)))
+    thread.start()
+    receiving = Landing(target.at, ctypes.addressof(target.data), populate=True).receiving(0)
+    receiving.connection, receiving.silence_ms, receiving.wake_bytes = pair[1].fileno(), 2000, 1
+    for chunk in range(COUNT):
+        _publish(functions, source, data, chunk)
+        receiving.stop = chunk + 1
+        assert functions.receive(receiving) == DONE
+        assert list(target.table) == [1] * (chunk + 1) + [0] * (COUNT - chunk - 1)
+    thread.join(5.0)
+    functions.publish(target.at, 0, 1)
+    assert (status, sending.sent_bytes, target.words[0], list(target.sums)) == ([DONE], SIZE, SIZE, list(source.sums))
+    assert bytes(target.data) == data
+    assert 0 < target.words[1] <= time.monotonic_ns()
+
+
+@pytest.mark.parametrize("change", ["byte", "size"])
+def test_a_wrong_chunk_is_not_published(
+    functions: CompiledChunks, pair: tuple[socket.socket, socket.socket], change: str
+) -> None:
+    target, piece = Half(), bytearray(os.urandom(CHUNK))
+    frame = Frame(CHUNK - (change == "size"), checksum_function()(bytes(piece))).pack()
+    piece[1000] ^= change == "byte"
+    threading.Thread(target=pair[1].sendall, args=(frame + piece,), daemon=True).start()
+    receiving = Landing(target.at, ctypes.addressof(target.data), populate=False).receiving(0)
+    receiving.connection, receiving.silence_ms, receiving.wake_bytes, receiving.stop = pair[0].fileno(), 2000, 1, COUNT
+    assert functions.receive(receiving) == WRONG
+    assert not any(target.table)
+    assert (receiving.done, target.words[0]) == (0, 0)
+
+
+def test_a_silence_an_end_and_a_stop_are_told_apart(
+    functions: CompiledChunks, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    half = Half()
+    sending = SendingChunks(chunks=half.at, file=half.file, connection=pair[0].fileno(), idle_ms=10, patience_ms=100)
+    assert functions.send(sending) == SILENT
+    sending.stopped = 1
+    assert functions.send(sending) == STOPPED
+    receiving = Landing(half.at, ctypes.addressof(half.data), populate=False).receiving(0)
+    receiving.connection, receiving.silence_ms, receiving.wake_bytes, receiving.stop = pair[0].fileno(), 10, 1, COUNT
+    assert functions.receive(receiving) == SILENT
+    pair[1].sendall(b"1234")
+    assert (functions.receive(receiving), receiving.wire_bytes) == (SILENT, 4)
+    pair[1].close()
+    assert functions.receive(receiving) == ENDED
