@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +15,8 @@ from typing import NamedTuple
 _ROOT = Path("/")
 # "No limit" is the word "max" in v2 and a number close to 2^63 in v1.
 _UNLIMITED_BYTES = 1 << 60
+_COUNTERS = ("memory.events", "memory.oom_control")  # have a line "oom_kill", in v2 and v1
+_RECENT_S = 5.0
 
 
 class _Mount(NamedTuple):
@@ -59,37 +62,50 @@ def memory_available_bytes(root: Path = _ROOT) -> int:
 
 
 class OutOfMemory:
-    """Finds out whether a process was killed because this container's memory limit was reached."""
+    """Finds out whether a process was killed because this container's memory limit was reached.
+
+    The kernel counts such kills and names nobody, so a process that SIGKILL has ended within five seconds of one counts
+    as killed by it. Call ``look`` now and then, so that older kills are known to be old.
+    """
 
     def __init__(self, root: Path = _ROOT) -> None:
         self._root = root
+        self._counter: Path | None = None
+        self._searched = False
         self._seen: int | None = None
+        self._last_s = -_RECENT_S  # when a kill was found last
 
-    def look(self) -> None:
-        """Note, at the first call, how many such kills there have been. Until then all of them count as new."""
-        if self._seen is None:
-            self._seen = self._kills()
+    def look(self) -> bool:
+        """Note how many such kills there have been; whether there are new ones. At the first call all are old."""
+        count = self._kills()
+        new = self._seen is not None and count > self._seen
+        self._seen = count
+        if new:
+            self._last_s = time.monotonic()
+        return new
+
+    def words(self) -> str:
+        limit = memory_limit_bytes(self._root)
+        return "memory ran out" + (f", the limit is {limit / 1e9:.2f} GB" if limit else "")
 
     def how(self, status: int) -> str:
         """How a process ended, in words, by its exit status, or minus the number of the signal that killed it."""
         if status >= 0:
             return f"exit status {status}"
-        words = f"killed by {signal.Signals(-status).name}"
+        how = f"killed by {signal.Signals(-status).name}"
         if -status != signal.SIGKILL:
-            return words
-        before, self._seen = self._seen or 0, self._kills()
-        if self._seen <= before:
-            return words
-        limit = memory_limit_bytes(self._root)
-        return f"{words}: memory ran out" + (f", the limit is {limit / 1e9:.2f} GB" if limit else "")
+            return how
+        self.look()
+        recent = time.monotonic() - self._last_s < _RECENT_S
+        return f"{how}: {self.words()}" if recent else how
 
     def _kills(self) -> int:
         """The kernel's count for this process's own group; 0 where it keeps none."""
-        for folder in _groups(self._root, "memory"):
-            for name in ("memory.events", "memory.oom_control"):
-                if (count := _field(folder / name, "oom_kill")) is not None:
-                    return count
-        return 0
+        if not self._searched:
+            self._searched = True
+            files = (folder / name for folder in _groups(self._root, "memory") for name in _COUNTERS)
+            self._counter = next((file for file in files if _field(file, "oom_kill") is not None), None)
+        return 0 if self._counter is None else _field(self._counter, "oom_kill") or 0
 
 
 def peak_bytes() -> int:

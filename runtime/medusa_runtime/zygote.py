@@ -61,6 +61,7 @@ class Zygote:
         self._timeline = timeline
         self._reports = reports
         self._heartbeats = heartbeats
+        self._out_of_memory = OutOfMemory()
 
     def run(self) -> int:
         """Run engines until one ends by itself; a crashed engine (killed by a signal) is replaced."""
@@ -70,14 +71,14 @@ class Zygote:
         first = self._fork_ahead() if self._on_gpu else None
         engine_class = self._import_engine(self._timeline)
         gc.freeze()  # the collector of a child would otherwise write to, and so copy, every shared page
-        quick_crashes, restarted, out_of_memory = 0, False, OutOfMemory()
+        quick_crashes, restarted = 0, False
         while True:
             started = time.monotonic()
             if first is None:
                 first = self._fork(lambda _: engine_class)
             pid, ready = first
             first = None
-            out_of_memory.look()
+            self._out_of_memory.look()
             status = os.waitstatus_to_exitcode(self._wait(pid))
             was_ready = _said_anything(ready)
             if status == RESTART and not restarted:
@@ -87,7 +88,7 @@ class Zygote:
                 return status
             early = not was_ready or time.monotonic() - started < _QUICK_S
             quick_crashes = quick_crashes + 1 if early else 0
-            name, how = signal.Signals(-status).name, out_of_memory.how(status)
+            name, how = signal.Signals(-status).name, self._out_of_memory.how(status)
             if quick_crashes >= _MOST_QUICK_CRASHES:
                 raise EngineError(
                     f"the engine process was killed by {name} {quick_crashes} times in a row, "
@@ -110,6 +111,7 @@ class Zygote:
         poll.register(readable, select.POLLIN)
         while not poll.poll(LOOK_S * 1e3):
             self._heartbeats.beat("zygote")
+            self._out_of_memory.look()
 
     @property
     def _on_gpu(self) -> bool:

@@ -80,6 +80,8 @@ def reach(phase: str, serving: Any, origin: SlowOrigin, requests: Requests) -> N
             re.search(rb"(?m)^medusa_engine_running(\{.*\})? [12](\.0)?$", serving.request("GET", "/metrics")[1])
         )
 
+    if phase in ("fetch", "load", "first-forward"):
+        origin.bytes_per_s = 2e4  # to use up the memory takes seconds
     if phase == "fetch":
         until(lambda: 0 < status().get("fetched_bytes", 0) < status()["total_bytes"], serving.output)
     elif phase == "load":

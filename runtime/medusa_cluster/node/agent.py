@@ -71,7 +71,7 @@ class Agent:
 
     async def _ended(self, child: Child) -> None:
         last = child.last_lines[-1] if child.last_lines else "it said nothing"
-        logger.error("the node agent ended (%s): %s; starting it again", child.status, last)
+        logger.error("the node agent ended (%s): %s; starting it again", child.how, last)
 
     async def status(self) -> dict[str, Any]:
         """What the agent holds; the last that was known while it does not answer."""

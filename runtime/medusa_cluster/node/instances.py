@@ -160,7 +160,7 @@ class Instances:
         instance.worker.write(self._group_file(instance))
 
     async def _follow(self, instance: RunningInstance, child: Child) -> None:
-        status = await child.wait()
+        await child.wait()
         self._group_file(instance).unlink(missing_ok=True)
         if instance.state == "draining":
             self._instances.pop(instance.id, None)
@@ -168,9 +168,8 @@ class Instances:
             log.unlink(missing_ok=True)
             return
         said = [line for line in child.last_lines if line.startswith("medusa: ")] or list(child.last_lines)[-1:]
-        how = f"signal {-status}" if status < 0 else f"status {status}"
         last = said[-1] if said else "it said nothing"
-        self._failed(instance, f"{instance.id} ended by itself on the node {self._settings.name} ({how}): {last}")
+        self._failed(instance, f"{instance.id} ended by itself on the node {self._settings.name} ({child.how}): {last}")
 
     def _failed(self, instance: RunningInstance, failure: str) -> None:
         logger.error("%s", failure)

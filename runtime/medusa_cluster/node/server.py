@@ -25,7 +25,7 @@ from .forwarding import Forwarder
 from .instances import Instances
 from .listener import Listener
 from .operations import Operations
-from .processes.child import Child, KeptAlive, end_orphans, reap_orphans
+from .processes.child import OUT_OF_MEMORY, Child, KeptAlive, end_orphans, reap_orphans
 from .processes.guard import adopt_orphans
 from .processes.stopped import StoppedProcesses
 from .ray.processes import STARTED, forget_address, ray_command, ray_environment
@@ -139,7 +139,7 @@ class NodeServer:
     async def _ray_ended(self, child: Child) -> None:
         self._ray_started.clear()
         said = [line for line in child.last_lines if line.strip()]
-        logger.error("Ray's processes ended (status %s): %s; starting them again", child.status, said[-1:] or "")
+        logger.error("Ray's processes ended (%s): %s; starting them again", child.how, said[-1:] or "")
 
     async def _tell(self) -> None:
         """Show when the controller knows this node, and answers gateways."""
@@ -176,6 +176,8 @@ class NodeServer:
         while True:
             reap_orphans(self._own_pids())
             stopped.look()
+            if OUT_OF_MEMORY.look():
+                logger.error("%s: the kernel has killed a process of this node", OUT_OF_MEMORY.words())
             await asyncio.sleep(_LOOK_S)
 
     def _own_pids(self) -> set[int]:

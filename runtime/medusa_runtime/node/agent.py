@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from ..device.choice import obstacle
 from ..errors import ConfigError
+from ..limits import OutOfMemory
 from ..process import ReportPipe, share_cores
 from ..resource_limits import make_room_for_files
 from ..timeline import Timeline
@@ -60,6 +61,7 @@ class Agent:
         pins = [model_key(absolute(url)) for url in settings.pin]
         policy = Policy(settings.allow, settings.quota, [listening.prefixes for listening in settings.socket])
         accounts = Accounts(settings.per_caller, settings.memory_budget_bytes)
+        self._out_of_memory = OutOfMemory()
         self._loop = EventLoop()
         self._reports = ReportPipe()
         timeline = Timeline.create("node")
@@ -73,6 +75,7 @@ class Agent:
             loop=self._loop,
             timeline=timeline,
             reports=self._reports,
+            out_of_memory=self._out_of_memory,
             cluster=cluster,
         )
         engines = EnginePool(
@@ -107,6 +110,8 @@ class Agent:
             self._watchdog.start()
             while not self._stopping:
                 self._watchdog.beat()
+                if self._out_of_memory.look():
+                    logger.error("%s: the kernel has killed a process of the node agent's", self._out_of_memory.words())
                 self._services.engines.tick()
                 self._connections.tick()
                 self._services.keeper.tick()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -14,6 +15,8 @@ from ..process import ReportPipe, fork
 from ..resource_limits import as_limit_error
 from ..timeline import Timeline
 from .messages import pair
+
+_LOOKS, _LOOK_S = 20, 0.001  # the kernel closes a process's connections a moment before it has ended
 
 
 class Child(NamedTuple):
@@ -79,6 +82,15 @@ class HungChildren:
         """
         self._watches = {pid: self._watches.get(pid) or Watch(pid, 0, beat_ns) for pid, beat_ns in beats.items()}
         return {pid: watch.reason for pid, watch in self._watches.items() if watch.look() is Verdict.HUNG}
+
+
+def exit_status(child: Child) -> int | None:
+    """The status of a child whose connection has ended, minus the signal's number if one did it; None if it runs."""
+    for _ in range(_LOOKS):
+        if (ended := os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        time.sleep(_LOOK_S)
+    return None
 
 
 def end_child(child: Child) -> None:

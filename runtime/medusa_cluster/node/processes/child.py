@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from medusa_runtime.limits import OutOfMemory
 from medusa_runtime.process import die_with_parent
 
 from .guard import children
@@ -19,6 +20,7 @@ from .guard import children
 _KEPT_LINES = 20
 _LONGEST_LOG_BYTES = 16 << 20
 _LOOK_S = 0.02  # between two looks whether killed processes have ended
+OUT_OF_MEMORY = OutOfMemory()  # of this process's control group
 
 
 class Child:
@@ -37,6 +39,7 @@ class Child:
     ) -> None:
         self.last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._on_line = on_line
+        OUT_OF_MEMORY.look()
         self._log = open(log, "ab", buffering=0)  # noqa: SIM115  closed when the process has ended
         parent = os.getpid()
         self._process = subprocess.Popen(
@@ -57,6 +60,11 @@ class Child:
     def status(self) -> int | None:
         """The exit status, negative for a signal; None while it runs."""
         return self._ended.result() if self._ended.done() else None
+
+    @property
+    def how(self) -> str:
+        """How it ended, in words."""
+        return "it runs" if self.status is None else OUT_OF_MEMORY.how(self.status)
 
     async def wait(self) -> int:
         return await asyncio.shield(self._ended)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ...errors import MedusaError, NodeError, NodeRefusedError, StorageError, from_code
-from ...limits import memory_available_bytes
+from ...limits import OutOfMemory, memory_available_bytes
 from ...process import ReportPipe
 from ...region.reader import Region
 from ...storage.base import redacted, scheme_of
@@ -22,7 +22,7 @@ from ..callers.accounts import Accounts
 from ..callers.impersonation import Folder
 from ..callers.peer import Caller
 from ..callers.policy import Policy
-from ..child import HungChildren, end_child
+from ..child import HungChildren, end_child, exit_status
 from ..event_loop import EventLoop
 from ..messages import MOST_OF_OURS, receive, send
 from ..settings import NodeSettings
@@ -63,6 +63,7 @@ class RegionKeeper:
         loop: EventLoop,
         timeline: Timeline,
         reports: ReportPipe,
+        out_of_memory: OutOfMemory,
         cluster: Cluster | None = None,
     ) -> None:
         self._settings = settings
@@ -73,6 +74,7 @@ class RegionKeeper:
         self._loop = loop
         self._timeline = timeline
         self._reports = reports
+        self._out_of_memory = out_of_memory
         self._pins = set(pins)
         self._pin_at = 0.0
         self._records = Records(settings.path + ".regions")
@@ -262,13 +264,16 @@ class RegionKeeper:
 
     def _ended(self, held: HeldRegion) -> None:
         """Handle the end of a prefetcher, whether it succeeded or not."""
+        assert held.fetch is not None
+        status = exit_status(held.fetch)
         self._end_fetch(held)
         progress = held.region.progress()
         if progress.state == "done":
             logger.info("%s is complete", redacted(held.key))
             self._record()
             return
-        error: MedusaError = StorageError("its prefetcher ended early")
+        how = "" if status is None else f" ({self._out_of_memory.how(status)})"
+        error: MedusaError = StorageError(f"its prefetcher ended early{how}")
         if progress.error is not None:
             code, _, message = progress.error.partition(": ")
             error = from_code(code, message)
