@@ -23,13 +23,14 @@ kills, usage, limit = os.open(sys.argv[1], os.O_RDONLY), sys.argv[2], int(sys.ar
 def killed():
     return int(os.pread(kills, 4096, 0).split(b"oom_kill ")[1].split()[0])
 
-before, taken = killed(), mmap.mmap(-1, limit)
-for at in range(0, limit, 4096):
-    if at % (1 << 20) == 0:
-        near = limit - int(open(usage).read()) < 64 << 20
-    if near and killed() > before:
+before, taken, at, piece = killed(), mmap.mmap(-1, limit), 0, bytes(1 << 20)
+while limit - int(open(usage).read()) > 64 << 20:
+    taken[at : at + len(piece)] = piece
+    at += len(piece)
+for page in range(at, limit, 4096):
+    if killed() > before:
         os._exit(0)
-    taken[at] = 1
+    taken[page] = 1
 """
 
 
@@ -73,6 +74,11 @@ class MemoryGroup:
     def kills(self) -> int:
         """How many of its processes the kernel has killed for want of memory, without those that used it up."""
         return int(self._kills.read_text().split("oom_kill ")[1].split()[0]) - self._greedy_kills
+
+    def shared_bytes(self) -> int:
+        """Shared memory that its processes have made and that still exists, wherever they are."""
+        stat = (self.folder / "memory.stat").read_text().split()
+        return int(stat[stat.index("shmem") + 1])
 
     def kill(self, pid: int) -> None:
         """Use up the group's memory until the kernel has killed this process of the group."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,13 +13,12 @@ import pytest
 from memory_group import MemoryGroup, group
 from process_tree import alive
 
+from .asking import LONG, SHORT, Requests, shared_files, until
 from .slow_origin import SlowOrigin, serving_origin
 
 __all__ = ["group"]
 
 Start = Callable[..., Any]
-LONG = {"prompt": "a", "max_tokens": 450, "ignore_eos": True, "temperature": 0}
-SHORT = {"prompt": "a", "max_tokens": 4, "temperature": 0}
 REPLACED = ("prefetcher", "zygote", "engine", "worker")
 PHASES = {
     "fetch": ("supervisor", "function", *REPLACED),
@@ -38,35 +35,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.root]
 def slow_origin(example: Path) -> Iterator[SlowOrigin]:
     with serving_origin(example, bytes_per_s=1e5) as server:
         yield server
-
-
-class Requests:
-    """Clients that ask again and again while a process is killed, and how each of their requests ends."""
-
-    def __init__(self, serving: Any) -> None:
-        self.answers: list[Any] = []
-        self._serving = serving
-        self._ended = threading.Event()
-        self._threads: list[threading.Thread] = []
-
-    def begin(self, body: dict[str, Any], clients: int) -> None:
-        self._threads = [threading.Thread(target=self._ask, args=(body,)) for _ in range(clients)]
-        for thread in self._threads:
-            thread.start()
-
-    def _ask(self, body: dict[str, Any]) -> None:
-        while not self._ended.is_set():
-            try:
-                self.answers.append(self._serving.request("POST", "/v1/completions", body, timeout_s=100)[:2])
-            except OSError as error:
-                self.answers.append(error)
-                time.sleep(0.05)
-
-    def end(self) -> list[Any]:
-        self._ended.set()
-        for thread in self._threads:
-            thread.join()
-        return self.answers
 
 
 def reach(phase: str, serving: Any, origin: SlowOrigin, requests: Requests) -> None:
@@ -102,11 +70,6 @@ def survivors(serving: Any, victim: int) -> dict[int, int]:
     """The open descriptors of the processes that live as long as the instance."""
     pids = {serving.process.pid, serving.child("function")} - {victim}
     return {pid: len(os.listdir(f"/proc/{pid}/fd")) for pid in pids}
-
-
-def shared_files() -> set[str]:
-    """Names in /dev/shm, without those of Python's multiprocessing, which others use."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith(("psm_", "sem."))}
 
 
 @pytest.mark.parametrize(("phase", "name"), [(phase, name) for phase, names in PHASES.items() for name in names])
@@ -158,10 +121,3 @@ def check_answers(phase: str, name: str, answers: list[Any]) -> None:
         assert not failed
     assert set(failed) <= {(503, "Engine.Failed")}
     assert failed or (phase, name) not in (("decode", "engine"), ("decode", "zygote"))
-
-
-def until(condition: Callable[[], bool], say: Callable[[], str]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, say()
-        time.sleep(0.01)

@@ -162,7 +162,8 @@ def test_a_kill_for_want_of_memory_is_told_from_others(
     assert watch.how(1) == "exit status 1"
     for _ in "the one", "another that the same kill has ended":
         assert watch.how(-9) == "killed by SIGKILL: memory ran out, the limit is 1.50 GB"
-    monkeypatch.setattr(time, "monotonic", lambda began=time.monotonic(): began + 6)
+    later = time.monotonic() + 6
+    monkeypatch.setattr(time, "monotonic", lambda: later)
     assert watch.how(-9) == "killed by SIGKILL"
 
 

@@ -18,14 +18,17 @@ STATUS = 70  # EX_SOFTWARE of sysexits.h
 class Watchdog:
     """Looks every 1.5 seconds whether the loop has come round; the second time that it has not, the process ends.
 
-    An agent that was stopped (SIGSTOP, a suspended machine) finds one alarm waiting when it goes on, and not two.
+    An agent that was stopped (SIGSTOP, a suspended machine) finds one alarm waiting when it goes on, and not two. A
+    look does not count if the agent has spent most of the time before it waiting for a CPU: others have the machine.
     """
 
     def __init__(self) -> None:
         self._missed = 0
+        self._waited_s = 0.0
 
     def start(self) -> None:
         """Begin to watch. Call it in the main thread. Children do not inherit the timer."""
+        self._waited_s = waited_for_cpu_s()
         signal.signal(signal.SIGALRM, self._on_alarm)
         signal.setitimer(signal.ITIMER_REAL, _EVERY_S, _EVERY_S)
 
@@ -34,6 +37,9 @@ class Watchdog:
         self._missed = 0
 
     def _on_alarm(self, _: int, frame: FrameType | None) -> None:
+        before_s, self._waited_s = self._waited_s, waited_for_cpu_s()
+        if self._waited_s - before_s > _EVERY_S / 2:
+            return
         self._missed += 1
         if self._missed >= _MOST_MISSED:
             where = "".join(traceback.format_stack(frame))
@@ -43,3 +49,12 @@ class Watchdog:
     def close(self) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+def waited_for_cpu_s() -> float:
+    """How long this process's first thread has been ready to run and had no CPU; 0 where the kernel does not say."""
+    try:
+        with open("/proc/self/schedstat", "rb") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0

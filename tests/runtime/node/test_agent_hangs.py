@@ -87,6 +87,35 @@ def test_an_agent_whose_loop_hangs_ends_itself(start_node: Start, put_model: Put
     assert "in hang" in node.output(), "where it was"
 
 
+NEVER_BEATS = """
+import os
+from medusa_runtime.node import watchdog
+watchdog._EVERY_S = 0.3
+os.sched_setaffinity(0, {0})
+os.nice(19)
+watchdog.Watchdog().start()
+print("started", flush=True)
+while True:
+    pass
+"""
+
+
+def test_an_agent_that_gets_no_cpu_is_not_taken_for_one_that_hangs() -> None:
+    others = [subprocess.Popen(["taskset", "-c", "0", sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    starved = subprocess.Popen([sys.executable, "-c", NEVER_BEATS], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        assert starved.stdout
+        assert starved.stdout.readline() == b"started\n"
+        time.sleep(3)
+        assert starved.poll() is None
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    assert b"has hung for 0.3 s" in starved.communicate(timeout=120)[1]
+    assert starved.returncode == 70
+
+
 def test_a_stopped_prefetcher_is_ended_and_its_readers_are_told(start_node: Start, put_model: Put, origin: Any) -> None:
     url = put_model("m", 8 << 20)
     origin.bytes_per_s = 1e6
