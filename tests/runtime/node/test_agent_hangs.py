@@ -99,9 +99,21 @@ while True:
     pass
 """
 
+TAKES_A_CPU = """
+import os
+os.sched_setaffinity(0, {0})
+print("started", flush=True)
+while True:
+    pass
+"""
+
 
 def test_an_agent_that_gets_no_cpu_is_not_taken_for_one_that_hangs() -> None:
-    others = [subprocess.Popen(["taskset", "-c", "0", sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    others = [subprocess.Popen([sys.executable, "-c", TAKES_A_CPU], stdout=subprocess.PIPE) for _ in range(2)]
+    for other in others:
+        assert other.stdout
+        other.stdout.readline()
+        other.stdout.close()
     starved = subprocess.Popen([sys.executable, "-c", NEVER_BEATS], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         assert starved.stdout
