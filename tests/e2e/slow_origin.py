@@ -71,9 +71,23 @@ class _Ranges(http.server.BaseHTTPRequestHandler):
             pass
 
 
+class SlowAfterAWhile(SlowOrigin):
+    """Sends the headers and small files at once, and from the first megabyte on next to nothing."""
+
+    slow = True
+
+    @property
+    def bytes_per_s(self) -> float:
+        return 2e4 if self.slow and self.sent > 1e6 else 1e9
+
+    @bytes_per_s.setter
+    def bytes_per_s(self, value: float) -> None:
+        self.slow = value < 1e9
+
+
 @contextlib.contextmanager
-def serving_origin(folder: Path, bytes_per_s: float) -> Iterator[SlowOrigin]:
-    with SlowOrigin(folder, bytes_per_s) as server:
+def serving_origin(folder: Path, bytes_per_s: float, kind: type[SlowOrigin] = SlowOrigin) -> Iterator[SlowOrigin]:
+    with kind(folder, bytes_per_s) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()

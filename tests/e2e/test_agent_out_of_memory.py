@@ -18,7 +18,7 @@ from memory_group import MemoryGroup, group
 from process_tree import alive
 
 from .asking import LONG, SHORT, Requests, shared_files, until
-from .slow_origin import SlowOrigin, serving_origin
+from .slow_origin import SlowAfterAWhile, SlowOrigin, serving_origin
 
 __all__ = ["group"]
 
@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.root]
 
 @pytest.fixture
 def slow_origin(example: Path) -> Iterator[SlowOrigin]:
-    with serving_origin(example, bytes_per_s=2e4) as server:
+    with serving_origin(example, 1e4, SlowAfterAWhile) as server:
         yield server
 
 
@@ -149,7 +149,7 @@ def test_each_process_of_an_agent(
     if name == "agent":
         assert node.process.wait(60) == -signal.SIGKILL
         lent = {reached.warm} if reached.serving else set()  # the function's engine lives as long as it
-        until(lambda: not any(alive(pid) for pid in children if pid not in lent), lambda: str(node.children()))
+        until(lambda: not [pid for pid in children if alive(pid) and pid not in lent], lambda: f"{children} {lent}")
         node.start()
     else:
         assert node.process.poll() is None, node.output()

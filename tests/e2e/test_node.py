@@ -18,7 +18,7 @@ from medusa_runtime.node.messages import receive, send
 from medusa_runtime.timeline import Timeline
 from process_tree import alive, stopped
 
-from .slow_origin import SlowOrigin, serving_origin
+from .slow_origin import SlowAfterAWhile, SlowOrigin, serving_origin
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -97,24 +97,9 @@ def middleman() -> Iterator[Callable[..., Middleman]]:
         one.close()
 
 
-class SlowAfterAWhile(SlowOrigin):
-    """Sends the headers and small files at once, and from the first megabyte on next to nothing."""
-
-    slow = True
-
-    @property
-    def bytes_per_s(self) -> float:
-        return 2e4 if self.slow and self.sent > 1e6 else 1e9
-
-    @bytes_per_s.setter
-    def bytes_per_s(self, value: float) -> None:
-        self.slow = value < 1e9
-
-
 @pytest.fixture
 def slow_origin(example: Path) -> Iterator[SlowOrigin]:
-    with serving_origin(example, bytes_per_s=1e9) as server:
-        server.__class__ = SlowAfterAWhile
+    with serving_origin(example, 1e9, SlowAfterAWhile) as server:
         yield server
 
 
