@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +52,18 @@ class Instance(ServedInstance):
 class GatewayProcess:
     """One `medusa cluster gateway`."""
 
-    def __init__(self, folder: Path, address: str, token_file: Path, *arguments: str, ready: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        address: str,
+        token_file: Path,
+        *arguments: str,
+        ready: bool = True,
+        wrapper: Sequence[str] = (),
+    ) -> None:
         self.log = folder / f"gateway-{time.monotonic_ns()}.log"
         environment = {k: v for k, v in os.environ.items() if not k.startswith("MEDUSA_")}
-        command = [MEDUSA, "cluster", "gateway", "--host", "127.0.0.1", "--port", "0", "--address", address]
+        command = [*wrapper, MEDUSA, "cluster", "gateway", "--host", "127.0.0.1", "--port", "0", "--address", address]
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
                 [*command, "--token-file", token_file, *arguments],

@@ -29,7 +29,15 @@ PATIENCE_S = 60.0
 class Node:
     """An agent and the server of its regions, on an address of its own."""
 
-    def __init__(self, folder: Path, host: str, token_file: Path, certificates: Sequence[Path] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        host: str,
+        token_file: Path,
+        certificates: Sequence[Path] = (),
+        wrapper: Sequence[str] = (),
+    ) -> None:
+        self.wrapper = wrapper
         self.folder = folder
         folder.mkdir()
         self.host = host
@@ -43,8 +51,14 @@ class Node:
         flags = ["--cluster", self.control, "--cluster-token", str(token_file)]
         for flag, path in zip(("--cluster-ca", "--cluster-cert", "--cluster-key"), certificates, strict=False):
             flags += [flag, str(path)]
-        self.agent = self._popen([MEDUSA, "node", "--socket", self.socket, "--memory-budget", "1GB", *flags])
-        until(lambda: "node agent on" in self.output() or self.agent.poll() is not None, self.output)
+        self._agent = [MEDUSA, "node", "--socket", self.socket, "--memory-budget", "1GB", *flags]
+        self.start_agent()
+
+    def start_agent(self) -> None:
+        """Start the agent, also again after it has ended."""
+        before = self.output().count("node agent on")
+        self.agent = self._popen(self._agent)
+        until(lambda: self.output().count("node agent on") > before or self.agent.poll() is not None, self.output)
 
     @property
     def url(self) -> str:
@@ -64,7 +78,7 @@ class Node:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("MEDUSA_")}
         with open(self.log, "ab") as log:
             return subprocess.Popen(
-                command,
+                [*self.wrapper, *command],
                 **{"stdout": log, "stderr": log, **options},
                 cwd=ROOT,
                 env=environment | {"PYTHONUNBUFFERED": "1"},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,8 +25,8 @@ def start_gateway(cluster: StandIn, tmp_path: Path) -> Iterator[Callable[..., Ga
     started: list[GatewayProcess] = []
     token = write_token(tmp_path)
 
-    def start(*arguments: str) -> GatewayProcess:
-        started.append(GatewayProcess(tmp_path, f"127.0.0.1:{cluster.port}", token, *arguments))
+    def start(*arguments: str, wrapper: Sequence[str] = ()) -> GatewayProcess:
+        started.append(GatewayProcess(tmp_path, f"127.0.0.1:{cluster.port}", token, *arguments, wrapper=wrapper))
         return started[-1]
 
     yield start

@@ -38,10 +38,10 @@ def nodes(folder: Path, token_file: Path) -> Iterator[Callable[..., list[Node]]]
     """Start some nodes on addresses of their own."""
     started: list[Node] = []
 
-    def start(count: int, certificates: Sequence[Path] = ()) -> list[Node]:
+    def start(count: int, certificates: Sequence[Path] = (), wrapper: Sequence[str] = ()) -> list[Node]:
         for _ in range(count):
             number = len(started) + 1
-            started.append(Node(folder / f"n{number}", f"127.0.0.{10 + number}", token_file, certificates))
+            started.append(Node(folder / f"n{number}", f"127.0.0.{10 + number}", token_file, certificates, wrapper))
         return started[-count:]
 
     yield start
