@@ -52,11 +52,9 @@ class ClusterNode:
         *,
         token: str | None = None,
         flags: Sequence[str] = (),
-        wrapper: Sequence[str] = (),
     ) -> None:
         """``token``: another than the head's."""
         self.flags = flags
-        self.wrapper = wrapper
         self.name = name
         self.head = head
         self.host = f"127.0.0.{number + 2}"
@@ -86,11 +84,7 @@ class ClusterNode:
         """Start the node server, also again after its end."""
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
-                [*self.wrapper, *self.command()],
-                env=environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
+                self.command(), env=environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
             )
 
     def wait_ready(self) -> ClusterNode:
