@@ -200,9 +200,14 @@ def shown(value: Any) -> str:
 
     if value is None:
         return "nothing"
+    text = ""
     try:
-        text = json.dumps(value, ensure_ascii=False, default=str)
-    except RecursionError:
+        # Piece by piece: YAML's aliases make a value of a few hundred bytes one whose text has gigabytes.
+        for piece in json.JSONEncoder(ensure_ascii=False, default=str).iterencode(value):
+            text += piece
+            if len(text) > _MOST_SHOWN:
+                break
+    except (RecursionError, ValueError):  # one that contains itself is a ValueError
         return "something that is nested too deeply"
     return printable(text)
 

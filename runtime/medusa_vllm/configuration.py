@@ -55,7 +55,7 @@ def _arguments(
     """What the user's flags of ``vllm serve`` say stands above our settings, and below what a region needs."""
     from vllm.platforms import current_platform
 
-    from .flags import words
+    from .flags import MEDIA_DOMAINS, words
     from .serving.arguments import engine_arguments
 
     arguments: dict[str, Any] = {
@@ -64,6 +64,7 @@ def _arguments(
         "max_num_batched_tokens": max(settings.max_batched_tokens, settings.max_concurrency),
         "enforce_eager": not compiled.wanted,
         "language_model_only": True,
+        "allowed_media_domains": MEDIA_DOMAINS,
         "seed": 0,
     }
     if settings.max_model_len is not None:

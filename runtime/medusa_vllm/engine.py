@@ -83,7 +83,9 @@ class VllmEngine:
         self._core: Any = None
         self._inbox = Inbox()
         self._files = TokenizerFolder(region)
-        self._structured = StructuredCore(region, self._inbox, self._files)
+        self._structured = StructuredCore(
+            region, self._inbox, self._files, vocab_size=self._vocab_size, eos_token_ids=self.info.eos_token_ids
+        )
         self._settings = settings
         self._region = region
         self._front_end = FrontEnd(timeline)
@@ -157,8 +159,9 @@ class VllmEngine:
         name = served_name(self._settings, self._region.file)
         config = self.config.model_config
         served = Served(
-            self._core, self._files.path, self._arguments, config.max_model_len, name, words(self._settings)
-        )
+            self._core, self._files.path, self._arguments, config.max_model_len, name, words(self._settings),
+            self._structured.limit,
+        )  # fmt: skip
         return self._front_end.open(served)
 
     def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -185,6 +188,7 @@ class VllmEngine:
 
     def close(self) -> None:
         self._inbox.close()
+        self._structured.close()
         self._files.close()
         core, self._core = self._core, None
         if core is None:

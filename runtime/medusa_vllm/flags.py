@@ -17,6 +17,7 @@ _WITHOUT_EFFECT_ON_ANSWERS = frozenset(
         "disable-uvicorn-access-log", "disable-fastapi-docs", "enable-log-outputs", "max-log-len",
         "optimization-level", "compilation-config", "attention-backend", "kv-cache-dtype", "hf-overrides",
         "enable-request-id-headers", "allowed-origins", "allowed-methods", "allowed-headers", "allow-credentials",
+        "allowed-media-domains",
         "enable-scale-out", "enable-tokenizer-info-endpoint", "enable-server-load-tracking", "sse-keep-alive-interval",
     )
 )  # fmt: skip
@@ -41,6 +42,9 @@ _REFUSED = {
     "kv-cache-memory-bytes": "use medusa's --kv-cache-mb",
     "distributed-executor-backend": "leave it out; medusa has an executor of its own",
 }  # fmt: skip
+# Where a request's images, sounds and videos may be: in the request alone. vLLM would ask every host for them, also one
+# that only this machine can reach. vLLM shows this in its refusal.
+MEDIA_DOMAINS = ["none; the operator names hosts with --allowed-media-domains"]
 _SHORT = {
     "-tp": "tensor-parallel-size",
     "-pp": "pipeline-parallel-size",
@@ -67,6 +71,11 @@ def words(settings: Settings) -> list[str]:
     return found
 
 
+def names_media_domains(found: list[str]) -> bool:
+    """Whether the flags say which hosts media may be read from."""
+    return "allowed-media-domains" in _names(found)
+
+
 def light_routes_suffice(settings: Settings) -> bool:
     """Whether our own routes may answer what they fully cover, as no flag asks vLLM to answer differently."""
     return set(_names(words(settings))) <= _WITHOUT_EFFECT_ON_ANSWERS
@@ -83,4 +92,4 @@ def _names(found: list[str]) -> list[str]:
     return names
 
 
-__all__ = ["light_routes_suffice", "words"]
+__all__ = ["MEDIA_DOMAINS", "light_routes_suffice", "names_media_domains", "words"]

@@ -11,6 +11,8 @@ from typing import Any
 from medusa_runtime.checkpoint.reader import SMALL_FILES
 from medusa_runtime.engine.base import StructuredOutputs
 from medusa_runtime.engine.serving.inbox import Inbox
+from medusa_runtime.engine.structured.constraints import Constraints
+from medusa_runtime.engine.structured.grammar import COMPILED
 from medusa_runtime.errors import MedusaError, RequestError
 from medusa_runtime.region.reader import Region
 
@@ -60,12 +62,50 @@ class TokenizerFolder:
 class StructuredCore:
     """Gives a running core the manager that makes its masks. ``prepare`` belongs to any thread but the engine's."""
 
-    def __init__(self, region: Region, inbox: Inbox, files: TokenizerFolder) -> None:
+    def __init__(
+        self, region: Region, inbox: Inbox, files: TokenizerFolder, *, vocab_size: int, eos_token_ids: tuple[int, ...]
+    ) -> None:
         self._region = region
         self._inbox = inbox
         self._files = files
         self._lock = threading.Lock()
         self._made = False
+        self._trials = Constraints(
+            lambda: region.file("tokenizer.json"), vocab_size=vocab_size, eos_token_ids=eos_token_ids, rows=1
+        )
+
+    def limit(self) -> None:
+        """Have every grammar, of vLLM's own routes too, tried within limits before vLLM takes it.
+
+        vLLM compiles what callers send in this process, and a few hundred bytes can keep it busy for minutes.
+        """
+        from vllm.v1.structured_output import backend_guidance
+
+        backend_guidance.validate_guidance_grammar = self._validate
+
+    def _validate(self, params: Any, tokenizer: Any = None) -> None:
+        """In the place of vLLM's function of this name. Raises vLLM's error, a ValueError, and EngineError."""
+        from vllm.v1.structured_output import backend_guidance
+        from vllm.v1.structured_output.backend_guidance import get_structured_output_key, serialize_guidance_grammar
+
+        refusal = getattr(backend_guidance, "VLLMValidationError", ValueError)
+        if params.structured_outputs is None:
+            return
+        try:
+            grammar = serialize_guidance_grammar(*get_structured_output_key(params.structured_outputs))
+        except (ValueError, KeyError, TypeError) as error:
+            raise refusal(f"Invalid grammar specification: {error}") from error
+        except RecursionError:
+            raise refusal("Invalid grammar specification: it is nested too deeply") from None
+        try:
+            fault = self._trials.check(StructuredOutputs(COMPILED, str(grammar)))
+        except RequestError as error:
+            raise refusal(str(error)) from error
+        if fault:
+            raise refusal(f"Grammar error: {fault}")
+
+    def close(self) -> None:
+        self._trials.close()
 
     def make(self, core: Any) -> None:
         """Make the manager, once. Raises RequestError without a tokenizer."""
@@ -79,10 +119,11 @@ class StructuredCore:
         """Make the manager once, and check a form. Raises RequestError for what cannot be followed."""
         self.make(core)
         from vllm.sampling_params import SamplingParams
-        from vllm.v1.structured_output.backend_guidance import validate_guidance_grammar
 
         try:
-            validate_guidance_grammar(SamplingParams(structured_outputs=vllm_params(asked)))
+            self._validate(SamplingParams(structured_outputs=vllm_params(asked)))
+        except MedusaError:
+            raise
         except Exception as error:  # vLLM's kinds of it differ between versions
             reason = " ".join(str(error).split())
             raise RequestError(f"{PARAM}: this {asked.kind} cannot be used: {reason}", PARAM) from error

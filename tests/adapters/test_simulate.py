@@ -65,7 +65,7 @@ def test_only_the_strategies_that_are_asked_for(tmp_path: Path, capsys: pytest.C
 def test_bad_calls_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "fleet.yaml").write_text(FLEET.replace("7.5", "soon"))
     assert run(["simulate", str(tmp_path / "fleet.yaml")]) == 2
-    assert "models[0].slo.ttft: expected a number of at least 0, found 'soon'" in capsys.readouterr().err
+    assert 'models[0].slo.ttft: expected a number of at least 0, found "soon"' in capsys.readouterr().err
     assert run(["simulate", str(tmp_path / "fleet.yaml"), "--strategies", "magic"]) == 2
 
 

@@ -126,3 +126,43 @@ def test_a_model_that_embeds_answers_for_embeddings(start: Callable[..., Any], e
     with client_of(serving) as client:
         openai_examples.embeddings(client, MODEL)
     assert serving.stop() == 0
+
+
+@pytest.mark.parametrize("more", [{}, {"return_token_ids": True}], ids=["our route", "vllm's own"])
+def test_a_grammar_that_takes_too_much_is_refused_on_every_route(serving: Any, more: dict[str, Any]) -> None:
+    """vLLM alone compiles each of these for more than 90 s, in the process that gives everybody's tokens."""
+    asked = {"prompt": "Return the", "max_tokens": 4, **more}
+    every_letter = {"allOf": [{"type": "string", "pattern": f".*{chr(97 + letter)}.*"} for letter in range(20)]}
+    for bomb in ({"json": every_letter}, {"choice": ["x" * 50 + str(number) for number in range(100_000)]}):
+        status, answer, _ = serving.request("POST", "/v1/completions", asked | {"structured_outputs": bomb}, PATIENCE_S)
+        assert status == 400, answer
+        assert "more than 3 s of CPU time" in answer["error"]["message"]
+    status, answer, _ = serving.request(
+        "POST", "/v1/completions", asked | {"structured_outputs": {"choice": ["yes"]}}, PATIENCE_S
+    )
+    assert answer["choices"][0]["text"] == "yes"
+
+
+def test_callers_can_neither_stop_the_model_nor_load_anything(serving: Any) -> None:
+    for path in (
+        "scale_elastic_ep", "sleep", "collective_rpc", "reset_prefix_cache", "pause", "start_profile", "server_info",
+        "v1/load_lora_adapter",
+    ):  # fmt: skip
+        asked = {"new_data_parallel_size": 2, "lora_name": "x", "lora_path": "/etc", "method": "x"}
+        assert serving.request("POST", f"/{path}", asked, PATIENCE_S)[0] == 404
+
+
+def test_media_are_read_from_a_request_alone(serving: Any) -> None:
+    from medusa_vllm.flags import MEDIA_DOMAINS
+    from vllm.multimodal.media import ImageMediaIO, MediaConnector
+
+    text = {"type": "text", "text": "a"}
+    image = {"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest"}}
+    asked = {"messages": [{"role": "user", "content": [text, image]}], "max_tokens": 1}
+    assert serving.request("POST", "/v1/chat/completions", asked, PATIENCE_S)[0] == 400  # it is no multimodal model
+    connector = MediaConnector(allowed_media_domains=MEDIA_DOMAINS)  # as models that are have it
+    for url in ("http://169.254.169.254/latest", "https://localhost/a.png"):
+        with pytest.raises(ValueError, match="--allowed-media-domains"):
+            connector.load_from_url(url, ImageMediaIO())
+    with pytest.raises((RuntimeError, ValueError)):
+        connector.load_from_url("file:///etc/passwd", ImageMediaIO())

@@ -113,7 +113,7 @@ def _admit(greeting: Greeting, plan: GroupPlan, ours: dict[str, Any]) -> Worker 
     try:
         start, stop = map(int, values["layers"])
         blocks, place = int(values["blocks"]), str(values["place"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
         channel.close()
         raise EngineError(f"worker {greeting.rank} sent a greeting that could not be read: {error!r}") from None
     return Worker(greeting.rank, LayerRange(start, stop, int(ours["total"])), place, blocks, channel)

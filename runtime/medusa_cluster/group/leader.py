@@ -157,7 +157,7 @@ class Leader(Member):
                     raise error_of(message)
         except MedusaError as found:
             error = found
-        except (KeyError, TypeError, ValueError) as found:
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as found:
             error = EngineError(f"it sent something that could not be read: {found!r}")
         self._inbox.post(lambda: self._lose(worker, error))
 
@@ -309,7 +309,7 @@ class Leader(Member):
         if flight is None:
             return
         try:
-            sampled = sampled_of(message.values(), len(flight.ends))
+            sampled = sampled_of(message.values(), len(flight.ends), self.info.vocab_size)
         except MedusaError as error:
             self._flights[message.step] = flight
             self._fall_back(str(error))

@@ -226,7 +226,7 @@ class _Session:
                     self._released = True
                     self._leader_said.set()
                     self._hidden.put(None)
-        except (MedusaError, TypeError, ValueError) as error:
+        except (MedusaError, OverflowError, TypeError, ValueError) as error:
             logger.warning("the leader sent something that is no message: %s", error)
         self._leader_said.set()
         self._steps.put(None)

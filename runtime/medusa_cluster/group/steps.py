@@ -104,7 +104,7 @@ class StepReader:
             for number in values["gone"]:
                 self._sequences.pop(number, None)
             return [self._span(said) for said in values["spans"]]
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
             raise EngineError(f"a step of the group could not be read: {error!r}") from None
 
     def _span(self, said: dict[str, Any]) -> Span:
@@ -164,15 +164,18 @@ def sampled_values(sampled: list[Sampled]) -> dict[str, Any]:
     return {"tokens": [[one.token, one.logprob, list(one.top)] for one in sampled]}
 
 
-def sampled_of(values: dict[str, Any], count: int) -> list[Sampled]:
+def sampled_of(values: dict[str, Any], count: int, vocab_size: int) -> list[Sampled]:
     """What ``sampled_values`` wrote, for ``count`` sequences. EngineError when it is something else."""
     try:
         found = [
             Sampled(int(token), None if logprob is None else float(logprob), tuple((int(i), float(v)) for i, v in top))
             for token, logprob, top in values["tokens"]
         ]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise EngineError(f"the tokens of a group's step could not be read: {error!r}") from None
+    named = [number for one in found for number in (one.token, *(token for token, _ in one.top))]
+    if not all(0 <= number < vocab_size for number in named):
+        raise EngineError(f"expected tokens below {vocab_size} of a group's step, found others")
     if len(found) != count:
         raise EngineError(f"expected {count} tokens of a group's step, found {len(found)}")
     return found

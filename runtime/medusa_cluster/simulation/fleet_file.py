@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from medusa_runtime.errors import ConfigError
+from medusa_runtime.errors import ConfigError, shown
 
 from . import trace
 from .fleet import Fleet, Machine, Model
@@ -19,6 +19,11 @@ from .trace import LENGTHS, Request
 
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _AMOUNT = re.compile(r"([0-9.]+)\s*([kmgt]i?)?(b|bit)?(?:/s)?", re.IGNORECASE)
+
+
+_LARGEST_BYTES = 4 << 20
+_MOST = 1_000_000  # of whatever is counted
+_LARGEST_NUMBER = 1e300
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +74,14 @@ def read_plan(path: Path) -> Plan:
     except ModuleNotFoundError:
         raise ConfigError('the simulator needs pyyaml: pip install "medusa-runtime[cluster]"') from None
     try:
+        if path.stat().st_size > _LARGEST_BYTES:
+            raise ConfigError(f"{path}: expected a file of at most {_LARGEST_BYTES} bytes, found a larger one")
         content = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the fleet {path} could not be read: {error}") from None
-    except yaml.YAMLError as error:
+    except RecursionError:
+        raise ConfigError(f"{path}: expected YAML, found some that is nested too deeply") from None
+    except (yaml.YAMLError, ValueError) as error:  # its values may be no dates, or numbers of too many digits
         raise ConfigError(f"{path}: expected YAML: {' '.join(str(error).split())}") from None
     return parse(content, path.parent, str(path))
 
@@ -80,7 +89,11 @@ def read_plan(path: Path) -> Plan:
 def parse(content: Any, folder: Path = Path(), name: str = "fleet") -> Plan:
     top = _Section(content, name)
     machines = tuple(_machine(item) for item in top.items("machines"))
-    pairs = [pair for item in top.items("models") for pair in _models(item, machines)]
+    pairs: list[tuple[Model, str]] = []
+    for item in top.items("models"):
+        pairs += _models(item, machines)
+        if len(pairs) > _MOST:
+            raise ConfigError(f"{name}.models: expected at most {_MOST} models, found more")
     requests = top.section("requests")
     strategies = tuple(top.words("strategies", ("medusa", "serverlessllm", "vllm"), STRATEGIES))
     plan = Plan(
@@ -183,7 +196,7 @@ def _workload(item: _Section, folder: Path) -> Workload:
     workload = Workload(
         arrivals,
         item.numbers("rate", (0.0,) if recorded else None, least=0.0 if recorded else 1e-9),
-        item.numbers("cv", (1.0,), least=1e-3),
+        item.numbers("cv", (1.0,), least=1e-3, most=100.0),
         item.number("seconds", 0.0 if recorded else 3600.0),
         item.number("popularity", 0.0),
         item.whole("seed", 1, least=0),
@@ -232,14 +245,18 @@ class _Section:
 
     def choice(self, key: str, default: str | None, known: Mapping[str, object]) -> str:
         found = self._get(key, default, f"one of {', '.join(known)}")
-        if found not in known:
+        if not isinstance(found, str) or found not in known:
             raise self.wrong(key, f"one of {', '.join(known)}", found)
         return str(found)
 
     def words(self, key: str, default: Sequence[str], known: Mapping[str, object]) -> list[str]:
         found = self._get(key, list(default), "a list of names")
         found = [found] if isinstance(found, str) else found
-        if not isinstance(found, list) or not found or any(item not in known for item in found):
+        if (
+            not isinstance(found, list)
+            or not found
+            or any(not isinstance(item, str) or item not in known for item in found)
+        ):
             raise self.wrong(key, f"a list of {', '.join(known)}", found)
         return [str(item) for item in found]
 
@@ -251,28 +268,33 @@ class _Section:
 
     def number(self, key: str, default: float | None, *, least: float = 0.0) -> float:
         found = self._get(key, default, "a number")
-        if isinstance(found, bool) or not isinstance(found, (int, float)) or not found >= least:
+        if found is not default and not _is_number(found, least, _LARGEST_NUMBER):
             raise self.wrong(key, f"a number of at least {least:g}", found)
         return float(found)
 
-    def numbers(self, key: str, default: tuple[float, ...] | None, *, least: float) -> tuple[float, ...]:
+    def numbers(
+        self, key: str, default: tuple[float, ...] | None, *, least: float, most: float = _LARGEST_NUMBER
+    ) -> tuple[float, ...]:
         found = self._get(key, list(default) if default is not None else None, "a number or a list of numbers")
         found = found if isinstance(found, list) else [found]
-        bad = [n for n in found if isinstance(n, bool) or not isinstance(n, (int, float)) or not n >= least]
+        bad = [n for n in found if not _is_number(n, least, most)]
         if bad or not found:
-            raise self.wrong(key, f"a number of at least {least:g}, or a list of them", bad[0] if bad else found)
+            up_to = "" if most == _LARGEST_NUMBER else f" and at most {most:g}"
+            raise self.wrong(key, f"a number of at least {least:g}{up_to}, or a list of them", bad[0] if bad else found)
         return tuple(float(item) for item in found)
 
     def whole(self, key: str, default: int | None, *, least: int = 1) -> int:
         found = self._get(key, default, "a whole number")
         if isinstance(found, bool) or not isinstance(found, int) or found < least:
             raise self.wrong(key, f"a whole number of at least {least}", found)
+        if found > _MOST:
+            raise self.wrong(key, f"a whole number of at most {_MOST}", found)
         return found
 
     def amount(self, key: str, default: float | None) -> float:
         """Read bytes, or bytes a second: 12.5GB, 16Gbit, 400MB/s."""
         found = self._get(key, default, "a size such as 12.5GB or 16Gbit")
-        if isinstance(found, (int, float)) and not isinstance(found, bool) and found >= 0:
+        if found is default or _is_number(found, 0.0, _LARGEST_NUMBER):
             return float(found)
         match = _AMOUNT.fullmatch(found.strip()) if isinstance(found, str) else None
         try:
@@ -290,5 +312,9 @@ class _Section:
         return found
 
 
+def _is_number(found: Any, least: float, most: float) -> bool:
+    return isinstance(found, int | float) and not isinstance(found, bool) and least <= found <= most
+
+
 def _shown(found: Any) -> str:
-    return "nothing" if found is None else repr(found)
+    return "nothing" if found is None else shown(found)

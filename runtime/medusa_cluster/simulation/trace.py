@@ -16,9 +16,13 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple, overload
 
-from medusa_runtime.errors import ConfigError
+from medusa_runtime.errors import ConfigError, shown
 
 AZURE = ("azure-code", "azure-conv")
+
+
+_MOST_REQUESTS = 100_000_000  # of a run
+_MOST_TOKENS = 1 << 31
 
 
 class Request(NamedTuple):
@@ -92,6 +96,7 @@ def gamma(
 
     Each process begins long before the trace, so that a trace may begin between two bursts.
     """
+    _check_count(sum(rates) * seconds)
     shape = 1 / (cv * cv)
     requests = []
     for model, rate in enumerate(rates):
@@ -153,7 +158,7 @@ def read_csv(path: Path, models: Sequence[str]) -> list[Request]:
     try:
         with path.open(newline="") as file:
             return _parse(csv.DictReader(file), path, models)
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"the trace {path} could not be read: {error}") from None
 
 
@@ -169,19 +174,29 @@ def _parse(rows: csv.DictReader[str], path: Path, models: Sequence[str]) -> list
     for line, row in enumerate(rows, 2):
         name = row.get("model") or models[0]
         if name not in numbers:
-            raise ConfigError(f"{path}:{line}: the fleet has no model {name!r}")
+            raise ConfigError(f"{path}:{line}: the fleet has no model {shown(name)}")
         try:
             tokens = int(row["input_tokens"]), int(row["output_tokens"])
-            found.append((_moment(row["timestamp"]), numbers[name], *tokens))
-        except (ValueError, TypeError):
+            at = _moment(row["timestamp"])
+            known = math.isfinite(at) and max(map(abs, tokens)) <= _MOST_TOKENS
+        except (OSError, OverflowError, ValueError, TypeError):
+            known = False
+        if not known:
             raise ConfigError(
                 f"{path}:{line}: expected a time and two numbers of tokens, found "
-                f"{row['timestamp']!r}, {row['input_tokens']!r}, {row['output_tokens']!r}"
-            ) from None
+                f"{shown(row['timestamp'])}, {shown(row['input_tokens'])}, {shown(row['output_tokens'])}"
+            )
+        found.append((at, numbers[name], *tokens))
     if not found:
         raise ConfigError(f"{path}: expected requests, found none")
     begin = min(at for at, *_ in found)
     return sorted(Request(at - begin, model, max(prompt, 1), max(output, 1)) for at, model, prompt, output in found)
+
+
+def _check_count(requests: float) -> None:
+    """ConfigError for so many that they would fill the memory of this machine."""
+    if not requests <= _MOST_REQUESTS:
+        raise ConfigError(f"expected at most {_MOST_REQUESTS} requests (rate x seconds), found {requests:.3g}")
 
 
 def _moment(text: str) -> float:
@@ -198,6 +213,7 @@ def scale(requests: Sequence[Request], rate: float, seed: int = 1) -> list[Reque
     same second as the original, with lengths drawn from the whole trace.
     """
     seconds = max(requests[-1].at_s, 1.0)
+    _check_count(rate * seconds)
     factor = rate * seconds / len(requests)
     random_ = random.Random(seed)
     found = []
@@ -218,6 +234,7 @@ def window(requests: Iterable[Request], begin_s: float, end_s: float) -> list[Re
 def repeat(requests: Sequence[Request], seconds: float) -> Iterator[Request]:
     """Repeat a trace until so many seconds are full."""
     length = requests[-1].at_s + 1.0
+    _check_count(len(requests) * seconds / length)
     for turn in range(math.ceil(seconds / length)):
         for request in requests:
             at = request.at_s + turn * length

@@ -20,7 +20,7 @@ from medusa_runtime.errors import EngineError
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
-from ..flags import words
+from ..flags import MEDIA_DOMAINS, names_media_domains, words
 from ..plugin import ANY_VERSION_FORMAT
 from ..weights.attached import settings_for
 
@@ -82,6 +82,9 @@ class VllmServer:
             command += ["--dtype", settings.dtype]
         if settings.tensor_parallel > 1:
             command += ["--tensor-parallel-size", str(settings.tensor_parallel)]
+        flags = words(settings)
+        if not names_media_domains(flags):
+            command += ["--allowed-media-domains", *MEDIA_DOMAINS]
         environment = dict(os.environ)
         environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         environment.setdefault("VLLM_RPC_BASE_PATH", str(folder))  # else its sockets stay in /tmp
@@ -96,7 +99,7 @@ class VllmServer:
             if os.getppid() != parent:
                 os._exit(1)
 
-        self._process = subprocess.Popen([*command, *words(settings)], env=environment, preexec_fn=prepare)
+        self._process = subprocess.Popen([*command, *flags], env=environment, preexec_fn=prepare)
 
     def wait_ready(self) -> None:
         """Wait until it answers. Raises EngineError when it ends first; its log has said why."""

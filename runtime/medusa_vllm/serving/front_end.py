@@ -35,6 +35,7 @@ class Served(NamedTuple):
     arguments: of vLLM's EngineArgs, as the core was started with.
     name: the model's, in answers.
     words: the flags of ``vllm serve``.
+    limit_grammars: has what callers send as grammars tried before vLLM takes it.
     """
 
     core: Any
@@ -43,6 +44,7 @@ class Served(NamedTuple):
     max_model_len: int
     name: str
     words: list[str]
+    limit_grammars: Callable[[], None]
 
 
 class FrontEnd:
@@ -95,6 +97,7 @@ class FrontEnd:
             from vllm.entrypoints.launchers.api_server.app_state import init_app_state
             from vllm.v1.engine.async_llm import AsyncLLM
 
+            served.limit_grammars()
             folder = served.folder()
             arguments = arguments_for(served.words, str(folder))
         if arguments.served_model_name is None:
@@ -125,6 +128,7 @@ class FrontEnd:
             )
             tasks = await client.get_supported_tasks()
             app = app_for(arguments, tasks, client.model_config)
+        app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in _NOT_SERVED]
         with computed_once(config, "compute_hash"), computed_once(config.model_config, "get_diff_sampling_param"):
             await init_app_state(client, app.state, arguments, tasks)
         settings = uvicorn.Config(
@@ -152,6 +156,8 @@ class FrontEnd:
         await serving
 
 
+# Every caller could stop the model with them, and its core has no other processes to scale to.
+_NOT_SERVED = ("/scale_elastic_ep", "/is_scaling_elastic_ep")
 _ADDRESSES = ("input_address", "output_address")
 
 

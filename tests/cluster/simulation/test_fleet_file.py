@@ -74,15 +74,15 @@ def test_a_model_of_ones_own() -> None:
         (
             "machines.0.link",
             "fast",
-            r"fleet\.machines\[0\]\.link: expected a size such as 12\.5GB or 16Gbit, found 'fast'",
+            r"fleet\.machines\[0\]\.link: expected a size such as 12\.5GB or 16Gbit, found \"fast\"",
         ),
         ("machines.0.link", None, r"fleet\.machines\[0\]: expected link"),
         ("machines.0.count", 0, r"machines\[0\]\.count: expected a whole number of at least 1, found 0"),
         ("machines.0.gpus", 4, r"machines\[0\]: unknown key 'gpus'; known are count"),
         ("models.0.profile", "gpt", r"models\[0\]\.profile: expected one of opt-2\.7b@a10"),
         ("models.0.slo", 5, r"models\[0\]\.slo: expected a mapping, found 5"),
-        ("models.0.slo.ttft", "soon", r"models\[0\]\.slo\.ttft: expected a number of at least 0, found 'soon'"),
-        ("models.0.min", True, r"models\[0\]\.min: expected a whole number of at least 0, found True"),
+        ("models.0.slo.ttft", "soon", r"models\[0\]\.slo\.ttft: expected a number of at least 0, found \"soon\""),
+        ("models.0.min", True, r"models\[0\]\.min: expected a whole number of at least 0, found true"),
         ("requests.rate", 0, r"requests\.rate: expected a number of at least 1e-09"),
         ("requests.rate", None, r"requests: expected rate"),
         ("requests.arrivals", "uniform", r"requests\.arrivals: expected gamma, poisson"),
@@ -101,7 +101,7 @@ def test_a_mistake_is_named_with_its_place_and_the_schema_sees_it_too(path: str,
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("models.0.device", "h100", r"models\[0\]\.device: expected a device of the machines \(a10\), found 'h100'"),
+        ("models.0.device", "h100", r"models\[0\]\.device: expected a device of the machines \(a10\), found \"h100\""),
         ("models", [{"name": "m", "profile": "llama2-7b@a10"}] * 2, "expected different names, found 'm' twice"),
     ],
 )

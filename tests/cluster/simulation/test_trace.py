@@ -85,7 +85,7 @@ def test_a_users_own_trace(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("time,tokens\n", "expected the columns"),
-        ("timestamp,input_tokens,output_tokens,model\n1,2,3,c\n", ":2: the fleet has no model 'c'"),
+        ("timestamp,input_tokens,output_tokens,model\n1,2,3,c\n", ':2: the fleet has no model "c"'),
         ("timestamp,input_tokens,output_tokens\n1,2,3\nnoon,2,3\n", ":3: expected a time and two numbers"),
         ("timestamp,input_tokens,output_tokens\n", "expected requests, found none"),
     ],

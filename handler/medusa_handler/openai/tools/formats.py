@@ -57,7 +57,7 @@ class _Parser:
 
     def __init__(self) -> None:
         self._content = ""
-        self._space = ""  # held back: before a call it is no content
+        self._space: list[str] = []  # held back: before a call it is no content
         self._calls: list[CallDelta] = []
         self._count = 0
         self._scanner: CallScanner | None = None
@@ -77,7 +77,7 @@ class _Parser:
         self._scanner = None
         self.end()
         if not self._count:
-            self._content += self._space
+            self._content += "".join(self._space)
         return self._flush()
 
     def outside(self, character: str) -> None:
@@ -95,10 +95,11 @@ class _Parser:
 
     def say(self, text: str) -> None:
         """Content; trailing space waits for what follows it."""
-        text = self._space + text
         kept = text.rstrip(_SPACE)
-        self._space = text[len(kept) :]
-        self._content += kept
+        if kept:
+            self._content += "".join((*self._space, kept))
+            self._space = []
+        self._space.append(text[len(kept) :])
 
     def begin(self) -> None:
         self._scanner = CallScanner()
@@ -106,7 +107,7 @@ class _Parser:
 
     def announce(self, name: str) -> None:
         """A call begins in the answer."""
-        self._space = ""
+        self._space = []
         self._calls.append(CallDelta(self._count, self.new_id(), name, ""))
         self._count += 1
         self._announced = True
@@ -203,12 +204,12 @@ class Mistral(Marked):
     def __init__(self) -> None:
         super().__init__()
         self._state = "text"  # text, open (behind the marker), list, name, arguments
-        self._name = ""
+        self._name: list[str] = []
         self._value: ValueScanner | None = None
 
     def marked(self) -> None:
         self._state = "open"
-        self._name = ""
+        self._name = []
 
     def outside(self, character: str) -> None:
         if self._state == "text":
@@ -238,9 +239,9 @@ class Mistral(Marked):
 
     def _in_name(self, character: str) -> None:
         if character != "{":
-            self._name += character
+            self._name.append(character)
             return
-        name = self._name.split("[CALL_ID]")[0].removesuffix("[ARGS]").strip()
+        name = "".join(self._name).split("[CALL_ID]")[0].removesuffix("[ARGS]").strip()
         self.announce(name)
         self._value = ValueScanner()
         self._state = "arguments"
@@ -258,7 +259,7 @@ class Mistral(Marked):
 
     def end(self) -> None:
         if self._state in ("open", "name"):
-            self.say(self.marker + self._name)
+            self.say("".join((self.marker, *self._name)))
         super().end()
 
 
@@ -270,7 +271,8 @@ class Llama3(_Parser):
     def __init__(self, names: frozenset[str]) -> None:
         super().__init__()
         self._names = names
-        self._before = ""
+        self._before: list[str] = []
+        self._bare = ""  # the same without space: the beginning of the tag
         self._is_text = False
 
     def accepts(self, name: str) -> bool:
@@ -279,32 +281,34 @@ class Llama3(_Parser):
     def outside(self, character: str) -> None:
         if self._is_text:
             self.say(character)
-            return
-        self._before += character
-        bare = self._before.strip(_SPACE + (";" if self._count else ""))
-        if bare.removeprefix(self._tag).strip(_SPACE) == "{":
-            self._before = self._before[:-1]
+        elif character == "{" and self._bare in ("", self._tag):
             self.begin()
             assert self._scanner is not None
             self._scanner.feed(character)
-        elif not self._tag.startswith(bare) and bare != self._tag:
-            self.refuse(self._before)
+        elif character in _SPACE or (character == ";" and self._count and not self._bare):
+            self._before.append(character)
+        else:
+            follows = not self._bare or self._before[-1] not in _SPACE
+            self._before.append(character)
+            self._bare += character
+            if not follows or not self._tag.startswith(self._bare):
+                self.refuse(self.opening())
 
     def opening(self) -> str:
-        return self._before
+        return "".join(self._before)
 
     def announce(self, name: str) -> None:
         super().announce(name)
-        self._before = ""
+        self._before, self._bare = [], ""
 
     def refuse(self, raw: str) -> None:
         self._is_text = True
-        self._before = ""
+        self._before, self._bare = [], ""
         self.say(raw)
 
     def end(self) -> None:
         if not self._count:
-            self.say(self._before)
+            self.say(self.opening())
 
 
 class Forced(_Parser):
@@ -361,8 +365,9 @@ def format_of(name: str, template: str) -> Format | None:
 
 def _joined(calls: list[CallDelta]) -> list[CallDelta]:
     """One delta for each call."""
-    found: dict[int, CallDelta] = {}
+    first: dict[int, CallDelta] = {}
+    arguments: dict[int, list[str]] = {}
     for call in calls:
-        before = found.get(call.number)
-        found[call.number] = call if before is None else before._replace(arguments=before.arguments + call.arguments)
-    return list(found.values())
+        first.setdefault(call.number, call)
+        arguments.setdefault(call.number, []).append(call.arguments)
+    return [call._replace(arguments="".join(arguments[number])) for number, call in first.items()]

@@ -9,18 +9,25 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 class ValueScanner:
-    """Finds the end of one JSON value. ``done`` when it has been reached; ``text`` is what there is of it."""
+    """Finds the end of one JSON value. ``done`` when it has been reached; ``text`` is what there is of it.
+
+    Characters are kept in lists, here and below: to add each to a text would copy the text, and models write megabytes.
+    """
 
     def __init__(self) -> None:
-        self.text = ""
+        self._characters: list[str] = []
         self.done = False
         self._depth = 0
         self._in_string = False
         self._escaped = False
 
     @property
+    def text(self) -> str:
+        return "".join(self._characters)
+
+    @property
     def is_container(self) -> bool:
-        return self.text[:1] in ("{", "[")
+        return self._characters[:1] in (["{"], ["["])
 
     def feed(self, character: str) -> bool:
         """Take a character; False for one that belongs to what follows the value."""
@@ -38,7 +45,7 @@ class ValueScanner:
         elif not self._depth and (character in ",}]" or character in _SPACE):
             self.done = True
             return False
-        self.text += character
+        self._characters.append(character)
         return True
 
 
@@ -46,24 +53,28 @@ class CallScanner:
     """One call. ``take`` gives the argument text that has become known, once ``name`` is."""
 
     def __init__(self) -> None:
-        self.raw = ""
+        self._raw: list[str] = []
         self.name: str | None = None
         self.done = False
         self.failed = False
         self._key: str | None = None
         self._value: ValueScanner | None = None
         self._expects = "{"
-        self._fresh = ""
+        self._fresh: list[str] = []
         self._has_arguments = False
+
+    @property
+    def raw(self) -> str:
+        return "".join(self._raw)
 
     def feed(self, character: str) -> None:
         """Take a character. ``failed`` where no call can have it, ``done`` at the closing brace."""
-        self.raw += character
+        self._raw.append(character)
         if self._value is not None:
             value = self._value
             taken = value.feed(character)
             if taken and self._key in _ARGUMENTS and value.is_container:
-                self._fresh += character
+                self._fresh.append(character)
             if value.done:
                 self._end(value)
             if taken:
@@ -74,8 +85,8 @@ class CallScanner:
     def take(self) -> str:
         if self.name is None:
             return ""
-        fresh, self._fresh = self._fresh, ""
-        return fresh
+        fresh, self._fresh = self._fresh, []
+        return "".join(fresh)
 
     def _structure(self, character: str) -> None:
         """A character between keys and values."""
@@ -97,7 +108,7 @@ class CallScanner:
             self.done = True
             self.failed = self.name is None
             if not self._has_arguments:
-                self._fresh = "{}"
+                self._fresh = ["{}"]
 
     def _begin(self, character: str) -> None:
         self._value = ValueScanner()
@@ -105,7 +116,7 @@ class CallScanner:
         if self._key in _ARGUMENTS:
             self._has_arguments = True
             if self._value.is_container:
-                self._fresh += character
+                self._fresh.append(character)
 
     def _end(self, value: ValueScanner) -> None:
         """A key or a value is there."""
@@ -124,6 +135,6 @@ class CallScanner:
             self.failed = self.name is None
         elif self._key in _ARGUMENTS and not value.is_container:
             # Some models write the object into a string.
-            self._fresh += found if isinstance(found, str) and found else "{}"
+            self._fresh.append(found if isinstance(found, str) and found else "{}")
         self._key = None
         self._expects = ",}"

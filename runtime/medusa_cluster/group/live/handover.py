@@ -69,7 +69,7 @@ def prompts_of(message: Message) -> list[list[int]]:
     """What ``offer`` wrote. EngineError for something else."""
     try:
         found = [[int(token) for token in prompt] for prompt in message.values()["prompts"]]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise EngineError(f"an offered batch could not be read: {error!r}") from None
     if not found or not all(found):
         raise EngineError("expected prompts in an offered batch, found none")
@@ -111,18 +111,29 @@ class HandoverReader:
                 return Handover(number, 0, None, [])
             self._heads[number] = head
             return None
-        head = self._heads.pop(number, {})
-        parts, lengths = [int(part) for part in head.get("parts", ())], [int(one) for one in head.get("lengths", ())]
-        blocks = self._blocks.pop(number, [])
-        if not parts or len(blocks) != len(parts) * len(lengths):
-            raise EngineError("expected the keys and values of every prompt of a batch, found others")
-        kv_heads, head_dim = cache.shape.kv_heads, cache.shape.head_dim
-        rest = iter(blocks)
-        caches: list[list[Tensor]] = [[] for _ in lengths]
-        for part in parts:
-            for prompt, length in enumerate(lengths):
-                caches[prompt].append(next(rest).view(part, 2, length, kv_heads, head_dim))
-        return Handover(number, sum(parts), message.tensor(), caches)
+        head, blocks = self._heads.pop(number, {}), self._blocks.pop(number, [])
+        try:
+            return _put_together(message, head, blocks, cache)
+        except (OverflowError, RuntimeError, TypeError, ValueError) as error:
+            raise EngineError(f"a batch that was handed over could not be read: {error}") from None
+
+
+def _put_together(message: Message, head: dict[str, Any], blocks: list[Tensor], cache: KvCache) -> Handover:
+    parts, lengths = [int(part) for part in head.get("parts", ())], [int(one) for one in head.get("lengths", ())]
+    if not parts or len(blocks) != len(parts) * len(lengths):
+        raise EngineError("expected the keys and values of every prompt of a batch, found others")
+    if min(*parts, *lengths) < 1 or sum(parts) > cache.shape.layers:
+        raise EngineError(f"expected a batch of up to {cache.shape.layers} layers and of prompts, found another")
+    kv_heads, head_dim = cache.shape.kv_heads, cache.shape.head_dim
+    rest = iter(blocks)
+    caches: list[list[Tensor]] = [[] for _ in lengths]
+    for part in parts:
+        for prompt, length in enumerate(lengths):
+            caches[prompt].append(next(rest).view(part, 2, length, kv_heads, head_dim))
+    hidden = message.tensor()
+    if hidden.shape[0] != sum(lengths):
+        raise EngineError(f"expected the hidden states of {sum(lengths)} tokens, found those of {hidden.shape[0]}")
+    return Handover(message.step, sum(parts), hidden, caches)
 
 
 def read_in(cache: KvCache, sequence: Sequence, parts: list[Tensor]) -> None:

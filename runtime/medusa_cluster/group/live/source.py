@@ -125,7 +125,7 @@ class Source(TorchEngine):
                     self._inbox.post(lambda handover=handover: self._take(pair, handover))  # type: ignore[misc]
         except MedusaError as found:
             error = found
-        except (IndexError, KeyError, RuntimeError, TypeError, ValueError) as found:
+        except (IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as found:
             error = EngineError(f"it sent something that could not be read: {found!r}")
         self._inbox.post(lambda: self._lose(pair, error))
 
@@ -183,6 +183,10 @@ class Source(TorchEngine):
         """Run the layers of a batch that the target has not run, and sample."""
         batch = pair.offered.pop(handover.number, None)
         if batch is None:
+            return
+        lengths = [span.stop for span in batch.spans]
+        if handover.caches and [parts[0].shape[2] for parts in handover.caches] != lengths:
+            self._lose(pair, EngineError("it handed over other prompts than it was offered"))
             return
         alive = batch.alive
         if not alive:

@@ -6,7 +6,6 @@ of the owner always drains a channel: two workers that wait to send to each othe
 
 from __future__ import annotations
 
-import hmac
 import logging
 import socket
 import threading
@@ -17,14 +16,17 @@ from typing import Any, NamedTuple, Protocol
 
 from medusa_runtime.errors import EngineError, MedusaError, from_code
 
+from .handshake import answer, challenge, greeting, is_answer, read_greeting
 from .link import Link
-from .message import HEADER_BYTES, LARGEST_BYTES, LARGEST_GREETING_BYTES, Kind, Message, packed, parse_header
+from .message import HEADER_BYTES, LARGEST_BYTES, LARGEST_GREETING_BYTES, Message, parse_header
 
 logger = logging.getLogger(__name__)
 
 # Unacknowledged bytes for so long mean that the other node is gone. Less, and a link that is full of weights breaks it.
 _USER_TIMEOUT_MS = 10_000
-_GREETING_S = 5.0
+_GREETING_S = 5.0  # for all of a handshake
+_MOST_STRANGERS = 64  # connections that have not shown yet that they may talk here; then the oldest one is closed
+_PAUSE_S = 0.05  # where no connection can be taken, as this process has no descriptors left
 _PIECE_BYTES = 64 << 10
 _PRIORITY, _TOS = 6, 0xB8  # the highest without privileges; expedited forwarding (RFC 3246)
 _SO_MAX_PACING_RATE = 47
@@ -72,6 +74,7 @@ class TcpChannel:
         self._changed = threading.Condition()
         self._writer: threading.Thread | None = None
         self._broken = self._closed = False
+        self._deadline: float | None = None  # of a handshake
         self.heard = time.monotonic()
         self.sent_bytes = 0
 
@@ -135,13 +138,14 @@ class TcpChannel:
         return self._receive(LARGEST_BYTES)
 
     def greet(self, message: Message) -> None:
-        """Send the first message, and wait until it has left."""
+        """Send a message of the handshake, and wait until it has left."""
         self._socket.sendall(message.header() + bytes(message.body))
 
-    def greeted(self) -> Message | None:
-        """Receive the first message, of a peer that has not shown yet that it may talk here."""
-        self._socket.settimeout(_GREETING_S)
+    def greeted(self, deadline: float) -> Message | None:
+        """Receive a message of the handshake, of a peer that has not shown yet that it may talk here."""
+        self._deadline = deadline
         message = self._receive(LARGEST_GREETING_BYTES)
+        self._deadline = None
         self._socket.settimeout(None)
         return message
 
@@ -160,6 +164,8 @@ class TcpChannel:
         view = memoryview(taken)
         while view:
             try:
+                if self._deadline is not None:
+                    self._socket.settimeout(max(self._deadline - time.monotonic(), 0.0))
                 received = self._socket.recv_into(view)
             except OSError:
                 return None
@@ -210,8 +216,9 @@ class Listener:
         self._token = token
         self._accept = accept
         self._link = link
-        self._closed = False
+        self._closed = self._refused = False
         self._lock = threading.Lock()
+        self._strangers: dict[socket.socket, None] = {}
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._socket = socket.create_server((host, port), family=family)
@@ -221,44 +228,68 @@ class Listener:
         threading.Thread(target=self._serve, name="group-accept", daemon=True).start()
 
     def _serve(self) -> None:
-        while True:
+        while not self._closed:
             try:
                 connection, _ = self._socket.accept()
             except OSError:
-                return
+                if not self._closed:
+                    time.sleep(_PAUSE_S)
+                continue
+            with self._lock:
+                self._strangers[connection] = None
+                oldest = next(iter(self._strangers)) if len(self._strangers) > _MOST_STRANGERS else None
+                if oldest is not None:
+                    del self._strangers[oldest]
+                    _shut(oldest)
             threading.Thread(target=self._greet, args=(connection,), name="group-greet", daemon=True).start()
 
     def _greet(self, connection: socket.socket) -> None:
         try:
             channel = TcpChannel(connection, urgent=True, link=self._link)
-            message = channel.greeted()
-            if message is None or message.kind is not Kind.GREETING:
+            asked = challenge(self._group)
+            channel.greet(asked)
+            message = channel.greeted(time.monotonic() + _GREETING_S)
+            values = None if message is None else read_greeting(self._token, asked, message)
+            if message is None or values is None:
+                self._refuse("it does not belong to this group")
                 channel.close()
                 return
-            values = message.values()
-            given = str(values.pop("token", ""))
-            if not hmac.compare_digest(given.encode(), self._token.encode()) or message.group != self._group:
-                logger.warning("a connection that does not belong to this group was refused")
-                channel.close()
-                return
+            channel.greet(answer(self._token, asked, message))
             with self._lock:
-                if self._closed:
+                known = self._strangers.pop(connection, self) is None
+                if self._closed or not known:
                     channel.close()
                 else:
                     self._accept(Greeting(message.stage, str(values.get("purpose")), values, channel))
-        except (MedusaError, OSError, UnicodeError) as error:
-            logger.warning("a connection to this worker of a group was refused: %s", error)
+        except (MedusaError, OSError) as error:
+            self._refuse(str(error))
             connection.close()
+        finally:
+            with self._lock:
+                self._strangers.pop(connection, None)
+
+    def _refuse(self, reason: str) -> None:
+        """Say so once: strangers could fill the log."""
+        if not self._refused and not self._closed:
+            self._refused = True
+            logger.warning("a connection to this worker of a group was refused (others will be silently): %s", reason)
 
     def close(self) -> None:
         """Take no more connections; those that were given away stay."""
         with self._lock:
             self._closed = True
-        try:
-            self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
+            for stranger in self._strangers:
+                _shut(stranger)
+        _shut(self._socket)
         self._socket.close()
+
+
+def _shut(connection: socket.socket) -> None:
+    """Wake the thread that waits in it."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass
 
 
 def connect(
@@ -273,21 +304,40 @@ def connect(
     link: Link | None = None,
     **values: Any,
 ) -> TcpChannel:
-    """Connect to a worker's listener, which may not be there yet. EngineError after ``deadline`` (time.monotonic)."""
+    """Connect to a worker's listener, which may not be there yet. EngineError after ``deadline`` (time.monotonic).
+
+    ``values`` are what it is told of us.
+    """
     host, _, port = address.rpartition(":")
+    values = {"purpose": purpose, **values}
     while True:
+        connection: socket.socket | None = None
         try:
             connection = socket.create_connection((host.strip("[]"), int(port)), timeout=1.0)
-            break
-        except OSError as error:
+            channel = TcpChannel(connection, urgent=purpose != "blocks", link=link)
+            _shake_hands(channel, token, group, rank, values)
+            return channel
+        except (OSError, EngineError) as error:
+            if connection is not None:
+                connection.close()
             if time.monotonic() > deadline or stopped():
+                reason = (error.strerror if isinstance(error, OSError) else None) or error
                 raise EngineError(
-                    f"a worker of the group could not be reached at {address} in time: {error.strerror or error}"
+                    f"a worker of the group could not be reached at {address} in time: {reason}"
                 ) from None
             time.sleep(0.05)
-    channel = TcpChannel(connection, urgent=purpose != "blocks", link=link)
-    channel.greet(packed(Kind.GREETING, group, {"token": token, "purpose": purpose, **values}, stage=rank))
-    return channel
+
+
+def _shake_hands(channel: TcpChannel, token: str, group: int, rank: int, values: dict[str, Any]) -> None:
+    """Raise OSError, or EngineError, unless the listener knows the token and has taken ours."""
+    within = time.monotonic() + _GREETING_S
+    asked = channel.greeted(within)
+    if asked is None:
+        raise EngineError("it has closed the connection")
+    said = greeting(token, asked, group, rank, values)
+    channel.greet(said)
+    if not is_answer(token, asked, said, channel.greeted(within)):
+        raise EngineError("it is of another group, or takes no connections any more")
 
 
 def error_of(message: Message) -> MedusaError:

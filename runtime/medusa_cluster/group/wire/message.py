@@ -2,7 +2,8 @@
 
 Their bodies are JSON, but for tensors:
 
-    greeting   the first message of a connection: token, rank, purpose, and what the sender is
+    challenge  the first message of a connection, from the listener, and its proof after the greeting (see handshake)
+    greeting   from the other side: a proof, then rank, purpose, and what the sender is
     form       leader → worker: where the next worker is
     step       leader → every worker: the spans of one step
     hidden     worker → next worker: hidden states [rows, columns] behind its layers (tensor)
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 _HEADER = struct.Struct("<4sBBHQQBxxxIIQ")
 HEADER_BYTES = _HEADER.size
-_MAGIC, _VERSION = b"MGRP", 1
+_MAGIC, _VERSION = b"MGRP", 2
 LARGEST_BYTES = 256 << 20
 LARGEST_GREETING_BYTES = 4 << 10
 
@@ -43,6 +44,7 @@ DTYPES = ("", "float32", "bfloat16", "float16")
 class Kind(IntEnum):
     GREETING = 1
     FORM = 2
+    CHALLENGE = 3
     STEP = 4
     HIDDEN = 5
     TOKENS = 6

@@ -83,6 +83,13 @@ class Constraints:
         if ask:
             self._ask(going)
 
+    def check(self, asked: StructuredOutputs) -> str:
+        """What is wrong with a grammar or takes too much, for an engine that makes its masks itself; else nothing.
+
+        Raises RequestError, and EngineError, as ``open`` does.
+        """
+        return self._started().check(asked)
+
     def begin(self, spans: Sequence[Span]) -> None:
         """Have the masks made that are not yet, for sequences whose next token this step gives, while it runs."""
         wanted = [

@@ -7,6 +7,7 @@ import json
 from ..base import StructuredOutputs
 
 KINDS = ("json_schema", "regex", "choice", "grammar")
+COMPILED = "llguidance"  # a kind, too: what others have compiled
 # Enough to indent by, and not so much that a model which repeats spaces never ends.
 _WHITESPACE = r"( ?|\r?\n[ \t]{0,40})"
 
@@ -17,6 +18,8 @@ def compiled(asked: StructuredOutputs) -> str:
     from llguidance.gbnf_to_lark import any_to_lark
 
     kind, text = asked
+    if kind == COMPILED:
+        return text
     if kind == "json_schema":
         schema = json.loads(text)
         if not isinstance(schema, dict | bool):

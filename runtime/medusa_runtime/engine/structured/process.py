@@ -22,6 +22,7 @@ _OPEN_S = 30.0
 _STEP_S = 30.0
 _END_S = 5.0
 _ONE = (1).to_bytes(8, sys.byteorder)  # a count, as eventfd takes it
+_NOT_KEPT = 0  # a number that the next such grammar takes over
 
 
 class GrammarProcess:
@@ -73,6 +74,17 @@ class GrammarProcess:
 
     def open(self, asked: StructuredOutputs, tokens: list[int]) -> int:
         """The number of a new grammar that has seen ``tokens``. Raises RequestError for a bad one; EngineError."""
+        number, answer = self._open(asked, tokens, keep=True)
+        fault = answer["error"] or "; ".join(answer["warnings"])
+        if fault:
+            raise RequestError(f"{PARAM}: this {asked.kind} cannot be used: {' '.join(fault.split())}", PARAM)
+        return number
+
+    def check(self, asked: StructuredOutputs) -> str:
+        """Return what is wrong with a grammar or takes too much, if anything; nothing is kept for steps."""
+        return str(self._open(asked, [], keep=False)[1]["error"])
+
+    def _open(self, asked: StructuredOutputs, tokens: list[int], *, keep: bool) -> tuple[int, Frame]:
         with self._opening:
             if not self._greeted:
                 self._openings.settimeout(_START_S)
@@ -82,15 +94,11 @@ class GrammarProcess:
                 raise RequestError(
                     f"{PARAM}: expected a tokenizer whose tokens have a text each, found another: {self._fault}", PARAM
                 )
-            self._numbers += 1
-            number = self._numbers
+            self._numbers += keep
+            number = self._numbers if keep else _NOT_KEPT
             self._openings.settimeout(_OPEN_S)
             frame = {"type": "open", "number": number, "kind": asked.kind, "text": asked.text, "tokens": tokens}
-            answer = self._ask(self._openings, self._read_opened, frame)
-        fault = answer["error"] or "; ".join(answer["warnings"])
-        if fault:
-            raise RequestError(f"{PARAM}: this {asked.kind} cannot be used: {' '.join(fault.split())}", PARAM)
-        return number
+            return number, self._ask(self._openings, self._read_opened, frame)
 
     def send(self, rows: list[tuple[int, list[int], list[int]]]) -> None:
         """Ask for the masks of these grammars, which have seen these tokens since and which these tokens end."""

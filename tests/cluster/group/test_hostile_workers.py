@@ -1,0 +1,203 @@
+"""Strangers at the port of a group's worker, those who listen in its place, and workers that send nonsense."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import resource
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from fuzzing import fuzz
+from hypothesis import strategies as st
+from medusa_cluster.group.identity import disagreement
+from medusa_cluster.group.live.handover import HandoverReader, prompts_of
+from medusa_cluster.group.steps import StepReader, ending, forbid, sampled_of
+from medusa_cluster.group.wire.channel import Greeting, Listener, connect
+from medusa_cluster.group.wire.handshake import challenge, greeting, is_answer, read_greeting
+from medusa_cluster.group.wire.message import HEADER_BYTES, Kind, Message, hidden_states, packed, parse_header
+from medusa_runtime.engine import frames
+from medusa_runtime.engine.base import GenerateRequest, SamplingParams
+from medusa_runtime.engine.torch.kv_cache import KvCache, KvShape
+from medusa_runtime.errors import MedusaError
+
+GROUP, TOKEN = 7, "the group's secret"
+
+
+class Door:
+    """A listener, and who was let in."""
+
+    def __init__(self) -> None:
+        self.let_in: queue.SimpleQueue[Greeting] = queue.SimpleQueue()
+        self.listener = Listener("127.0.0.1", 0, group=GROUP, token=TOKEN, accept=self.let_in.put, link=None)
+
+    def stranger(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.listener.port), timeout=60)
+
+    def lets_a_member_in(self) -> None:
+        member = connect(
+            f"127.0.0.1:{self.listener.port}", group=GROUP, token=TOKEN, rank=1, purpose="steps",
+            deadline=time.monotonic() + 60,
+        )  # fmt: skip
+        greeting = self.let_in.get(timeout=60)
+        assert greeting.rank == 1
+        greeting.channel.close()
+        member.close()
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    made = Door()
+    yield made
+    made.listener.close()
+
+
+def handshakes() -> int:
+    return sum(thread.name == "group-greet" for thread in threading.enumerate())
+
+
+def test_many_strangers_that_say_nothing_hold_few_threads_and_keep_nobody_out(door: Door) -> None:
+    strangers = [door.stranger() for _ in range(200)]
+    door.lets_a_member_in()
+    deadline = time.monotonic() + 60
+    while handshakes() > 64:
+        assert time.monotonic() < deadline, handshakes()
+        time.sleep(0.01)
+    for each in strangers:
+        each.close()
+
+
+def test_a_byte_now_and_then_gives_a_stranger_no_more_time(door: Door) -> None:
+    began = time.monotonic()
+    with door.stranger() as stranger:
+        while time.monotonic() - began < 60:
+            try:
+                stranger.send(b"M")
+            except OSError:
+                break
+            time.sleep(0.2)
+    assert time.monotonic() - began < 30
+
+
+def test_a_worker_without_descriptors_takes_connections_again_when_it_has_some(door: Door) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max(map(int, os.listdir("/proc/self/fd")))
+    held = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 6, hard))
+    try:
+        with contextlib.suppress(OSError):
+            for _ in range(20):
+                held.append(door.stranger())
+        assert len(held) < 20
+        time.sleep(0.2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for each in held:
+            each.close()
+    door.lets_a_member_in()
+
+
+def test_who_listens_in_the_place_of_a_worker_does_not_learn_the_token() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        heard: list[bytes] = []
+
+        def listen() -> None:
+            connection, _ = taken.accept()
+            with connection:
+                asked = challenge(GROUP)
+                connection.sendall(asked.header() + asked.body)
+                heard.append(connection.recv(4096))
+                wrong = asked._replace(body=bytes(32))
+                connection.sendall(wrong.header() + wrong.body)
+
+        thread = threading.Thread(target=listen)
+        thread.start()
+        with pytest.raises(MedusaError, match="could not be reached"):
+            connect(
+                f"127.0.0.1:{taken.getsockname()[1]}", group=GROUP, token=TOKEN, rank=1, purpose="steps",
+                deadline=time.monotonic(),
+            )  # fmt: skip
+        thread.join()
+    assert heard
+    assert TOKEN.encode() not in heard[0]
+
+
+def test_a_greeting_that_was_recorded_or_changed_opens_nothing(door: Door) -> None:
+    asked = challenge(GROUP)
+    recorded = greeting(TOKEN, asked, GROUP, 1, {"purpose": "steps"})
+    assert read_greeting(TOKEN, asked, recorded) == {"purpose": "steps"}
+    for changed in (
+        recorded._replace(stage=2),
+        recorded._replace(group=8),
+        recorded._replace(body=recorded.body.replace(b"steps", b"block")),
+    ):
+        assert read_greeting(TOKEN, asked, changed) is None
+    assert read_greeting("another group's", asked, recorded) is None
+    with door.stranger() as stranger:
+        stranger.sendall(recorded.header() + recorded.body)
+        while stranger.recv(4096):
+            pass
+    assert door.let_in.empty()
+
+
+def test_fuzzed_messages_end_in_one_error() -> None:
+    """Whatever a worker that has the token sends: each reader takes it, or refuses it with an EngineError."""
+    cache = KvCache(KvShape(2, 1, 4, torch.float32), 4)
+    request = frames.request_to_frame(GenerateRequest("a", (), SamplingParams()))
+    spans = [{"number": 1, "start": 0, "stop": 2, "tokens": [1, 2], "keep": 0, "blocks": [0], "prompt": 2,
+              "ends": True, "roll": 0.5, "allowed": "/w==", "request": request}]  # fmt: skip
+    asked = challenge(GROUP)
+    seeds = [
+        greeting(TOKEN, asked, GROUP, 1, {"purpose": "steps"}),
+        packed(Kind.STEP, GROUP, {"spans": spans, "gone": [3]}, step=1),
+        packed(Kind.TOKENS, GROUP, {"tokens": [[3, -0.5, [[4, -1.0]]]]}, step=1),
+        packed(Kind.BEAT, GROUP, {"sent": 1, "echo": [1, 2], "loaded": True}),
+        packed(Kind.OFFER, GROUP, {"prompts": [[1, 2], [3]]}, step=1),
+        packed(Kind.HANDOVER, GROUP, {"parts": [1], "lengths": [2]}, step=1),
+        Message(Kind.BLOCK, GROUP, 1, 1, 1, 4, 4, bytes(64)),
+        hidden_states(GROUP, 1, 0, torch.zeros(2, 4)),
+    ]
+
+    def read(data: bytes) -> None:
+        if len(data) < HEADER_BYTES:
+            return
+        try:
+            message = parse_header(data[:HEADER_BYTES]).message._replace(body=bytearray(data[HEADER_BYTES:]))
+        except MedusaError:
+            return
+        for reader in (_greeting, _step, _tokens, prompts_of, _handover, Message.tensor, _identity):
+            try:
+                reader(message)
+            except MedusaError:
+                pass
+
+    def _greeting(message: Message) -> None:
+        read_greeting(TOKEN, asked, message)
+        assert not is_answer(TOKEN, asked, seeds[0], message)
+
+    def _step(message: Message) -> None:
+        values = message.values()
+        found = StepReader((0,)).read(values)
+        forbid(torch.zeros(len(found), 8), values, ending(values, found))
+
+    def _tokens(message: Message) -> None:
+        for one in sampled_of(message.values(), 1, 8):
+            assert 0 <= one.token < 8
+
+    def _handover(message: Message) -> None:
+        reader = HandoverReader()
+        reader.take(seeds[5], cache)
+        reader.take(seeds[6], cache)
+        reader.take(message, cache)
+
+    def _identity(message: Message) -> None:
+        disagreement({"model": "a"}, message.values())
+
+    starts = [seed.header() for seed in seeds]
+    drawn = st.tuples(st.sampled_from(starts), st.binary(max_size=200)).map(b"".join)
+    fuzz(drawn, read, [seed.header() + bytes(seed.body) for seed in seeds])
