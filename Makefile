@@ -90,7 +90,9 @@ test-failed: setup-dev ## Run the tests that failed last once more, one at a tim
 fuzz: setup-dev ## Give each parser of what strangers send 100,000 inputs (hours)
 	FUZZ_INPUTS=100000 $(BIN)/python -m pytest -s --timeout 7200 -k "fuzz and not attack" tests/runtime/storage \
 	  tests/runtime/checkpoint tests/runtime/engine/test_frames_fuzz.py tests/handler/test_probe_acceptor_fuzz.py \
-	  tests/runtime/node/test_message_fuzz.py tests/runtime/state/test_bundle_fuzz.py
+	  tests/handler/test_headers_fuzz.py tests/handler/test_tool_calls_fuzz.py tests/runtime/node/test_message_fuzz.py \
+	  tests/runtime/state/test_bundle_fuzz.py tests/cluster/group/test_hostile_workers.py \
+	  tests/cluster/controller/test_hostile_reports.py tests/cluster/simulation/test_hostile_files.py
 
 check: setup-dev ## Lint, types, layers
 	$(BIN)/ruff check .

@@ -53,6 +53,26 @@ def test_what_cannot_be_built_is_said(folder: Path, arguments: tuple[str, ...], 
     assert text in done.stderr
 
 
+def test_neither_flags_nor_links_put_instructions_into_the_dockerfile(folder: Path) -> None:
+    """What is between ENV's quotes means itself, and nothing begins a line of its own."""
+    model = 's3://b/$HOME/"x"/\\y`z`'
+    shown = build(folder, "--model", model, "--show").stdout
+    assert shown.endswith('ENV MEDUSA_MODEL="s3://b/\\$HOME/\\"x\\"/\\\\y\\`z\\`"\n')
+    for flags in (
+        ("--base", "a\nRUN x"), ("--base", "--platform=x a"), ("--model", "m\nRUN x"), ("--handler", "h:f\nRUN x"),
+        ("--model", "m\u2028RUN"),
+    ):  # fmt: skip
+        found = build(folder, *flags, "--show")
+        assert (found.returncode, found.stdout) == (2, ""), found
+        assert f"{flags[0]}: expected" in found.stderr
+    (folder / "a\nRUN x.py").write_text("")
+    assert "RUN" not in build(folder, "--show").stdout
+    (folder / "Dockerfile").symlink_to("/etc/hostname")
+    found = build(folder, "--show")
+    assert (found.returncode, found.stdout) == (2, "")
+    assert "found a link to /etc/hostname" in found.stderr
+
+
 def test_a_folder_with_nothing_to_serve_is_refused(tmp_path: Path) -> None:
     done = build(tmp_path)
     assert done.returncode == 2

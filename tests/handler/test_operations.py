@@ -155,7 +155,9 @@ def test_requests_and_the_start_are_spans(serve: Serve, collector: Collector) ->
     served.request("GET", "/v1/models", headers={"traceparent": f"00-{trace}-{parent}-01"})
     served.request("GET", "/v1/models", headers={"traceparent": f"00-{trace}-{parent}-00"})  # not sampled
     served.request("GET", "/v1/nothing", headers={"traceparent": "nonsense"})
+    served.request("GET", "/v1/" + "x" * 3000)
     served.until(lambda: len(collector.named("GET /v1/nothing")) == 1)
+    served.until(lambda: len(collector.named("GET /v1/" + "x" * 252)) == 1)  # not all of a caller's path is kept
     [span] = collector.named("GET /v1/models")
     assert (span.trace_id.hex(), span.parent_span_id.hex()) == (trace, parent)
     assert {a.key: a.value.int_value for a in span.attributes}["http.response.status_code"] == 200

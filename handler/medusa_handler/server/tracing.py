@@ -30,6 +30,7 @@ _POLL_S = 0.25
 _SEND_S = 1.0
 _MOST = 10_000  # spans that wait; more are dropped
 _LAST_SEND_S = 3.0
+_LONGEST_PATH = 256  # of a caller's path in a span: 10,000 whole ones could take 150 MB
 
 
 @dataclass
@@ -78,6 +79,8 @@ class Tracer:
             trace, parent = (given[2], given[3]) if given is not None and good else (os.urandom(16).hex(), "")
             span = os.urandom(8).hex()
             sampled = not (given is not None and good) or bool(int(given[4], 16) & 1)
+            if not good:
+                environ.pop("HTTP_TRACESTATE", None)  # it goes with the parent (Trace Context, section 3.2)
             environ["HTTP_TRACEPARENT"] = f"00-{trace}-{span}-{int(sampled):02x}"
             if not sampled:
                 return app(environ, start_response)
@@ -137,15 +140,16 @@ def _is_plain(value: Any) -> bool:
 
 
 def _of_request(answer: Answer, trace: str, span: str, parent: str) -> _Noted:
+    path = answer.path[:_LONGEST_PATH].encode("utf-8", "replace").decode()
     attributes = {
         "http.request.method": answer.method,
-        "url.path": answer.path,
+        "url.path": path,
         "http.response.status_code": answer.status,
         "http.response.body.size": answer.sent_bytes,
-        "medusa.request_id": answer.request_id,
+        "medusa.request_id": answer.request_id[:_LONGEST_PATH],
     }
     end_ns = answer.began_ns + int(answer.seconds * 1e9)
-    name = f"{answer.method} {answer.path}"
+    name = f"{answer.method} {path}"
     return _Noted(name, trace, span, parent, answer.began_ns, end_ns, attributes, failed=answer.status >= 500)
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from medusa_runtime.errors import ClusterError, ConfigError, NoControllerError, UnknownNameError
+from medusa_runtime.errors import ClusterError, ConfigError, NoControllerError, UnknownNameError, shown
 from medusa_runtime.node.regions.model_key import absolute, model_key
 
 from ..deployment import Deployment
@@ -26,6 +26,7 @@ from .members import Members
 from .models import Models
 from .nodes import Gateway, KnownInstance, KnownNode, Nodes
 from .plan_file import Plan, read_plan, write_plan
+from .reports import loads_of
 from .routes import Routes
 from .status import status
 from .versions import Versions
@@ -38,6 +39,9 @@ _LONG_TICK_S = 0.02
 _RECOVERS_WITHIN_S = 5.0  # after a start, for the nodes to say what runs on them
 _KEPT_EVENTS = 500
 _LONGEST_WAIT_S = 30.0
+_LONGEST_NAME = 1000
+_MOST_GATEWAYS = 1000
+_GATEWAY_GONE_S = 60.0
 _OPTIONS = Options(largest_group=LARGEST_GROUP)  # for models with a TTFT SLO that one node cannot meet
 
 
@@ -260,7 +264,7 @@ class Cluster:
                 return await self.routes.after(str(arguments.get("version", "")), wait_s)
             if operation in known:
                 return known[operation](arguments)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, OverflowError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"{operation}: a value is missing or of the wrong type: {error}") from error
         raise ConfigError(f"expected one of {', '.join((*known, 'status', 'routes'))}, found {operation!r}")
 
@@ -326,16 +330,26 @@ class Cluster:
         return "draining" if node.name in self.leaving() else "alive"
 
     def _report(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        name, loads = str(arguments["gateway"]), dict(arguments["loads"])
-        now = time.monotonic()
+        name, url, now = str(arguments["gateway"]), arguments.get("url"), time.monotonic()
+        loads = {model: load for model, load in loads_of(arguments["loads"]).items() if model in self.deployments}
+        if not isinstance(url, str | None) or len(name) > _LONGEST_NAME:
+            raise ConfigError(f"report: expected a gateway's name and URL, found {shown(name)} and {shown(url)}")
         if name not in self.gateways:
+            self._forget_gateways(now)
             self.tell("gateway", f"the gateway {name} has come")
-        self.gateways[name] = Gateway(name, arguments.get("url"), time.time(), now, loads)
+        self.gateways[name] = Gateway(name, url, time.time(), now, loads)
         serving = {item.model for item in self.instances.values() if item.state != "draining"}
         if any(load.get("waiting") and model not in serving for model, load in loads.items()):
             # Nothing is to be waited for: an instance must start. Unless ticks take long, as in a very large cluster.
             self.wake() if self._tick_took_s > _LONG_TICK_S else self._tick()
         return self.routes.current
+
+    def _forget_gateways(self, now: float) -> None:
+        """Make room for another gateway: those that are gone are remembered as long as there is room."""
+        if len(self.gateways) >= _MOST_GATEWAYS:
+            self.gateways = {name: item for name, item in self.gateways.items() if now - item.seen_at < _GATEWAY_GONE_S}
+        if len(self.gateways) >= _MOST_GATEWAYS:
+            raise ConfigError(f"report: expected at most {_MOST_GATEWAYS} gateways, found another")
 
     def _sources(self, arguments: Mapping[str, Any]) -> list[str]:
         """The node servers from which a node should read a model: by the plan, then all others that hold it whole."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from medusa_runtime.errors import MedusaError
 
 from .nodes import KnownNode, Nodes
+from .reports import node_status
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -89,7 +90,7 @@ class Members:
         while True:
             began = time.monotonic()
             try:
-                found = await self._way.status(node.name, self._urls[node.name], _ANSWERS_WITHIN_S)
+                found = node_status(await self._way.status(node.name, self._urls[node.name], _ANSWERS_WITHIN_S))
             except MedusaError as error:
                 logger.debug("the node %s did not answer: %s", node.name, error)
                 failing_since, failures = failing_since or began, failures + 1

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 from urllib.parse import urlsplit, urlunsplit
 
-from ..errors import CorruptError, MismatchError, shown
+from ..errors import ConfigError, CorruptError, MismatchError, shown
 from ..storage.base import scheme_of
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -68,14 +68,15 @@ class AdapterConfig:
         if not listed and not isinstance(targets, str | None):
             raise _wrong("target_modules", "a list of names, or a pattern", targets)
         base = raw.get("base_model_name_or_path")
-        rank = _positive("r", raw.get("r"))
-        if rank != int(rank):
-            raise _wrong("r", "a positive whole number", rank)
+        rank, ranks = _positive("r", raw.get("r")), _pattern(raw, "rank_pattern")
+        for name, value in (("r", rank), *(("rank_pattern", value) for value in ranks.values())):
+            if value != int(value):
+                raise _wrong(name, "a positive whole number", value)
         return cls(
             rank=int(rank),
             alpha=_positive("lora_alpha", raw.get("lora_alpha")),
             by_root=bool(raw.get("use_rslora")),
-            ranks=_pattern(raw, "rank_pattern"),
+            ranks=ranks,
             alphas=_pattern(raw, "alpha_pattern"),
             targets=tuple(targets) if isinstance(targets, list) else (),
             base=base if isinstance(base, str) else "",
@@ -92,9 +93,15 @@ class AdapterConfig:
 
 
 def adapter_urls(url: str) -> tuple[str, ...]:
-    """Return the files that may hold the adapter at ``url``, a folder or a file: the first one that exists does."""
+    """Return the files that may hold the adapter at ``url``, a folder or a file: the first one that exists does.
+
+    Raises ConfigError for what is no URL.
+    """
     scheme = scheme_of(url)
-    parts = urlsplit(url) if scheme else None
+    try:
+        parts = urlsplit(url) if scheme else None
+    except ValueError:
+        raise ConfigError(f"expected the URL or the path of an adapter, found {shown(url)}") from None
     path = parts.path if parts is not None else url
     if path.endswith((".safetensors", ".bin")):
         return (url,)

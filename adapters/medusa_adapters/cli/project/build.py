@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shutil
 import subprocess
@@ -15,6 +14,8 @@ from medusa_runtime.errors import ConfigError, DeployError
 TOOLS = ("podman", "docker", "buildah")
 _BASE = "medusa-runtime"
 _TAG = re.compile(r"[a-z0-9][a-z0-9._:/@-]{0,254}")
+_IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,254}")
+_QUOTED = re.compile(r'["\\$`]')  # what means something between quotes: $ stands for a variable of the build
 _ENTRIES = ("handler.py", "function.py", "main.py")
 _IGNORED = (".git", ".venv", "__pycache__", "*.pyc", ".pytest_cache", ".env")
 
@@ -39,6 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not _TAG.fullmatch(tag):
         raise ConfigError(f"--tag: expected an image's name in lower case such as registry.example/fn:1, found {tag!r}")
     own = folder / "Dockerfile"
+    if own.is_symlink() and not own.resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(f"expected {own} inside of the folder, found a link to {own.resolve()}")
     if own.is_file() and (arguments.handler or arguments.model):
         raise ConfigError(f"{own} says what is in the image; expected neither --handler nor --model with it")
     text = own.read_text() if own.is_file() else dockerfile(folder, arguments.base, arguments.handler, arguments.model)
@@ -53,7 +56,15 @@ def run(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="medusa-build-") as scratch:
         file = own if own.is_file() else _write(Path(scratch), folder, text)
         _call(
-            tool, "build", "--tag", tag, "--file", str(file), "--build-arg", f"BASE_IMAGE={arguments.base}", str(folder)
+            tool,
+            "build",
+            "--tag",
+            tag,
+            "--file",
+            str(file),
+            "--build-arg",
+            f"BASE_IMAGE={arguments.base}",
+            str(folder.absolute()),
         )
     if arguments.push:
         _call(tool, "push", tag)
@@ -69,14 +80,23 @@ def dockerfile(folder: Path, base: str, handler: str | None, model: str | None) 
             raise ConfigError(f"expected {_ENTRIES[0]} in {folder}, --handler or --model; found none of them")
     elif (file := handler.partition(":")[0]).endswith(".py") and not (folder / file).is_file():
         raise ConfigError(f"--handler={handler}: expected the file in {folder}, found none")
+    for flag, value in (("--base", base), ("--handler", handler), ("--model", model)):
+        if value is not None and not (value.isprintable() and value.strip()):
+            raise ConfigError(f"{flag}: expected text of one line, found {value!r}")
+    if not _IMAGE.fullmatch(base):
+        raise ConfigError(f"--base: expected an image's name such as registry.example/base:1, found {base!r}")
     lines = [f"FROM {base}"]
     if (folder / "requirements.txt").is_file():
         lines += ["COPY requirements.txt ./", "RUN medusa-install"]
     lines.append("COPY . ./")
     for name, value in (("MEDUSA_HANDLER", handler), ("MEDUSA_MODEL", model)):
         if value is not None:
-            lines.append(f"ENV {name}={json.dumps(value)}")
+            lines.append(f'ENV {name}="{_QUOTED.sub(_escaped, value)}"')
     return "\n".join(lines) + "\n"
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return f"\\{found[0]}"
 
 
 def _write(scratch: Path, folder: Path, text: str) -> Path:

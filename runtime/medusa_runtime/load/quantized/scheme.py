@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
-from medusa_runtime.errors import ConfigError
+from medusa_runtime.errors import ConfigError, shown
 
 SUPPORTED = (
     "compressed-tensors (int-quantized, float-quantized, naive-quantized or pack-quantized), gptq, awq (gemm), fp8 or "
@@ -16,6 +17,8 @@ SUPPORTED = (
 _OTHERS = "or --engine vllm"
 _STRATEGIES = ("tensor", "channel", "group", "block")
 _DIRECT = ("int-quantized", "float-quantized", "naive-quantized")
+_MOST_WAYS = 5e6  # of matching a name
+_LONGEST_PATTERN, _LONGEST_NAME = 512, 256
 _PACKABLE = (2, 4, 8)  # bits of which a 32-bit word holds a whole number
 
 
@@ -244,13 +247,56 @@ METHODS: dict[str, Callable[[_Reader], Quantization]] = {
 
 def _matches(pattern: str, module: str) -> bool:
     if pattern.startswith("re:"):
-        try:
-            return re.match(pattern[3:], module) is not None
-        except re.error as error:
-            raise ConfigError(
-                f"config.json: quantization_config: expected a regular expression, found {pattern!r} ({error})"
-            ) from None
+        found = _expression(pattern[3:])
+        if len(module) > _LONGEST_NAME:
+            raise ConfigError(f"expected names of modules of at most {_LONGEST_NAME} characters, found {shown(module)}")
+        return found.match(module) is not None
     return pattern in (module, "Linear")
+
+
+@lru_cache(maxsize=4096)
+def _expression(pattern: str) -> re.Pattern[str]:
+    """A stranger's expression. ConfigError for one that may take for ever on a name that a stranger wrote, too."""
+    where = "config.json: quantization_config"
+    try:
+        found = re.compile(pattern)
+        parsed = re._parser.parse(pattern)  # type: ignore[attr-defined]
+        if pattern.endswith(".*") and "REPEAT" in str(parsed[-1][0]):
+            parsed = parsed[:-1]  # it matches at the first attempt
+        ways = _ways(parsed)
+    except (re.error, OverflowError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{where}: expected a regular expression, found {shown(pattern)} ({error})") from None
+    if ways > _MOST_WAYS or len(pattern) > _LONGEST_PATTERN:
+        raise ConfigError(
+            f"{where}: expected a regular expression of at most {_LONGEST_PATTERN} characters with about three "
+            f"repetitions, none within another, found {shown(pattern)}"
+        )
+    return found
+
+
+def _ways(parsed: Any) -> float:
+    """In how many ways a parsed expression may try to match a name, at worst; each repetition counts as a hundred."""
+    ways = 1.0
+    for operation, argument in parsed:
+        inner = [_ways(part) for part in _parts(argument) if isinstance(part, re._parser.SubPattern)]  # type: ignore[attr-defined]
+        if "REPEAT" in str(operation):
+            times = min(argument[1], 100)
+            ways *= (times + 1) * min(inner[0], 1e6) ** min(times, 40)
+        elif "BRANCH" in str(operation):
+            ways *= sum(inner)
+        else:
+            for each in inner:
+                ways *= each
+        ways = min(ways, 1e300)
+    return ways
+
+
+def _parts(argument: Any) -> Iterator[Any]:
+    """An operation's argument, and what is in it if it is a list."""
+    yield argument
+    if isinstance(argument, tuple | list):
+        for part in argument:
+            yield from _parts(part)
 
 
 __all__ = ["METHODS", "SUPPORTED", "Quantization", "Scheme"]

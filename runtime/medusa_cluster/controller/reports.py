@@ -1,0 +1,109 @@
+"""What nodes and gateways say of themselves, checked before it is kept.
+
+Decisions are taken about all nodes at once, so a single report that cannot be used would stop all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from medusa_runtime.errors import ClusterError, ConfigError, shown
+
+_LARGEST = 1e18
+_MOST_MODELS = 100_000
+
+Check = Callable[[Any], bool]
+
+
+def node_status(found: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A node's status. Raises ClusterError where a value is missing or of another type."""
+    for name, check in _STATUS.items():
+        if name in found and not check(found[name]):
+            raise ClusterError(f"expected the status of a node, found {name} of {shown(found[name])}")
+    return found
+
+
+def loads_of(found: Any) -> dict[str, dict[str, float]]:
+    """A gateway's loads: numbers by model. Raises ConfigError."""
+    if isinstance(found, dict) and len(found) <= _MOST_MODELS:
+        loads: dict[str, dict[str, float]] = found
+        if all(isinstance(load, dict) and all(map(_number, load.values())) for load in loads.values()):
+            return loads
+    raise ConfigError(f"report: expected loads of numbers by model, found {shown(found)}")
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _text_or_none(value: Any) -> bool:
+    return value is None or _text(value)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 <= value < _LARGEST
+
+
+def _speed(value: Any) -> bool:
+    return _number(value) and value > 0
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_text, value))
+
+
+def _by_name(check: Check) -> Check:
+    return lambda value: isinstance(value, dict) and all(map(check, value.values()))
+
+
+def _objects(required: Mapping[str, Check], optional: Mapping[str, Check]) -> Check:
+    one = _object(required, optional)
+    return lambda value: isinstance(value, list | tuple) and all(map(one, value))
+
+
+def _object(required: Mapping[str, Check], optional: Mapping[str, Check]) -> Check:
+    def check(value: Any) -> bool:
+        return (
+            isinstance(value, dict)
+            and all(name in value and known(value[name]) for name, known in required.items())
+            and all(name not in value or known(value[name]) for name, known in optional.items())
+        )
+
+    return check
+
+
+_LAYERS: Check = lambda value: (  # noqa: E731
+    value is None or (_text(value) and (not value or all(part.isdecimal() for part in value.split(":", 1))))
+)
+_GROUP = _object({"id": _text, "rank": _number, "full": _number, "size": _number}, {"layers": _LAYERS, "state": _text})
+_START = _by_name(lambda value: value is None or _number(value) or _text(value))
+_STATUS: dict[str, Check] = {
+    **dict.fromkeys(("name", "address", "url", "leaf", "state"), _text),
+    **dict.fromkeys(
+        ("egress_bytes_per_s", "ingress_bytes_per_s", "memory_bytes", "memory_used_bytes", "devices", "at"), _number
+    ),
+    "link_bytes_per_s": _speed,
+    "models": _objects(
+        {"url": _text, "state": _text, "total_bytes": _number, "fetched_bytes": _number, "pinned": _number},
+        {
+            "version": _text_or_none,
+            "idle_s": _number,
+            "bytes_per_s": _number,
+            "sources": _texts,
+            "received_bytes": _by_name(_number),
+            "excluded": _by_name(_text),
+        },
+    ),
+    "instances": _objects(
+        {"id": _text, "model": _text, "state": _text, "since": _number},
+        {
+            "running": _number,
+            "version": _text_or_none,
+            "group": lambda value: not value or _GROUP(value),
+            "start": lambda value: not value or _START(value),
+        },
+    ),
+}
+
+__all__ = ["loads_of", "node_status"]

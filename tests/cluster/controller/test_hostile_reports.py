@@ -1,0 +1,118 @@
+"""Nodes and gateways that report nonsense, and callers with hostile arguments: one of them must not stop the others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fuzzing import fuzz
+from hypothesis import strategies as st
+from medusa_cluster.controller.cluster import Cluster
+from medusa_cluster.controller.reports import node_status
+from medusa_runtime.errors import ClusterError, MedusaError
+
+from .conftest import Net, until
+
+Run = Callable[..., None]
+MODEL = "http://store/model"
+STATUS: dict[str, Any] = {
+    "name": "b", "address": "10.0.0.2", "url": "http://b:8114", "leaf": "", "state": "alive", "devices": 1,
+    "link_bytes_per_s": 1e9, "memory_bytes": 1e9,
+    "models": [{"url": MODEL, "state": "done", "total_bytes": 9, "fetched_bytes": 9, "pinned": False,
+                "excluded": {"http://a:8114": "wrong bytes"}}],
+    "instances": [{"id": "i", "model": "m", "state": "ready", "since": 1.0, "running": 0, "group": None}],
+}  # fmt: skip
+
+
+async def ask(cluster: Cluster, operation: str, **arguments: Any) -> Any:
+    return await cluster.answer({"op": operation, "arguments": arguments})
+
+
+def test_a_gateway_that_reports_nonsense_stops_no_decision(run: Run) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        await ask(cluster, "deploy", name="m", url=MODEL)
+        for loads in (None, [], {"m": 1}, {"m": {"waiting": "x"}}, {"m": {"waiting": float("nan")}}, {"m": {"a": []}}):
+            with pytest.raises(MedusaError):
+                await ask(cluster, "report", gateway="hostile", url=None, loads=loads)
+        await ask(cluster, "report", gateway="<script>", url=None, loads={"unknown": {"waiting": 1e17}})
+        await ask(cluster, "report", gateway="g", url="http://g", loads={"m": {"waiting": 1}})
+        await until(
+            lambda: any(item["state"] == "ready" for item in cluster.routes.current["models"]["m"]["instances"])
+        )
+        assert "hostile" not in cluster.gateways
+        for number in range(1000):
+            cluster.gateways[f"g{number}"] = cluster.gateways["g"]
+        with pytest.raises(MedusaError, match="at most 1000 gateways"):
+            await ask(cluster, "report", gateway="another", url=None, loads={})
+
+    run(scenario, "a")
+
+
+def test_a_node_that_reports_nonsense_stops_no_decision(run: Run) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        async def lie(_: Any) -> dict[str, Any]:
+            return STATUS | {"link_bytes_per_s": "fast", "instances": [{}]}
+
+        await until(lambda: cluster.node_state(cluster.nodes["b"]) == "alive")
+        net.nodes["b"].status = lie  # type: ignore[method-assign]
+        await asyncio.sleep(0.5)
+        await ask(cluster, "deploy", name="m", url=MODEL)
+        await ask(cluster, "report", gateway="g", url="http://g", loads={"m": {"waiting": 1}})
+        await until(
+            lambda: any(item["state"] == "ready" for item in cluster.routes.current["models"]["m"]["instances"])
+        )
+
+    run(scenario, "a", "b")
+
+
+def test_fuzzed_statuses_of_a_node() -> None:
+    def check(data: bytes) -> None:
+        try:
+            found = json.loads(data)
+        except (ValueError, RecursionError):
+            return
+        if not isinstance(found, dict):
+            return
+        try:
+            taken = node_status(found)
+        except ClusterError:
+            return
+        for model in taken.get("models", ()):
+            assert int(model["total_bytes"]) >= int(model["fetched_bytes"]) - 10**18
+            assert hash(model["url"])
+        for item in taken.get("instances", ()):
+            assert float(item["since"]) >= 0
+            assert hash(item["id"] + item["model"] + item["state"])
+
+    fuzz(st.binary(max_size=20), check, [json.dumps(STATUS).encode()])
+
+
+def test_fuzzed_arguments_of_operations(run: Run) -> None:
+    """Whatever a caller sends is answered, or refused with one error."""
+    arguments = {"name": "m", "url": MODEL, "min": 0, "max": 1, "ttft_slo_s": 1.0, "settings": {"max_concurrency": "8"},
+                 "node": "a", "undo": True, "gateway": "g", "loads": {"m": {"waiting": 0}}}  # fmt: skip
+    operations = ("deploy", "remove", "scale", "drain", "report", "sources", "status", "routes", "join", "")
+    seeds = [json.dumps({"op": name, "arguments": arguments}).encode() for name in operations]
+
+    async def scenario(_: Net, cluster: Cluster) -> None:
+        loop = asyncio.new_event_loop()
+
+        def check(data: bytes) -> None:
+            try:
+                request = json.loads(data)
+            except (ValueError, RecursionError):
+                return
+            if not isinstance(request, dict) or request.get("op") == "routes":
+                return
+            try:
+                loop.run_until_complete(cluster.answer(request))
+            except MedusaError:
+                pass
+
+        await asyncio.to_thread(fuzz, st.binary(max_size=20), check, seeds)
+        loop.close()
+
+    run(scenario, "a")
