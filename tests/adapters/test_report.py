@@ -61,6 +61,17 @@ def test_the_page_is_whole_and_loads_nothing() -> None:
     assert "prefers-color-scheme:dark" in page()
 
 
+def test_names_by_strangers_are_text() -> None:
+    attack = """'"><script>alert(1)</script><img src=x onerror=y>"""
+    stages = [stage._replace(name=f"{stage.name}{attack}", process=f"{stage.process}{attack}") for stage in STAGES]
+    result = Result()
+    add_rows(result, {name + attack: samples for name, samples in SAMPLES.items()})
+    parser = Balanced()
+    parser.feed(html(result, stages, f"torch{attack}", labels={}))
+    assert not {"script", "img"} & set(parser.names)
+    assert not any(name.startswith("on") for name, _ in parser.attributes)
+
+
 def test_the_headline_is_the_median_and_the_ratio() -> None:
     text = page()
     assert ">1.00 s <" in text
