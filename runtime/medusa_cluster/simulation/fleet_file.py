@@ -81,7 +81,8 @@ def read_plan(path: Path) -> Plan:
         raise ConfigError(f"the fleet {path} could not be read: {error}") from None
     except RecursionError:
         raise ConfigError(f"{path}: expected YAML, found some that is nested too deeply") from None
-    except (yaml.YAMLError, ValueError) as error:  # its values may be no dates, or numbers of too many digits
+    except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # The last five are the parser's own failures: a date that is none, a number of too many digits, an empty !!int.
         raise ConfigError(f"{path}: expected YAML: {' '.join(str(error).split())}") from None
     return parse(content, path.parent, str(path))
 

@@ -32,6 +32,7 @@ LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("[" * 50_000 + "]" * 50_000, "expected"),
         ("- " * 50_000, "expected"),
         ("name: 2001-99-99\n" + FLEET, "month must be"),
+        ("name: !!int\n" + FLEET, "expected YAML"),
         ("tick_s: " + "9" * 5000 + FLEET, "digits"),
         (FLEET.replace("seconds: 60", "seconds: .inf"), "found Infinity"),
         (FLEET.replace("cv: [1, 8]", "cv: 1e9"), "cv: expected"),
@@ -40,7 +41,7 @@ LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("name: !!python/object/apply:os.abort []\n" + FLEET, "could not determine a constructor"),
         ("#" * (5 << 20) + FLEET, "at most"),
     ],
-    ids=range(13),
+    ids=range(14),
 )
 def test_a_hostile_fleet_gets_one_short_error(tmp_path: Path, text: str, found: str) -> None:
     path = tmp_path / "fleet.yaml"

@@ -286,7 +286,7 @@ def compressed(**weights: Any) -> dict[str, Any]:
         ({"quant_method": "fp8", "weight_block_size": [128]}, "expected weight_block_size to be two positive numbers"),
         (compressed() | {"format": "nvfp4-pack-quantized"}, "expected format to be int-quantized, .*found 'nvfp4"),
         (compressed() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "expected sparsity_config to be absent"),
-        (compressed() | {"ignore": ["re:("]}, "expected a regular expression, found 're:\\('"),
+        (compressed() | {"ignore": ["re:("]}, 'expected a regular expression, found "re:\\('),
         (compressed() | {"config_groups": {}}, "expected config_groups to be groups of modules"),
         (compressed(num_bits=3), "expected num_bits to be 2 or 4 or 8"),
         (compressed(strategy="tensor_group"), "expected strategy to be tensor or channel or group or block"),

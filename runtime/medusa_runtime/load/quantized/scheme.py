@@ -265,11 +265,11 @@ def _expression(pattern: str) -> re.Pattern[str]:
             parsed = parsed[:-1]  # it matches at the first attempt
         ways = _ways(parsed)
     except (re.error, OverflowError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{where}: expected a regular expression, found {shown(pattern)} ({error})") from None
+        raise ConfigError(f"{where}: expected a regular expression, found {shown(f're:{pattern}')} ({error})") from None
     if ways > _MOST_WAYS or len(pattern) > _LONGEST_PATTERN:
         raise ConfigError(
             f"{where}: expected a regular expression of at most {_LONGEST_PATTERN} characters with about three "
-            f"repetitions, none within another, found {shown(pattern)}"
+            f"repetitions, none within another, found {shown(f're:{pattern}')}"
         )
     return found
 
