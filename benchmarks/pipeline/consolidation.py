@@ -1,19 +1,27 @@
-"""A stream while its group becomes one instance: its tokens, its pause, and its speed afterwards (ParaServe §8.4)."""
+"""A stream while its group becomes one instance: its tokens, its pause, and its speed afterwards (ParaServe §8.4).
+
+Afterwards an instance that never was a group, on a node of its own, goes on with the same prompt and tokens beside it,
+so that whatever slows the machine down slows both.
+"""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
 from medusa_runtime.timeline import Stage
 
 from benchmarks.pipeline.options import Options, row
-from benchmarks.pipeline.workers import Site, Stream, Workers
+from benchmarks.pipeline.workers import Site, Stream, Workers, follow
 
 SIZE = 4
 _LINK_BYTES_PER_S = 20e6
-_LONG = 8  # a stream lives several times as long as the measured part, so that the switch is in the middle
-SEEDED = {"temperature": 1.0, "seed": 11}
+_LONG = 4  # a stream lives several times as long as the measured part, so that the switch is in the middle
+_LOOK_S = 0.1
+_PARAMS: tuple[Mapping[str, Any], ...] = ({}, {"temperature": 1.0, "seed": 11})  # greedy and seeded
 
 
 def rows(options: Options) -> list[dict[str, Any]]:
@@ -22,15 +30,15 @@ def rows(options: Options) -> list[dict[str, Any]]:
     pauses_s: list[float] = []
     after: list[float] = []
     count = options.tokens * _LONG
-    with Site(options.over(_LINK_BYTES_PER_S), SIZE) as site:
+    site = Site(options.over(_LINK_BYTES_PER_S), SIZE + 1)
+    with site, Workers(site, [None], [None], first=SIZE) as one:
         size = min(SIZE, len(site.bytes.layers))
+        one.clients[0].wait_ready(600)
+        alone = [one.stream(prompt=options.prompt_tokens, count=count, **params) for params in _PARAMS]
         for _ in range(options.runs):
-            with Workers.group(site, 1) as one:
-                one.clients[0].wait_ready(600)
-                alone = [one.stream(prompt=options.prompt_tokens, count=count, **p) for p in ({}, SEEDED)]
-            for params, expected in zip(({}, SEEDED), alone, strict=True):
+            for params, expected in zip(_PARAMS, alone, strict=True):
                 with Workers.group(site, size, then="down") as workers:
-                    found = workers.stream(prompt=options.prompt_tokens, count=count, began=workers.began, **params)
+                    found, beside = _streams(workers, one, options.prompt_tokens, count, params)
                     workers.end()
                     stages = workers.stages(0)
                 wrong.append(_differences(found.tokens, expected.tokens))
@@ -41,9 +49,9 @@ def rows(options: Options) -> list[dict[str, Any]]:
                 pause = _pause(found, switch)
                 pauses_s.append(pause)
                 pauses.append(max(pause - _last_bytes(site, stages) / site.link_bytes_per_s, 0.0) / usual)
-                later = [gap for gap, at in zip(found.gaps(), found.times, strict=False) if at > switch]
-                if len(later) > options.tokens // 4:
-                    after.append(median(later) / usual)
+                ours, others = gaps_together(found, beside)
+                if len(ours) > options.tokens // 4:
+                    after.append(median(ours) / median(others))
     result = [row("transition", "wrong_tokens", "tokens", wrong)]
     if pauses:
         result.append(row("consolidation", "pause_tokens", "tokens", pauses))
@@ -51,6 +59,42 @@ def rows(options: Options) -> list[dict[str, Any]]:
     if after:
         result.append(row("after", "tpot_ratio", "ratio", after))
     return result
+
+
+def _streams(
+    workers: Workers, one: Workers, prompt: int, count: int, params: Mapping[str, Any]
+) -> tuple[Stream, Stream]:
+    """A group's answer, and what is left of it when the group has become one instance, by an instance beside it."""
+    found = Stream(workers.began)
+    stream = workers.begin(prompt=prompt, count=count, **params)
+    thread = threading.Thread(target=follow, args=(found, stream), daemon=True)
+    thread.start()
+    formed = False
+    while thread.is_alive():
+        whole = workers.stats().get("workers", 1) == 1  # so it is before the group is formed, too
+        if formed and whole:
+            break
+        formed |= not whole
+        time.sleep(_LOOK_S)
+    beside, so_far = Stream(time.monotonic()), tuple(found.tokens)
+    if len(so_far) < count:
+        follow(beside, one.begin(prompt=prompt, count=count - len(so_far), so_far=so_far, **params))
+    thread.join()
+    return found, beside
+
+
+def gaps_together(found: Stream, beside: Stream) -> tuple[list[float], list[float]]:
+    """The gaps between the tokens of two streams, of which the second has a part, while both get tokens.
+
+    They are of the same places in the answer, and so of contexts of the same length.
+    """
+    if not beside.times:
+        return [], []
+    behind = len(found.times) - len(beside.times)
+    begin, end = beside.began + beside.times[0] - found.began, found.began + found.times[-1] - beside.began
+    first = sum(at < begin for at in found.times)
+    last = behind + sum(at <= end for at in beside.times)
+    return found.gaps()[first : last - 1], beside.gaps()[first - behind : last - behind - 1]
 
 
 def _differences(found: list[int], expected: list[int]) -> int:

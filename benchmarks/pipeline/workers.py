@@ -9,6 +9,7 @@ import secrets
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,10 +108,16 @@ class Site:
 
 
 class Workers:
-    """Some workers of one model, started together; a context manager that ends them. ``began``: when the first was."""
+    """Some workers of one model, started together; a context manager that ends them. ``began``: when the first was.
 
-    def __init__(self, site: Site, plans: list[dict[str, Any] | None], layers: list[str | None], **urls: str) -> None:
+    The first one is on the node of number ``first``, each other one on the next.
+    """
+
+    def __init__(
+        self, site: Site, plans: list[dict[str, Any] | None], layers: list[str | None], first: int = 0, **urls: str
+    ) -> None:
         self.site = site
+        self.first = first
         self._stack = ExitStack()
         self.folder = Path(self._stack.enter_context(_temporary()))
         self.began = time.monotonic()
@@ -158,7 +165,7 @@ class Workers:
         )  # so that a queue is a queue, and not one step
         # One worker and four read alike: a slow store is not tried with ever more connections.
         environment["MEDUSA_CONNECTIONS"] = "1" if f"url_{rank}" in urls else "4"
-        node = self.site.laboratory.nodes[rank]
+        node = self.site.laboratory.nodes[self.first + rank]
         pipe = subprocess.PIPE
         return self.site.laboratory.popen(node, command, env=environment, stdin=pipe, stdout=pipe, stderr=log)
 
@@ -189,9 +196,12 @@ class Workers:
     def log(self, rank: int) -> str:
         return (self.folder / f"{rank}.log").read_text(errors="replace")[-2000:]
 
-    def begin(self, rank: int = 0, *, prompt: int, count: int, number: int = 0, **params: Any) -> TokenStream:
+    def begin(
+        self, rank: int = 0, *, prompt: int, count: int, number: int = 0, so_far: Sequence[int] = (), **params: Any
+    ) -> TokenStream:
+        """Ask for ``count`` tokens behind a prompt of so many, and behind those of an answer ``so_far``."""
         given = SamplingParams(**{"temperature": 0.0, "max_tokens": count, "ignore_eos": True, **params})
-        tokens = (number % 50 + 3, *_PROMPT[: prompt - 1])
+        tokens = (number % 50 + 3, *_PROMPT[: prompt - 1], *so_far)
         return self.clients[rank].generate(GenerateRequest(secrets.token_hex(8), tokens, given))
 
     def stream(self, rank: int = 0, *, prompt: int, count: int, began: float | None = None, **params: Any) -> Stream:

@@ -9,7 +9,8 @@ import pytest
 from medusa_runtime.errors import ConfigError
 
 from benchmarks.pipeline.__main__ import ROWS, main
-from benchmarks.pipeline.consolidation import _differences
+from benchmarks.pipeline.consolidation import _differences, gaps_together
+from benchmarks.pipeline.workers import Stream
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
 
@@ -32,6 +33,15 @@ def test_lost_changed_and_doubled_tokens_are_counted() -> None:
     assert _differences([1, 9, 3], [1, 2, 3]) == 1
     assert _differences([1, 2], [1, 2, 3]) == 1
     assert _differences([1, 2, 2, 3], [1, 2, 3]) == 2
+
+
+def test_tokens_are_compared_at_the_same_places_while_both_streams_run() -> None:
+    found = Stream(100.0, list(range(10)), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0])
+    beside = Stream(104.5, list(range(6)), [1.0, 2.1, 3.2, 4.3, 5.4, 6.5])  # the last six, from 105.5 to 111
+    ours, others = gaps_together(found, beside)
+    assert ours == [1.0, 1.0, 1.0]  # from the sixth token, the first at 105.5 or later, to the ninth, at 109.9 there
+    assert others == pytest.approx([1.1, 1.1, 1.1])
+    assert gaps_together(found, Stream(120.0)) == ([], [])
 
 
 @pytest.mark.cluster
