@@ -57,9 +57,9 @@ class ClusterModel:
     def run(self, seconds: float, tick_s: float = 0.1) -> list[Decision]:
         return [decision for _ in range(round(seconds / tick_s)) for decision in self.tick(tick_s)]
 
-    def load(self, model: str, waiting: int = 0, running: int = 0) -> None:
+    def load(self, model: str, waiting: int = 0, running: int = 0, kv_use: float = 0.0) -> None:
         last = self.now_s if waiting or running else self.loads.get(model, Load()).last_request_s
-        self.loads[model] = Load(waiting, running, last_request_s=last)
+        self.loads[model] = Load(waiting, running, kv_use=kv_use, last_request_s=last)
 
     def kill(self, name: str) -> None:
         self.nodes[name] = replace(self.nodes[name], state="lost")

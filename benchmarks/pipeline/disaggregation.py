@@ -1,7 +1,9 @@
 """A burst on prefill and decode instances, with and without decode instances scaled in step (BlitzScale §5.4).
 
-The product's policy decides; nodes, links and engines are the simulator's, of the paper's testbed with a 24B model.
-Requests come at random: few, then eight times as many for a quarter of a minute, then few again.
+The product's policy decides; hosts, links and engines are the simulator's. The model has no grouped queries, as the one
+with which the paper shows that decode instances run out of memory (Figure 1c): keys and values of 111,000 tokens fit
+beside the weights, so 55 requests of 2,000. Answers are long, so a burst needs one or two more prefill instances, and
+ten more decode instances. Requests come at random: few, then eight times as many for a quarter of a minute, then few.
 """
 
 from __future__ import annotations
@@ -11,40 +13,71 @@ import random
 from dataclasses import replace
 from typing import Any
 
+from medusa_cluster.simulation.fleet import GBIT, Fleet, Machine, Model
+from medusa_cluster.simulation.profiles import GB, PROFILES
 from medusa_cluster.simulation.result import percentile
 from medusa_cluster.simulation.simulator import Simulation
 from medusa_cluster.simulation.strategy import strategy_named, with_bounds
 from medusa_cluster.simulation.trace import Request
 
 from benchmarks.pipeline.options import Options, row
-from benchmarks.simulation.blitzscale import BOUNDS, fleet
+from benchmarks.simulation.blitzscale import BOUNDS
 
 _SECONDS, _BURST = 60.0, (20.0, 35.0)
 _RATE, _BURST_RATE = 3.0, 24.0  # requests a second
-_PROMPT, _OUTPUT = 1000, 200
+_PROMPT, _OUTPUT = 1000, 1000
 _BURSTS = 9
+_HOSTS, _CONCURRENCY = 32, 55
+_PREFILL_TOKENS_PER_S = 12_000.0
+_SYSTEMS = {"blitzscale": "disaggregation", "s-llm": "disaggregation-s-llm"}  # from other hosts, from their own disks
 
 
 def rows(_: Options) -> list[dict[str, Any]]:
+    return [found for system, name in _SYSTEMS.items() for found in _rows(system, name)]
+
+
+def _rows(system: str, name: str) -> list[dict[str, Any]]:
     ttft: dict[bool, list[float]] = {False: [], True: []}
     tpot: dict[bool, list[float]] = {False: [], True: []}
-    nodes = fleet("azure-conv")
     for seed in range(_BURSTS):
         for prescale in ttft:
-            strategy = with_bounds(strategy_named("blitzscale"), BOUNDS)
-            strategy = replace(strategy, policy=replace(strategy.policy, prescale=prescale))
-            outcome = Simulation(nodes, strategy, _requests(seed), tick_s=0.1).run()
-            found = sorted(value for value in outcome.ttft_s if math.isfinite(value))
-            ttft[prescale].append(percentile(found, 0.99))
-            tpot[prescale].append(outcome.mean_tpot_s())
+            p99, mean = burst(system, seed, prescale=prescale)
+            ttft[prescale].append(p99)
+            tpot[prescale].append(mean)
     ratios = [without / with_ for without, with_ in zip(ttft[False], ttft[True], strict=True)]
     return [
-        row("disaggregation-without", "ttft_p99_s", "s", ttft[False]),
-        row("disaggregation-with", "ttft_p99_s", "s", ttft[True]),
-        row("disaggregation-without", "tpot_s", "s", tpot[False]),
-        row("disaggregation-with", "tpot_s", "s", tpot[True]),
-        row("disaggregation", "ttft_p99_ratio", "ratio", ratios),
+        row(f"{name}-without", "ttft_p99_s", "s", ttft[False]),
+        row(f"{name}-with", "ttft_p99_s", "s", ttft[True]),
+        row(f"{name}-without", "tpot_s", "s", tpot[False]),
+        row(f"{name}-with", "tpot_s", "s", tpot[True]),
+        row(name, "ttft_p99_ratio", "ratio", ratios),
     ]
+
+
+def burst(system: str, seed: int, *, prescale: bool) -> tuple[float, float]:
+    """The p99 of the times to the first token, and the mean time of an output token, in seconds."""
+    strategy = with_bounds(strategy_named(system), BOUNDS)
+    strategy = replace(strategy, policy=replace(strategy.policy, prescale=prescale))
+    outcome = Simulation(_fleet(), strategy, _requests(seed), tick_s=0.1).run()
+    found = sorted(value for value in outcome.ttft_s if math.isfinite(value))
+    return percentile(found, 0.99), outcome.mean_tpot_s()
+
+
+def _fleet() -> Fleet:
+    """Hosts of one A100, over the links and disks of the paper's clusters."""
+    host = Machine("host", _HOSTS, 100 * GBIT, 1, memory_bytes=1000 * GB, store_bytes_per_s=10 * GBIT)
+    model = Model(
+        "m",
+        PROFILES["llama2-7b@a100"],
+        "",
+        0.45,
+        0.2,
+        min=1,
+        tokens_per_s=_PREFILL_TOKENS_PER_S,
+        concurrency=_CONCURRENCY,
+        disaggregated=True,
+    )
+    return Fleet("llama2-7b", (host,), (model,))
 
 
 def _requests(seed: int) -> list[Request]:

@@ -10,6 +10,7 @@ from medusa_runtime.errors import ConfigError
 
 from benchmarks.pipeline.__main__ import ROWS, main
 from benchmarks.pipeline.consolidation import _differences, gaps_together
+from benchmarks.pipeline.disaggregation import burst
 from benchmarks.pipeline.workers import Stream
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
@@ -42,6 +43,15 @@ def test_tokens_are_compared_at_the_same_places_while_both_streams_run() -> None
     assert ours == [1.0, 1.0, 1.0]  # from the sixth token, the first at 105.5 or later, to the ninth, at 109.9 there
     assert others == pytest.approx([1.1, 1.1, 1.1])
     assert gaps_together(found, Stream(120.0)) == ([], [])
+
+
+@pytest.mark.parametrize("system", ["blitzscale", "s-llm"])
+def test_decode_instances_in_step_with_prefill_instances_make_first_tokens_earlier(system: str) -> None:
+    pytest.importorskip("simpy")
+    without, tokens_without = burst(system, 0, prescale=False)
+    with_, tokens_with = burst(system, 0, prescale=True)
+    assert with_ < 0.9 * without
+    assert tokens_with < 1.01 * tokens_without
 
 
 @pytest.mark.cluster

@@ -46,7 +46,7 @@ class Options:
     live: bool = False  # a new instance relieves a loaded one while its layers arrive
     largest_group: int = 1  # workers that start a model together
     follows_memory: bool = False  # a worker with a part of the memory has a part of the computing power
-    prescale: bool = True  # decode instances with prefill instances
+    prescale: bool = True  # decode instances with prefill instances; else by their KV blocks alone
     hop_s: float = 0.0005  # between two workers
     paced_fraction: float = 0.85  # of a link, for weights beside serving traffic
     drain_s: float = 30.0

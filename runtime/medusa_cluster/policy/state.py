@@ -127,7 +127,7 @@ class Load:
     tokens_per_s: float = 0.0  # prompt tokens that arrive
     prefilled_per_s: float = 0.0  # prompt tokens of requests whose first token has come
     decoded_per_s: float = 0.0  # tokens that are generated
-    kv_use: float = 0.0  # the part of the instances' KV blocks in use, 0 to 1
+    kv_use: float = 0.0  # the part of the KV blocks in use, 0 to 1; of decode instances where they are apart
     longest_wait_s: float = 0.0
     last_request_s: float = -math.inf  # when the last request came
 

@@ -39,9 +39,10 @@ class Served:
 class Server:
     """One instance, or a group of ``size`` workers that pass activations on and work on ``size`` batches at once.
 
-    ``decoder``: takes a request after its first token, where prefill and decode are separate; or it answers False, and
-    the request's keys and values, and so its place, stay here until there is room (``leave``). ``prefill_gain``: how
-    much faster a prefill is while a new instance relieves this one. ``batch_tokens``: of prompts prefilled together.
+    ``decoder``: takes a prefilled request where prefill and decode are separate, and samples its first token; or it
+    answers False, and the request's keys and values, and so its place, stay here until there is room (``leave``).
+    ``prefill_gain``: how much faster a prefill is while a new instance relieves this one. ``batch_tokens``: of prompts
+    prefilled together.
     """
 
     def __init__(
@@ -71,8 +72,12 @@ class Server:
         self._turn = 0
 
     @property
+    def places(self) -> int:
+        return self.concurrency * self.size
+
+    @property
     def free(self) -> int:
-        return self.concurrency * self.size - self.running
+        return self.places - self.running
 
     def admit(self, request: Served) -> None:
         self.running += 1
@@ -88,6 +93,8 @@ class Server:
     def take_over(self, request: Served, left: float | None = None) -> None:
         """Decode a request that another instance has prefilled; ``left``: the tokens that it lacks, if not all."""
         self.running += 1
+        if request.first_s < 0:
+            self._begin(request)
         self._settle()
         self._join(request, left)
         if not self._batch:
@@ -136,14 +143,13 @@ class Server:
         batch, self._batch = self._batch, []
         self._at_s = self._env.now
         for request in batch:
-            request.first_s = self._env.now
-            if self.first_token is not None:
-                self.first_token(request)
-            if request.output_tokens <= 1:
-                self._finish(request)
-            elif self.decoder is not None:
+            if request.output_tokens > 1 and self.decoder is not None:
                 if self.decoder(request):
                     self.leave()
+                continue
+            self._begin(request)
+            if request.output_tokens <= 1:
+                self._finish(request)
             else:
                 self._join(request)
         if self._batch:
@@ -152,6 +158,11 @@ class Server:
             self._prefill()
         else:
             self._decode()
+
+    def _begin(self, request: Served) -> None:
+        request.first_s = self._env.now
+        if self.first_token is not None:
+            self.first_token(request)
 
     def _join(self, request: Served, left: float | None = None) -> None:
         self._order += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -233,6 +233,7 @@ class Simulation:
                 running=model.running,
                 tokens_per_s=model.window_tokens / self._window_s,
                 prefilled_per_s=model.prefilled_tokens / self._window_s,
+                kv_use=_used(model.decoders.values()),
                 longest_wait_s=now - model.queue[0].at_s if waiting else 0.0,
                 last_request_s=model.last_request_s,
             )
@@ -277,6 +278,11 @@ class Simulation:
                 size = machine.fast_domain_size
                 domain = f"{machine.name} {number // size}" if size > 1 else ""
                 yield SimNode(f"{machine.name}-{number:05}", machine, domain, always)
+
+
+def _used(servers: Collection[Server]) -> float:
+    """The part of these instances' places that is taken."""
+    return sum(server.running for server in servers) / sum(server.places for server in servers) if servers else 0.0
 
 
 def _room(server: Server) -> int:

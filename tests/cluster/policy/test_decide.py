@@ -296,6 +296,19 @@ def test_decode_instances_are_scaled_with_prefill_instances() -> None:
     assert {change.role for change in of(ChangeRole, cluster.tick())} == {"decode"}  # they have the weights already
 
 
+def test_without_prescaling_requests_count_where_their_keys_and_values_are() -> None:
+    for prescale in (False, True):
+        cluster = ClusterModel(nodes(8), [model(disaggregated=True, max=4)], Options(prescale=prescale))
+        cluster.load("m", waiting=1)
+        cluster.run(3)
+        assert [instance.role for instance in cluster.instances("m")].count("decode") == 1
+        cluster.load("m", running=64, kv_use=0.5)
+        assert bool(of(StartInstance, cluster.tick())) == prescale
+        if not prescale:
+            cluster.load("m", running=64, kv_use=1.0)
+            assert {start.role for start in of(StartInstance, cluster.tick())} == {"decode"}
+
+
 def test_the_same_state_gives_the_same_decisions_and_a_new_memory_disturbs_nothing() -> None:
     cluster = ClusterModel(nodes(8), [model(), model("b", min=2)])
     cluster.load("m", waiting=20)

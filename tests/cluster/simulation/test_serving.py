@@ -74,10 +74,14 @@ def test_decoding_elsewhere_and_a_relieved_prefill() -> None:
 
 def test_a_prefilled_request_keeps_its_place_until_a_decode_instance_has_room() -> None:
     env, ended = simpy.Environment(), []
-    prefill = server(env, ended)
+    prefill, decode = server(env, ended), server(env, ended)
     prefill.decoder = lambda request: False
-    prefill.admit(Served(0.0, 0, 100, 11))
-    env.run()
+    request = Served(0.0, 0, 100, 11)
+    prefill.admit(request)
+    env.run(until=3.0)
     assert prefill.running == 1
+    assert request.first_s < 0  # the decode instance samples it
+    decode.take_over(request)
     prefill.leave()
     assert prefill.running == 0
+    assert request.ttft_s == pytest.approx(3.0)
