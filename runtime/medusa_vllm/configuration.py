@@ -39,11 +39,11 @@ def configure(
         for architecture in architectures:
             import_model(str(architecture))
         arguments = _arguments(folder, region, settings, timeline, compiled)
-        config = _create(arguments)
+        config = create(arguments)
     with timeline.stage("kv_plan") as detail:
         budget = kv_budget(config, region, settings)
         if budget.max_model_len < config.model_config.max_model_len:
-            config = _create(arguments | {"max_model_len": budget.max_model_len})
+            config = create(arguments | {"max_model_len": budget.max_model_len})
         config.cache_config.kv_cache_memory_bytes = cache_bytes(budget, config)
         detail |= {"tokens": budget.tokens, "source": budget.source}
     return Configured(config, budget, arguments)
@@ -95,7 +95,8 @@ def _arguments(
     return arguments
 
 
-def _create(arguments: dict[str, Any]) -> Any:
+def create(arguments: dict[str, Any]) -> Any:
+    """A VllmConfig of the arguments of vLLM's EngineArgs. Raises ModelError or ConfigError."""
     from vllm.engine.arg_utils import EngineArgs
 
     try:
@@ -138,4 +139,4 @@ def _refusal(error: Exception) -> MedusaError:
     return kind(f"vLLM cannot serve this model: {text}")
 
 
-__all__ = ["configure"]
+__all__ = ["Configured", "configure", "create"]

@@ -32,6 +32,7 @@ from medusa_runtime.errors import EngineError, MedusaError, ModelError, RequestE
 from medusa_runtime.limits import cpu_count
 from medusa_runtime.models.backend import backend
 from medusa_runtime.region.reader import Region
+from medusa_runtime.state.kv_plan import KvPlan
 from medusa_runtime.timeline import Timeline
 
 from .compiled.compilations import compilations
@@ -62,13 +63,14 @@ class VllmEngine:
         _set_num_threads(settings.threads or cpu_count())
         region.wait_index()
         backend(region.file, settings)
-        self._timeline = timeline
+        self._settings, self._region, self._timeline = settings, region, timeline
         self._tokenizer = Tokenizer(region.file("tokenizer.json"), timeline)
         self._compiled = CompiledStart(region, settings, timeline, capture)
         with CheckpointFolder(region) as folder:
             self.config, budget, self._arguments = configure(folder, region, settings, timeline, self._compiled)
             if not self._compiled.suits(self.config):
                 self.config, budget, self._arguments = configure(folder, region, settings, timeline, self._compiled)
+            self._configured(budget)
         model = self.config.model_config
         self._vocab_size = model.get_vocab_size()
         self._pools = model.runner_type == "pooling"  # it embeds, classifies or scores, by vLLM's own routes alone
@@ -86,8 +88,6 @@ class VllmEngine:
         self._structured = StructuredCore(
             region, self._inbox, self._files, vocab_size=self._vocab_size, eos_token_ids=self.info.eos_token_ids
         )
-        self._settings = settings
-        self._region = region
         self._front_end = FrontEnd(timeline)
         self._mounting = False
         self._requests = Requests(settings, self._tokenizer, self.info, self._release)
@@ -196,18 +196,25 @@ class VllmEngine:
         core.model_executor.shutdown()
         core.scheduler.shutdown()
 
+    def _configured(self, plan: KvPlan) -> None:
+        """The configuration is made; the checkpoint's small files are still where it names them."""
+
     # The methods from here on run in the thread of ``run``.
 
-    def _load(self) -> None:
+    def _open_core(self) -> Any:
+        """Make vLLM's core, which loads the model."""
         from vllm.v1.executor import Executor
 
         from .serving.core import core_class
 
+        with self._timeline.stage("core"):
+            core = core_class()(self.config, Executor.get_class(self.config), self._inbox, self._handle)
+            core.before_adding = self._before_adding
+        return core
+
+    def _load(self) -> None:
         try:
-            with self._timeline.stage("core"):
-                make = core_class()
-                self._core = make(self.config, Executor.get_class(self.config), self._inbox, self._handle)
-                self._core.before_adding = self._before_adding
+            self._core = self._open_core()
         except MedusaError as error:
             self._load_error = error
             raise
@@ -236,20 +243,22 @@ class VllmEngine:
     def _begin(self, sequence: Sequence) -> None:
         if sequence.cancelled:
             return
+        self._prompt_tokens += sequence.prompt_length
         try:
             request, _ = self._core.preprocess_add_request(core_request(sequence, vocab_size=self._vocab_size))
             self._core.add_request(request)
         except (ValueError, TypeError) as error:
             self._requests.end(sequence, "error", RequestError(f"vLLM refuses the request: {error}"))
-            return
-        self._prompt_tokens += sequence.prompt_length
 
     def _step(self) -> None:
         start_ns = time.monotonic_ns()
         executed = self._core.run_step()
         if executed and self._steps == 0:
-            self._timeline.record("first_forward", start_ns, time.monotonic_ns())
+            self._first_forward(start_ns)
         self._steps += executed
+
+    def _first_forward(self, start_ns: int) -> None:
+        self._timeline.record("first_forward", start_ns, time.monotonic_ns())
 
     def _handle(self, outputs: Any) -> None:
         for output in outputs.outputs:

@@ -35,25 +35,25 @@ def preimport(settings: Settings, region: Region | None = None) -> None:
 
         import_parts(settings, region)
     except UNKNOWN_PARTS as error:
-        if _tested():
+        if is_tested():
             raise
         _note(_said(error))
 
 
 def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Any:
     """vLLM as an engine. In the compatible mode this returns when vLLM's own server answers."""
-    if not _shared[0]:
+    if not is_compatible():
         try:
             from .engine import VllmEngine
 
             engine = VllmEngine(region, settings, timeline)
-            return engine if _tested() else _Watched(engine)
+            return engine if is_tested() else _Watched(engine)
         except UNKNOWN_PARTS as error:
-            if _tested():
+            if is_tested():
                 raise
             _note(_said(error))
         except MedusaError as error:
-            if _tested() or not isinstance(error.__cause__, UNKNOWN_PARTS):
+            if is_tested() or not isinstance(error.__cause__, UNKNOWN_PARTS):
                 raise
             _note(_said(error.__cause__))
     from .compatible.engine import CompatibleEngine
@@ -69,7 +69,13 @@ def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Any:
     return CompatibleEngine(region, settings, timeline)
 
 
-def _tested() -> bool:
+def is_compatible() -> bool:
+    """Whether vLLM's own server and processes are used in this process and in its forks."""
+    return bool(_shared[0])
+
+
+def is_tested() -> bool:
+    """Whether this version's inner parts were tried, so that an unknown one is a fault of ours."""
     return installed_version().startswith(TESTED)
 
 

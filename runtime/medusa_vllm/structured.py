@@ -129,7 +129,18 @@ class StructuredCore:
             raise RequestError(f"{PARAM}: this {asked.kind} cannot be used: {reason}", PARAM) from error
 
     def _make(self, core: Any) -> None:
-        """Read the tokenizer and import what applies masks, then swap the manager between two steps."""
+        manager = self._manager(core)
+        self._inbox.ask(lambda: _give(core, manager))
+
+    def make_for(self, core: Any) -> None:
+        """Make the manager of another core, which nobody runs yet, where this one has been made."""
+        with self._lock:
+            if self._made:
+                with functions_as_they_are(), no_cache_folder():
+                    _give(core, self._manager(core))
+
+    def _manager(self, core: Any) -> Any:
+        """Read the tokenizer and import what applies masks."""
         if self._region.file("tokenizer.json") is None:
             raise RequestError(f"{PARAM}: this checkpoint has no tokenizer.json, so its tokens have no text", PARAM)
         import llguidance.hf
@@ -146,15 +157,14 @@ class StructuredCore:
             config.structured_outputs_config = copy.copy(config.structured_outputs_config)
             if config.structured_outputs_config.backend == "auto":
                 config.structured_outputs_config.backend = _BACKEND
-            manager = StructuredOutputManager(config)
+            return StructuredOutputManager(config)
         except MedusaError:
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise RequestError(f"{PARAM}: vLLM cannot use this checkpoint's tokenizer: {reason}", PARAM) from error
 
-        def swap() -> None:
-            core.structured_output_manager = manager
-            core.scheduler.structured_output_manager = manager
 
-        self._inbox.ask(swap)
+def _give(core: Any, manager: Any) -> None:
+    core.structured_output_manager = manager
+    core.scheduler.structured_output_manager = manager

@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         settings = replace(
             settings, vllm_args=" ".join(filter(None, (settings.vllm_args, shlex.join(arguments.behind))))
         )
-    if settings.vllm_args and settings.engine != "vllm":
+    if settings.vllm_args and settings.engine not in ("vllm", "vllm-group"):
         raise ConfigError(
             "flags of vllm serve (behind --, or in MEDUSA_VLLM_ARGS) need --engine vllm, "
             f"found --engine {settings.engine}"

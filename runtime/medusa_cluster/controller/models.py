@@ -13,7 +13,7 @@ from typing import Any
 from medusa_runtime.errors import MedusaError
 from medusa_runtime.state.stage_times import StageTimes
 
-from ..deployment import Deployment
+from ..deployment import GROUP_ENGINES, Deployment
 from ..group.ranges import ModelBytes
 from .nodes import KnownInstance, KnownNode, Nodes
 
@@ -89,7 +89,7 @@ class Models:
     def layers(self, deployment: Deployment, now: float) -> int:
         """The layers that a group may share; 0 where none can be formed: by the engine, or as the last one failed."""
         known = self._known.get(deployment.url)
-        if known is None or self._devices or deployment.engine != "torch" or now < known.avoided_until:
+        if known is None or self._devices or deployment.engine not in GROUP_ENGINES or now < known.avoided_until:
             return 0
         return len(known.bytes.layers)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,20 @@ class Worker:
     offset_ns: int = 0
     trip_ns: int = field(default=1 << 62)  # of the sample that the offset is from
 
+    def note_beat(self, values: dict[str, Any]) -> None:
+        """Note what a sign of life says, with the clocks of both sides."""
+        now = time.monotonic_ns()
+        echo = values.get("echo")
+        if echo is not None:
+            asked, got = map(int, echo)
+            sent = int(values["sent"])
+            trip = (now - asked) - (sent - got)
+            if trip < self.trip_ns:
+                self.trip_ns = trip
+                self.offset_ns = ((asked - got) + (now - sent)) // 2
+        self.full = bool(values.get("full"))
+        self.loaded = self.loaded or bool(values.get("loaded"))
+
     def close(self) -> None:
         self.channel.close()
         if self.gathered is not None:
@@ -65,25 +79,42 @@ def form(
     stopped: Callable[[], bool],
 ) -> Formation:
     """Wait for all workers. EngineError when they do not come in time, or do not fit together."""
+    workers = gather(plan, range(1, plan.size), identity, link, stopped)
+    try:
+        return _connected(workers, plan, layers, link, stopped)
+    except BaseException:
+        for worker in workers:
+            worker.close()
+        raise
+
+
+def gather(
+    plan: GroupPlan,
+    ranks: range,
+    identity: Callable[[], dict[str, Any]],
+    link: Link | None,
+    stopped: Callable[[], bool],
+) -> list[Worker]:
+    """Wait for the workers of these ranks. EngineError when they do not come in time, or one does not fit."""
     greetings: queue.SimpleQueue[Greeting] = queue.SimpleQueue()
     host, port = plan.leader_place
     listener = Listener(host, port, group=plan.number, token=plan.token, accept=greetings.put, link=link)
     found: dict[int, Worker] = {}
     deadline = time.monotonic() + plan.form_s
     try:
-        while len(found) < plan.size - 1:
+        while len(found) < len(ranks):
             try:
                 greeting = greetings.get(timeout=_LOOK_S)
             except queue.Empty:
                 if stopped() or time.monotonic() > deadline:
-                    came = f"{len(found)} of {plan.size - 1}"
+                    came = f"{len(found)} of {len(ranks)}"
                     raise EngineError(f"{came} other workers came within {plan.form_s:g} s") from None
                 continue
-            worker = _admit(greeting, plan, identity())
+            worker = _admit(greeting, plan, ranks, identity())
             if worker is not None:
                 found.pop(worker.rank, None)  # it lost its connection and has come again
                 found[worker.rank] = worker
-        return _connected([found[rank] for rank in sorted(found)], plan, layers, link, stopped)
+        return [found[rank] for rank in sorted(found)]
     except BaseException:
         for worker in found.values():
             worker.close()
@@ -94,10 +125,10 @@ def form(
             greetings.get().channel.close()
 
 
-def _admit(greeting: Greeting, plan: GroupPlan, ours: dict[str, Any]) -> Worker | None:
+def _admit(greeting: Greeting, plan: GroupPlan, ranks: range, ours: dict[str, Any]) -> Worker | None:
     """The worker that a greeting is from. EngineError when it cannot share the model with this one."""
     channel, values = greeting.channel, greeting.values
-    if greeting.purpose != "steps" or not 0 < greeting.rank < plan.size:
+    if greeting.purpose != "steps" or greeting.rank not in ranks:
         channel.close()
         return None
     reason = disagreement(ours, values)
@@ -119,14 +150,18 @@ def _admit(greeting: Greeting, plan: GroupPlan, ours: dict[str, Any]) -> Worker 
     return Worker(greeting.rank, LayerRange(start, stop, int(ours["total"])), place, blocks, channel)
 
 
+def check_ranges(ranges: Sequence[LayerRange]) -> None:
+    """Raise EngineError where layers do not follow one another, from the first to the last."""
+    stops, total = [0, *(one.stop for one in ranges)], ranges[0].total
+    if [one.start for one in ranges] != stops[:-1] or stops[-1] != total:
+        listed = ", ".join(map(str, ranges))
+        raise EngineError(f"expected workers whose layers follow one another up to {total}, found {listed}")
+
+
 def _connected(
     workers: list[Worker], plan: GroupPlan, layers: LayerRange, link: Link | None, stopped: Callable[[], bool]
 ) -> Formation:
-    ranges = [layers, *(worker.layers for worker in workers)]
-    stops = [0, *(one.stop for one in ranges)]
-    if [one.start for one in ranges] != stops[:-1] or stops[-1] != layers.total:
-        listed = ", ".join(map(str, ranges))
-        raise EngineError(f"expected workers whose layers follow one another up to {layers.total}, found {listed}")
+    check_ranges([layers, *(worker.layers for worker in workers)])
     deadline = time.monotonic() + plan.silent_s
 
     def channel(worker: Worker, purpose: str) -> TcpChannel:
@@ -148,4 +183,4 @@ def _connected(
     return Formation(workers, hidden)
 
 
-__all__ = ["Formation", "Worker", "form"]
+__all__ = ["Formation", "Worker", "check_ranges", "form", "gather"]

@@ -24,6 +24,8 @@ _EQUAL = {
     "dtype": "one type to compute in (--dtype)",
     "kernels": "CPUs with the same instructions, whose products are equal to the last bit",
     "torch": "one version of torch",
+    "vllm": "one version of vLLM",
+    "limits": "one length of texts and one size of batches",
     "total": "one number of layers",
     "size": "one size of the group",
 }

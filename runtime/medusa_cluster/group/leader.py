@@ -162,18 +162,9 @@ class Leader(Member):
         self._inbox.post(lambda: self._lose(worker, error))
 
     def _heard(self, worker: Worker, values: dict[str, Any]) -> None:
-        now = time.monotonic_ns()
-        echo = values.get("echo")
-        if echo is not None:
-            asked, got = map(int, echo)
-            sent = int(values["sent"])
-            trip = (now - asked) - (sent - got)
-            if trip < worker.trip_ns:
-                worker.trip_ns = trip
-                worker.offset_ns = ((asked - got) + (now - sent)) // 2
-        worker.full = bool(values.get("full"))
-        if bool(values.get("loaded")) and not worker.loaded:
-            worker.loaded = True
+        before = worker.loaded
+        worker.note_beat(values)
+        if worker.loaded and not before:
             self._inbox.post(self._look_served)
 
     def _add_stages(self, worker: Worker, values: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from medusa_runtime.errors import ConfigError, InstanceError
 
-from ..deployment import Deployment
+from ..deployment import GROUP_ENGINES, Deployment
 from .group_worker import GroupWorker
 from .processes.child import Child
 from .settings import NodeServerSettings
@@ -127,7 +127,7 @@ class Instances:
         return instance
 
     def _command(self, deployment: Deployment, worker: GroupWorker | None) -> list[str]:
-        engine = deployment.engine if worker is None else "group"
+        engine = deployment.engine if worker is None else GROUP_ENGINES[deployment.engine]
         return [
             *(sys.executable, "-m", "medusa_adapters", "serve"),
             *("--model", deployment.url, "--served-model-name", deployment.name, "--engine", engine),

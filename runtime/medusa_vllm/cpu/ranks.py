@@ -77,7 +77,7 @@ def share_cpus(settings: Settings) -> None:
 def become_rank() -> None:
     """Make this process a rank: end with the engine, drop its connections, and take this rank's CPUs."""
     die_with_parent(os.getppid())
-    _leave_sockets()
+    leave_sockets()
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     cpus = {int(number) for name in _PLACES for number in re.findall(r"\d+", os.environ.get(name, ""))}
     if cpus:  # libgomp has read its environment long ago
@@ -85,7 +85,7 @@ def become_rank() -> None:
         torch.set_num_threads(len(cpus))
 
 
-def _leave_sockets() -> None:
+def leave_sockets() -> None:
     """Drop the engine's connections: its clients see its end only when no rank has one open."""
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for descriptor in map(int, os.listdir("/proc/self/fd")):
@@ -97,4 +97,4 @@ def _leave_sockets() -> None:
     os.close(nothing)
 
 
-__all__ = ["RanksExecutor", "become_rank", "share_cpus"]
+__all__ = ["RanksExecutor", "become_rank", "leave_sockets", "share_cpus"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -12,11 +14,30 @@ from ..weights.attached import Attached
 from .lazy_zeros import LazyZeros
 
 
+@contextmanager
+def _unfinished_prompts_draw_nothing(runner: Any) -> Iterator[None]:
+    """Keep the random numbers of seeded requests whose prompts are not whole yet, in this context.
+
+    vLLM samples for them, too, forgets the token, and turns the generator back, which a CPU's generator cannot do.
+    """
+    batch, mask = getattr(runner, "input_batch", None), getattr(runner, "discard_request_mask", None)
+    if batch is None or mask is None or not batch.generators:
+        yield
+        return
+    kept = {row: one for row, one in batch.generators.items() if row < batch.num_reqs and mask.np[row]}
+    for row in kept:
+        del batch.generators[row]
+    try:
+        yield
+    finally:
+        batch.generators.update(kept)
+
+
 class CpuWorker(CPUWorker):  # type: ignore[misc]
     """The ``worker_cls`` for a CPU, an option of vLLM that its documentation offers for this."""
 
     def init_device(self) -> None:
-        if self.parallel_config.world_size > 1:  # in a process of its own
+        if self.parallel_config.tensor_parallel_size > 1:  # in a process of its own
             from .ranks import become_rank
 
             become_rank()
@@ -39,6 +60,10 @@ class CpuWorker(CPUWorker):  # type: ignore[misc]
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         with self._timeline.stage("kv_cache"), LazyZeros():
             super().initialize_from_config(kv_cache_config)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        with _unfinished_prompts_draw_nothing(self.model_runner):
+            return super().sample_tokens(grammar_output)
 
     @property
     def _timeline(self) -> Any:

@@ -44,7 +44,7 @@ class PlainCore(vllm_core.EngineCore):  # type: ignore[misc]
         super().__init__(config, executor_class, log_stats=False)
 
     def has_work(self) -> bool:
-        return bool(self.scheduler.has_requests())
+        return bool(self.scheduler.has_requests() or self.batch_queue)
 
     def run_step(self) -> bool:
         """Run one step, hand its outputs on, and return whether the model was executed."""

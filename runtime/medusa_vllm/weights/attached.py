@@ -16,7 +16,7 @@ from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
 _REGION, _TIMELINE, _KERNELS = "medusa_region", "medusa_timeline", "medusa_kernels"
-_SHARED = "medusa_shared"
+_SHARED, _LAYERS = "medusa_shared", "medusa_layers"
 
 
 def settings_for(region: Region, timeline: Timeline, settings: Settings) -> dict[str, str]:
@@ -24,6 +24,20 @@ def settings_for(region: Region, timeline: Timeline, settings: Settings) -> dict
     own = f"/proc/{os.getpid()}/fd"
     paths = {_REGION: f"{own}/{region.fd}", _TIMELINE: f"{own}/{timeline.fd}", _KERNELS: settings.kernels}
     return paths | ({_SHARED: "1"} if region.shared else {})
+
+
+def only_layers(start: int, stop: int) -> dict[str, str]:
+    """What to add for a process that loads only these layers, and what goes with the first or the last one."""
+    return {_LAYERS: f"{start}:{stop}"}
+
+
+def layers_of(load_config: Any) -> tuple[int, int] | None:
+    """The layers [start, stop) that a load configuration is limited to; None: all."""
+    found = (load_config.model_loader_extra_config or {}).get(_LAYERS)
+    if found is None:
+        return None
+    start, _, stop = str(found).partition(":")
+    return int(start), int(stop)
 
 
 class Attached:
@@ -60,4 +74,4 @@ def _attach(region: str, timeline: str, kernels: str, shared: bool) -> Attached:
     return Attached(region, timeline, kernels, shared)
 
 
-__all__ = ["Attached", "settings_for"]
+__all__ = ["Attached", "layers_of", "only_layers", "settings_for"]

@@ -6,6 +6,7 @@ from collections.abc import Generator
 from typing import Any
 
 import torch
+from medusa_runtime.checkpoint.order import layers_first
 from medusa_runtime.errors import ModelError
 from medusa_runtime.load.views import Views
 from torch import Tensor, nn
@@ -15,14 +16,15 @@ from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 
 from ..cpu.linear import use_stored_weights
 from ..imports import no_cache_folder
-from .attached import Attached
+from .attached import Attached, layers_of
 from .sharing import share
 
 
 class RegionLoader(DefaultModelLoader):  # type: ignore[misc]
     """The loader for ``load_format="medusa"``. Names, quantization, checks and slices for ranks are vLLM's.
 
-    It reads views of tensors, so a rank that takes a slice touches only that slice's pages.
+    It reads views of tensors, so a rank that takes a slice touches only that slice's pages. One that has a range of
+    layers waits for no others.
     """
 
     def __init__(self, load_config: Any) -> None:
@@ -57,7 +59,8 @@ class RegionLoader(DefaultModelLoader):  # type: ignore[misc]
         region = self._attached.region
         index, views = region.wait_index(), Views(region)
         unused = getattr(source, "is_unused_weight", None) or (lambda name: False)  # from 0.32 on
-        for name in index.order:
+        layers = layers_of(self.load_config)
+        for name in index.order if layers is None else layers_first(index.order, *layers)[0]:
             if not unused(name) and not should_skip_weight(name, self.local_expert_ids):
                 region.wait_tensor(name)
                 with torch.device("cpu"):

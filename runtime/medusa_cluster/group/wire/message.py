@@ -17,6 +17,9 @@ Their bodies are JSON, but for tensors:
     pull       source → target: hand over the first batch
     handover   target → source: how far a batch is, behind its keys and values (block); hidden states follow
     error      both ways: why the sender gives up
+    tensors    worker → next worker, of vLLM: named tensors
+    call       leader → worker, of vLLM: a method of its worker, with arguments
+    result     worker → leader, of vLLM: what the method gave
 """
 
 from __future__ import annotations
@@ -57,6 +60,9 @@ class Kind(IntEnum):
     OFFER = 13
     PULL = 14
     HANDOVER = 15
+    TENSORS = 16
+    CALL = 17
+    RESULT = 18
 
 
 class Message(NamedTuple):

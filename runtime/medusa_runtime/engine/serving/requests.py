@@ -47,6 +47,11 @@ class Requests:
     def get(self, request_id: str) -> Sequence | None:
         return self._sequences.get(request_id)
 
+    def running(self) -> list[Sequence]:
+        """Those that have not ended, in the order of their admission."""
+        with self._lock:
+            return list(self._sequences.values())
+
     def open(self, request: GenerateRequest, sink: Sink) -> Sequence:
         """Admit a request. RequestError for one that cannot be served, OverloadedError when too many wait already."""
         self._check_room()

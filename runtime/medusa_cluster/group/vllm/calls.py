@@ -1,0 +1,72 @@
+"""What the leader's scheduler tells its workers and what they answer, as bytes.
+
+vLLM's own processes pickle these objects. Here only its classes that hold data are read back, and what numpy and torch
+need for arrays: nothing in a message can run code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import io
+import pickle
+from typing import Any
+
+from medusa_runtime.errors import EngineError
+
+_BUILTINS = frozenset(("set", "frozenset", "bytearray", "complex", "slice", "range"))
+_OTHERS = frozenset(
+    (
+        ("collections", "OrderedDict"),
+        ("collections", "defaultdict"),
+        ("collections", "deque"),
+        ("numpy", "dtype"),
+        ("numpy", "ndarray"),
+        ("numpy._core.multiarray", "_reconstruct"),
+        ("numpy._core.multiarray", "scalar"),
+        ("numpy._core.numeric", "_frombuffer"),
+        ("numpy.core.multiarray", "_reconstruct"),
+        ("numpy.core.multiarray", "scalar"),
+        ("numpy.core.numeric", "_frombuffer"),
+        ("_codecs", "encode"),
+    )
+)
+
+
+def written(value: Any) -> bytes:
+    """An object of vLLM's as bytes."""
+    return pickle.dumps(value, protocol=5)
+
+
+def read(data: Any) -> Any:
+    """The object that ``written`` was given. EngineError for anything but data."""
+    try:
+        return _Reader(io.BytesIO(data)).load()
+    except EngineError:
+        raise
+    except Exception as error:
+        raise EngineError(f"a message of the group could not be read: {type(error).__name__}: {error}") from error
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module == "builtins" and name in _BUILTINS) or (module, name) in _OTHERS:
+            return super().find_class(module, name)
+        if module == "torch" and name.isidentifier():
+            found = super().find_class(module, name)
+            if type(found).__name__ == "dtype":
+                return found
+        if module.startswith("vllm."):
+            found = super().find_class(module, name)
+            if isinstance(found, type) and _holds_data(found):
+                return found
+        raise EngineError(f"a message of the group names {module}.{name}; expected only data")
+
+
+def _holds_data(kind: type) -> bool:
+    if dataclasses.is_dataclass(kind) or issubclass(kind, enum.Enum | tuple):
+        return True
+    return any(base.__module__.startswith("msgspec") for base in kind.__mro__)
+
+
+__all__ = ["read", "written"]

@@ -1,0 +1,81 @@
+"""The engine of ``--engine vllm-group``: vLLM's, of a worker that shares its model with others."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+from medusa_runtime.config import Settings
+from medusa_runtime.device.choice import choose
+from medusa_runtime.errors import ConfigError, EngineError
+from medusa_runtime.region.reader import Region
+from medusa_runtime.timeline import Timeline
+from medusa_vllm import opening
+from medusa_vllm.version import UNKNOWN_PARTS
+
+from ..plan import GroupPlan
+
+logger = logging.getLogger(__name__)
+
+
+def preimport(settings: Settings, region: Region | None = None) -> None:
+    """Import what vLLM's engine needs, and the group's own modules; see ``registry.EngineKind``."""
+    opening.preimport(replace(settings, engine="vllm"), region)
+    if settings.group is not None and not opening.is_compatible():
+        try:
+            from . import first  # noqa: F401
+        except UNKNOWN_PARTS as error:
+            logger.debug("vLLM has no parts for a group: %s", error)
+
+
+def open_engine(region: Region, settings: Settings, timeline: Timeline) -> Any:
+    """The leader's engine or another worker's, as ``--group`` says; without it that of an instance by itself.
+
+    Waits for the checkpoint's index. Raises ConfigError for a group that cannot be, and ModelError for a model that
+    vLLM does not split. In a version of vLLM without the parts for it, the leader is an instance by itself.
+    """
+    settings = replace(settings, engine="vllm")
+    if settings.group is None:
+        return opening.open_engine(region, settings, timeline)
+    plan = GroupPlan.read(settings.group)
+    if choose(settings.device, {}) == "cuda":
+        raise ConfigError("the workers of a group compute on CPUs; expected --device cpu")
+    if plan.mode != "pipeline":
+        raise ConfigError(f"a group of vLLM's workers is a pipeline; expected no mode {plan.mode!r}")
+    missing = _missing()
+    if missing is None:
+        from .leader import Leader
+        from .part import Part
+
+        try:
+            return (Part if plan.rank else Leader)(region, settings, timeline, plan)
+        except UNKNOWN_PARTS as error:
+            if opening.is_tested():
+                raise
+            missing = f"{type(error).__name__}: {error}"
+    if plan.rank:
+        raise EngineError(f"this vLLM cannot be a worker of a group: {missing}")
+    logger.warning("no group was formed: %s; going on alone with all layers", missing)
+    timeline.mark("alone", reason=missing)
+    region.pace(1.0, 1.0)
+    return opening.open_engine(region, settings, timeline)
+
+
+def _missing() -> str | None:
+    """What this vLLM lacks of the parts that a group uses from within; None where all is there."""
+    if opening.is_compatible():
+        return "its inner parts are not used (--vllm-mode compatible, or a version without them)"
+    try:
+        from . import first  # noqa: F401 - it imports all of them
+    except UNKNOWN_PARTS as error:
+        return f"{type(error).__name__}: {error}"
+    from vllm.distributed.parallel_state import GroupCoordinator
+    from vllm.v1.worker.gpu_worker import Worker
+
+    lacking = [name for name in ("isend_tensor_dict", "irecv_tensor_dict") if not hasattr(GroupCoordinator, name)]
+    lacking += [name for name in ("execute_model", "sample_tokens") if not hasattr(Worker, name)]
+    return f"it has no {lacking[0]}" if lacking else None
+
+
+__all__ = ["open_engine", "preimport"]

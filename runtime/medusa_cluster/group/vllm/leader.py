@@ -1,0 +1,300 @@
+"""The leader of a group of vLLM workers: it has the requests and vLLM's scheduler, and comes to hold the whole model.
+
+    scheduler ─call▶ every worker     rank 0 is a process beside this one, so that this one can load all layers
+              ─hidden▶ 1 ─hidden▶ … ─tokens▶ scheduler
+
+When its node has the whole model, and the group's file says so, a second core is made in this process, and takes the
+requests over with their tokens so far. The same happens when a worker is lost, and where no group was formed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from medusa_runtime.config import Settings
+from medusa_runtime.errors import EngineError, MedusaError, RequestError
+from medusa_runtime.region.reader import Region
+from medusa_runtime.state.kv_plan import KvPlan
+from medusa_runtime.timeline import Timeline
+from medusa_vllm.engine import VllmEngine
+from medusa_vllm.resumption import resume
+from medusa_vllm.version import UNKNOWN_PARTS
+
+from ..forming import Worker, check_ranges, gather
+from ..identity import Beats
+from ..pace import Pace
+from ..plan import GroupPlan
+from ..wire.link import Link
+from ..wire.message import Kind, Message, packed
+from .configuration import Share, layers_of, share
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.25  # between two looks at the region, and at the group's file
+
+
+class Leader(VllmEngine):
+    """See the module."""
+
+    def __init__(self, region: Region, settings: Settings, timeline: Timeline, plan: GroupPlan) -> None:
+        self.plan = plan
+        self.link = Link(plan.link_bytes_per_s) if plan.link_bytes_per_s else None
+        self._layers = layers_of(region, settings)
+        self._share: Share | None = None
+        self._crew: Any = None  # None: this engine is alone
+        self._beats: Beats | None = None
+        self._first = 0  # the process of rank 0
+        self._alone = threading.Event()
+        self._closing = threading.Event()
+        self._began_ns = 0  # of the first forward, until its tokens have come
+        self._making: threading.Thread | None = None
+        self._made: Any = None  # a second core, or the error that it ended with
+        super().__init__(region, settings, timeline)
+        self._pace = Pace(region, self._first_loaded, full=True)
+
+    def stats(self) -> dict[str, Any]:
+        return super().stats() | {"workers": 1 if self._crew is None else self.plan.size}
+
+    def open_http(self) -> Callable[[socket.socket], None]:
+        """vLLM's own server stands on the core that stays, so a request for it waits until this engine is alone."""
+        self.wait_ready()
+        while not self._alone.wait(_LOOK_S):
+            if self._closing.is_set():
+                raise RequestError("the engine is stopping")
+        return super().open_http()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._pace.alone()
+        self._dissolve(1)
+        if self._making is not None:
+            self._making.join()
+        super().close()
+
+    def _configured(self, plan: KvPlan) -> None:
+        self._share = share(
+            self.config, self._arguments, self._layers, self.plan, plan, self._region, self._settings, self._timeline
+        )
+
+    def _first_loaded(self) -> bool:
+        crew = self._crew
+        return crew is not None and crew.workers[0].loaded
+
+    # The methods from here on run in the thread of ``run``, where nothing else is said.
+
+    def _open_core(self) -> Any:
+        """A core over the group, or without one that of an instance."""
+        try:
+            core = self._form()
+        except (MedusaError, *UNKNOWN_PARTS) as error:
+            self._dissolve(1)
+            self._go_alone(f"no group was formed: {error}")
+            self._alone.set()
+            return super()._open_core()
+        threading.Thread(target=self._follow_plan, name="group-plan", daemon=True).start()
+        return core
+
+    def _form(self) -> Any:
+        from medusa_vllm.serving.core import PlainCore
+
+        from .executor import Crew, GroupExecutor
+
+        assert self._share is not None
+        identity = self._share.identity
+        self._start_first()
+        with self._timeline.stage("form", size=self.plan.size):
+            workers = gather(self.plan, range(self.plan.size), lambda: identity, self.link, self._closing.is_set)
+            try:
+                check_ranges([worker.layers for worker in workers])
+                for worker, following in zip(workers, [*workers[1:], None], strict=True):
+                    place = None if following is None else following.place
+                    worker.channel.send(packed(Kind.FORM, self.plan.number, {"next": place}))
+            except MedusaError:
+                for worker in workers:
+                    worker.close()
+                raise
+            self._crew = Crew(workers, self.plan, self._heard, self._add_stages)
+        self._beats = Beats(self.plan.number, 0, self._beat, lambda: {"served": self._served()})
+        with self._timeline.stage("core", workers=self.plan.size):
+            core = PlainCore(self._share.config, partial(GroupExecutor, crew=self._crew), self._inbox, self._handle)
+            core.before_adding = self._before_adding
+        return core
+
+    def _start_first(self) -> None:
+        """Fork rank 0, by a thread that has computed nothing: an OpenMP thread that has cannot be forked."""
+        from .first import fork_first
+
+        started = threading.Event()
+        share, plan, link, timeline = self._share, self.plan, self.link, self._timeline
+        assert share is not None
+
+        def run() -> None:  # it stays while the child lives, which would end with it
+            pid = self._first = fork_first(share, plan, link, timeline)
+            started.set()
+            os.waitpid(pid, 0)
+
+        threading.Thread(target=run, name="group-first", daemon=True).start()
+        started.wait()
+
+    def _first_forward(self, start_ns: int) -> None:
+        if self._crew is None:
+            super()._first_forward(start_ns)
+        else:
+            self._began_ns = start_ns  # its end comes later, with its tokens
+
+    def _handle(self, outputs: Any) -> None:
+        if self._began_ns:
+            super()._first_forward(self._began_ns)
+            self._began_ns = 0
+        super()._handle(outputs)
+
+    def _step(self) -> None:
+        if self._crew is None:
+            super()._step()
+            return
+        from .executor import BrokenGroupError
+
+        self._pace.used()
+        try:
+            super()._step()
+        except BrokenGroupError as error:
+            self._fall_back(str(error))
+        except Exception as error:  # noqa: BLE001 - whatever it is, another core can go on from here
+            broken = self._crew.broken
+            self._fall_back(str(broken or f"a step failed: {type(error).__name__}: {error}"))
+
+    def _look(self) -> None:
+        """Has the group broken while it had nothing to do?"""
+        if self._crew is not None and self._crew.broken is not None:
+            self._fall_back(str(self._crew.broken))
+
+    def _fall_back(self, reason: str) -> None:
+        """Go on alone with all requests, from prompt and tokens so far."""
+        self._dissolve(self.plan.size if self.plan.then == "up" else 1)
+        self._go_alone(reason)
+        if self._making is None:
+            self._make_core()
+        else:
+            self._making.join()
+        self._take_over()
+
+    def _go_alone(self, reason: str) -> None:
+        logger.warning("%s; going on alone with all layers", reason)
+        self._timeline.mark("alone", reason=reason)
+        self._pace.alone()
+
+    def _dissolve(self, keep: int) -> None:
+        """Dissolve the group; from any thread."""
+        crew, self._crew = self._crew, None
+        if self._beats is not None:
+            self._beats.close()
+        if crew is not None:
+            crew.release(keep)
+        if self._first:
+            try:
+                os.kill(self._first, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            self._first = 0
+
+    # From the group to one instance.
+
+    def _follow_plan(self) -> None:
+        """In a thread of its own: when this node has the whole model, do what the group's file says."""
+        marked = False
+        while not self._closing.wait(_LOOK_S) and self._crew is not None:
+            self._inbox.post(self._look)
+            if self._region.progress().state != "done":
+                continue
+            if not marked:
+                marked = True
+                self._timeline.mark("full")
+            try:
+                assert self._settings.group is not None
+                plan = GroupPlan.read(self._settings.group)
+            except MedusaError as error:
+                logger.warning("the group's file cannot be read any more: %s", error)
+                plan = self.plan
+            if plan.then != "stay" and self._making is None:
+                keep = (plan.keep or plan.size) if plan.then == "up" else 1
+                self._making = threading.Thread(target=self._make_and_tell, args=(keep,), name="group-second")
+                self._making.start()
+
+    def _make_and_tell(self, keep: int) -> None:
+        """In a thread of its own, while the group serves: make the second core."""
+        began_ns = time.monotonic_ns()
+        self._make_core()
+        self._inbox.post(lambda: self._consolidate(keep, began_ns))
+
+    def _make_core(self) -> None:
+        try:
+            self._made = super()._open_core()
+            self._structured.make_for(self._made)
+        except Exception as error:  # noqa: BLE001 - the thread of ``run`` raises it
+            self._made = error
+
+    def _consolidate(self, keep: int, began_ns: int) -> None:
+        """The second core is there: it takes the requests over, between two steps."""
+        if self._crew is None:
+            return  # a worker was lost meanwhile, and it has taken over
+        now_ns = time.monotonic_ns()
+        tokens = sum(len(one.tokens) for one in self._requests.running())
+        self._timeline.record("gather", began_ns, now_ns, tokens=tokens, bytes=0)
+        self._timeline.mark("consolidated", kept=keep)
+        self._dissolve(keep)
+        self._pace.alone()
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """Give the second core all requests with their tokens so far. What the first has under way is forgotten."""
+        core, self._made = self._made, None
+        if isinstance(core, Exception):
+            raise core
+        first, self._core = self._core, core
+        begun = set(first.scheduler.requests)  # others wait in the inbox
+        first.scheduler.shutdown()
+        for sequence in self._requests.running():
+            if sequence.cancelled or sequence.id not in begun:
+                continue
+            try:
+                resume(core, sequence, vocab_size=self._vocab_size)
+            except (ValueError, *UNKNOWN_PARTS) as error:
+                lost = EngineError(f"this request could not be taken over from the group: {error}; try again")
+                self._requests.end(sequence, "error", lost)
+        self._alone.set()
+
+    # The threads of the connections.
+
+    def _served(self) -> bool:
+        crew = self._crew
+        if crew is not None and all(worker.loaded for worker in crew.workers):
+            self._pace.group_loaded = True
+        return self._pace.group_loaded
+
+    def _beat(self, message: Message) -> None:
+        for worker in self._crew.workers if self._crew is not None else ():
+            try:
+                worker.channel.send(message)
+            except MedusaError:
+                pass  # its reader notices it, too
+
+    def _heard(self, worker: Worker, values: dict[str, Any]) -> None:
+        worker.note_beat(values)
+
+    def _add_stages(self, worker: Worker, values: dict[str, Any]) -> None:
+        """Put a worker's timeline into ours, by our clock."""
+        timeline = self._timeline.named(f"worker {worker.rank}")
+        for name, process, start_ns, end_ns, detail in values["stages"]:
+            shift = worker.offset_ns
+            timeline.record(str(name), int(start_ns) + shift, int(end_ns) + shift, of=str(process), detail=detail)
+
+
+__all__ = ["Leader"]

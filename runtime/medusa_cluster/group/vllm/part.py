@@ -1,0 +1,109 @@
+"""A worker of a group of vLLM workers that is not the leader: a rank of its pipeline, until the group is dissolved."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any
+
+from medusa_runtime.config import Settings
+from medusa_runtime.engine.base import GenerateRequest
+from medusa_runtime.engine.serving.requests import Sink
+from medusa_runtime.errors import EngineError, MedusaError, OverloadedError
+from medusa_runtime.region.reader import Region
+from medusa_runtime.state.kv_plan import KvPlan
+from medusa_runtime.timeline import Timeline
+from medusa_vllm.engine import VllmEngine
+from medusa_vllm.version import UNKNOWN_PARTS
+
+from ..pace import Pace
+from ..part import LostError
+from ..plan import GroupPlan
+from ..wire.link import Link
+from .configuration import Share, layers_of, share
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.2
+
+
+class Part(VllmEngine):
+    """See the module. ``run`` serves the group, and requests of its own when it has become an instance."""
+
+    def __init__(self, region: Region, settings: Settings, timeline: Timeline, plan: GroupPlan) -> None:
+        self.plan = plan
+        self.link = Link(plan.link_bytes_per_s) if plan.link_bytes_per_s else None
+        self.released: str | None = None  # "end" or "instance"
+        self._layers = layers_of(region, settings)
+        self._share: Share | None = None
+        self._rank: Any = None
+        self._instance = threading.Event()
+        super().__init__(region, settings, timeline)
+        self._pace = Pace(region, self._loaded_own, full=plan.full)
+
+    def add(self, request: GenerateRequest, sink: Sink) -> None:
+        if not self._instance.is_set():
+            raise OverloadedError("this worker holds a part of its model; expected the request at its group's leader")
+        super().add(request, sink)
+
+    def _loaded_own(self) -> bool:
+        return self._rank is not None and self._rank.loaded
+
+    def close(self) -> None:
+        self._pace.alone()
+        super().close()
+
+    def run(self, stop: threading.Event) -> None:
+        try:
+            self.released = self._serve_group(stop)
+        except LostError as error:
+            if not self.plan.full:
+                raise
+            logger.error("%s; this worker becomes an instance", error)  # noqa: TRY400
+            self.released = "instance"
+        if self.released == "instance" and not stop.is_set():
+            self._pace.alone()
+            self._instance.set()
+            super().run(stop)
+        elif not self.plan.exit:
+            stop.wait()
+
+    def _configured(self, plan: KvPlan) -> None:
+        self._share = share(
+            self.config, self._arguments, self._layers, self.plan, plan, self._region, self._settings, self._timeline
+        )
+
+    def _serve_group(self, stop: threading.Event) -> str:
+        """Serve until the group is dissolved; what this worker becomes. Joins again when the leader was replaced."""
+        from .rank import Rank
+
+        assert self._share is not None
+        deadline = time.monotonic() + self.plan.form_s
+        while True:
+            rank = self._rank = Rank(self._share, self.plan, self.link, self._timeline, stop.is_set, self._served)
+            try:
+                return rank.run(deadline)
+            except LostError as error:
+                if not rank.joined and time.monotonic() > deadline:
+                    raise
+                logger.warning("%s; joining again", error)
+            except UNKNOWN_PARTS as error:
+                raise EngineError(f"this version of vLLM cannot be a worker of a group: {error}") from error
+            except MedusaError as error:
+                rank.report(error)
+                raise
+            finally:
+                rank.close()
+            if stop.is_set():
+                return "end"
+            if rank.joined:
+                deadline = time.monotonic() + self.plan.form_s
+            stop.wait(_LOOK_S)
+
+    def _served(self, served: bool) -> None:
+        """What the leader says of all workers."""
+        self._pace.group_loaded = served
+
+
+__all__ = ["Part"]

@@ -1,0 +1,247 @@
+"""One rank of vLLM's pipeline: a worker of vLLM, which runs what the leader's scheduler says.
+
+It loads its layers at once, and meanwhile the group comes together. It has no scheduler, and no text.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from medusa_runtime.errors import EngineError, MedusaError
+from medusa_runtime.timeline import Timeline
+from medusa_vllm.executor import PreparedWorker, join_group_of_one
+from vllm.config import set_current_vllm_config
+from vllm.platforms import current_platform
+from vllm.v1.outputs import AsyncModelRunnerOutput
+
+from ..identity import Beats
+from ..part import LostError
+from ..plan import GroupPlan
+from ..wire.channel import Greeting, Listener, TcpChannel, connect, error_of
+from ..wire.link import Link
+from ..wire.message import Kind, Message, packed
+from .calls import read, written
+from .configuration import Share, partition
+from .pipe import Pipe
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.2
+_ANSWERED_BY_THE_LAST = ("execute_model", "sample_tokens")
+
+
+class Rank:
+    """One membership in a group, from the greeting to the end. ``run`` belongs to one thread.
+
+    ``on_state``: called, with each of the leader's signs of life, with whether all of the group's layers are loaded.
+    """
+
+    def __init__(
+        self,
+        share: Share,
+        plan: GroupPlan,
+        link: Link | None,
+        timeline: Timeline,
+        stopped: Callable[[], bool],
+        on_state: Callable[[bool], None] = lambda served: None,
+    ) -> None:
+        self._share, self._plan, self._link = share, plan, link
+        self._timeline, self._stopped, self._on_state = timeline, stopped, on_state
+        self._number = plan.number
+        self._messages: queue.SimpleQueue[Message | MedusaError] = queue.SimpleQueue()
+        self._channels: list[TcpChannel] = []
+        self._leader: TcpChannel | None = None
+        self._beats: Beats | None = None
+        self._echo: tuple[int, int] | None = None
+        self._lost: str | None = None
+        self._released = False
+        self._told = 0
+        self._incoming: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._made: Future[Pipe] = Future()
+        self._worker: Any = None
+        self.loaded = False
+        self.joined = False
+        self._listener = Listener(plan.bind, 0, group=self._number, token=plan.token, accept=self._accept, link=link)
+
+    def run(self, deadline: float) -> str:
+        """Serve until the group is dissolved; what this worker becomes: ``end`` or ``instance``.
+
+        Raises LostError when the group is gone without that, and EngineError for what this rank cannot do.
+        """
+        threading.Thread(target=self._join, args=(deadline,), name="group-join", daemon=True).start()
+        with partition(self._share.layers, self._plan):
+            return self._serve()
+
+    def _serve(self) -> str:
+        pipe = self._load()
+        while not self._stopped():
+            try:
+                message = self._messages.get(timeout=_LOOK_S)
+            except queue.Empty:
+                self._check()
+                continue
+            if isinstance(message, MedusaError):
+                raise message
+            if message.kind is Kind.CALL:
+                self._call(message, pipe)
+            elif message.kind is Kind.RELEASE:
+                self._tell_timeline()
+                return "instance" if message.values().get("as") == "instance" and self._plan.full else "end"
+        return "end"
+
+    def _load(self) -> Pipe:
+        """Make vLLM's worker with this rank's layers, each as its bytes arrive."""
+        config, plan = copy.deepcopy(self._share.config), self._plan  # a model's layers are noted in it
+        worker = self._worker = PreparedWorker(rpc_rank=0, global_rank=plan.rank)
+        own = {"local_rank": 0, "rank": plan.rank, "distributed_init_method": "env://", "is_driver_worker": True}
+        worker.init_worker([{"vllm_config": config, **own}])
+        join_group_of_one(config)
+        pipe = Pipe(plan.rank, plan.size, self._number, self._incoming, self._check)
+        pipe.install()
+        self._made.set_result(pipe)
+        worker.init_device()
+        worker.load_model()
+        current_platform.update_block_size_for_backend(config)
+        if plan.rank:  # vLLM makes them in a warm-up, which an eager CPU skips
+            runner = worker.worker.model_runner
+            with set_current_vllm_config(config):
+                runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(
+                    batch_size=runner.max_num_tokens, dtype=config.model_config.dtype, device=runner.device
+                )
+        self.loaded = True
+        return pipe
+
+    def _call(self, message: Message, pipe: Pipe) -> None:
+        """Run a method of the worker, and answer."""
+        assert self._leader is not None
+        method, args, kwargs = read(message.body)
+        if not isinstance(method, str) or method.startswith("_"):
+            raise EngineError(f"expected the name of a worker's method from the leader, found {method!r}")
+        began = time.monotonic_ns()
+        result = getattr(self._worker, method)(*args, **kwargs)
+        if isinstance(result, AsyncModelRunnerOutput):
+            result = result.get_output()
+        if method not in _ANSWERED_BY_THE_LAST or pipe.is_last_rank:
+            answer = Message(Kind.RESULT, self._number, message.step, self._plan.rank, body=written(result))
+            self._leader.send(answer)
+        if method == "execute_model" and not self._told:
+            self._timeline.record("first_forward", began, time.monotonic_ns())
+            self._tell_timeline()
+
+    def _check(self) -> None:
+        """Raise LostError when the group is gone."""
+        if self._lost is not None and not self._released:
+            raise LostError(self._lost)
+        if self._released or self._stopped():
+            raise LostError("the group was dissolved during a step")
+        leader = self._leader
+        if leader is not None and time.monotonic() - leader.heard > self._plan.silent_s:
+            raise LostError(f"the leader of the group has been silent for {self._plan.silent_s:g} s")
+
+    # The threads of the connections.
+
+    def _join(self, deadline: float) -> None:
+        plan = self._plan
+        place = f"{plan.bind}:{self._listener.port}"
+        try:
+            leader = connect(
+                plan.leader, group=self._number, token=plan.token, rank=plan.rank, purpose="steps", deadline=deadline,
+                stopped=self._stopped, link=self._link, place=place, **self._share.identity,
+            )  # fmt: skip
+        except EngineError as error:
+            self._lost = str(error)
+            return
+        self._channels.append(leader)
+        self._leader = leader
+        self._beats = Beats(self._number, plan.rank, leader.send, self._state)
+        try:
+            while (message := leader.receive()) is not None:
+                if message.kind is Kind.BEAT:
+                    values = message.values()
+                    self._echo = int(values.get("sent", 0)), time.monotonic_ns()
+                    self._on_state(bool(values.get("served")))
+                elif message.kind is Kind.FORM:
+                    self._form(message)
+                elif message.kind is Kind.ERROR:
+                    self._messages.put(error_of(message))
+                else:
+                    self._released = self._released or message.kind is Kind.RELEASE
+                    self._messages.put(message)
+        except (MedusaError, TypeError, ValueError) as error:
+            logger.warning("the leader sent something that is no message: %s", error)
+        self._lost = self._lost or "the connection to the group broke"
+
+    def _form(self, message: Message) -> None:
+        values, plan = message.values(), self._plan
+        self.joined = True
+        pipe = self._made.result()
+        if values.get("next") is not None:
+            following = connect(
+                str(values["next"]), group=self._number, token=plan.token, rank=plan.rank, purpose="hidden",
+                deadline=time.monotonic() + plan.silent_s, stopped=self._stopped, link=self._link,
+            )  # fmt: skip
+            self._channels.append(following)
+            pipe.following = following
+            threading.Thread(target=self._watch, args=(following,), name="group-next", daemon=True).start()
+        pipe.formed.set()
+
+    def _accept(self, greeting: Greeting) -> None:
+        self._channels.append(greeting.channel)
+        if greeting.purpose == "hidden" and greeting.rank == self._plan.rank - 1:
+            threading.Thread(target=self._watch, args=(greeting.channel,), name="group-hidden", daemon=True).start()
+        else:
+            greeting.channel.close()
+
+    def _watch(self, channel: TcpChannel) -> None:
+        """Take what a neighbour sends; from the next one nothing comes but the end of the connection."""
+        try:
+            while (message := channel.receive()) is not None:
+                if message.kind is Kind.TENSORS:
+                    self._incoming.put(message)
+        except MedusaError as error:
+            logger.warning("a neighbour in the group sent something that is no message: %s", error)
+        time.sleep(_LOOK_S)  # the leader's word may come a moment later
+        self._lost = self._lost or "the connection to a neighbour in the group broke"
+
+    def _state(self) -> dict[str, Any]:
+        return {"loaded": self.loaded, "echo": self._echo}
+
+    def _tell_timeline(self) -> None:
+        """Send the stages of this process that the leader has not heard of; rank 0 shares the leader's timeline."""
+        if self._plan.rank == 0 or self._leader is None:
+            self._told = 1
+            return
+        stages = self._timeline.stages()
+        new, self._told = stages[self._told :], len(stages)
+        self._leader.send(packed(Kind.STAGES, self._number, {"stages": new}, stage=self._plan.rank))
+        self._leader.flush(1.0)
+
+    def report(self, error: MedusaError) -> None:
+        """Tell the leader why this worker gives up."""
+        if self._leader is not None:
+            try:
+                self._leader.send(packed(Kind.ERROR, self._number, {"code": error.code, "message": str(error)}))
+                self._leader.flush(1.0)
+            except MedusaError:
+                pass
+
+    def close(self) -> None:
+        """Leave the group, and free the worker's memory."""
+        if self._beats is not None:
+            self._beats.close()
+        self._listener.close()
+        for channel in self._channels:
+            channel.close()
+        if self._made.done():
+            self._made.result().remove()
+        self._worker = None
+
+
+__all__ = ["Rank"]

@@ -1,0 +1,92 @@
+"""Groups of vLLM workers give the tokens of one instance: together, while they change, and when one of them dies."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from medusa_runtime.errors import EngineError
+
+HERE = Path(__file__).parent
+EXAMPLE = HERE.parents[1] / "examples" / "pydoc-lm"
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; see `make test-vllm`"),
+]
+
+
+def run(scenario: str, folder: Path) -> dict[str, Any]:
+    command = [sys.executable, HERE / "run_group.py", scenario, EXAMPLE, folder]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+    logs = "\n".join(f"{path.name}:\n{path.read_text()}" for path in folder.rglob("*.log"))
+    assert ran.returncode == 0, ran.stderr + logs
+    found: dict[str, Any] = json.loads(ran.stdout)
+    return found
+
+
+def test_a_group_answers_as_one_instance_and_becomes_one_while_it_does(tmp_path: Path) -> None:
+    found = run("same", tmp_path)
+    for phase in ("group", "during", "after"):
+        assert found[phase] == found["expected"], phase
+    assert found["sizes"] == [2, 1]
+    assert {"form", "full", "gather", "consolidated"} <= set(found["stages"])
+    assert "alone" not in found["stages"]
+
+
+def test_requests_of_a_lost_worker_go_on_where_they_were(tmp_path: Path) -> None:
+    found = run("killed", tmp_path)
+    for victim in ("rank-0", "worker-1", "stopped"):
+        assert found[victim] == found["expected"], victim
+        assert found[f"{victim}-size"] == 1
+        assert "alone" in found[f"{victim}-stages"]
+    assert found["unformed"] == found["expected"]
+
+
+def test_the_workers_become_instances(tmp_path: Path) -> None:
+    found = run("up", tmp_path)
+    assert found["during"] == found["other"] == found["expected"]
+
+
+def test_a_message_brings_data_and_nothing_that_runs() -> None:
+    import numpy
+    import torch
+    from medusa_cluster.group.vllm.calls import read, written
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
+    step, params = SchedulerOutput.make_empty(), SamplingParams(seed=3, stop_token_ids=[1], logit_bias={4: 1.0})
+    output = ModelRunnerOutput(["a"], {"a": 0}, [[5]])
+    value = ("execute_model", (step, params, spec, output), {"kept": {1, 2}})
+    assert read(written(value)) == value
+    array = numpy.arange(6, dtype=numpy.int32).reshape(2, 3)
+    assert (read(written(array)) == array).all()
+    for wrong in (subprocess.run, pickle.loads, Path, torch.load, importlib.import_module):
+        with pytest.raises(EngineError, match="expected only data"):
+            read(pickle.dumps(wrong))
+    for wrong in (b"", b"\x80\x05.", b"junk"):
+        with pytest.raises(EngineError):
+            read(wrong)
+
+
+def test_hidden_states_travel_as_they_are() -> None:
+    import torch
+    from medusa_cluster.group.vllm.pipe import tensors_message, tensors_of
+
+    tensors = {"hidden_states": torch.randn(3, 5).bfloat16(), "residual": torch.randn(3, 5)}
+    message = tensors_message(7, 1, tensors)
+    found = tensors_of(message)
+    assert list(found) == list(tensors)
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    for body in (b"", b'[["a", "int8", [1]]]\n0', b'[["a", "float32", [9]]]\n'):
+        with pytest.raises(EngineError):
+            tensors_of(message._replace(body=bytearray(body)))
