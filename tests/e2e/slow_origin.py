@@ -11,14 +11,18 @@ from pathlib import Path
 
 
 class SlowOrigin(http.server.ThreadingHTTPServer):
-    """Serves one folder with ranges, the weights at ``bytes_per_s`` a connection, counting the bytes it sent."""
+    """Serves one folder with ranges, the weights at ``bytes_per_s`` a connection, counting the bytes it sent.
+
+    ``shared``: all connections have so much together.
+    """
 
     daemon_threads = True
 
-    def __init__(self, folder: Path, bytes_per_s: float) -> None:
+    def __init__(self, folder: Path, bytes_per_s: float, *, shared: bool = False) -> None:
         super().__init__(("127.0.0.1", 0), _Ranges)
         self.folder = folder
         self.bytes_per_s = bytes_per_s
+        self.turn: contextlib.AbstractContextManager[object] = threading.Lock() if shared else contextlib.nullcontext()
         self.sent = 0
         self.ranges: list[tuple[int, int]] = []  # of the weights, in the order in which they were asked for
         self.replaced = False
@@ -56,9 +60,10 @@ class _Ranges(http.server.BaseHTTPRequestHandler):
         for at in range(start, stop, step):
             piece = data[at : min(at + step, stop)]
             self.wfile.write(piece)
-            self.server.sent += len(piece)
-            if path.suffix == ".safetensors":
-                time.sleep(len(piece) / self.server.bytes_per_s)
+            with self.server.turn:
+                self.server.sent += len(piece)
+                if path.suffix == ".safetensors":
+                    time.sleep(len(piece) / self.server.bytes_per_s)
 
     do_HEAD = do_GET
 

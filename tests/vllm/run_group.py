@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,11 +20,17 @@ from typing import Any
 
 import medusa_vllm  # noqa: F401  makes the engines known
 from medusa_cluster.group import worker
+from medusa_cluster.group.ranges import ModelBytes, layer_settings, split
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.base import GenerateRequest, SamplingParams
 from medusa_runtime.engine.client import EngineClient, TokenStream
+from medusa_runtime.fetch.prefetcher import prefetch
 from medusa_runtime.process import die_with_parent
 from medusa_runtime.region.reader import Region
+from medusa_runtime.timeline import Timeline
+
+sys.path.append(str(Path(__file__).parents[1] / "e2e"))
+from slow_origin import SlowOrigin
 
 PATIENCE_S = 120.0
 PROMPT = (3, 14, 15, 9, 26, 5)
@@ -115,7 +122,15 @@ def until(condition: Callable[[], Any], patience_s: float = PATIENCE_S) -> None:
 class Group:
     """A group of two workers, whose file can be changed."""
 
-    def __init__(self, checkpoint: str, folder: Path, layers: tuple[str, ...] = ("0:2", "2:4"), **plan: Any) -> None:
+    def __init__(
+        self,
+        checkpoint: str,
+        folder: Path,
+        layers: tuple[str, ...] = ("0:2", "2:4"),
+        urls: tuple[str, ...] = (),
+        **plan: Any,
+    ) -> None:
+        """``urls``: where each worker has the checkpoint from."""
         self.folder = folder
         self.plan = {
             "group": "g", "token": "secret", "size": len(layers), "then": "stay", "silent_s": 20.0, "form_s": 60.0,
@@ -123,10 +138,9 @@ class Group:
         }  # fmt: skip
         self.workers = []
         for rank, one in enumerate(layers):
-            self.write(rank)
-            self.workers.append(
-                Started(f"worker-{rank}", folder, model=checkpoint, group=str(self.file(rank)), layers=one)
-            )
+            self.write(rank, **({"full": False} if rank and urls else {}))
+            model = urls[rank] if urls else checkpoint
+            self.workers.append(Started(f"worker-{rank}", folder, model=model, group=str(self.file(rank)), layers=one))
 
     def file(self, rank: int) -> Path:
         return self.folder / f"group-{rank}.json"
@@ -241,6 +255,39 @@ def up(checkpoint: str, folder: Path) -> Any:
         group.end()
 
 
+def first(checkpoint: str, folder: Path) -> Any:
+    """When the first token comes from cold, behind links on which fetching takes its time: one worker, and two."""
+    path = Path(checkpoint)
+    size = (path / "model.safetensors").stat().st_size
+    rate = size / float(os.environ.get("FETCH_S", "6"))
+    region = Region.create()
+    prefetch(region, checkpoint, settings=SETTINGS, timeline=Timeline.create("test"))
+    ranges = split(ModelBytes.of(region.wait_index()), 2)
+    found: dict[str, Any] = {"size": size, "ranges": ranges}
+    for count in (1, 2):
+        (folder / str(count)).mkdir()
+        nodes = [SlowOrigin(path, rate, shared=True) for _ in range(count)]
+        for node in nodes:
+            threading.Thread(target=node.serve_forever, daemon=True).start()
+        began, at = time.monotonic(), f"{count} workers"
+        if count == 1:
+            workers = [Started("one", folder / "1", model=nodes[0].url)]
+        else:
+            group = Group(checkpoint, folder / "2", tuple(layer_settings(ranges)), tuple(one.url for one in nodes))
+            workers = group.workers
+        with workers[0].ask(PROMPT, 2, **GREEDY) as stream:
+            delta = stream.get(PATIENCE_S)
+            assert delta is not None
+            found[at] = {"first_s": time.monotonic() - began, "token": delta.token_ids[0]}
+            stream.get(PATIENCE_S)
+        if count == 2:
+            until(lambda leader=nodes[0]: leader.sent >= size * 0.99)  # the leader fetches the others' layers behind it
+        found[at]["sent"] = [one.sent for one in nodes]
+        for one in workers:
+            one.end()
+    return found
+
+
 if __name__ == "__main__":
     out = os.dup(1)
     os.dup2(2, 1)  # whatever else is printed is not the answer
@@ -250,6 +297,6 @@ if __name__ == "__main__":
     preimport(Settings(engine="vllm-group", group="-", device="cpu"), Region.create())
     gc.collect()
     gc.freeze()  # as the zygote does
-    answer = {"same": same, "killed": killed, "up": up}[scenario](checkpoint, Path(folder))
+    answer = {"same": same, "killed": killed, "up": up, "first": first}[scenario](checkpoint, Path(folder))
     os.write(out, json.dumps(answer).encode() + b"\n")
     os._exit(0)

@@ -54,6 +54,14 @@ def test_the_workers_become_instances(tmp_path: Path) -> None:
     assert found["during"] == found["other"] == found["expected"]
 
 
+def test_each_worker_fetches_its_own_layers_alone(tmp_path: Path) -> None:
+    found = run("first", tmp_path)
+    one, two = found["1 workers"], found["2 workers"]
+    assert two["token"] == one["token"]
+    assert two["sent"][0] > found["size"] * 0.98  # the leader, which comes to hold all
+    assert two["sent"][1] < found["size"] * 0.85  # tied embeddings are at both ends
+
+
 def test_a_message_brings_data_and_nothing_that_runs() -> None:
     import numpy
     import torch

@@ -22,6 +22,7 @@ from .calls import read, written
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.25
+_DUMPS = "vllm.logging_utils.dump_input"
 
 
 class BrokenGroupError(EngineError):
@@ -135,6 +136,7 @@ class GroupExecutor(Executor):  # type: ignore[misc]
     supports_pp = True
 
     def __init__(self, vllm_config: Any, crew: Crew) -> None:
+        logging.getLogger(_DUMPS).setLevel(logging.CRITICAL)  # pages about a step whose worker was lost
         self._crew = crew
         self._last = range(len(crew.workers) - 1, len(crew.workers))
         super().__init__(vllm_config)

@@ -61,7 +61,7 @@ class Rank:
         self._beats: Beats | None = None
         self._echo: tuple[int, int] | None = None
         self._lost: str | None = None
-        self._released = False
+        self._become: str | None = None  # what the leader has said when it dissolved the group
         self._told = 0
         self._incoming: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._made: Future[Pipe] = Future()
@@ -76,8 +76,13 @@ class Rank:
         Raises LostError when the group is gone without that, and EngineError for what this rank cannot do.
         """
         threading.Thread(target=self._join, args=(deadline,), name="group-join", daemon=True).start()
-        with partition(self._share.layers, self._plan):
-            return self._serve()
+        try:
+            with partition(self._share.layers, self._plan):
+                return self._serve()
+        except LostError:
+            if self._become is None:
+                raise
+            return self._become  # the group was dissolved during a step, whose hidden states will never come
 
     def _serve(self) -> str:
         pipe = self._load()
@@ -91,9 +96,9 @@ class Rank:
                 raise message
             if message.kind is Kind.CALL:
                 self._call(message, pipe)
-            elif message.kind is Kind.RELEASE:
+            elif message.kind is Kind.RELEASE and self._become is not None:
                 self._tell_timeline()
-                return "instance" if message.values().get("as") == "instance" and self._plan.full else "end"
+                return self._become
         return "end"
 
     def _load(self) -> Pipe:
@@ -137,10 +142,10 @@ class Rank:
 
     def _check(self) -> None:
         """Raise LostError when the group is gone."""
-        if self._lost is not None and not self._released:
-            raise LostError(self._lost)
-        if self._released or self._stopped():
+        if self._become is not None or self._stopped():
             raise LostError("the group was dissolved during a step")
+        if self._lost is not None:
+            raise LostError(self._lost)
         leader = self._leader
         if leader is not None and time.monotonic() - leader.heard > self._plan.silent_s:
             raise LostError(f"the leader of the group has been silent for {self._plan.silent_s:g} s")
@@ -172,7 +177,9 @@ class Rank:
                 elif message.kind is Kind.ERROR:
                     self._messages.put(error_of(message))
                 else:
-                    self._released = self._released or message.kind is Kind.RELEASE
+                    if message.kind is Kind.RELEASE:
+                        kept = message.values().get("as") == "instance" and self._plan.full
+                        self._become = "instance" if kept else "end"
                     self._messages.put(message)
         except (MedusaError, TypeError, ValueError) as error:
             logger.warning("the leader sent something that is no message: %s", error)
