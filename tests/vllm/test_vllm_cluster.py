@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -75,6 +76,10 @@ class Cluster(LabCluster):
     def kinds(self) -> list[str]:
         return [event["kind"] for event in self.status()["events"]]
 
+    def wait_room(self) -> None:
+        """Wait until the controller knows how much memory each node's agent has for models."""
+        until(lambda: [bool(node["memory_bytes"]) for node in self.status()["nodes"]] == [True] * len(self.lab.nodes))
+
     def end(self) -> None:
         for process in self.servers.values():
             process.terminate()
@@ -98,8 +103,11 @@ def completion(url: str, seed: int | None = None) -> str:
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(asked).encode(), {"content-type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
-        return str(json.load(answer)["choices"][0]["text"])
+    try:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+            return str(json.load(answer)["choices"][0]["text"])
+    except urllib.error.HTTPError as error:
+        pytest.fail(f"{error}: {error.read().decode()}")
 
 
 @pytest.fixture
@@ -111,6 +119,7 @@ def lab() -> Iterator[Laboratory]:
 def test_a_second_instance_gets_its_weights_from_a_peer(lab: Laboratory) -> None:
     cluster = Cluster(lab)
     cluster.start()
+    cluster.wait_room()
     cluster.start_gateway(8080)
     url = lab.forward(0, "switch", 8080)
     model = f"{lab.origin_url}/m"
