@@ -17,9 +17,9 @@ from medusa_runtime.models.layer_range import LayerRange
 from medusa_runtime.region.reader import Region
 from medusa_runtime.state.kv_plan import KvPlan
 from medusa_runtime.timeline import Timeline
-from medusa_vllm.attached import only_layers, settings_for
 from medusa_vllm.configuration import create
 from medusa_vllm.version import installed_version
+from medusa_vllm.weights.attached import only_layers, settings_for
 
 from ..identity import model_digest
 from ..plan import GroupPlan
