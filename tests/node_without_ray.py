@@ -1,13 +1,12 @@
 """A node server without Ray, and on the head the controller: what a cluster does, without the seconds that Ray takes.
 
 ``python node_without_ray.py NAME FOLDER HOST TOKEN_FILE LINK [HEAD_URL]``. Nodes' folders are neighbours; the
-controller reaches a node through the control socket in its folder. NODE_PREWARM: as for ``--prewarm``.
+controller reaches a node through the control socket in its folder.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
 from contextlib import suppress
@@ -96,13 +95,7 @@ if __name__ == "__main__":
     asyncio.run(
         run(
             NodeServerSettings(
-                name,
-                Path(folder),
-                host,
-                Path(token_file),
-                head[0] if head else None,
-                link_bytes_per_s=float(link),
-                prewarm=os.environ.get("NODE_PREWARM", "torch=1"),
+                name, Path(folder), host, Path(token_file), head[0] if head else None, link_bytes_per_s=float(link)
             )
         )
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import json
 import os
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from medusa_cluster.json_lines import call
 from medusa_cluster.lab.cluster import LabCluster
 from medusa_cluster.lab.laboratory import Laboratory
 from medusa_cluster.lab.link import Link
@@ -33,25 +31,19 @@ pytestmark = [
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
 NODE = Path(__file__).parents[1] / "node_without_ray.py"
 LINK_BYTES_PER_S = 50e6
-SLOW_BYTES_PER_S = 0.3e6  # 20 s for the model, so that a request is answered before one node has it
-SLO_S = 15.0
 PATIENCE_S = 240.0
 
 
 class Cluster(LabCluster):
     """Its nodes' servers call one another directly: vLLM's environment has no Ray."""
 
-    prewarm = "torch=1"
-    link_bytes_per_s = LINK_BYTES_PER_S
-
     def start_node(self, node: str) -> None:
         folder, address = self.lab.node_folder(node), self.lab.address(node)
         head = [] if node == self.head else [f"http://{self.lab.address(self.head)}:8114"]
-        command = [sys.executable, NODE, node, folder, address, self.token_file, self.link_bytes_per_s, *head]
+        command = [sys.executable, NODE, node, folder, address, self.token_file, LINK_BYTES_PER_S, *head]
         self._began[node] = 0
-        environment = {**os.environ, "NODE_PREWARM": self.prewarm}
         with open(self.log(node), "ab") as out:
-            self.servers[node] = self.lab.popen(node, list(map(str, command)), stdout=out, stderr=out, env=environment)
+            self.servers[node] = self.lab.popen(node, list(map(str, command)), stdout=out, stderr=out)
 
     def wait_ready(self, node: str) -> None:
         self._until(lambda: b"ready\n" in self.log(node).read_bytes(), self.servers[node], self.log(node))
@@ -68,13 +60,6 @@ class Cluster(LabCluster):
         """How many bytes of the model came from where."""
         (found,) = (one for one in self.status()["nodes"] if one["name"] == node)
         return next((dict(model["received_bytes"]) for model in found["models"]), {})
-
-    def is_warm(self, node: str) -> bool:
-        status = asyncio.run(call(self.lab.node_folder(node) / "control.sock", {"op": "status"}))
-        return bool(status["agent"]["engines"].get("vllm", {}).get("warm"))
-
-    def kinds(self) -> list[str]:
-        return [event["kind"] for event in self.status()["events"]]
 
     def wait_room(self) -> None:
         """Wait until the controller knows how much memory each node's agent has for models."""
@@ -139,37 +124,6 @@ def test_a_second_instance_gets_its_weights_from_a_peer(lab: Laboratory) -> None
     assert cluster.received(second).get(peer, 0) > weights * 0.9, cluster.received(second)
     assert {completion(url) for _ in range(4)} == {greedy}
     assert {completion(url, 7) for _ in range(4)} == {seeded}
-    cluster.call("drain", node=first)
-    until(lambda: cluster.ready_nodes() == {second})
-    assert completion(url) == greedy
     cluster.call("remove", name="m")
     until(lambda: not cluster.ready_nodes())
     cluster.end()
-
-
-@pytest.mark.slow
-def test_a_group_of_vllm_workers_answers_and_becomes_an_instance() -> None:
-    with Laboratory(2, Link(SLOW_BYTES_PER_S), origin={"m": EXAMPLE}, origin_link=Link(50e6)) as lab:
-        cluster = Cluster(lab)
-        cluster.prewarm, cluster.link_bytes_per_s = "vllm=1", SLOW_BYTES_PER_S
-        cluster.start()
-        for node in lab.nodes:
-            until(lambda node=node: cluster.is_warm(node))
-        cluster.start_gateway(8080)
-        url = lab.forward(0, "switch", 8080)
-        settings = {"threads": "1", "device": "cpu", "kv_cache_mb": "64"}
-        slo = {"ttft_slo_s": SLO_S}
-        cluster.call(
-            "deploy", name="m", url=f"{lab.origin_url}/m", engine="vllm", min=0, max=1, settings=settings, **slo
-        )
-        until(lambda: cluster.status()["models"][0]["layers"])  # a node has looked at it
-        by_group = completion(url, 7)
-        assert "group" in cluster.kinds()
-        assert "group-alone" not in cluster.kinds(), cluster.status()["events"]
-        until(lambda: "group-consolidated" in cluster.kinds())
-        until(lambda: len([one for node in cluster.status()["nodes"] for one in node["instances"]]) == 1)
-        assert completion(url, 7) == by_group
-        (start,) = cluster.status()["models"][0]["starts"]
-        assert start["workers"] == 2
-        cluster.call("remove", name="m")
-        cluster.end()
