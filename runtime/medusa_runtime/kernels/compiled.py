@@ -17,6 +17,8 @@ def compiled() -> native.NativeKernels | str:
     if not features >= cpu.NEEDED:
         return f"the kernels need {', '.join(sorted(cpu.NEEDED))}, which this CPU does not name"
     try:
+        if "asimd" in features:
+            return native.NativeKernels(128, bf16_dots="bf16" in features)
         bf16_dots = features >= {"avx512_bf16", "avx512vl"}
         return native.NativeKernels(512 if "avx512f" in features else 256, bf16_dots=bf16_dots)
     except native.UnavailableError as error:

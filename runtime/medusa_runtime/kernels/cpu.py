@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import os
 from pathlib import Path
 
 # With these torch (oneDNN) multiplies 16-bit numbers in hardware; only few rows can be faster with our kernels.
 FAST_IN_TORCH = {
-    "bfloat16": frozenset({"avx512_bf16", "amx_bf16"}),
+    "bfloat16": frozenset({"avx512_bf16", "amx_bf16", "bf16"}),
     "float16": frozenset({"avx512_fp16", "amx_fp16"}),
 }
-NEEDED = frozenset({"avx2", "fma", "f16c"})
+# Dot products of bf16 that our kernels use, too.
+DOTS = frozenset({"avx512_bf16", "bf16"})
+_AARCH64 = os.uname().machine == "aarch64"
+NEEDED = frozenset({"asimd"}) if _AARCH64 else frozenset({"avx2", "fma", "f16c"})
+# Of Linux's <asm/hwcap.h> for aarch64: the auxiliary vector's entry, the bit, and the name in /proc/cpuinfo.
+_AT_HWCAP, _AT_HWCAP2 = 16, 26
+_HWCAPS = ((_AT_HWCAP, 1 << 1, "asimd"), (_AT_HWCAP2, 1 << 14, "bf16"))
 
 
 @functools.cache
 def features() -> frozenset[str]:
-    """The first CPU's features, as Linux names them; empty where it lists none (not x86, no /proc)."""
+    """What the CPU has, as Linux names it: all of it on x86; on aarch64 what the kernels use; elsewhere nothing."""
+    if _AARCH64:
+        getauxval = ctypes.CDLL(None).getauxval
+        getauxval.argtypes, getauxval.restype = [ctypes.c_ulong], ctypes.c_ulong
+        return frozenset(name for entry, bit, name in _HWCAPS if getauxval(entry) & bit)
     try:
         with Path("/proc/cpuinfo").open("rb") as file:
             head = file.read(16384).decode("ascii", "replace")  # one CPU's entry: the whole file is slow on large hosts

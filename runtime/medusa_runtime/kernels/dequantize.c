@@ -1,4 +1,4 @@
-/* Quantized weights as the floats they stand for: (value - zero) * scale in fp32, rounded once. For AVX2: memory is slower. */
+/* Quantized weights as the floats they stand for: (value - zero) * scale in fp32, rounded once. For AVX2 and NEON: memory is slower. */
 #include <stdatomic.h>
 
 #include "parallel.h"
@@ -103,7 +103,7 @@ static void narrow_all(const float *values, long count, void *out, int dtype)
     long i = 0;
     if (dtype == DTYPE_FP16)
         for (; i + LANES <= count; i += LANES)
-            _mm_storeu_si128((__m128i *)(to + i), _mm256_cvtps_ph(LOAD(values + i), _MM_FROUND_TO_NEAREST_INT));
+            STORE_HALF(to + i, LOAD(values + i));
     else
         for (; i + LANES <= count; i += LANES)
             for (long k = 0; k < LANES; k++)
@@ -128,21 +128,21 @@ static void rows_as_they_lie(const struct codes *codes, long first, long stop)
 /* Eight rows of eight numbers of 16 bits as columns; strides in numbers. */
 static void transpose8(const uint16_t *from, uint16_t *to, long to_stride)
 {
-    __m128i a[8], b[8];
+    v8 a[8], b[8];
     for (int i = 0; i < 8; i++)
-        a[i] = _mm_load_si128((const __m128i *)(from + i * TILE_COLS));
+        a[i] = LOAD_8(from + i * TILE_COLS);
     for (int i = 0; i < 4; i++) {
-        b[2 * i] = _mm_unpacklo_epi16(a[2 * i], a[2 * i + 1]);
-        b[2 * i + 1] = _mm_unpackhi_epi16(a[2 * i], a[2 * i + 1]);
+        b[2 * i] = LOW_16(a[2 * i], a[2 * i + 1]);
+        b[2 * i + 1] = HIGH_16(a[2 * i], a[2 * i + 1]);
     }
     for (int i = 0; i < 8; i += 4)
         for (int half = 0; half < 2; half++) {
-            a[i + 2 * half] = _mm_unpacklo_epi32(b[i + half], b[i + half + 2]);
-            a[i + 2 * half + 1] = _mm_unpackhi_epi32(b[i + half], b[i + half + 2]);
+            a[i + 2 * half] = LOW_32(b[i + half], b[i + half + 2]);
+            a[i + 2 * half + 1] = HIGH_32(b[i + half], b[i + half + 2]);
         }
     for (int i = 0; i < 4; i++) {
-        _mm_storeu_si128((__m128i *)(to + 2 * i * to_stride), _mm_unpacklo_epi64(a[i], a[i + 4]));
-        _mm_storeu_si128((__m128i *)(to + (2 * i + 1) * to_stride), _mm_unpackhi_epi64(a[i], a[i + 4]));
+        STORE_8(to + 2 * i * to_stride, LOW_64(a[i], a[i + 4]));
+        STORE_8(to + (2 * i + 1) * to_stride, HIGH_64(a[i], a[i + 4]));
     }
 }
 

@@ -88,14 +88,23 @@ static void give_scratch(float *memory, int shared)
         free(memory);
 }
 
+static const struct linear_variant *variant_for(int dtype)
+{
+#ifdef __aarch64__
+    return &(medusa_has_bf16_dots ? linear_neon_bf16 : linear_neon)[dtype];
+#else
+    return &(medusa_has_bf16_dots             ? linear_avx512_bf16
+             : medusa_instruction_set == 512 ? linear_avx512
+                                             : linear_avx2)[dtype];
+#endif
+}
+
 /* x times each part's weight, the results side by side in out [rows, cols of all parts]; a residual goes with a single part.
  * 0 on success, 1 when there is no memory for the scratch space. */
 int medusa_products(uint16_t *out, const uint16_t *x, const struct linear_part *parts, long count, const uint16_t *residual,
                     long rows, long depth, long x_stride, long residual_stride, int dtype, int threads)
 {
-    const struct linear_variant *variant = &(medusa_has_bf16_dots              ? linear_avx512_bf16
-                                             : medusa_instruction_set == 512 ? linear_avx512
-                                                                             : linear_avx2)[dtype];
+    const struct linear_variant *variant = variant_for(dtype);
     const long padded = (depth + variant->step - 1) / variant->step * variant->step;
     long cols = 0;
     for (long i = 0; i < count; i++)

@@ -30,4 +30,5 @@ struct linear_variant {
     void (*block)(const struct linear_job *, float *sums, long col, long cols); /* sums: [rows][block_cols] of the thread */
 };
 
-extern const struct linear_variant linear_avx2[2], linear_avx512[2], linear_avx512_bf16[2]; /* indexed by dtype */
+/* Indexed by dtype. */
+extern const struct linear_variant linear_avx2[2], linear_avx512[2], linear_avx512_bf16[2], linear_neon[2], linear_neon_bf16[2];

@@ -1,5 +1,5 @@
 /* The product for one instruction set, for bf16 and fp16. Compiled with AVX2, with AVX-512F, and with AVX-512's dot products of
- * bf16.
+ * bf16; on aarch64 with NEON, and with its dot products of bf16.
  *
  * Dot-product form: weights are read as they lie in memory (rows of depth), 16 bits wide, and widened in registers where the
  * CPU cannot multiply them so; nothing is repacked, so read-only shared memory serves. A register tile of R rows of x times C
@@ -9,7 +9,15 @@
 #include "linear.h"
 #include "simd.h"
 
-#ifdef __AVX512BF16__
+#ifdef __aarch64__
+#ifdef DOT_BF16
+#define VARIANT linear_neon_bf16
+#else
+#define VARIANT linear_neon
+#endif
+#define MAX_ROWS 5
+#define TILE_COLS 4
+#elif defined DOT_BF16
 #define VARIANT linear_avx512_bf16
 #define MAX_ROWS 8
 #define TILE_COLS 3
@@ -29,30 +37,31 @@
  * other at a piece's end alone. So a row's product has the same bits in every batch. */
 #define PIECE(dtype) (packed_size(dtype) == 4 ? 2 * DEPTH_BLOCK : DEPTH_BLOCK)
 
-/* How far ahead weights are asked for, in bytes, and into which cache. The first level's few outstanding misses would bound the
- * bandwidth, where the work between them is short. */
-#ifdef __AVX512BF16__
+/* How far ahead weights are asked for, in bytes, and into which cache: the first (3) or the second (2). The first level's few
+ * outstanding misses would bound the bandwidth, where the work between them is short. */
+#ifdef DOT_BF16
 #define AHEAD 8192L
-#define NEAR _MM_HINT_T1
+#define NEAR 2
 #else
 #define AHEAD 0L
-#define NEAR _MM_HINT_T0
+#define NEAR 3
 #endif
 
 /* Bytes of an element of x as the tiles read it. */
 INLINE long packed_size(const int dtype)
 {
-#ifdef __AVX512BF16__
+#ifdef DOT_BF16
     if (dtype == DTYPE_BF16)
         return 2;
 #endif
+    (void)dtype;
     return 4;
 }
 
 INLINE void step(vf acc[MAX_ROWS][TILE_COLS], const char *x, const uint16_t *w, long stride, const int dtype, const int rows,
                  const int cols)
 {
-#ifdef __AVX512BF16__
+#ifdef DOT_BF16
     if (dtype == DTYPE_BF16) {
         vi weights[TILE_COLS];
 #pragma GCC unroll 8
@@ -63,7 +72,7 @@ INLINE void step(vf acc[MAX_ROWS][TILE_COLS], const char *x, const uint16_t *w, 
             const vi value = LOAD_INT(x + r * STEP * 2);
 #pragma GCC unroll 8
             for (int c = 0; c < cols; c++)
-                acc[r][c] = _mm512_dpbf16_ps(acc[r][c], (__m512bh)weights[c], (__m512bh)value);
+                acc[r][c] = DOT_BF16(acc[r][c], weights[c], value);
         }
         return;
     }
@@ -109,7 +118,7 @@ INLINE void tile(const char *x, const uint16_t *w, long stride, long depth, floa
     for (; k + STEP <= depth; k += STEP) {
 #pragma GCC unroll 8
         for (int c = 0; fetch && c < cols; c++)
-            _mm_prefetch((const char *)(w + c * stride + fetch + k), NEAR);
+            PREFETCH(w + c * stride + fetch + k, NEAR);
         step(acc, x + k * rows * packed_size(dtype), w + k, stride, dtype, rows, cols);
     }
     if (k < depth) { /* never read behind a row: its end may be the end of the mapping */
@@ -153,6 +162,8 @@ INLINE void any_tile(const char *x, const uint16_t *w, long stride, long depth, 
         CASE(4)
 #if MAX_ROWS > 4
         CASE(5)
+#endif
+#if MAX_ROWS > 5
         CASE(6)
 #endif
 #if MAX_ROWS > 6

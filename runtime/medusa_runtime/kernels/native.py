@@ -65,9 +65,9 @@ class _Codes(ctypes.Structure):
 
 
 class NativeKernels:
-    """The loaded library. ``instruction_set`` is 256 (AVX2) or 512 (AVX-512F), which the CPU must have.
+    """The loaded library. ``instruction_set``, which the CPU must have, is 256 (AVX2), 512 (AVX-512F) or 128 (NEON).
 
-    ``bf16_dots``: it also has AVX-512's dot products of bf16, and products use them.
+    ``bf16_dots``: it also has AVX-512's or NEON's dot products of bf16, and products use them.
 
     It has threads of its own (parallel.h says why), as many as torch is set to use; they sleep when there is no work.
     """

@@ -18,10 +18,15 @@ enum {
 };
 
 /* The same functions have newer versions in glibc 2.32 and 2.34, with which the library would not load on older systems. */
-#if defined(__GLIBC__) && defined(__x86_64__)
-__asm__(".symver pthread_create, pthread_create@GLIBC_2.2.5");
-__asm__(".symver pthread_detach, pthread_detach@GLIBC_2.2.5");
-__asm__(".symver pthread_sigmask, pthread_sigmask@GLIBC_2.2.5");
+#ifdef __GLIBC__
+#ifdef __aarch64__
+#define FIRST_VERSION "GLIBC_2.17"
+#else
+#define FIRST_VERSION "GLIBC_2.2.5"
+#endif
+__asm__(".symver pthread_create, pthread_create@" FIRST_VERSION);
+__asm__(".symver pthread_detach, pthread_detach@" FIRST_VERSION);
+__asm__(".symver pthread_sigmask, pthread_sigmask@" FIRST_VERSION);
 #endif
 
 int medusa_instruction_set, medusa_has_bf16_dots;
@@ -37,7 +42,14 @@ static struct {
     int workers; /* threads that were started */
 } pool = {.taken = ATOMIC_FLAG_INIT, .gate = CLOSED};
 
-static inline void relax(void) { __builtin_ia32_pause(); }
+static inline void relax(void)
+{
+#ifdef __aarch64__
+    __asm__ volatile("isb" ::: "memory"); /* about as long as x86's pause; yield does nothing on most cores */
+#else
+    __builtin_ia32_pause();
+#endif
+}
 
 static void *idle(void *argument)
 {
@@ -122,11 +134,12 @@ int medusa_interface(void)
     return MEDUSA_INTERFACE;
 }
 
-/* Once, before the first call: what this CPU has, 512 for AVX-512F, else AVX2; and whether it multiplies bf16. */
+/* Once, before the first call: the bits of this CPU's vectors, 512 (AVX-512F), 256 (AVX2) or 128 (NEON); and whether it has
+ * dot products of bf16. */
 void medusa_configure(int instruction_set, int has_bf16_dots)
 {
     if (!medusa_instruction_set)
         pthread_atfork(NULL, NULL, forget_workers);
     medusa_instruction_set = instruction_set;
-    medusa_has_bf16_dots = instruction_set == 512 && has_bf16_dots;
+    medusa_has_bf16_dots = instruction_set != 256 && has_bf16_dots;
 }

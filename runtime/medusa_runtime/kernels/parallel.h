@@ -7,8 +7,8 @@
 
 typedef void (*work_fn)(void *argument, int thread);
 
-extern int medusa_instruction_set; /* 512: AVX-512F, else AVX2 */
-extern int medusa_has_bf16_dots;   /* whether AVX-512's dot products of bf16 are there, too */
+extern int medusa_instruction_set; /* bits of a vector: 512 (AVX-512F), 256 (AVX2), 128 (NEON) */
+extern int medusa_has_bf16_dots;   /* whether AVX-512's or NEON's dot products of bf16 are there, too */
 
 /* Run `work` on the calling thread (as thread 0) and on up to `threads` - 1 others, each at most once at a time; it takes
  * tickets until there are none. Returns when all who began have ended. */

@@ -1,5 +1,5 @@
 /* What lies between the products of a decoder layer: norm, rope, gated activation, writes to the KV cache. Each rounds where
- * torch's operations would: after every one of them. For AVX2, which is as fast as memory here. */
+ * torch's operations would: after every one of them. For AVX2, which is as fast as memory here, and for NEON. */
 #include <math.h>
 #include <stdatomic.h>
 
@@ -37,16 +37,7 @@ INLINE vf load(const char *p, const int dtype)
         return LOAD((const float *)p);
     if (dtype == DTYPE_FP16)
         return WIDEN_HALF(p);
-    return AS_FLOAT(SHIFT_LEFT_16(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p))));
-}
-
-/* v as bf16, still in 32 bits each. */
-INLINE vi bf16_bits(vf v)
-{
-    const vi bits = _mm256_castps_si256(v), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), SPLAT_INT(1));
-    const vi rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, SPLAT_INT(0x7fff))), 16);
-    const vi nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
-    return _mm256_blendv_epi8(rounded, SPLAT_INT(0x7fc0), nan);
+    return WIDEN_BF16(p);
 }
 
 INLINE void store(char *p, vf v, const int dtype)
@@ -56,11 +47,10 @@ INLINE void store(char *p, vf v, const int dtype)
         return;
     }
     if (dtype == DTYPE_FP16) {
-        _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+        STORE_HALF(p, v);
         return;
     }
-    const vi bits = bf16_bits(v);
-    _mm_storeu_si128((__m128i *)p, _mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1)));
+    store_bf16(p, v);
 }
 
 /* As if it had been stored and loaded again. */
@@ -69,7 +59,7 @@ INLINE vf rounded(vf v, const int dtype)
     if (dtype == DTYPE_FP32)
         return v;
     if (dtype == DTYPE_FP16)
-        return _mm256_cvtph_ps(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+        return ROUND_TO_HALF(v);
     return AS_FLOAT(SHIFT_LEFT_16(bf16_bits(v)));
 }
 
@@ -167,8 +157,8 @@ struct gate {
 /* exp(x), as in Cephes: 2^n times a polynomial. */
 INLINE vf exponential(vf x)
 {
-    x = _mm256_min_ps(_mm256_max_ps(x, SPLAT(-87.0f)), SPLAT(88.0f));
-    const vf n = _mm256_round_ps(x * SPLAT(1.44269504f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    x = CLAMP(x, -87.0f, 88.0f);
+    const vf n = ROUND(x * SPLAT(1.44269504f));
     const vf r = (x - n * SPLAT(0.693359375f)) + n * SPLAT(2.12194440e-4f);
     vf p = SPLAT(1.9875691500e-4f);
     p = FMA(p, r, SPLAT(1.3981999507e-3f));
@@ -177,7 +167,7 @@ INLINE vf exponential(vf x)
     p = FMA(p, r, SPLAT(1.6666665459e-1f));
     p = FMA(p, r, SPLAT(5.0000001201e-1f));
     p = FMA(p * r, r, r) + SPLAT(1.0f);
-    return p * AS_FLOAT(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), SPLAT_INT(127)), 23));
+    return p * POWER_OF_TWO(n);
 }
 
 INLINE void gate(const void *job, long row, long stop, const int dtype)

@@ -19,10 +19,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return installed if build.is_fresh() else build.build(tmp_path_factory.mktemp("kernels") / build.LIBRARY_NAME)
 
 
-@pytest.fixture(params=["avx2", "avx512f", "avx512_bf16"])
+BITS = {"avx2": 256, "avx512f": 512, "avx512_bf16": 512, "asimd": 128, "bf16": 128}
+
+
+@pytest.fixture(params=BITS)
 def compiled(request: pytest.FixtureRequest, library: Path) -> native.NativeKernels:
     if request.param not in cpu.features():
         pytest.skip(f"this CPU has no {request.param}")
-    return native.NativeKernels(
-        256 if request.param == "avx2" else 512, library, bf16_dots=request.param == "avx512_bf16"
-    )
+    return native.NativeKernels(BITS[request.param], library, bf16_dots=request.param in cpu.DOTS)

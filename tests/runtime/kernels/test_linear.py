@@ -235,6 +235,7 @@ def test_several_weights_of_any_kind() -> None:
     torch.testing.assert_close(second, F.linear(x, weight[:7]))
 
 
+@pytest.mark.skipif("asimd" in cpu.features(), reason="the features are x86's")
 def test_describe_names_the_way_and_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def described(*features: str) -> str:
         monkeypatch.setattr(cpu, "features", lambda: frozenset(features))

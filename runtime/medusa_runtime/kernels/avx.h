@@ -1,0 +1,87 @@
+/* simd.h's vectors for x86-64: AVX-512F where the object is compiled for it, else AVX2 with FMA and F16C. */
+#pragma once
+
+#include <immintrin.h>
+
+#ifdef __AVX512F__
+#define LANES 16
+typedef __m512 vf;
+typedef __m512i vi;
+#define SHIFT_LEFT_16(v) _mm512_slli_epi32(v, 16)
+#define AND(a, b) _mm512_and_si512(a, b)
+#define SPLAT_INT(i) _mm512_set1_epi32(i)
+#define AS_FLOAT(v) _mm512_castsi512_ps(v)
+#define LOAD_INT(p) _mm512_loadu_si512((const void *)(p))
+#define LOAD(p) _mm512_loadu_ps(p)
+#define STORE(p, v) _mm512_storeu_ps(p, v)
+#define SPLAT(f) _mm512_set1_ps(f)
+#define ZERO() _mm512_setzero_ps()
+#define FMA(a, b, c) _mm512_fmadd_ps(a, b, c)
+#define WIDEN_HALF(p) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p)))
+#define SUM(v) _mm512_reduce_add_ps(v)
+#ifdef __AVX512BF16__
+#define DOT_BF16(sum, a, b) _mm512_dpbf16_ps(sum, (__m512bh)(a), (__m512bh)(b))
+#endif
+#else
+#define LANES 8
+typedef __m256 vf;
+typedef __m256i vi;
+#define SHIFT_LEFT_16(v) _mm256_slli_epi32(v, 16)
+#define AND(a, b) _mm256_and_si256(a, b)
+#define SPLAT_INT(i) _mm256_set1_epi32(i)
+#define AS_FLOAT(v) _mm256_castsi256_ps(v)
+#define LOAD_INT(p) _mm256_loadu_si256((const __m256i *)(p))
+#define LOAD(p) _mm256_loadu_ps(p)
+#define STORE(p, v) _mm256_storeu_ps(p, v)
+#define SPLAT(f) _mm256_set1_ps(f)
+#define ZERO() _mm256_setzero_ps()
+#define FMA(a, b, c) _mm256_fmadd_ps(a, b, c)
+#define WIDEN_HALF(p) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p)))
+static inline float sum_avx2(__m256 v)
+{
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+#define SUM(v) sum_avx2(v)
+
+/* What follows is for pointwise.c and dequantize.c, which memory bounds already with these vectors. */
+#define WIDEN_BF16(p) AS_FLOAT(SHIFT_LEFT_16(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p)))))
+#define NARROW_HALF(v) _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT)
+#define STORE_HALF(p, v) _mm_storeu_si128((__m128i *)(p), NARROW_HALF(v))
+#define ROUND_TO_HALF(v) _mm256_cvtph_ps(NARROW_HALF(v))
+#define CLAMP(v, low, high) _mm256_min_ps(_mm256_max_ps(v, SPLAT(low)), SPLAT(high))
+#define ROUND(v) _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
+/* 2 to the power of v, whose elements are whole numbers. */
+#define POWER_OF_TWO(v) AS_FLOAT(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(v), SPLAT_INT(127)), 23))
+
+/* v as bf16, still in 32 bits each. */
+INLINE vi bf16_bits(vf v)
+{
+    const vi bits = _mm256_castps_si256(v), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), SPLAT_INT(1));
+    const vi rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, SPLAT_INT(0x7fff))), 16);
+    const vi nan = _mm256_castps_si256(_mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+    return _mm256_blendv_epi8(rounded, SPLAT_INT(0x7fc0), nan);
+}
+
+INLINE void store_bf16(void *p, vf v)
+{
+    const vi bits = bf16_bits(v);
+    _mm_storeu_si128((__m128i *)p, _mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1)));
+}
+
+/* Eight numbers of 16 bits; of two vectors, the elements of their low or high halves in turn, as so wide numbers. */
+typedef __m128i v8;
+#define LOAD_8(p) _mm_load_si128((const __m128i *)(p))
+#define STORE_8(p, v) _mm_storeu_si128((__m128i *)(p), v)
+#define LOW_16(a, b) _mm_unpacklo_epi16(a, b)
+#define HIGH_16(a, b) _mm_unpackhi_epi16(a, b)
+#define LOW_32(a, b) _mm_unpacklo_epi32(a, b)
+#define HIGH_32(a, b) _mm_unpackhi_epi32(a, b)
+#define LOW_64(a, b) _mm_unpacklo_epi64(a, b)
+#define HIGH_64(a, b) _mm_unpackhi_epi64(a, b)
+#endif
+
+static inline uint16_t half_of(float value) { return (uint16_t)_cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
+
+static inline float float_of_half(uint16_t bits) { return _cvtsh_ss(bits); }

@@ -1,0 +1,72 @@
+/* simd.h's vectors for aarch64: NEON, which every such CPU has, and its dot products of bf16 where the object is compiled for
+ * them. */
+#pragma once
+
+#include <arm_neon.h>
+
+#define LANES 4
+typedef float32x4_t vf;
+typedef uint32x4_t vi;
+#define SHIFT_LEFT_16(v) vshlq_n_u32(v, 16)
+#define AND(a, b) vandq_u32(a, b)
+#define SPLAT_INT(i) vdupq_n_u32((uint32_t)(i))
+#define AS_FLOAT(v) vreinterpretq_f32_u32(v)
+#define LOAD_INT(p) vreinterpretq_u32_u16(vld1q_u16((const uint16_t *)(p)))
+#define LOAD(p) vld1q_f32(p)
+#define STORE(p, v) vst1q_f32(p, v)
+#define SPLAT(f) vdupq_n_f32(f)
+#define ZERO() vdupq_n_f32(0.0f)
+#define FMA(a, b, c) vfmaq_f32(c, a, b)
+#define LOAD_4(p) vld1_u16((const uint16_t *)(p))
+#define WIDEN_HALF(p) vcvt_f32_f16(vreinterpret_f16_u16(LOAD_4(p)))
+#define SUM(v) vaddvq_f32(v)
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+#define DOT_BF16(sum, a, b) vbfdotq_f32(sum, vreinterpretq_bf16_u32(a), vreinterpretq_bf16_u32(b))
+#endif
+
+#define WIDEN_BF16(p) AS_FLOAT(vshll_n_u16(LOAD_4(p), 16))
+#define NARROW_HALF(v) vcvt_f16_f32(v)
+#define STORE_HALF(p, v) vst1_u16((uint16_t *)(p), vreinterpret_u16_f16(NARROW_HALF(v)))
+#define ROUND_TO_HALF(v) vcvt_f32_f16(NARROW_HALF(v))
+#define CLAMP(v, low, high) vminq_f32(vmaxq_f32(v, SPLAT(low)), SPLAT(high))
+#define ROUND(v) vrndnq_f32(v)
+/* 2 to the power of v, whose elements are whole numbers. */
+#define POWER_OF_TWO(v) vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(v), vdupq_n_s32(127)), 23))
+
+/* v as bf16, still in 32 bits each. */
+INLINE vi bf16_bits(vf v)
+{
+    const vi bits = vreinterpretq_u32_f32(v), odd = vandq_u32(vshrq_n_u32(bits, 16), SPLAT_INT(1));
+    const vi rounded = vshrq_n_u32(vaddq_u32(bits, vaddq_u32(odd, SPLAT_INT(0x7fff))), 16);
+    return vbslq_u32(vceqq_f32(v, v), rounded, SPLAT_INT(0x7fc0));
+}
+
+INLINE void store_bf16(void *p, vf v) { vst1_u16(p, vmovn_u32(bf16_bits(v))); }
+
+/* Eight numbers of 16 bits; of two vectors, the elements of their low or high halves in turn, as so wide numbers. */
+typedef uint16x8_t v8;
+#define LOAD_8(p) vld1q_u16(p)
+#define STORE_8(p, v) vst1q_u16(p, v)
+#define AS_32(v) vreinterpretq_u32_u16(v)
+#define AS_64(v) vreinterpretq_u64_u16(v)
+#define LOW_16(a, b) vzip1q_u16(a, b)
+#define HIGH_16(a, b) vzip2q_u16(a, b)
+#define LOW_32(a, b) vreinterpretq_u16_u32(vzip1q_u32(AS_32(a), AS_32(b)))
+#define HIGH_32(a, b) vreinterpretq_u16_u32(vzip2q_u32(AS_32(a), AS_32(b)))
+#define LOW_64(a, b) vreinterpretq_u16_u64(vzip1q_u64(AS_64(a), AS_64(b)))
+#define HIGH_64(a, b) vreinterpretq_u16_u64(vzip2q_u64(AS_64(a), AS_64(b)))
+
+static inline uint16_t half_of(float value)
+{
+    const __fp16 half = (__fp16)value;
+    uint16_t bits;
+    memcpy(&bits, &half, sizeof bits);
+    return bits;
+}
+
+static inline float float_of_half(uint16_t bits)
+{
+    __fp16 half;
+    memcpy(&half, &bits, sizeof half);
+    return half;
+}
