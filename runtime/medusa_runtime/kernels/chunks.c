@@ -21,7 +21,7 @@
 #define MADV_POPULATE_WRITE 23 /* Linux 5.14 */
 #endif
 
-enum { LOOK_MS = 100, PAGE = 4096, WAKE_BYTES = 512 << 10 }; /* the kernel's receive buffer grows to hold twice as much */
+enum { LOOK_MS = 100, WAKE_BYTES = 512 << 10 }; /* the kernel's receive buffer grows to hold twice as much */
 
 /* What a function returns; an errno is negative. */
 enum status { DONE, SILENT, ENDED, WRONG, STOPPED };
@@ -136,10 +136,11 @@ static int receive_one(struct receiving *r, uint8_t *data, long size)
 int medusa_receive_chunks(struct receiving *r)
 {
     uint8_t *data = r->data + r->done * r->chunks.bytes;
+    const uintptr_t page_bytes = (uintptr_t)sysconf(_SC_PAGESIZE);
     while (r->done < r->stop) {
         long size = size_of(&r->chunks, r->done);
         if (r->populate && !r->filled) {
-            uint8_t *page = data - (uintptr_t)data % PAGE;
+            uint8_t *page = data - (uintptr_t)data % page_bytes;
             madvise(page, (size_t)(data + size - page), MADV_POPULATE_WRITE); /* else they fault */
         }
         int status = receive_one(r, data, size);
