@@ -139,7 +139,8 @@ def logging_as_it_is() -> Iterator[None]:
         yield
     finally:
         for what, level in levels:
-            what.setLevel(level)
+            if what.level != level:  # to set it looks at every logger
+                what.setLevel(level)
 
 
 @contextmanager

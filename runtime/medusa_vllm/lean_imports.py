@@ -70,6 +70,8 @@ def import_for_real() -> None:
         if (module := sys.modules.get(name)) is not None
         and isinstance(getattr(module.__spec__, "loader", None), _Placeholders)
     }
+    if not placeholders:
+        return
     empty = {vars(module)[name]: (place, name) for place, module in placeholders.items() for name in _NEVER_USED[place]}
     for name, module in placeholders.items():
         del sys.modules[name]
@@ -79,7 +81,7 @@ def import_for_real() -> None:
     for name in placeholders:
         importlib.import_module(name)
     names = {name for _, name in empty.values()}
-    for module in [module for name, module in sys.modules.items() if empty and name.startswith("vllm.")]:
+    for module in [module for name, module in sys.modules.items() if name.startswith("vllm.")]:
         for name in names:
             found = vars(module).get(name)
             if isinstance(found, type) and found in empty:

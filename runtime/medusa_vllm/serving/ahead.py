@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import importlib.metadata
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from .arguments import server_arguments
@@ -18,6 +20,8 @@ _SET_BY_A_START = (
     "VLLM_CPU_", "VLLM_DISABLE_SHARED_EXPERTS_STREAM", "VLLM_DIST_IDENT", "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME",
     "VLLM_SSM_CONV_STATE_LAYOUT", "VLLM_WORKER_MULTIPROC_METHOD",
 )  # fmt: skip
+_PROBE = "_detect_merge_inline_system"
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 
 class _Made(NamedTuple):
@@ -111,4 +115,40 @@ def computed_once(target: Any, method: str) -> Iterator[None]:
         object.__delattr__(target, method)
 
 
-__all__ = ["app_for", "arguments_for", "computed_once", "known_plugins", "make_ahead"]
+@contextmanager
+def probed_once() -> Iterator[None]:
+    """In this context vLLM tries a chat template once for its Anthropic routes, which compile it four times."""
+    try:
+        from vllm.entrypoints.anthropic.serving import AnthropicServingMessages as Messages
+    except ImportError:
+        yield
+        return
+    found = vars(Messages).get(_PROBE)
+    if not isinstance(found, staticmethod):
+        yield
+        return
+    setattr(Messages, _PROBE, staticmethod(functools.cache(found.__func__)))
+    try:
+        yield
+    finally:
+        setattr(Messages, _PROBE, found)
+
+
+def without_processor(config: Any, folder: Path) -> None:
+    """Tell vLLM that a model without a processor's files has no processor, whose chat template it would look for.
+
+    Its search loads the configuration and the tokenizer once more.
+    """
+    from vllm.renderers import hf
+
+    model = config.model_config
+    known = getattr(hf, "_PROCESSOR_CHAT_TEMPLATES", None)
+    if known is None or model.is_multimodal_model or any((folder / name).exists() for name in _PROCESSOR_FILES):
+        return
+    code = model.code_revision if model.tokenizer == model.model else None
+    known[(model.tokenizer, model.tokenizer_revision, code, model.trust_remote_code)] = None
+
+
+__all__ = [
+    "app_for", "arguments_for", "computed_once", "known_plugins", "make_ahead", "probed_once", "without_processor",
+]  # fmt: skip

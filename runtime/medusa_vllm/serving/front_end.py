@@ -19,7 +19,7 @@ from medusa_runtime.timeline import Timeline
 
 from ..imports import logging_as_it_is, no_cache_folder
 from ..lean_imports import functions_as_they_are, import_for_real
-from .ahead import app_for, arguments_for, computed_once, known_plugins
+from .ahead import app_for, arguments_for, computed_once, known_plugins, probed_once, without_processor
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +118,7 @@ class FrontEnd:
             config.structured_outputs_config.backend = "guidance"  # nothing to compile before the first token
         addresses = {name: f"ipc://{folder}/{name.removesuffix('_address')}" for name in _ADDRESSES}
         served.core.attach_front_end(addresses["input_address"], addresses["output_address"])
+        without_processor(config, folder)
         with known_plugins():
             client = AsyncLLM(
                 config,
@@ -129,7 +130,8 @@ class FrontEnd:
             tasks = await client.get_supported_tasks()
             app = app_for(arguments, tasks, client.model_config)
         app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in _NOT_SERVED]
-        with computed_once(config, "compute_hash"), computed_once(config.model_config, "get_diff_sampling_param"):
+        hashed, sampling = computed_once(config, "compute_hash"), computed_once(config.model_config, _SAMPLING)
+        with hashed, sampling, probed_once():
             await init_app_state(client, app.state, arguments, tasks)
         settings = uvicorn.Config(
             app, log_config=None, access_log=False, timeout_keep_alive=_KEEP_ALIVE_S, log_level="warning", ws="none",
@@ -158,6 +160,7 @@ class FrontEnd:
 
 # Every caller could stop the model with them, and its core has no other processes to scale to.
 _NOT_SERVED = ("/scale_elastic_ep", "/is_scaling_elastic_ep")
+_SAMPLING = "get_diff_sampling_param"
 _ADDRESSES = ("input_address", "output_address")
 
 
