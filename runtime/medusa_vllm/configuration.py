@@ -15,6 +15,7 @@ from .cpu.kv_budget import cache_bytes, kv_budget
 from .gpu.arguments import bundle_arguments, gpu_arguments
 from .imports import import_model
 from .plugin import LOAD_FORMAT
+from .structured import TokenizerFolder
 from .weights.attached import settings_for
 from .weights.checkpoint_folder import CheckpointFolder
 
@@ -31,14 +32,22 @@ class Configured(NamedTuple):
 
 
 def configure(
-    folder: CheckpointFolder, region: Region, settings: Settings, timeline: Timeline, compiled: CompiledStart
+    folder: CheckpointFolder,
+    files: TokenizerFolder,
+    region: Region,
+    settings: Settings,
+    timeline: Timeline,
+    compiled: CompiledStart,
 ) -> Configured:
-    """vLLM's configuration. Raises ModelError or ConfigError for what vLLM cannot serve."""
+    """vLLM's configuration. Raises ModelError or ConfigError for what vLLM cannot serve.
+
+    ``folder`` is there until this returns, ``files`` as long as the engine.
+    """
     architectures = folder.config["architectures"]  # checked by models/backend.py
     with timeline.stage("config"):
         for architecture in architectures:
             import_model(str(architecture))
-        arguments = _arguments(folder, region, settings, timeline, compiled)
+        arguments = _arguments(folder, files, region, settings, timeline, compiled)
         config = create(arguments)
     with timeline.stage("kv_plan") as detail:
         budget = kv_budget(config, region, settings)
@@ -50,7 +59,12 @@ def configure(
 
 
 def _arguments(
-    folder: CheckpointFolder, region: Region, settings: Settings, timeline: Timeline, compiled: CompiledStart
+    folder: CheckpointFolder,
+    files: TokenizerFolder,
+    region: Region,
+    settings: Settings,
+    timeline: Timeline,
+    compiled: CompiledStart,
 ) -> dict[str, Any]:
     """What the user's flags of ``vllm serve`` say stands above our settings, and below what a region needs."""
     from vllm.platforms import current_platform
@@ -70,9 +84,11 @@ def _arguments(
     if settings.max_model_len is not None:
         arguments["max_model_len"] = settings.max_model_len
     arguments |= engine_arguments(words(settings))
+    text_only = bool(arguments["language_model_only"])
     arguments |= {
-        "model": str(folder.path),
-        "skip_tokenizer_init": True,  # text is tokenized here, by tokenizer.json
+        # Pictures go through a processor in the core, too, which reads the tokenizer's and its own files.
+        "model": str(folder.path if text_only else files.path()),
+        "skip_tokenizer_init": text_only,  # text is tokenized here, by tokenizer.json
         "generation_config": "vllm",  # without the checkpoint's sampling defaults; what ends a text is read in eos.py
         "load_format": LOAD_FORMAT,
         "model_loader_extra_config": settings_for(region, timeline, settings)

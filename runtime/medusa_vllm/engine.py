@@ -66,10 +66,15 @@ class VllmEngine:
         self._settings, self._region, self._timeline = settings, region, timeline
         self._tokenizer = Tokenizer(region.file("tokenizer.json"), timeline)
         self._compiled = CompiledStart(region, settings, timeline, capture)
+        self._files = TokenizerFolder(region)
         with CheckpointFolder(region) as folder:
-            self.config, budget, self._arguments = configure(folder, region, settings, timeline, self._compiled)
+            self.config, budget, self._arguments = configure(
+                folder, self._files, region, settings, timeline, self._compiled
+            )
             if not self._compiled.suits(self.config):
-                self.config, budget, self._arguments = configure(folder, region, settings, timeline, self._compiled)
+                self.config, budget, self._arguments = configure(
+                    folder, self._files, region, settings, timeline, self._compiled
+                )
             self._configured(budget)
         model = self.config.model_config
         self._vocab_size = model.get_vocab_size()
@@ -84,7 +89,6 @@ class VllmEngine:
         )
         self._core: Any = None
         self._inbox = Inbox()
-        self._files = TokenizerFolder(region)
         self._structured = StructuredCore(
             region, self._inbox, self._files, vocab_size=self._vocab_size, eos_token_ids=self.info.eos_token_ids
         )

@@ -56,6 +56,8 @@ def server_arguments(words: list[str], model: str) -> argparse.Namespace:
     command.subparser_init(parser.add_subparsers(required=True, dest="subparser", parser_class=Parser))
     arguments: argparse.Namespace = parser.parse_args(["serve", model, *words])
     arguments.model = arguments.model_tag
+    if arguments.reasoning_parser:  # vLLM does so when it makes its configuration from these arguments
+        arguments.structured_outputs_config.reasoning_parser = arguments.reasoning_parser
     try:
         command.validate(arguments)
     except (TypeError, ValueError) as error:
