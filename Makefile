@@ -30,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help setup setup-dev demo test test-cluster test-cluster-slow test-vllm vllm-cpu test-aarch64 test-root test-slow test-failed check format bench bench-cluster image audit test-containers test-sagemaker clean fuzz wheels test-imports docs
 
 help: ## Show this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
 setup: $(VENV)/.runtime ## Install the runtime into .venv
 
@@ -62,10 +62,10 @@ $(VENV)/.cluster: $(VENV)/.dev
 	@touch $@
 
 test-cluster: $(VENV)/.cluster ## Run the tests that start Ray or, as root, network namespaces
-	$(PYTEST) -m "cluster and not slow"
+	$(PYTEST) -m "cluster and not slow and not vllm"
 
 test-cluster-slow: $(VENV)/.cluster ## Run the cluster's fault tests, 20 minutes, as root
-	$(PYTEST) -m "cluster and slow"
+	$(PYTEST) -m "cluster and slow and not vllm"
 
 $(VLLM_VENV)/.vllm: pyproject.toml
 	$(PYTHON) -m venv $(VLLM_VENV)

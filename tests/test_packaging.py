@@ -93,7 +93,7 @@ def test_wheel_has_the_templates(wheel: Path) -> None:
 def test_installed_package_makes_projects(installed: Path, tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
-from medusa_adapters.cli import new, template_folder
+from medusa_adapters.cli.project import new, template_folder
 assert new.__file__.startswith(sys.path[0])
 assert str(template_folder.template_folder("chat")).startswith(sys.path[0])
 for name in new.TEMPLATES:
