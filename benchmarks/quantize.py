@@ -228,7 +228,7 @@ FORMATS: dict[str, Format] = {
 
 
 def _is_linear(name: str) -> bool:
-    """Whether a tensor is a weight of attention, an MLP or an expert, which are what checkpoints quantize."""
+    """Return whether checkpoints quantize this tensor: a weight of attention, an MLP or an expert."""
     return name.removesuffix(".weight").endswith(_LINEAR) and name.endswith(".weight")
 
 

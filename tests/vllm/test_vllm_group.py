@@ -67,6 +67,8 @@ def test_a_message_brings_data_and_nothing_that_runs() -> None:
     import numpy
     import torch
     from medusa_cluster.group.vllm.calls import read, written
+    from vllm import sampling_params
+    from vllm.config import ModelConfig
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -79,9 +81,14 @@ def test_a_message_brings_data_and_nothing_that_runs() -> None:
     assert read(written(value)) == value
     array = numpy.arange(6, dtype=numpy.int32).reshape(2, 3)
     assert (read(written(array)) == array).all()
-    for wrong in (subprocess.run, pickle.loads, Path, torch.load, importlib.import_module):
+    for wrong in (subprocess.run, pickle.loads, Path, torch.load, importlib.import_module, ModelConfig):
         with pytest.raises(EngineError, match="expected only data"):
             read(pickle.dumps(wrong))
+    # Through a module that may be named, by what it imported.
+    assert isinstance(sampling_params.ModelConfig, type)
+    for name in ("ModelConfig", "json_mod.JSONDecoder"):
+        with pytest.raises(EngineError, match="expected only data"):
+            read(b"\x80\x04\x8c\x14vllm.sampling_params\x8c" + bytes((len(name),)) + name.encode() + b"\x93.")
     for wrong in (b"", b"\x80\x05.", b"junk"):
         with pytest.raises(EngineError):
             read(wrong)

@@ -1,1 +1,1 @@
-"""What is run: whole models, and the same models as layers, with checkpoints of their true shapes."""
+"""The models that are measured, whole and as lists of layers, with checkpoints of their true shapes."""

@@ -1,4 +1,4 @@
-"""What nodes and gateways say of themselves, checked before it is kept.
+"""Checks of the reports of nodes and gateways, before the controller keeps them.
 
 Decisions are taken about all nodes at once, so a single report that cannot be used would stop all of them.
 """

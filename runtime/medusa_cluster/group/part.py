@@ -23,6 +23,7 @@ from medusa_runtime.timeline import Timeline
 from .gathering import send_blocks
 from .identity import Beats
 from .member import Member
+from .membership import LostError, serve_group
 from .plan import GroupPlan
 from .steps import StepReader, ending, forbid, sampled_values
 from .wire.channel import Greeting, Listener, TcpChannel, connect, error_of
@@ -32,10 +33,6 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.2
 _GRACE_S = 1.0  # for the leader's word, when a neighbour has gone: it may have heard it first
-
-
-class LostError(EngineError):
-    """The group is gone without having been dissolved."""
 
 
 class Part(Member):
@@ -63,13 +60,7 @@ class Part(Member):
         return self._instance.is_set()
 
     def run(self, stop: threading.Event) -> None:
-        try:
-            self.released = self._serve_group(stop)
-        except LostError as error:
-            if not self.plan.full:
-                raise
-            logger.error("%s; this worker becomes an instance", error)  # noqa: TRY400
-            self.released = "instance"
+        self.released = serve_group(lambda: _Session(self, stop.is_set), self.plan, stop)
         if self.released == "instance" and not stop.is_set():
             self._pace.alone()
             self.load_rest_now()
@@ -77,26 +68,6 @@ class Part(Member):
             super().run(stop)
         elif not self.plan.exit:
             stop.wait()
-
-    def _serve_group(self, stop: threading.Event) -> str:
-        """Serve until the group is dissolved; what this worker becomes. Joins again when the leader was replaced."""
-        deadline = time.monotonic() + self.plan.form_s
-        while True:
-            session = _Session(self, stop.is_set)
-            try:
-                with torch.inference_mode():
-                    return session.run(deadline)
-            except LostError as error:
-                if not session.joined and time.monotonic() > deadline:
-                    raise
-                logger.warning("%s; joining again", error)
-            finally:
-                session.close()
-            if stop.is_set():
-                return "end"
-            if session.joined:
-                deadline = time.monotonic() + self.plan.form_s
-            stop.wait(_LOOK_S)
 
 
 class _Session:
@@ -123,6 +94,7 @@ class _Session:
             self._plan.bind, 0, group=self._number, token=self._plan.token, accept=self._accept, link=part.link
         )
 
+    @torch.inference_mode()
     def run(self, deadline: float) -> str:
         leader = self._leader = self._join(deadline)
         self._channels.append(leader)
@@ -288,4 +260,4 @@ class _Session:
             channel.close()
 
 
-__all__ = ["LostError", "Part"]
+__all__ = ["Part"]

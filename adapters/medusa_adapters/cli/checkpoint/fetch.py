@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def can_end_anywhere(arguments: argparse.Namespace) -> bool:
-    """Whether this process may end at once at Ctrl-C: it leaves no file to remove. A copy to a folder does."""
+    """Return whether Ctrl-C may end this process at once: not in a copy to a folder, where it removes its files."""
     return arguments.to is None
 
 

@@ -1,1 +1,1 @@
-"""What a request body of the OpenAI interface may say: its fields, sampling parameters and form of answer."""
+"""Request bodies of the OpenAI interface: fields, sampling parameters and response formats."""

@@ -1,7 +1,8 @@
-"""What the leader's scheduler tells its workers and what they answer, as bytes.
+"""Serialization of the calls from the leader's scheduler to its workers, and of their results.
 
-vLLM's own processes pickle these objects. Here only its classes that hold data are read back, and what numpy and torch
-need for arrays: nothing in a message can run code.
+vLLM's own processes pickle these objects. Here only the data classes of a few of its modules are read back, and what
+numpy and torch need for arrays: nothing in a message can run code. Other classes of vLLM's do run code when they are
+made: its ``ModelConfig`` loads that of a checkpoint.
 """
 
 from __future__ import annotations
@@ -31,6 +32,18 @@ _OTHERS = frozenset(
         ("_codecs", "encode"),
     )
 )
+_VLLM_MODULES = frozenset(
+    (
+        "vllm.lora.request",
+        "vllm.multimodal.inputs",
+        "vllm.pooling_params",
+        "vllm.sampling_params",
+        "vllm.v1.core.sched.output",
+        "vllm.v1.kv_cache_interface",
+        "vllm.v1.outputs",
+    )
+)
+_VLLM_OTHERS = frozenset((("vllm.v1.worker.worker_base", "CompilationTimes"),))
 
 
 def written(value: Any) -> bytes:
@@ -56,9 +69,10 @@ class _Reader(pickle.Unpickler):
             found = super().find_class(module, name)
             if type(found).__name__ == "dtype":
                 return found
-        if module.startswith("vllm."):
+        if module in _VLLM_MODULES or (module, name) in _VLLM_OTHERS:
             found = super().find_class(module, name)
-            if isinstance(found, type) and _holds_data(found):
+            # A module also names what it imported from others.
+            if isinstance(found, type) and found.__module__ == module and _holds_data(found):
                 return found
         raise EngineError(f"a message of the group names {module}.{name}; expected only data")
 

@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from typing import Any
+from typing import TYPE_CHECKING
 
 from medusa_runtime.config import Settings
 from medusa_runtime.engine.base import GenerateRequest
 from medusa_runtime.engine.serving.requests import Sink
-from medusa_runtime.errors import EngineError, MedusaError, OverloadedError
+from medusa_runtime.errors import OverloadedError
 from medusa_runtime.region.reader import Region
 from medusa_runtime.state.kv_plan import KvPlan
 from medusa_runtime.timeline import Timeline
 from medusa_vllm.engine import VllmEngine
-from medusa_vllm.version import UNKNOWN_PARTS
 
+from ..membership import serve_group
 from ..pace import Pace
-from ..part import LostError
 from ..plan import GroupPlan
 from ..wire.link import Link
 from .configuration import Share, layers_of, share
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from .rank import Rank
 
-_LOOK_S = 0.2
+logger = logging.getLogger(__name__)
 
 
 class Part(VllmEngine):
@@ -37,7 +36,7 @@ class Part(VllmEngine):
         self.released: str | None = None  # "end" or "instance"
         self._layers = layers_of(region, settings)
         self._share: Share | None = None
-        self._rank: Any = None
+        self._rank: Rank | None = None
         self._instance = threading.Event()
         super().__init__(region, settings, timeline)
         self._pace = Pace(region, self._loaded_own, full=plan.full)
@@ -55,13 +54,7 @@ class Part(VllmEngine):
         super().close()
 
     def run(self, stop: threading.Event) -> None:
-        try:
-            self.released = self._serve_group(stop)
-        except LostError as error:
-            if not self.plan.full:
-                raise
-            logger.error("%s; this worker becomes an instance", error)  # noqa: TRY400
-            self.released = "instance"
+        self.released = serve_group(lambda: self._join(stop), self.plan, stop)
         if self.released == "instance" and not stop.is_set():
             self._pace.alone()
             self._instance.set()
@@ -74,32 +67,12 @@ class Part(VllmEngine):
             self.config, self._arguments, self._layers, self.plan, plan, self._region, self._settings, self._timeline
         )
 
-    def _serve_group(self, stop: threading.Event) -> str:
-        """Serve until the group is dissolved; what this worker becomes. Joins again when the leader was replaced."""
+    def _join(self, stop: threading.Event) -> Rank:
         from .rank import Rank
 
         assert self._share is not None
-        deadline = time.monotonic() + self.plan.form_s
-        while True:
-            rank = self._rank = Rank(self._share, self.plan, self.link, self._timeline, stop.is_set, self._served)
-            try:
-                return rank.run(deadline)
-            except LostError as error:
-                if not rank.joined and time.monotonic() > deadline:
-                    raise
-                logger.warning("%s; joining again", error)
-            except UNKNOWN_PARTS as error:
-                raise EngineError(f"this version of vLLM cannot be a worker of a group: {error}") from error
-            except MedusaError as error:
-                rank.report(error)
-                raise
-            finally:
-                rank.close()
-            if stop.is_set():
-                return "end"
-            if rank.joined:
-                deadline = time.monotonic() + self.plan.form_s
-            stop.wait(_LOOK_S)
+        self._rank = Rank(self._share, self.plan, self.link, self._timeline, stop.is_set, self._served)
+        return self._rank
 
     def _served(self, served: bool) -> None:
         """What the leader says of all workers."""

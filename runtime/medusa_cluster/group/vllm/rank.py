@@ -17,12 +17,13 @@ from typing import Any
 from medusa_runtime.errors import EngineError, MedusaError
 from medusa_runtime.timeline import Timeline
 from medusa_vllm.executor import PreparedWorker, join_group_of_one
+from medusa_vllm.version import UNKNOWN_PARTS
 from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from ..identity import Beats
-from ..part import LostError
+from ..membership import LostError
 from ..plan import GroupPlan
 from ..wire.channel import Greeting, Listener, TcpChannel, connect, error_of
 from ..wire.link import Link
@@ -83,6 +84,11 @@ class Rank:
             if self._become is None:
                 raise
             return self._become  # the group was dissolved during a step, whose hidden states will never come
+        except UNKNOWN_PARTS as error:
+            raise EngineError(f"this version of vLLM cannot be a worker of a group: {error}") from error
+        except MedusaError as error:
+            self._report(error)
+            raise
 
     def _serve(self) -> str:
         pipe = self._load()
@@ -230,7 +236,7 @@ class Rank:
         self._leader.send(packed(Kind.STAGES, self._number, {"stages": new}, stage=self._plan.rank))
         self._leader.flush(1.0)
 
-    def report(self, error: MedusaError) -> None:
+    def _report(self, error: MedusaError) -> None:
         """Tell the leader why this worker gives up."""
         if self._leader is not None:
             try:

@@ -1,0 +1,64 @@
+"""How a worker that is not the leader stays in its group: it joins, serves, and joins again when the leader changed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from medusa_runtime.errors import EngineError
+
+from .plan import GroupPlan
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.2
+
+
+class LostError(EngineError):
+    """The group is gone without having been dissolved."""
+
+
+class Session(Protocol):
+    """One membership, from the greeting to the end of the connection to the leader."""
+
+    joined: bool
+
+    def run(self, deadline: float) -> str:
+        """Serve until the group is dissolved, and return what this worker becomes: ``end`` or ``instance``.
+
+        ``deadline``: until when to join, in seconds of the monotonic clock. Raises LostError.
+        """
+
+    def close(self) -> None: ...
+
+
+def serve_group(begin: Callable[[], Session], plan: GroupPlan, stop: threading.Event) -> str:
+    """Serve until the group is dissolved, and return what this worker becomes: ``end`` or ``instance``.
+
+    A worker with room for all layers becomes an instance when the group is gone; others raise LostError.
+    """
+    deadline = time.monotonic() + plan.form_s
+    while True:
+        session = begin()
+        try:
+            return session.run(deadline)
+        except LostError as error:
+            if not session.joined and time.monotonic() > deadline:
+                if not plan.full:
+                    raise
+                logger.error("%s; this worker becomes an instance", error)  # noqa: TRY400
+                return "instance"
+            logger.warning("%s; joining again", error)
+        finally:
+            session.close()
+        if stop.is_set():
+            return "end"
+        if session.joined:
+            deadline = time.monotonic() + plan.form_s
+        stop.wait(_LOOK_S)
+
+
+__all__ = ["LostError", "Session", "serve_group"]
