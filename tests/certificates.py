@@ -15,7 +15,7 @@ def make_certificates(folder: Path) -> tuple[Path, Path, Path]:
     def openssl(*arguments: str | Path) -> None:
         subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True)
 
-    new = ("-newkey", "rsa:2048", "-nodes", "-subj")
+    new = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj")  # made at once
     openssl("req", "-x509", *new, "/CN=cluster", "-days", "2", "-keyout", ca_key, "-out", ca)
     openssl("req", *new, "/CN=node", "-keyout", key, "-out", request)
     openssl("x509", "-req", "-in", request, "-CA", ca, "-CAkey", ca_key, "-CAcreateserial", "-days", "2", "-out", cert)

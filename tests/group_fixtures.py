@@ -17,6 +17,7 @@ from engine_fixtures import SETTINGS, Served, fill_region
 from medusa_cluster.group.engine import open_engine
 from medusa_runtime.timeline import Timeline
 
+FILES = ("ca_file", "cert_file", "key_file")  # of a plan with certificates
 _numbers = itertools.count()
 
 
@@ -39,7 +40,7 @@ class Group:
     def __init__(self, stack: ExitStack, folder: Path, checkpoint: Path, layers: list[str], **settings: Any) -> None:
         plan = {
             key: settings.pop(key)
-            for key in ("then", "form_s", "silent_s", "full", "token", "link_bytes_per_s", "mode", "schedule")
+            for key in ("then", "form_s", "silent_s", "full", "token", "link_bytes_per_s", "mode", "schedule", *FILES)
             if key in settings
         }
         self.stack = stack
@@ -63,7 +64,7 @@ class Group:
         plan = {**self.plan, "rank": rank}
         if rank == 0:
             plan["full"] = True
-        plan |= {key: changes.pop(key) for key in tuple(changes) if key in plan or key in ("full", "mode")}
+        plan |= {key: changes.pop(key) for key in tuple(changes) if key in plan or key in ("full", "mode", *FILES)}
         path = self.folder / f"{self.plan['group']}-{rank}.json"
         path.write_text(json.dumps(plan))
         region = changes.pop("region", None)

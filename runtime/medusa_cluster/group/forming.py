@@ -98,7 +98,7 @@ def gather(
     """Wait for the workers of these ranks. EngineError when they do not come in time, or one does not fit."""
     greetings: queue.SimpleQueue[Greeting] = queue.SimpleQueue()
     host, port = plan.leader_place
-    listener = Listener(host, port, group=plan.number, token=plan.token, accept=greetings.put, link=link)
+    listener = Listener(host, port, group=plan.number, access=plan.access, accept=greetings.put, link=link)
     found: dict[int, Worker] = {}
     deadline = time.monotonic() + plan.form_s
     try:
@@ -166,7 +166,7 @@ def _connected(
 
     def channel(worker: Worker, purpose: str) -> TcpChannel:
         return connect(
-            worker.place, group=plan.number, token=plan.token, rank=0, purpose=purpose, deadline=deadline, link=link,
+            worker.place, group=plan.number, access=plan.access, rank=0, purpose=purpose, deadline=deadline, link=link,
             stopped=stopped,
         )  # fmt: skip
 

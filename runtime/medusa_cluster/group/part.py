@@ -91,7 +91,7 @@ class _Session:
         self._told = 0  # how many stages of the timeline the leader has
         self.joined = False
         self._listener = Listener(
-            self._plan.bind, 0, group=self._number, token=self._plan.token, accept=self._accept, link=part.link
+            self._plan.bind, 0, group=self._number, access=self._plan.access, accept=self._accept, link=part.link
         )
 
     @torch.inference_mode()
@@ -121,7 +121,7 @@ class _Session:
         place = f"{plan.bind}:{self._listener.port}"
         try:
             return connect(
-                plan.leader, group=self._number, token=plan.token, rank=plan.rank, purpose="steps", deadline=deadline,
+                plan.leader, group=self._number, access=plan.access, rank=plan.rank, purpose="steps", deadline=deadline,
                 stopped=self._stopped, link=self._part.link, place=place, **self._part.identity(),
             )  # fmt: skip
         except EngineError as error:
@@ -132,7 +132,7 @@ class _Session:
         self.joined = True
         if values.get("next") is not None:
             self._next = connect(
-                str(values["next"]), group=self._number, token=plan.token, rank=plan.rank, purpose="hidden",
+                str(values["next"]), group=self._number, access=plan.access, rank=plan.rank, purpose="hidden",
                 deadline=time.monotonic() + plan.silent_s, stopped=self._stopped, link=self._part.link,
             )  # fmt: skip
             self._channels.append(self._next)

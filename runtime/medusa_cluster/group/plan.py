@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_runtime.errors import ConfigError
+from medusa_runtime.storage.peer_access import PeerAccess
 
 THEN = ("down", "up", "stay")
 MODES = ("pipeline", "live", "disaggregated")
@@ -35,6 +36,7 @@ class GroupPlan:
     silent_s: after so many seconds without a sign of life a worker counts as dead.
     exit: whether a worker's process ends when it is released; otherwise it waits for SIGTERM.
     link_bytes_per_s: an emulated network, for measurements on one machine.
+    ca_file, cert_file, key_file: the certificates with which workers encrypt their connections; all three, or none.
     """
 
     group: str
@@ -52,6 +54,9 @@ class GroupPlan:
     schedule: str = "zigzag"
     exit: bool = False
     link_bytes_per_s: float | None = None
+    ca_file: str | None = None
+    cert_file: str | None = None
+    key_file: str | None = None
 
     @classmethod
     def read(cls, path: str) -> GroupPlan:
@@ -83,6 +88,11 @@ class GroupPlan:
         return plan
 
     @property
+    def access(self) -> PeerAccess:
+        """What workers show each other, as nodes do."""
+        return PeerAccess(self.token, self.ca_file, self.cert_file, self.key_file)
+
+    @property
     def queue(self) -> str:
         """How an instance that helps another chooses its work."""
         return "whole" if self.mode == "disaggregated" else self.schedule
@@ -104,10 +114,12 @@ _ACCEPTED: dict[str, tuple[type, ...]] = {
     "bool": (bool,),
     "float": (float, int),
     "float | None": (float, int, type(None)),
+    "str | None": (str, type(None)),
 }
 
 
 def _check(plan: GroupPlan, where: str) -> None:
+    files = [path for path in (plan.ca_file, plan.cert_file, plan.key_file) if path]
     checks = (
         (plan.size >= 2, "size", "at least two workers", plan.size),
         (0 <= plan.rank < plan.size, "rank", f"0 to {plan.size - 1}", plan.rank),
@@ -118,6 +130,7 @@ def _check(plan: GroupPlan, where: str) -> None:
         (plan.mode != "live" or plan.size == 2, "size", "2, a live pair", plan.size),
         (plan.schedule in SCHEDULES, "schedule", "one of " + ", ".join(SCHEDULES), plan.schedule),
         (bool(plan.token), "token", "a secret", "an empty one"),
+        (len(files) in (0, 3), "ca_file, cert_file, key_file", "all three or none", files),
         (plan.form_s > 0 and plan.silent_s > 0, "form_s, silent_s", "seconds above 0", (plan.form_s, plan.silent_s)),
         (plan.leader.rpartition(":")[2].isdecimal(), "leader", "HOST:PORT", plan.leader),
     )

@@ -13,6 +13,7 @@ from typing import Any
 from medusa_runtime.errors import ConfigError
 
 from ..group.plan import GroupPlan
+from .settings import TlsFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +24,19 @@ class GroupWorker:
     layers: str | None
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any], host: str) -> GroupWorker:
-        """What ``start`` is given as ``group``; ``host`` is this node's address. Raises ConfigError."""
+    def from_json(cls, found: Mapping[str, Any], host: str, tls: TlsFiles | None = None) -> GroupWorker:
+        """What ``start`` is given as ``group``, with this node's address and certificates. Raises ConfigError."""
         if not isinstance(found, Mapping):
             raise ConfigError(f"group: expected an object, found {found!r}")
         values = dict(found)
         layers = values.pop("layers", None)
         if layers is not None and not isinstance(layers, str):
             raise ConfigError(f"group: layers: expected START:STOP, found {layers!r}")
-        return cls(GroupPlan.parse({**values, "bind": host}, "group"), layers)
+        ours: dict[str, Any] = {"bind": host, "ca_file": None, "cert_file": None, "key_file": None}
+        if tls is not None:
+            files = {"ca_file": tls.authority, "cert_file": tls.certificate, "key_file": tls.key}
+            ours |= {name: str(path.absolute()) for name, path in files.items()}
+        return cls(GroupPlan.parse(values | ours, "group"), layers)
 
     def consolidated(self, keep: int) -> GroupWorker:
         """The same worker of a group of which so many workers become instances."""

@@ -153,7 +153,7 @@ class Operations:
     async def _start(self, request: dict[str, Any]) -> dict[str, int]:
         deployment = Deployment.from_json(request["deployment"])
         group = request.get("group")
-        worker = None if group is None else GroupWorker.from_json(group, self._settings.host)
+        worker = None if group is None else GroupWorker.from_json(group, self._settings.host, self._settings.tls)
         return {"port": await self._instances.start(str(request["id"]), deployment, worker)}
 
     async def _group_port(self, _: dict[str, Any]) -> dict[str, int]:

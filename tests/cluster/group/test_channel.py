@@ -16,15 +16,18 @@ from medusa_cluster.group.wire.channel import Greeting, Listener, TcpChannel, co
 from medusa_cluster.group.wire.link import Link
 from medusa_cluster.group.wire.message import HEADER_BYTES, Kind, Message, hidden_states, packed, parse_header
 from medusa_runtime.errors import EngineError
+from medusa_runtime.storage.peer_access import PeerAccess
 
 GROUP = 77
 
 
-@pytest.fixture
-def pair() -> Iterator[tuple[TcpChannel, TcpChannel]]:
+@pytest.fixture(params=["plain", "encrypted"])
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[TcpChannel, TcpChannel]]:
+    files = request.getfixturevalue("certificates") if request.param == "encrypted" else ()
+    access = PeerAccess("secret", *files)
     accepted: queue.SimpleQueue[Greeting] = queue.SimpleQueue()
-    listener = Listener("127.0.0.1", 0, group=GROUP, token="secret", accept=accepted.put, link=None)
-    ours = connected(listener, "secret")
+    listener = Listener("127.0.0.1", 0, group=GROUP, access=access, accept=accepted.put, link=None)
+    ours = connected(listener, access)
     greeting = accepted.get(timeout=240)
     assert (greeting.rank, greeting.purpose, greeting.values["dtype"]) == (3, "steps", "bfloat16")
     yield ours, greeting.channel
@@ -33,10 +36,10 @@ def pair() -> Iterator[tuple[TcpChannel, TcpChannel]]:
     listener.close()
 
 
-def connected(listener: Listener, token: str, **options: Any) -> TcpChannel:
+def connected(listener: Listener, access: PeerAccess, **options: Any) -> TcpChannel:
     given = {"deadline": time.monotonic() + 60, **options}
     return connect(
-        f"127.0.0.1:{listener.port}", group=GROUP, token=token, rank=3, purpose="steps", dtype="bfloat16", **given
+        f"127.0.0.1:{listener.port}", group=GROUP, access=access, rank=3, purpose="steps", dtype="bfloat16", **given
     )
 
 
@@ -77,9 +80,9 @@ def test_the_end_of_a_peer_is_seen_by_reader_and_sender(pair: Any) -> None:
 
 def test_a_wrong_token_is_refused() -> None:
     accepted: queue.SimpleQueue[Greeting] = queue.SimpleQueue()
-    listener = Listener("127.0.0.1", 0, group=GROUP, token="secret", accept=accepted.put, link=None)
+    listener = Listener("127.0.0.1", 0, group=GROUP, access=PeerAccess("secret"), accept=accepted.put, link=None)
     with pytest.raises(EngineError, match="could not be reached"):
-        connected(listener, "wrong", deadline=time.monotonic() + 0.2)
+        connected(listener, PeerAccess("wrong"), deadline=time.monotonic() + 0.2)
     assert accepted.empty()
     listener.close()
 
@@ -97,7 +100,7 @@ def test_what_is_no_message_is_refused(data: bytes, reason: str) -> None:
     with pytest.raises(EngineError, match=reason):
         parse_header(data)
     accepted: queue.SimpleQueue[Greeting] = queue.SimpleQueue()
-    listener = Listener("127.0.0.1", 0, group=GROUP, token="secret", accept=accepted.put, link=None)
+    listener = Listener("127.0.0.1", 0, group=GROUP, access=PeerAccess("secret"), accept=accepted.put, link=None)
     with socket.create_connection(("127.0.0.1", listener.port)) as stranger:
         stranger.sendall(data)
         while stranger.recv(4096):  # the challenge, then the end
@@ -113,18 +116,25 @@ def test_hidden_states_of_another_size_are_refused() -> None:
             wrong.tensor()
 
 
-def test_nobody_is_there(pair: Any) -> None:
+def test_nobody_is_there() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with pytest.raises(EngineError, match="could not be reached"):
-        connect(f"127.0.0.1:{port}", group=1, token="", rank=0, purpose="steps", deadline=time.monotonic() + 0.2)
+        connect(
+            f"127.0.0.1:{port}",
+            group=1,
+            access=PeerAccess(""),
+            rank=0,
+            purpose="steps",
+            deadline=time.monotonic() + 0.2,
+        )
 
 
-def test_an_emulated_link_slows_what_is_sent(pair: Any) -> None:
+def test_an_emulated_link_slows_what_is_sent() -> None:
     accepted: queue.SimpleQueue[Greeting] = queue.SimpleQueue()
-    listener = Listener("127.0.0.1", 0, group=GROUP, token="secret", accept=accepted.put, link=None)
-    ours = connected(listener, "secret", link=Link(10e6))
+    listener = Listener("127.0.0.1", 0, group=GROUP, access=PeerAccess("secret"), accept=accepted.put, link=None)
+    ours = connected(listener, PeerAccess("secret"), link=Link(10e6))
     theirs = accepted.get(timeout=240).channel
     began = time.monotonic()
     ours.send(Message(Kind.BLOCK, GROUP, body=bytes(2_000_000)))

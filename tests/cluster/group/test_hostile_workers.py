@@ -25,6 +25,7 @@ from medusa_runtime.engine import frames
 from medusa_runtime.engine.base import GenerateRequest, SamplingParams
 from medusa_runtime.engine.torch.kv_cache import KvCache, KvShape
 from medusa_runtime.errors import MedusaError
+from medusa_runtime.storage.peer_access import PeerAccess
 
 GROUP, TOKEN = 7, "the group's secret"
 
@@ -34,14 +35,16 @@ class Door:
 
     def __init__(self) -> None:
         self.let_in: queue.SimpleQueue[Greeting] = queue.SimpleQueue()
-        self.listener = Listener("127.0.0.1", 0, group=GROUP, token=TOKEN, accept=self.let_in.put, link=None)
+        self.listener = Listener(
+            "127.0.0.1", 0, group=GROUP, access=PeerAccess(TOKEN), accept=self.let_in.put, link=None
+        )
 
     def stranger(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.listener.port), timeout=60)
 
     def lets_a_member_in(self) -> None:
         member = connect(
-            f"127.0.0.1:{self.listener.port}", group=GROUP, token=TOKEN, rank=1, purpose="steps",
+            f"127.0.0.1:{self.listener.port}", group=GROUP, access=PeerAccess(TOKEN), rank=1, purpose="steps",
             deadline=time.monotonic() + 60,
         )  # fmt: skip
         greeting = self.let_in.get(timeout=60)
@@ -122,7 +125,7 @@ def test_who_listens_in_the_place_of_a_worker_does_not_learn_the_token() -> None
         thread.start()
         with pytest.raises(MedusaError, match="could not be reached"):
             connect(
-                f"127.0.0.1:{taken.getsockname()[1]}", group=GROUP, token=TOKEN, rank=1, purpose="steps",
+                f"127.0.0.1:{taken.getsockname()[1]}", group=GROUP, access=PeerAccess(TOKEN), rank=1, purpose="steps",
                 deadline=time.monotonic(),
             )  # fmt: skip
         thread.join()

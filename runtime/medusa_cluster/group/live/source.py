@@ -58,7 +58,9 @@ class Source(TorchEngine):
         super().__init__(region, settings, timeline)
         host, port = plan.leader_place
         link = Link(plan.link_bytes_per_s) if plan.link_bytes_per_s else None
-        self._pair_listener = Listener(host, port, group=plan.number, token=plan.token, accept=self._accept, link=link)
+        self._pair_listener = Listener(
+            host, port, group=plan.number, access=plan.access, accept=self._accept, link=link
+        )
         if plan.mode == "disaggregated":
             threading.Thread(target=self._follow_plan, name="live-plan", daemon=True).start()
 

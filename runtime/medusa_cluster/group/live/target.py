@@ -108,7 +108,7 @@ class _Helper:
         link = Link(plan.link_bytes_per_s) if plan.link_bytes_per_s else None
         identity = identity_of(target._region, target._model.config, target._dtype, size=plan.size)
         channel = self._channel = connect(
-            plan.leader, group=plan.number, token=plan.token, rank=plan.rank, purpose="live",
+            plan.leader, group=plan.number, access=plan.access, rank=plan.rank, purpose="live",
             deadline=time.monotonic() + plan.form_s, stopped=stop.is_set, link=link, **identity,
         )  # fmt: skip
         threading.Thread(target=self._read, args=(channel,), name="live-source", daemon=True).start()

@@ -69,7 +69,7 @@ class Rank:
         self._worker: Any = None
         self.loaded = False
         self.joined = False
-        self._listener = Listener(plan.bind, 0, group=self._number, token=plan.token, accept=self._accept, link=link)
+        self._listener = Listener(plan.bind, 0, group=self._number, access=plan.access, accept=self._accept, link=link)
 
     def run(self, deadline: float) -> str:
         """Serve until the group is dissolved; what this worker becomes: ``end`` or ``instance``.
@@ -163,7 +163,7 @@ class Rank:
         place = f"{plan.bind}:{self._listener.port}"
         try:
             leader = connect(
-                plan.leader, group=self._number, token=plan.token, rank=plan.rank, purpose="steps", deadline=deadline,
+                plan.leader, group=self._number, access=plan.access, rank=plan.rank, purpose="steps", deadline=deadline,
                 stopped=self._stopped, link=self._link, place=place, **self._share.identity,
             )  # fmt: skip
         except EngineError as error:
@@ -197,7 +197,7 @@ class Rank:
         pipe = self._made.result()
         if values.get("next") is not None:
             following = connect(
-                str(values["next"]), group=self._number, token=plan.token, rank=plan.rank, purpose="hidden",
+                str(values["next"]), group=self._number, access=plan.access, rank=plan.rank, purpose="hidden",
                 deadline=time.monotonic() + plan.silent_s, stopped=self._stopped, link=self._link,
             )  # fmt: skip
             self._channels.append(following)

@@ -1,7 +1,8 @@
 """A connection between two workers for one class of messages, over TCP.
 
-Activations, keys and values, and weights never share a connection, so that none waits behind another. A reader thread
-of the owner always drains a channel: two workers that wait to send to each other would wait for ever otherwise.
+With the cluster's certificates it is encrypted by mutual TLS. Activations, keys and values, and weights never share a
+connection, so that none waits behind another. A reader thread of the owner always drains a channel: two workers that
+wait to send to each other would wait for ever otherwise.
 """
 
 from __future__ import annotations
@@ -12,13 +13,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from medusa_runtime.errors import EngineError, MedusaError, from_code
+from medusa_runtime.storage.peer_access import PeerAccess
 
 from .handshake import answer, challenge, greeting, is_answer, read_greeting
 from .link import Link
-from .message import HEADER_BYTES, LARGEST_BYTES, LARGEST_GREETING_BYTES, Message, parse_header
+from .message import HEADER_BYTES, LARGEST_BYTES, LARGEST_GREETING_BYTES, Kind, Message, parse_header
+
+if TYPE_CHECKING:
+    import ssl
+
+    from .encryption import Encryption
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +35,7 @@ _GREETING_S = 5.0  # for all of a handshake
 _MOST_STRANGERS = 64  # connections that have not shown yet that they may talk here; then the oldest one is closed
 _PAUSE_S = 0.05  # where no connection can be taken, as this process has no descriptors left
 _PIECE_BYTES = 64 << 10
+_MOST_PIECES = 64  # for one system call; the kernel takes 1024
 _PRIORITY, _TOS = 6, 0xB8  # the highest without privileges; expedited forwarding (RFC 3246)
 _SO_MAX_PACING_RATE = 47
 _UNLIMITED = (1 << 32) - 1
@@ -55,10 +63,17 @@ class TcpChannel:
     """See ``Channel``. What the socket does not take at once is sent by a thread, which starts when it is needed.
 
     ``urgent``: its packets go before others on this node (SO_PRIORITY) and, marked, on the way (IP_TOS). ``link``: the
-    emulated wire that the messages take.
+    emulated wire that the messages take. ``encryption``: the TLS session of the connection, if it has one.
     """
 
-    def __init__(self, connection: socket.socket, *, urgent: bool, link: Link | None = None) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        *,
+        urgent: bool,
+        link: Link | None = None,
+        encryption: Encryption | None = None,
+    ) -> None:
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
@@ -70,6 +85,8 @@ class TcpChannel:
                 connection.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_TCLASS, _TOS)
         self._socket = connection
         self._link = link
+        self._encryption = encryption
+        self._receive_into = connection.recv_into if encryption is None else encryption.receive_into
         self._waiting: deque[memoryview] = deque()
         self._changed = threading.Condition()
         self._writer: threading.Thread | None = None
@@ -84,6 +101,8 @@ class TcpChannel:
             if self._broken or self._closed:
                 raise EngineError("the connection to another worker of the group is broken")
             self.sent_bytes += sum(map(len, pieces))
+            if self._encryption is not None:
+                pieces = self._encryption.seal(*pieces)
             if not self._waiting and self._link is None:
                 pieces = self._send_now(pieces)
             self._waiting.extend(piece for piece in pieces if len(piece))
@@ -96,7 +115,7 @@ class TcpChannel:
     def _send_now(self, pieces: list[memoryview]) -> list[memoryview]:
         """Send what the socket takes without waiting; what is left."""
         try:
-            sent = self._socket.sendmsg(pieces, (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            sent = self._socket.sendmsg(pieces[:_MOST_PIECES], (), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except BlockingIOError:
             return pieces
         except OSError as error:
@@ -119,8 +138,6 @@ class TcpChannel:
             part = piece[:_PIECE_BYTES]
             try:
                 if self._link is not None:
-                    if len(piece) == HEADER_BYTES and self._link.delay_s:
-                        time.sleep(self._link.delay_s)
                     self._link.take(len(part))
                 self._socket.sendall(part)
             except OSError:
@@ -137,9 +154,16 @@ class TcpChannel:
     def receive(self) -> Message | None:
         return self._receive(LARGEST_BYTES)
 
+    @property
+    def refusal(self) -> str | None:
+        """Why the peer has ended the encrypted connection, if it said so."""
+        return None if self._encryption is None else self._encryption.refusal
+
     def greet(self, message: Message) -> None:
         """Send a message of the handshake, and wait until it has left."""
-        self._socket.sendall(message.header() + bytes(message.body))
+        data = memoryview(message.header() + bytes(message.body))
+        for piece in [data] if self._encryption is None else self._encryption.seal(data):
+            self._socket.sendall(piece)
 
     def greeted(self, deadline: float) -> Message | None:
         """Receive a message of the handshake, of a peer that has not shown yet that it may talk here."""
@@ -166,7 +190,7 @@ class TcpChannel:
             try:
                 if self._deadline is not None:
                     self._socket.settimeout(max(self._deadline - time.monotonic(), 0.0))
-                received = self._socket.recv_into(view)
+                received = self._receive_into(view)
             except OSError:
                 return None
             if not received:
@@ -207,13 +231,24 @@ class Greeting(NamedTuple):
 
 
 class Listener:
-    """Takes the connections of a group's workers: those that know its token. Others are closed."""
+    """Takes the connections of a group's workers: those that know its token. Others are closed.
+
+    With certificates in ``access``, workers have to speak TLS, with a certificate of the same CA.
+    """
 
     def __init__(
-        self, host: str, port: int, *, group: int, token: str, accept: Callable[[Greeting], None], link: Link | None
+        self,
+        host: str,
+        port: int,
+        *,
+        group: int,
+        access: PeerAccess,
+        accept: Callable[[Greeting], None],
+        link: Link | None,
     ) -> None:
         self._group = group
-        self._token = token
+        self._token = access.token
+        self._context = access.server_context()
         self._accept = accept
         self._link = link
         self._closed = self._refused = False
@@ -245,10 +280,14 @@ class Listener:
 
     def _greet(self, connection: socket.socket) -> None:
         try:
-            channel = TcpChannel(connection, urgent=True, link=self._link)
+            deadline = time.monotonic() + _GREETING_S
+            encryption = None
+            if self._context is not None:
+                encryption = _accept_encryption(connection, self._context, self._group, deadline)
+            channel = TcpChannel(connection, urgent=True, link=self._link, encryption=encryption)
             asked = challenge(self._group)
             channel.greet(asked)
-            message = channel.greeted(time.monotonic() + _GREETING_S)
+            message = channel.greeted(deadline)
             values = None if message is None else read_greeting(self._token, asked, message)
             if message is None or values is None:
                 self._refuse("it does not belong to this group")
@@ -296,7 +335,7 @@ def connect(
     address: str,
     *,
     group: int,
-    token: str,
+    access: PeerAccess,
     rank: int,
     purpose: str,
     deadline: float,
@@ -310,22 +349,40 @@ def connect(
     """
     host, _, port = address.rpartition(":")
     values = {"purpose": purpose, **values}
+    context = access.client_context()
+    said: object = None  # what was wrong with the one that answered last
     while True:
         connection: socket.socket | None = None
         try:
             connection = socket.create_connection((host.strip("[]"), int(port)), timeout=1.0)
-            channel = TcpChannel(connection, urgent=purpose != "blocks", link=link)
-            _shake_hands(channel, token, group, rank, values)
+            encryption = None if context is None else _encryption(connection, context)
+            channel = TcpChannel(connection, urgent=purpose != "blocks", link=link, encryption=encryption)
+            _shake_hands(channel, access.token, group, rank, values)
             return channel
         except (OSError, EngineError) as error:
             if connection is not None:
                 connection.close()
+            if isinstance(error, EngineError):
+                said = error
             if time.monotonic() > deadline or stopped():
-                reason = (error.strerror if isinstance(error, OSError) else None) or error
+                reason = said or (error.strerror if isinstance(error, OSError) else None) or error
                 raise EngineError(
                     f"a worker of the group could not be reached at {address} in time: {reason}"
                 ) from None
             time.sleep(0.05)
+
+
+def _encryption(connection: socket.socket, context: ssl.SSLContext) -> Encryption:
+    from .encryption import Encryption  # imports ssl, only where there are certificates
+
+    return Encryption(connection, context, server=False, deadline=time.monotonic() + _GREETING_S)
+
+
+def _accept_encryption(connection: socket.socket, context: ssl.SSLContext, group: int, deadline: float) -> Encryption:
+    from .encryption import Encryption, refuse_plain
+
+    refuse_plain(connection, group)
+    return Encryption(connection, context, server=True, deadline=deadline)
 
 
 def _shake_hands(channel: TcpChannel, token: str, group: int, rank: int, values: dict[str, Any]) -> None:
@@ -333,7 +390,11 @@ def _shake_hands(channel: TcpChannel, token: str, group: int, rank: int, values:
     within = time.monotonic() + _GREETING_S
     asked = channel.greeted(within)
     if asked is None:
-        raise EngineError("it has closed the connection")
+        if channel.refusal is not None:
+            raise EngineError(channel.refusal)
+        raise ConnectionResetError("it has closed the connection")
+    if asked.kind is Kind.ERROR:  # its words are those of a stranger
+        raise EngineError("it expects TLS: start this node with --tls-cert, --tls-key and --tls-ca, too")
     said = greeting(token, asked, group, rank, values)
     channel.greet(said)
     if not is_answer(token, asked, said, channel.greeted(within)):

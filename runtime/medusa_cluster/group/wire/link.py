@@ -7,11 +7,10 @@ import time
 
 
 class Link:
-    """A token bucket: ``take`` returns when so many bytes may be on the wire. ``delay_s`` is added to each message."""
+    """A token bucket: ``take`` returns when so many bytes may be on the wire."""
 
-    def __init__(self, bytes_per_s: float, *, burst_bytes: int = 64 << 10, delay_s: float = 0.0) -> None:
+    def __init__(self, bytes_per_s: float, *, burst_bytes: int = 64 << 10) -> None:
         self.bytes_per_s = bytes_per_s
-        self.delay_s = delay_s
         self._burst_s = burst_bytes / bytes_per_s
         self._free_at = 0.0  # when the wire has sent what it was given
         self._lock = threading.Lock()

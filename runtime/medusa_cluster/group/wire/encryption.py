@@ -1,0 +1,132 @@
+"""TLS for a connection on which one thread reads while others write.
+
+An ``ssl.SSLSocket`` must not be used by two threads at a time, and a channel's reader waits in it as a rule. So here
+OpenSSL never sees the socket: it turns bytes into records in memory, under a lock, and the channel sends them.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+import threading
+import time
+from contextlib import suppress
+
+from medusa_runtime.errors import EngineError
+
+from .message import Kind, Message
+
+_RECEIVED_BYTES = 256 << 10
+_SEALED_BYTES = 256 << 10  # that are encrypted before a reader gets the lock
+_HELLO_S = 1.0  # for the first byte of a client, which speaks first in TLS
+_HANDSHAKE_RECORD = b"\x16"
+# How OpenSSL's versions call bytes that are no TLS.
+_NOT_TLS = ("WRONG_VERSION_NUMBER", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE")
+
+
+class Encryption:
+    """The TLS session of one connection."""
+
+    def __init__(self, connection: socket.socket, context: ssl.SSLContext, *, server: bool, deadline: float) -> None:
+        """Shake hands. EngineError says why the two do not fit together; other failures are an OSError."""
+        self._connection = connection
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._session = context.wrap_bio(self._incoming, self._outgoing, server_side=server)
+        self._lock = threading.Lock()
+        self.refusal: str | None = None  # what the other side said, when it ended the session by an error
+        try:
+            while not self._agreed():
+                connection.settimeout(max(deadline - time.monotonic(), 0.0))
+                received = connection.recv(_RECEIVED_BYTES)
+                if not received:
+                    raise EngineError("it closed the connection within the TLS handshake")
+                self._incoming.write(received)
+        except ssl.SSLError as error:
+            raise EngineError(_words(error)) from None
+
+    def _agreed(self) -> bool:
+        try:
+            self._session.do_handshake()
+        except ssl.SSLWantReadError:
+            return False
+        finally:  # an alert, too
+            with suppress(OSError):
+                self._connection.sendall(self._outgoing.read())
+        return True
+
+    def seal(self, *pieces: memoryview) -> list[memoryview]:
+        """Encrypt bytes. What is returned has to be sent in the order of the calls. EngineError in a broken session."""
+        sealed = []
+        try:
+            for piece in pieces:
+                at = 0
+                while at < len(piece):
+                    with self._lock:
+                        at += self._session.write(piece[at : at + _SEALED_BYTES])
+                        sealed.append(memoryview(self._outgoing.read()))
+        except ssl.SSLError as error:
+            raise EngineError(f"the connection to another worker of the group broke: {_words(error)}") from None
+        return sealed
+
+    def receive_into(self, view: memoryview) -> int:
+        """Receive some bytes, decrypted; 0 at the end. For one thread at a time."""
+        while True:
+            with self._lock:
+                filled = self._decrypt(view)
+            if filled:
+                return filled
+            received = self._connection.recv(_RECEIVED_BYTES)
+            if not received:
+                return 0
+            with self._lock:
+                self._incoming.write(received)
+
+    def _decrypt(self, view: memoryview) -> int:
+        filled = 0
+        try:
+            while filled < len(view):
+                count: int = self._session.read(len(view) - filled, view[filled:])  # type: ignore[assignment]
+                if not count:
+                    break
+                filled += count
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLError as error:
+            if not filled:  # else the next call finds it
+                self.refusal = _words(error)
+                raise
+        return filled
+
+
+def refuse_plain(connection: socket.socket, group: int) -> None:
+    """Raise EngineError unless the client begins a TLS handshake.
+
+    A client without TLS waits for our first message: it gets an error, and need not wait until it gives up.
+    """
+    readable = select.poll()
+    readable.register(connection, select.POLLIN)
+    if readable.poll(_HELLO_S * 1000) and connection.recv(1, socket.MSG_PEEK) in (_HANDSHAKE_RECORD, b""):
+        return
+    said = Message(Kind.ERROR, group)
+    with suppress(OSError):
+        connection.send(said.header(), socket.MSG_DONTWAIT)
+    raise EngineError("it does not speak TLS, which this worker's certificates ask for")
+
+
+def _words(error: ssl.SSLError) -> str:
+    reason = error.reason or str(error)
+    if reason in _NOT_TLS:
+        return "it does not speak TLS, which this worker's certificates ask for"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not from the cluster's CA ({error.verify_message})"
+    if any(word in reason for word in ("CERTIFICATE", "UNKNOWN_CA", "DECRYPT_ERROR")):
+        return f"it does not accept this worker's certificate ({_plain(reason)})"
+    return f"TLS failed ({_plain(reason)})"
+
+
+def _plain(reason: str) -> str:
+    return reason.lower().replace("_", " ")
+
+
+__all__ = ["Encryption", "refuse_plain"]
