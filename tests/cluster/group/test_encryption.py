@@ -69,6 +69,7 @@ class Tap:
 
     def end(self) -> bytes:
         self._thread.join(60)
+        assert not self._thread.is_alive()
         return bytes(self.seen)
 
 
