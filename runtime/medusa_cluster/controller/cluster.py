@@ -42,6 +42,7 @@ _LONGEST_WAIT_S = 30.0
 _LONGEST_NAME = 1000
 _MOST_GATEWAYS = 1000
 _GATEWAY_GONE_S = 60.0
+_LONGEST_DRAIN_S = 86400.0
 _OPTIONS = Options(largest_group=LARGEST_GROUP)  # for models with a TTFT SLO that one node cannot meet
 
 
@@ -52,7 +53,7 @@ class Cluster:
         self._plan_path = plan_path
         plan = read_plan(plan_path)
         self.deployments: dict[str, Deployment] = dict(plan.deployments)
-        self.draining: set[str] = set(plan.draining)
+        self.draining: dict[str, float | None] = dict(plan.draining)
         self.versions = Versions(plan.versions)
         self.nodes: dict[str, KnownNode] = {}
         self.instances: dict[str, KnownInstance] = {}
@@ -201,10 +202,10 @@ class Cluster:
     def leaving(self) -> set[str]:
         """The nodes that take nothing new: they were told to drain, or are ending by themselves."""
         ending = {name for name, node in self.nodes.items() if node.status.get("state") == "draining"}
-        return self.draining | ending
+        return self.draining.keys() | ending
 
     def _look_at_drained(self) -> None:
-        for name in self.draining & self.nodes.keys():
+        for name in self.draining.keys() & self.nodes.keys():
             node = self.nodes[name]
             if not node.drained_told and self.is_drained(name):
                 node.drained_told = True
@@ -310,11 +311,12 @@ class Cluster:
                 f"no node is called {name!r}; expected one of {', '.join(sorted(self.nodes)) or 'none'}"
             )
         if arguments.get("undo"):
-            self.draining.discard(name)
-        elif name not in self.draining:
-            self.draining.add(name)
-            self.nodes[name].drained_told = False
-            self.tell("draining", f"the node {name} drains", node=name)
+            self.draining.pop(name, None)
+        else:
+            if name not in self.draining:
+                self.nodes[name].drained_told = False
+                self.tell("draining", f"the node {name} drains", node=name)
+            self.draining[name] = _drain_s(arguments)
         self._save()
         return {"node": name, "state": self.node_state(self.nodes[name])}
 
@@ -373,8 +375,18 @@ class Cluster:
 
     def _save(self) -> None:
         try:
-            write_plan(self._plan_path, Plan(self.deployments, frozenset(self.draining), self.versions.to_json()))
+            write_plan(self._plan_path, Plan(self.deployments, self.draining, self.versions.to_json()))
         except OSError as error:
             raise ClusterError(f"{self._plan_path} could not be written: {error.strerror}") from error
         self.publish()
         self.wake()
+
+
+def _drain_s(arguments: Mapping[str, Any]) -> float | None:
+    """How long requests may go on on a node that drains; None: as long as on any. Raises ConfigError."""
+    if arguments.get("drain_s") is None:
+        return None
+    drain_s = float(arguments["drain_s"])
+    if not 0 <= drain_s <= _LONGEST_DRAIN_S:
+        raise ConfigError(f"drain_s: expected seconds from 0 to {_LONGEST_DRAIN_S:g}, found {drain_s:g}")
+    return drain_s

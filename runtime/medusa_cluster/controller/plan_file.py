@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Plan:
     deployments: dict[str, Deployment] = field(default_factory=dict)
-    draining: frozenset[str] = frozenset()  # names of nodes
+    draining: Mapping[str, float | None] = field(default_factory=dict)  # node → how long its requests may go on there
     versions: Mapping[str, list[str]] = field(default_factory=dict)  # of each model, in the order in which they came
 
 
@@ -28,7 +28,7 @@ def read_plan(path: Path) -> Plan:
     try:
         found = json.loads(path.read_text())
         deployments = [Deployment.from_json(item) for item in found["deployments"]]
-        draining = frozenset(map(str, found["draining"]))
+        draining = found["draining"] if isinstance(found["draining"], dict) else dict.fromkeys(found["draining"])
         return Plan({item.name: item for item in deployments}, draining, dict(found["versions"]))
     except FileNotFoundError:
         return Plan()
@@ -44,7 +44,7 @@ def write_plan(path: Path, plan: Plan) -> None:
     text = json.dumps(
         {
             "deployments": [item.to_json() for item in plan.deployments.values()],
-            "draining": sorted(plan.draining),
+            "draining": dict(plan.draining),
             "versions": dict(plan.versions),
         }
     )

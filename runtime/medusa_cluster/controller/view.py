@@ -64,7 +64,14 @@ def policy_state(
     leaving, offset = cluster.leaving(), time.monotonic() - time.time()
     return policy.ClusterState(
         nodes={
-            name: _policy_node(node, instances.get(name, []), decided.get(name, []), name in leaving, offset)
+            name: _policy_node(
+                node,
+                instances.get(name, []),
+                decided.get(name, []),
+                draining=name in leaving,
+                drain_s=cluster.draining.get(name),
+                offset=offset,
+            )
             for name, node in cluster.nodes.items()
             if node.status
         },
@@ -74,7 +81,13 @@ def policy_state(
 
 
 def _policy_node(
-    node: KnownNode, instances: list[KnownInstance], fetches: list[KnownFetch], draining: bool, offset: float
+    node: KnownNode,
+    instances: list[KnownInstance],
+    fetches: list[KnownFetch],
+    *,
+    draining: bool,
+    drain_s: float | None,
+    offset: float,
 ) -> policy.Node:
     status = node.status
     away = node.lost_at is not None or node.silent or not node.reached
@@ -83,6 +96,7 @@ def _policy_node(
         name=node.name,
         address=str(status.get("address", "")),
         state=state,
+        drain_s=drain_s,
         leaf=str(status.get("leaf", "")),
         link_bytes_per_s=float(status.get("link_bytes_per_s", 1e9)),
         egress_bytes_per_s=float(status.get("egress_bytes_per_s", 0)),

@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import secrets
-import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -26,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _LISTENING = re.compile(r"listening on http://[^\s]+:(\d+)$")
 _LISTENS_WITHIN_S = 60.0
-_KILLED_AFTER_S = 10.0  # past the time for running requests
+_KILLED_AFTER_S = 10.0  # when no request runs any more
 _KEPT_ENDS_S = 60.0  # for how long the status shows an instance that ended by itself
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -180,7 +179,10 @@ class Instances:
         asyncio.get_running_loop().call_later(_KEPT_ENDS_S, self._instances.pop, instance.id, None)
 
     async def stop(self, instance_id: str, drain_s: float) -> None:
-        """End an instance after its running requests, or after ``drain_s``. An unknown one has ended already."""
+        """End an instance after its running requests, or after ``drain_s``. An unknown one has ended already.
+
+        Requests that run longer break off, so that gateways run them again elsewhere.
+        """
         instance = self._instances.get(instance_id)
         if instance is None or instance.child is None or instance.failure is not None:
             self._instances.pop(instance_id, None)
@@ -190,8 +192,7 @@ class Instances:
             deadline = asyncio.get_running_loop().time() + drain_s
             while instance.running and asyncio.get_running_loop().time() < deadline and instance.child.status is None:
                 await asyncio.sleep(0.05)
-            instance.child.signal(signal.SIGTERM)
-            await instance.child.end(_KILLED_AFTER_S)
+            await instance.child.end(0.0 if instance.running else _KILLED_AFTER_S)
         else:
             await instance.child.wait()
         self._instances.pop(instance_id, None)

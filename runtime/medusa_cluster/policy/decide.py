@@ -191,7 +191,9 @@ class _Tick:
                     self._stop(instance, "nobody uses the model")
 
     def _stop(self, instance: Instance, reason: str) -> None:
-        self._decisions.append(StopInstance(instance.id, instance.node, self._options.drain_s, reason))
+        node = self._state.nodes.get(instance.node)
+        drain_s = self._options.drain_s if node is None or node.drain_s is None else node.drain_s
+        self._decisions.append(StopInstance(instance.id, instance.node, drain_s, reason))
 
     def _end_orphans(self) -> None:
         """End instances of removed models, and those of nodes that drain once others serve."""

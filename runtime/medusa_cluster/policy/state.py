@@ -63,6 +63,7 @@ class Node:
     name: str
     address: str = ""
     state: NodeState = "alive"
+    drain_s: float | None = None  # for running requests, when it drains; None: as in Options
     leaf: str = ""  # the switch above it; links inside a leaf are as fast as the nodes' own
     fast_domain: str = ""  # nodes of one domain share a link that is much faster than the network; "": none
     link_bytes_per_s: float = 1e9

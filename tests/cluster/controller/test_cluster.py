@@ -202,11 +202,14 @@ def test_a_drained_node_has_nothing_left(run: Run) -> None:
         await until(lambda: ready(cluster))
         node = instances(cluster)[0]["node"]
         (other,) = {"a", "b"} - {node}
-        assert (await ask(cluster, "drain", node=node))["state"] == "draining"
+        with pytest.raises(ConfigError, match="drain_s: expected seconds from 0"):
+            await ask(cluster, "drain", node=node, drain_s=-1)
+        assert (await ask(cluster, "drain", node=node, drain_s=7))["state"] == "draining"
         assert instances(cluster)[0]["state"] == "draining"
         await until(lambda: cluster.node_state(cluster.nodes[node]) == "drained")
         assert {item["node"] for item in instances(cluster)} == {other}
         assert MODEL in net.nodes[other].models
+        assert [request["drain_s"] for request in net.nodes[node].calls if request["op"] == "stop"] == [7]
 
     run(scenario, "a", "b")
 
@@ -229,13 +232,13 @@ def test_a_controller_that_starts_again_finds_everything(run: Run, tmp_path: Pat
     async def first(_: Net, cluster: Cluster) -> None:
         await deploy(cluster, min=1, max=2, settings={"max_concurrency": "3"})
         known.extend(await until(lambda: ready(cluster)))
-        await ask(cluster, "drain", node="b")
+        await ask(cluster, "drain", node="b", drain_s=2.5)
 
     async def second(net: Net, cluster: Cluster) -> None:
         await until(lambda: ready(cluster))
         assert ready(cluster) == known
         assert cluster.deployments["m"].settings == {"max_concurrency": "3"}
-        assert cluster.draining == {"b"}
+        assert cluster.draining == {"b": 2.5}
         await asyncio.sleep(1)  # some ticks
         assert ready(cluster) == known
         assert sum(request["op"] == "start" for node in net.nodes.values() for request in node.calls) == 1

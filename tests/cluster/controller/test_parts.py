@@ -17,10 +17,14 @@ from medusa_cluster.deployment import Deployment
 def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     assert read_plan(path) == Plan()
-    plan = Plan({"m": Deployment("m", "s3://b/m", settings={"threads": "2"})}, frozenset({"n"}), {"s3://b/m": ["1"]})
+    plan = Plan(
+        {"m": Deployment("m", "s3://b/m", settings={"threads": "2"})}, {"n": 2.5, "o": None}, {"s3://b/m": ["1"]}
+    )
     write_plan(path, plan)
     assert read_plan(path) == plan
     assert path.stat().st_mode & 0o777 == 0o600
+    path.write_text('{"deployments": [], "draining": ["n"], "versions": {}}')  # as it was written before
+    assert read_plan(path) == Plan(draining={"n": None})
 
 
 @pytest.mark.parametrize(

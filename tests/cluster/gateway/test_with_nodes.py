@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +23,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 Nodes = tuple[ClusterNode, ClusterNode]
 
+LONG = 1000  # tokens
 ASKED = {"prompt": "This function returns", "seed": 7, "temperature": 1.0, "ignore_eos": True}
 
 
@@ -74,6 +78,11 @@ def expected() -> Callable[[int], str]:
     return text
 
 
+def _tokens(stream: Stream, index: int) -> list[str]:
+    choices = [choice for chunk in stream.chunks for choice in chunk["choices"] if choice["index"] == index]
+    return [token for choice in choices for token in choice["logprobs"]["tokens"]]
+
+
 def _pid(nodes: Nodes, instance: dict[str, Any]) -> int:
     node = next(node for node in nodes if node.name == instance["node"])
     status = asyncio.run(call(node.folder / "control.sock", {"op": "status"}))
@@ -108,6 +117,51 @@ def test_requests_bring_instances_up_and_none_is_lost_when_they_go(
     assert NAME in (tmp_path / "cluster.html").read_text()
     until_slowly(lambda: not head.call("routes")["models"][NAME]["instances"], head.output)
     assert gateway.post("/v1/completions", {"model": NAME, "max_tokens": 60, **ASKED})[0] == 200
+
+
+@pytest.fixture
+def long_model(tmp_path: Path) -> Path:
+    """The example with room for a stream that outlasts the start of another instance."""
+    folder = tmp_path / "long"
+    shutil.copytree(MODEL, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2 * LONG}))
+    return folder
+
+
+@pytest.mark.parametrize("drain_s", ["0", "600"])
+def test_a_stream_goes_on_while_its_node_drains(
+    nodes: Nodes, gateway: GatewayProcess, long_model: Path, drain_s: str
+) -> None:
+    """It moves to the other node when its time is up, or ends where it began; not a token is lost or doubled."""
+    head, _ = nodes
+    head.call("deploy", name=NAME, url=str(long_model), min=1, max=2)
+    asked = ASKED | {"max_tokens": LONG, "n": 4, "logprobs": 5}
+    status, whole = gateway.post("/v1/completions", {"model": NAME, **asked})
+    assert status == 200, whole
+    instance = until_slowly(lambda: head.ready_instance(NAME), head.output)
+    on, lost = instance["node"], gateway.metric("medusa_gateway_retries_total", reason="lost")
+    stream = Stream(gateway, "/v1/completions", asked)
+    stream.take(3)
+    with ThreadPoolExecutor(1) as pool:
+        drained = pool.submit(head.medusa, "drain", on, "--drain-s", drain_s)
+        # A slow reader, which holds the instance up: its answer does not fit between the two.
+        while (head.ready_instance(NAME) or instance)["node"] == on or (drain_s == "0" and not drained.done()):
+            stream.take(1)
+            time.sleep(0.01)
+        read = len(stream.chunks)
+        stream.rest()
+        done = drained.result()
+    try:
+        assert (done.returncode, done.stdout) == (0, f"{on}: drained\n"), done.stderr
+        assert stream.error is None
+        assert read < 4 * LONG, "the stream was over before its node was drained"
+        for choice in whole["choices"]:
+            assert stream.texts()[choice["index"]] == choice["text"]
+            assert _tokens(stream, choice["index"]) == choice["logprobs"]["tokens"]
+        assert gateway.metric("medusa_gateway_retries_total", reason="lost") - lost == (drain_s == "0")
+    finally:
+        head.call("drain", node=on, undo=True)
 
 
 @pytest.mark.parametrize("victim", ["ray::Controller", "ray::NodeActor", "gcs_server"])

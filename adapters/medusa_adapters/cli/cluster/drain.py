@@ -15,12 +15,15 @@ _LOOK_S = 0.5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("node", metavar="NODE", help="the node's name, see medusa cluster status")
     parser.add_argument("--undo", action="store_true", help="let the node take instances and copies again")
+    parser.add_argument(
+        "--drain-s", type=float, metavar="S", help="how long running requests may go on there before they move; 30"
+    )
     parser.add_argument("--wait-s", type=float, default=600.0, metavar="S", help="how long to wait; 0: not at all")
     add_connection(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    found = ask(arguments, "drain", {"node": arguments.node, "undo": arguments.undo})
+    found = ask(arguments, "drain", {"node": arguments.node, "undo": arguments.undo, "drain_s": arguments.drain_s})
     deadline = time.monotonic() + (0 if arguments.undo else arguments.wait_s)
     while found["state"] not in ("drained", "lost") and time.monotonic() < deadline:
         time.sleep(_LOOK_S)
