@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers  # its classes are imported when they are used, which takes seconds
 from safetensors import safe_open
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.make_checkpoint import main, size
 from benchmarks.shapes import SHAPES
@@ -25,10 +25,10 @@ def make(out: Path, *arguments: str, shape: str = "tiny-llama") -> Path:
 @pytest.mark.parametrize("shape", TINY)
 def test_transformers_loads_every_family(shape: str, tmp_path: Path) -> None:
     folder = make(tmp_path / "model", shape=shape)
-    model, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    model, found = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), found
     assert model.dtype == torch.bfloat16
-    tokens = AutoTokenizer.from_pretrained(folder)("The return value", return_tensors="pt").input_ids
+    tokens = transformers.AutoTokenizer.from_pretrained(folder)("The return value", return_tensors="pt").input_ids
     with torch.inference_mode():
         logits = model(tokens).logits
     assert logits.isfinite().all()
@@ -38,11 +38,9 @@ def test_transformers_loads_every_family(shape: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", sorted(set(SHAPES) - set(TINY)))
 def test_the_large_shapes_have_the_tensors_that_transformers_expects(shape: str) -> None:
-    from transformers import AutoConfig
-
     config = SHAPES[shape].config()
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     assert {tensor.name: tensor.shape for tensor in SHAPES[shape].tensors()} == expected
 
@@ -67,8 +65,8 @@ def test_shards_hold_all_once_and_are_no_larger_than_asked(tmp_path: Path) -> No
             assert file.stat().st_size < 100_000 + 10_000  # the header comes on top
     assert not names
     assert index["metadata"]["total_size"] == total_bytes
-    model = AutoModelForCausalLM.from_pretrained(sharded)
-    assert torch.equal(model.lm_head.weight, AutoModelForCausalLM.from_pretrained(whole).lm_head.weight)
+    model = transformers.AutoModelForCausalLM.from_pretrained(sharded)
+    assert torch.equal(model.lm_head.weight, transformers.AutoModelForCausalLM.from_pretrained(whole).lm_head.weight)
 
 
 def test_the_seed_decides(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ class FaultyOrigin(http.server.ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.objects: dict[str, bytes] = {}
+        self._tags: dict[str, tuple[bytes, str]] = {}
         self.faults: dict[str, list[str]] = {}
         self.requests: list[tuple[str, int, int, dict[str, str]]] = []
         self.retry_after: str | None = None
@@ -48,6 +49,14 @@ class FaultyOrigin(http.server.ThreadingHTTPServer):
 
     def put(self, path: str, body: bytes) -> None:
         self.objects[path] = body
+
+    def etag(self, path: str) -> str:
+        """That of the object now; it is computed once, because objects are asked for in many ranges."""
+        data = self.objects[path]
+        found = self._tags.get(path)
+        if found is None or found[0] is not data:
+            found = self._tags[path] = (data, f'"{hashlib.md5(data).hexdigest()}"')
+        return found[1]
 
     def asked(self, path: str) -> list[tuple[int, int]]:
         return [(start, stop) for name, start, stop, _ in self.requests if name == path]
@@ -82,10 +91,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         elif path not in origin.objects:
             self._plain(404, {})
         else:
-            self._object(origin.objects[path], start, stop, fault)
+            self._object(origin.objects[path], origin.etag(path), start, stop, fault)
 
-    def _object(self, data: bytes, start: int, stop: int, fault: str) -> None:
-        etag = f'"{hashlib.md5(data).hexdigest()}"'
+    def _object(self, data: bytes, etag: str, start: int, stop: int, fault: str) -> None:
         if self.headers.get("If-Match") not in (None, etag):
             self._plain(412, {})
             return
