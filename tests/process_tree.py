@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 
 
@@ -58,16 +59,18 @@ def descendants(pid: int) -> dict[int, str]:
 
 
 def _parents() -> dict[int, int]:
+    """Of all processes of the machine; waiting tests ask many times a second, so it takes few steps for each."""
     parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
             with contextlib.suppress(OSError):
-                state, parent = _state_and_parent(int(entry.name))
+                state, parent = _state_and_parent(int(entry))
                 if state != "Z":
-                    parents[int(entry.name)] = parent
+                    parents[int(entry)] = parent
     return parents
 
 
 def _state_and_parent(pid: int) -> tuple[str, int]:
-    state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
-    return state, int(parent)
+    with open(f"/proc/{pid}/stat", "rb", buffering=0) as stat:
+        state, parent = stat.read().rpartition(b")")[2].split(None, 2)[:2]
+    return state.decode(), int(parent)

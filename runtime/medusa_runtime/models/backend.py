@@ -74,12 +74,12 @@ def backend(read: ReadFile, settings: Settings) -> Backend:
 
 
 def verify(read: ReadFile, settings: Settings) -> Backend:
-    """Like ``backend``; also raises the engine's errors about keys in config.json. Imports torch."""
-    from .transformers.config import verify as verify_foreign
-
+    """Like ``backend``; also raises the engine's errors about keys in config.json, for which it imports torch."""
     found = backend(read, settings)
     config = read_object(read, "config.json") or {}
     if found.foreign:
+        from .transformers.config import verify as verify_foreign
+
         verify_foreign(config)
     elif found.kind == "decoder":
         model_config(config)

@@ -243,7 +243,7 @@ def test_a_full_model_answers_429(cluster: StandIn, start_gateway: Start, served
     cluster.deploy(NAME, max_concurrency="1")
     cluster.add(NAME, "one", served[0].url)
     gateway = start_gateway("--max-waiting", "2")
-    long = body(max_tokens=450, ignore_eos=True)
+    long = body(max_tokens=150, ignore_eos=True)
     with ThreadPoolExecutor(8) as pool:
         found = [pool.submit(gateway.exchange, "POST", "/v1/completions", long) for _ in range(8)]
         answers = [asked.result(60) for asked in found]
