@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from medusa_runtime.imports.lazy_torch import TESTED, TESTED_PYTHONS, _built_for_gpu
@@ -80,6 +80,12 @@ with torch.inference_mode():
 print(json.dumps(out))
 """
 
+# Prints the names of torch and of its modules.
+NAMES = """
+import sys
+print(json.dumps(sorted(set(dir(torch)) | {name for name in sys.modules if name.startswith("torch.")})))
+"""
+
 
 def run(script: str, *arguments: str) -> str:
     done = subprocess.run(
@@ -89,16 +95,24 @@ def run(script: str, *arguments: str) -> str:
     return done.stdout
 
 
+class Plain(NamedTuple):
+    """What a plain import gives: the engine's results, and the names of torch and of its modules."""
+
+    results: Any
+    names: set[str]
+
+
 @pytest.fixture(scope="module")
-def expected() -> Any:
-    return json.loads(run(PLAIN + ENGINE))
+def plain() -> Plain:
+    names, results = run(PLAIN + "import json\n" + NAMES + ENGINE).splitlines()
+    return Plain(json.loads(results), set(json.loads(names)))
 
 
-def test_what_the_engine_does_equals_a_plain_import(expected: Any) -> None:
+def test_what_the_engine_does_equals_a_plain_import(plain: Plain) -> None:
     still = "import sys\nfrom medusa_runtime.imports.lazy_modules import LazyModule\n"
     still += "print(json.dumps([n for n, m in sys.modules.items() if type(m) is LazyModule]))\n"
     lean, lazy = run(LEAN + ENGINE + still).splitlines()
-    assert json.loads(lean) == expected
+    assert json.loads(lean) == plain.results
     for name in ("torch.distributed", "torch.fx", "torch.export", "torch._meta_registrations", "torch.jit", "numpy"):
         assert name in json.loads(lazy), f"{name} was executed: the import is not lean"
 
@@ -241,13 +255,14 @@ def test_a_seed_executes_nothing() -> None:
     run(LEAN + "torch.manual_seed(1); import sys; assert type(sys.modules['torch.fx']).__name__ == 'LazyModule'")
 
 
-def test_complete_leaves_nothing_out() -> None:
-    run(
+def test_complete_leaves_nothing_out(plain: Plain) -> None:
+    """What a plain import brings is there, and works."""
+    names = run(
         LEAN
+        + "import json\ncomplete()\n"
+        + NAMES
         + """
 complete()
-complete()
-import sys
 from medusa_runtime.imports.lazy_modules import LazyModule, LazyFinder, StandIn
 modules = {n: m for n, m in sys.modules.items() if n.startswith(("torch", "numpy"))}
 left = [n for n, m in modules.items() if type(m) is LazyModule]
@@ -263,24 +278,17 @@ exported = torch.export.export(torch.nn.Linear(2, 3), (torch.ones(1, 2),))
 assert exported.module()(torch.ones(1, 2)).shape == (1, 3)
 """
     )
-
-
-def test_complete_gives_the_names_of_a_plain_import() -> None:
-    names = (
-        "\nimport json, sys\nprint(json.dumps(sorted(set(dir(torch)) | {n for n in sys.modules if n[:6] == 'torch.'})))"
-    )
-    lean, plain = json.loads(run(LEAN + "complete()" + names)), json.loads(run(PLAIN + names))
-    assert not set(plain) - set(lean)
+    assert not plain.names - set(json.loads(names))
 
 
 def test_without_numpy() -> None:
     run("import sys; sys.modules['numpy'] = None\n" + LEAN + "assert torch.ones(2).sum().item() == 2")
 
 
-def test_numpy_can_be_hidden_from_torch(expected: Any) -> None:
+def test_numpy_can_be_hidden_from_torch(plain: Plain) -> None:
     script = LEAN.replace("import_torch()", "import_torch(numpy=False)") + ENGINE
     still = "import sys\nassert 'numpy._core' not in sys.modules\nimport numpy\nassert numpy.ones(2).sum() == 2\n"
-    assert json.loads(run(script + still)) == expected
+    assert json.loads(run(script + still)) == plain.results
 
 
 def test_a_forked_process_computes() -> None:
@@ -358,15 +366,18 @@ for mine, received in zip([tensor, parameter], receiver.recv()):
     )
 
 
-@pytest.mark.parametrize("reason", ["a torch for GPUs", "an extension"])
-def test_the_users_import_is_plain_for_a_reason(tmp_path: Path, reason: str) -> None:
-    """torch itself is a small stand-in here, whose version is a tested one."""
-    package = tmp_path / "torch"
+def stand_in(folder: Path, cuda: str = "None") -> None:
+    """A small torch of a tested version."""
+    package = folder / "torch"
     package.mkdir()
-    cuda = "'13.0'" if reason == "a torch for GPUs" else "None"
     (package / "version.py").write_text(f"__version__ = '{TESTED[0]}0'\ncuda: Optional[str] = {cuda}\n")
     (package / "__init__.py").write_text("from . import functional\n")
     (package / "functional.py").write_text("name = 'executed'\n")
+
+
+@pytest.mark.parametrize("reason", ["a torch for GPUs", "an extension"])
+def test_the_users_import_is_plain_for_a_reason(tmp_path: Path, reason: str) -> None:
+    stand_in(tmp_path, cuda="'13.0'" if reason == "a torch for GPUs" else "None")
     if reason == "an extension":
         (tmp_path / "other-1.dist-info").mkdir()
         (tmp_path / "other-1.dist-info" / "entry_points.txt").write_text("[torch.backends]\nother = other:load\n")
@@ -403,10 +414,13 @@ complete()
         ("sys.implementation.name = 'pypy'", "pypy {}.{}, the lean import was tested with CPython 3.11, 3.12, 3.13"),
     ],
 )
-def test_another_python_imports_plainly_and_says_so_once(change: str, said: str) -> None:
+def test_another_python_imports_plainly_and_says_so_once(change: str, said: str, tmp_path: Path) -> None:
+    stand_in(tmp_path)
     script = "import logging, sys; logging.basicConfig(level='INFO', stream=sys.stdout)\n"
+    script += f"sys.path[:0] = [{str(tmp_path)!r}]\n"
     script += f"from medusa_runtime.imports import lazy_torch\n{change}\n"
-    output = run(script + "torch = lazy_torch.import_torch(); assert vars(torch.fx)['Graph']; lazy_torch.complete()")
+    used = "assert vars(torch.functional)['name'] == 'executed'; lazy_torch.complete()"
+    output = run(script + "torch = lazy_torch.import_torch(); " + used)
     (line,) = output.splitlines()
     assert line.startswith("INFO:medusa_runtime.imports.lazy_modules:importing torch plainly: ")
     assert line.endswith(said.format(*sys.version_info[:2]))
