@@ -1,12 +1,13 @@
 """A node server without Ray, and on the head the controller: what a cluster does, without the seconds that Ray takes.
 
 ``python node_without_ray.py NAME FOLDER HOST TOKEN_FILE LINK [HEAD_URL]``. Nodes' folders are neighbours; the
-controller reaches a node through the control socket in its folder.
+controller reaches a node through the control socket in its folder. ``PREWARM`` is `medusa node`'s ``--prewarm``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from contextlib import suppress
@@ -52,7 +53,7 @@ class Neighbours:
         try:
             return await asyncio.wait_for(call(self._folder / node / "control.sock", request), timeout_s)
         except (OSError, TimeoutError) as error:
-            raise ClusterError(f"{node}: {error}") from error
+            raise ClusterError(f"{node}: {error or type(error).__name__}") from error
 
     async def forget(self, _: str) -> None:
         pass
@@ -95,7 +96,13 @@ if __name__ == "__main__":
     asyncio.run(
         run(
             NodeServerSettings(
-                name, Path(folder), host, Path(token_file), head[0] if head else None, link_bytes_per_s=float(link)
+                name,
+                Path(folder),
+                host,
+                Path(token_file),
+                head[0] if head else None,
+                link_bytes_per_s=float(link),
+                prewarm=os.environ.get("PREWARM", "torch=1"),
             )
         )
     )

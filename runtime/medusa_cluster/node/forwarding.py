@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import TYPE_CHECKING
 
 from aiohttp import ClientSession, ClientTimeout, DummyCookieJar, TCPConnector, web
@@ -59,6 +60,8 @@ class Forwarder:
         if (connection := connection_of(request.transport)) is not None:
             mark_serving(connection)
         instance.running += 1
+        if instance.asked_ns is None and request.method == "POST":
+            instance.asked_ns = time.monotonic_ns()
         try:
             return await self._pass_on(request, instance, instance.port)
         finally:

@@ -42,6 +42,7 @@ class RunningInstance:
     since: float = field(default_factory=time.time)
     child: Child | None = None
     running: int = 0  # requests that pass through the node server
+    asked_ns: int | None = None  # by the monotonic clock: when the first of them came
     version: str = ""  # of the model: the agent's at its start, or the first that the agent has after it
     failure: str | None = None
     worker: GroupWorker | None = None

@@ -57,15 +57,16 @@ class Starts:
         except (ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
             logger.debug("the timeline of %s could not be read: %s", instance.id, error)
             return
-        instance.start = summary(stages) or instance.start
+        instance.start = summary(stages, instance.asked_ns) or instance.start
         for stage in stages:
             instance.group_state = _ENDS.get(stage["name"], instance.group_state)
 
 
-def summary(stages: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
+def summary(stages: Sequence[Mapping[str, Any]], asked_ns: int | None) -> dict[str, float] | None:
     """What a start took, in seconds, by its instance's own stages; None before its first token.
 
-    ``ttft_s`` is 0 where nobody was waiting for it. ``begins_s``: until the engine could compute, or for a group's
+    ``asked_ns``: when the first request came. ``ttft_s`` is 0 where that was after it could have been computed, so that
+    the first token came late for want of a request. ``begins_s``: until the engine could compute, or for a group's
     leader until the group had come together. ``prefill_s``: of the first forward, without waiting for weights.
     ``decode_s``: of a step that only decodes, through all workers; it is there after some of them.
     """
@@ -78,9 +79,11 @@ def summary(stages: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
     forward, computed = first("first_forward", "start_ns"), first("first_forward", "end_ns")
     if began is None or token is None or forward is None or computed is None:
         return None
-    loaded = max((stage["end_ns"] / 1e9 for stage in own if stage["name"] == "load"), default=forward)
+    # It could compute when the first load had ended: that of a group's leader is of its own part, and others follow.
+    loaded = first("load", "end_ns") or forward
+    could = max(loaded, first("skeleton", "end_ns") or 0.0, first("form", "end_ns") or 0.0)
     waits = sum(stage["duration_ms"] for stage in own if stage["name"] == "wait") / 1e3
-    waited_for = forward <= loaded or forward - began < 1.0
+    waited_for = asked_ns is not None and asked_ns / 1e9 <= could
     decodes = next((stage["detail"]["step_ms"] / 1e3 for stage in own if stage["name"] == "decodes"), None)
     return {
         "ttft_s": token - began if waited_for else 0.0,

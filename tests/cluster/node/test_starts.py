@@ -1,0 +1,48 @@
+"""What a node tells of its instances' starts, by their timelines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from medusa_cluster.node.starts import summary
+
+S = 1_000_000_000
+
+
+def stage(name: str, start_s: float, end_s: float | None = None, process: str = "engine") -> dict[str, Any]:
+    end_s = start_s if end_s is None else end_s
+    moments = {"start_ns": int(start_s * S), "end_ns": int(end_s * S), "duration_ms": (end_s - start_s) * 1e3}
+    return {"name": name, "process": process, "detail": {}, **moments}
+
+
+START = [stage("exec", 10, 10.1), stage("skeleton", 10.2, 10.5)]
+ANSWER = [stage("wait", 14.5, 15), stage("first_forward", 14, 15.25), stage("first_token", 15.5)]
+
+
+def test_a_start_without_a_first_token_is_none_yet() -> None:
+    assert summary(START, 10 * S) is None
+
+
+def test_a_start_for_which_a_request_waited_is_timed_from_exec() -> None:
+    found = summary([*START, *ANSWER, stage("load", 10.5, 15)], int(10.2 * S))
+    assert found == {"ttft_s": 5.5, "begins_s": 0.5, "prefill_s": pytest.approx(0.75)}
+
+
+def test_a_start_that_nobody_waited_for_has_no_time_to_its_first_token() -> None:
+    stages = [*START, stage("load", 10.5, 13), *ANSWER]
+    for asked_ns in (None, int(13.5 * S)):
+        found = summary(stages, asked_ns)
+        assert found is not None
+        assert found["ttft_s"] == 0.0
+
+
+@pytest.mark.parametrize("own", [[], [stage("load", 10.5, 13), stage("form", 10.5, 13.5)]], ids=["alone", "leader"])
+def test_what_is_loaded_later_changes_nothing(own: list[Any]) -> None:
+    """A group's leader loads the rest after the first token; an instance may still load its last layers."""
+    stages = [*START, *own, *ANSWER]
+    asked_ns = int((10.2 if own else 13.8) * S)
+    first = summary(stages, asked_ns)
+    assert first is not None
+    assert first["ttft_s"] == 5.5
+    assert summary([*stages, stage("load", 15.5, 30)], asked_ns) == first
