@@ -111,6 +111,12 @@ class Groups:
             if worker.id in cluster.instances:
                 cluster.execution.begin(StopInstance(worker.id, worker.node, 0.0, "its group could not be started"))
 
+    def failed(self, worker: KnownInstance) -> None:
+        """Note a worker that ended by itself: the model may be one that its engine does not split."""
+        deployment = self._cluster.deployments.get(worker.model)
+        if worker.group is not None and deployment is not None:
+            self._cluster.models.avoid_groups(deployment.url, time.monotonic())
+
     def consolidate(self, decision: Consolidate) -> None:
         """Have a group's leader told how many of its workers become instances."""
         leader = self._leader(decision.group)

@@ -102,6 +102,20 @@ def test_a_group_that_cannot_start_is_one_instance(run: Run) -> None:
     run(scenario, "n1", "n2", "n3", "n4")
 
 
+def test_a_model_whose_workers_end_by_themselves_is_one_instance(run: Run) -> None:
+    async def scenario(net: Any, cluster: Cluster) -> None:
+        workers = await started(net, cluster)
+        for worker in workers:
+            shown(net, worker).update(state="failed", failure="a group takes no --tensor-parallel")
+        await until(lambda: not {worker.id for worker in workers} & cluster.instances.keys())
+        await until(lambda: (asked(cluster), routed(cluster))[1])
+        assert [instance.group for instance in cluster.instances.values()] == [None]
+        (model,) = (await cluster.answer({"op": "status"}))["models"]
+        assert model["layers"] == 0, "it may start as a group again at once"
+
+    run(scenario, "n1", "n2", "n3", "n4")
+
+
 def test_a_start_is_compared_with_its_prediction(run: Run) -> None:
     async def scenario(net: Any, cluster: Cluster) -> None:
         leader = (await started(net, cluster))[0]
