@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -18,10 +19,13 @@ from ..plan import GroupPlan
 
 logger = logging.getLogger(__name__)
 
+_IMPORTED = "medusa_vllm.executor"  # by now everything else is that vLLM's engine needs
+
 
 def preimport(settings: Settings, region: Region | None = None) -> None:
     """Import what vLLM's engine needs, and the group's own modules; see ``registry.EngineKind``."""
-    opening.preimport(replace(settings, engine="vllm"), region)
+    if _IMPORTED not in sys.modules:  # else this was an idle process for an instance of vLLM, which has done the same
+        opening.preimport(replace(settings, engine="vllm"), region)
     if settings.group is not None and not opening.is_compatible():
         try:
             from . import first  # noqa: F401
