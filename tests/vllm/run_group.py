@@ -22,7 +22,7 @@ import medusa_vllm  # noqa: F401  makes the engines known
 from medusa_cluster.group import worker
 from medusa_cluster.group.ranges import ModelBytes, layer_settings, split
 from medusa_runtime.config import Settings
-from medusa_runtime.engine.base import GenerateRequest, SamplingParams
+from medusa_runtime.engine.base import GenerateRequest, SamplingParams, StructuredOutputs
 from medusa_runtime.engine.client import EngineClient, TokenStream
 from medusa_runtime.fetch.prefetcher import prefetch
 from medusa_runtime.process import die_with_parent
@@ -38,7 +38,24 @@ LONG = tuple(7 + number * 13 % 240 for number in range(300))  # more than a step
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 5, "top_p": 0.95}
 PENALIZED: dict[str, Any] = {"temperature": 0.8, "seed": 6, "presence_penalty": 0.9, "frequency_penalty": 0.4}
-REQUESTS = ((PROMPT, GREEDY), (PROMPT, SEEDED), (PROMPT, PENALIZED), (LONG, SEEDED), (LONG[:40], GREEDY))
+PROBABLE: dict[str, Any] = {"temperature": 0.0, "logprobs": 3}
+REGEX: dict[str, Any] = {
+    "temperature": 1.0,
+    "seed": 8,
+    "ignore_eos": False,
+    "structured_outputs": StructuredOutputs("regex", "([a-z]{1,5} [0-9]{2}; ){100}"),
+}
+SCHEMA: dict[str, Any] = {
+    "temperature": 0.0,
+    "ignore_eos": False,
+    "structured_outputs": StructuredOutputs(
+        "json_schema", '{"type": "array", "items": {"type": "integer"}, "minItems": 200}'
+    ),
+}
+REQUESTS = (
+    *((PROMPT, GREEDY), (PROMPT, SEEDED), (PROMPT, PENALIZED), (LONG, SEEDED), (LONG[:40], GREEDY)),
+    *((PROMPT, PROBABLE), (PROMPT, REGEX), (LONG[:40], SCHEMA)),
+)
 SETTINGS = Settings(kv_cache_mb=64, max_concurrency=8, max_batched_tokens=128, threads=1, device="cpu", state="none")
 
 
@@ -77,7 +94,7 @@ class Started:
 
     def ask(self, prompt: tuple[int, ...], count: int, **params: Any) -> TokenStream:
         self.asked = getattr(self, "asked", 0) + 1
-        given = SamplingParams(max_tokens=count, ignore_eos=True, **params)
+        given = SamplingParams(**{"max_tokens": count, "ignore_eos": True, **params})
         return self.client.generate(GenerateRequest(f"r{self.asked}", prompt, given))
 
     def processes(self) -> dict[str, int]:
@@ -169,6 +186,7 @@ def answers(started: Started, count: int, meanwhile: Callable[[], object] = lamb
     tokens: list[list[int]] = [[] for _ in streams]
     called = False
     reasons = [""] * len(streams)
+    logprobs: list[float] = []
     while not all(reasons):
         for place, stream in enumerate(streams):
             if reasons[place]:
@@ -176,11 +194,12 @@ def answers(started: Started, count: int, meanwhile: Callable[[], object] = lamb
             delta = stream.get(PATIENCE_S)
             assert delta is not None
             tokens[place] += delta.token_ids
+            logprobs += [value for one in delta.logprobs for value in (one.logprob, *(top[2] for top in one.top))]
             reasons[place] = delta.finish_reason or ""
         if not called and min(map(len, tokens)) >= after:
             called = True
             meanwhile()
-    return {"tokens": tokens, "reasons": reasons}
+    return {"tokens": tokens, "reasons": reasons, "logprobs": logprobs}
 
 
 def alone(checkpoint: str, folder: Path, count: int) -> Any:
