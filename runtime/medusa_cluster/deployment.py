@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from medusa_runtime.config import OPTIONS, parse_option
+from medusa_runtime.config import OPTIONS, Settings, parse_option
 from medusa_runtime.errors import ConfigError
+from medusa_runtime.registry import engine_kind, imported
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MOST_INSTANCES = 10_000
@@ -19,6 +20,7 @@ _OURS = ("model", "engine", "host", "port", "node_socket", "node_user", "served_
 
 # An engine, and the one of a worker that shares its model with others.
 GROUP_ENGINES = {"torch": "group", "vllm": "vllm-group"}
+_OF_WHOLE_MODELS = ("lora_modules", "allow_lora")  # settings for what no group can do
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,18 @@ class Deployment:
             if not known:
                 raise ConfigError(f"{name}: expected seconds above 0, found {seconds!r}")
         self.environment()
+
+    def may_be_shared(self) -> bool:
+        """Whether workers that hold a part of the layers each can answer its requests."""
+        given = self.settings
+        if self.engine not in GROUP_ENGINES or any(given.get(name) for name in _OF_WHOLE_MODELS):
+            return False
+        suffices = engine_kind(GROUP_ENGINES[self.engine]).http  # only medusa's routes answer from a group
+        try:
+            one_process = int(given.get("tensor_parallel", 1)) == 1
+            return one_process and (not suffices or imported(suffices)(Settings(vllm_args=given.get("vllm_args"))))
+        except (ConfigError, ValueError):
+            return False
 
     def environment(self) -> dict[str, str]:
         """The settings as variables of ``medusa serve``. Raises ConfigError for one that is unknown or bad."""

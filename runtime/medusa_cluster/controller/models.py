@@ -13,7 +13,7 @@ from typing import Any
 from medusa_runtime.errors import MedusaError
 from medusa_runtime.state.stage_times import StageTimes
 
-from ..deployment import GROUP_ENGINES, Deployment
+from ..deployment import Deployment
 from ..group.ranges import ModelBytes
 from .nodes import KnownInstance, KnownNode, Nodes
 
@@ -87,9 +87,9 @@ class Models:
         return self._known[url].hop_s() if url in self._known else None
 
     def layers(self, deployment: Deployment, now: float) -> int:
-        """The layers that a group may share; 0 where none can be formed: by the engine, or as the last one failed."""
+        """The layers that a group may share; 0 where the deployment allows none, or as the last one failed."""
         known = self._known.get(deployment.url)
-        if known is None or self._devices or deployment.engine not in GROUP_ENGINES or now < known.avoided_until:
+        if known is None or self._devices or not deployment.may_be_shared() or now < known.avoided_until:
             return 0
         return len(known.bytes.layers)
 

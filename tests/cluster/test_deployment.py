@@ -1,0 +1,31 @@
+"""What a deployment says of how its model may start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from medusa_cluster.deployment import Deployment
+
+
+@pytest.mark.parametrize(
+    ("engine", "settings"),
+    [("torch", {}), ("vllm", {}), ("vllm", {"tensor_parallel": "1"}), ("vllm", {"vllm_args": "--max-num-seqs 4"})],
+)
+def test_workers_may_share_a_model_that_medusas_routes_answer_for(engine: str, settings: dict[str, Any]) -> None:
+    assert Deployment("m", "/m", engine=engine, settings=settings).may_be_shared()
+
+
+@pytest.mark.parametrize(
+    ("engine", "settings"),
+    [
+        ("torch", {"lora_modules": "sql=/adapters/sql"}),
+        ("torch", {"allow_lora": "/adapters/"}),
+        ("vllm", {"tensor_parallel": "2"}),
+        ("vllm", {"vllm_args": "--enable-lora"}),
+        ("vllm", {"vllm_args": "'"}),  # refused by the instance
+        ("none", {}),
+    ],
+)
+def test_what_no_group_can_do_starts_as_one_instance(engine: str, settings: dict[str, Any]) -> None:
+    assert not Deployment("m", "/m", engine=engine, settings=settings).may_be_shared()
