@@ -30,7 +30,6 @@ _PATIENCE_S = 10.0  # with a peer that takes nothing
 _QUIET_S = 60.0  # with a region to which nothing comes
 _LOOK_S = 0.5  # between looks whether a region still has a prefetcher
 _STOP_S = 0.1  # between looks whether the peer has gone
-_NOT_FIRST_S = 0.02  # between looks of an answer that is not its reader's first
 _ENCRYPTED_BYTES = 128 << 10
 _NEXT_S = 0.05  # for the next chunk, before an answer lets another one to the same reader go first
 
@@ -70,13 +69,16 @@ class Turn:
                 self._changed.notify_all()
 
     def pause(self, answer: object, wait: Callable[[float], None]) -> None:
-        """Wait for the next chunk of an answer with ``wait(timeout_s)``. Only the first answer is woken for each."""
-        if self._answers[0] is answer:
-            wait(_STOP_S)
-            return
+        """Wait for the next chunk of an answer with ``wait(timeout_s)``. Only the first answer is woken for each.
+
+        The others look when the first one ends, or waits for a chunk that has not come for a while.
+        """
         with self._changed:
             if self._answers[0] is not answer:
-                self._changed.wait(_NOT_FIRST_S)
+                self._changed.wait(_STOP_S)
+                return
+            self._changed.notify_all()
+        wait(_STOP_S)
 
 
 class Way(Protocol):

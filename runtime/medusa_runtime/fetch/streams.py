@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 _FEWEST, _FIRST, _SECOND, _MOST = 2, 4, 16, 32
 _FAST_BYTES_PER_S = 300e6  # a connection as quick as this is limited by CPUs, not by the store
 _LOOK_S = 0.005
-_IDLE_LOOK_S = 0.1  # where nothing is requested a second time
 _WINDOW_S = 0.03
 _SAMPLE_BYTES, _LONGEST_WINDOW_S = 1 << 20, 0.5  # less says nothing: slow links bring what they have saved up at once
 _LATER_WINDOW_S = 0.1  # after more connections were opened: only a loss would have to be undone
@@ -111,19 +110,18 @@ class Streams:
     def run(self) -> None:
         """Fetch until everything is published. Raises the first error of any connection."""
         few = self._few()
-        self._grow(self._fixed or few or min(max(cpu_count(), _FEWEST), _FIRST))
         monitor = threading.Thread(target=self._watch, name="hedge", daemon=True)
-        monitor.start()
         try:
-            if self._fixed is None and not few:
-                self._adapt()
+            if few:
+                self._run_peers(self._fixed or few)
+            if not few or self._alive():  # the object store is all that is left
+                self._grow(self._fixed or min(max(cpu_count(), _FEWEST), _FIRST))
+                monitor.start()
+                if self._fixed is None:
+                    self._adapt()
             while self._alive():
                 self._changed.wait(0.5)
                 self._changed.clear()
-                if few and self._fixed is None and not self._few():  # the object store is all that is left
-                    few = None
-                    self._grow(_FIRST)
-                    self._adapt()
         finally:
             self._schedule.stop()
             self._over.set()
@@ -134,6 +132,17 @@ class Streams:
                     thread.join(2.0 if deadline is None else max(deadline - time.monotonic(), 0.0))
         if self._error is not None and not self._writer.complete:
             raise self._error
+
+    def _run_peers(self, connections: int) -> None:
+        """Fetch for as long as there are peers: over one connection, and over all as soon as something has come.
+
+        In a chain many machines begin at the same time, and what the first chunk does not need can wait.
+        """
+        self._grow(1)
+        while self._alive() and self._few():
+            self._changed.wait(0.5)
+            self._changed.clear()
+            self._grow(connections)
 
     @property
     def _chunk_bytes(self) -> int:
@@ -151,7 +160,7 @@ class Streams:
                 flight.hedged = True
                 self.hedges += 1
                 self._start(partial(self._hedge, flight))
-            self._over.wait(_IDLE_LOOK_S if self._few() else _LOOK_S)
+            self._over.wait(_LOOK_S)
 
     def _late_ranges(self) -> list[InFlightRange]:
         """Ranges to request a second time; in a cluster not those that only flow slowly: its store sends one copy."""
@@ -348,6 +357,8 @@ class Streams:
             filled = begun + more
             with self._lock:
                 self._received += filled - seen
+                if not self._heard:
+                    self._changed.set()
                 self._heard.add(threading.get_ident())
             seen = filled
             flight.advance(flight.size_bytes - size + filled)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.5
+_LEAST_TICK_S = 0.05  # a tick reads files of the kernel's: after each message it would cost more than the message
 
 
 class Agent:
@@ -90,6 +92,7 @@ class Agent:
         self._connections = Connections(self._services, self._loop)
         self._watchdog = Watchdog()
         self._wakeup = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._tick_at = 0.0
         self._stopping = False
 
     @property
@@ -110,15 +113,22 @@ class Agent:
             self._watchdog.start()
             while not self._stopping:
                 self._watchdog.beat()
-                if self._out_of_memory.look():
-                    logger.error("%s: the kernel has killed a process of the node agent's", self._out_of_memory.words())
-                self._services.engines.tick()
-                self._connections.tick()
-                self._services.keeper.tick()
-                self._loop.run_once(_TICK_S)
+                self._loop.run_once(self._tick())
             return 0
         finally:
             self.close()
+
+    def _tick(self) -> float:
+        """Do what has become due, and return how many seconds to wait for messages after it."""
+        if (early_s := self._tick_at - time.monotonic()) > 0:
+            return early_s
+        if self._out_of_memory.look():
+            logger.error("%s: the kernel has killed a process of the node agent's", self._out_of_memory.words())
+        self._services.engines.tick()
+        self._connections.tick()
+        self._services.keeper.tick()
+        self._tick_at = time.monotonic() + _LEAST_TICK_S
+        return _TICK_S
 
     def _read_reports(self) -> None:
         for report in self._reports.read():

@@ -69,3 +69,21 @@ def address_of(memory: memoryview) -> int:
     address = held.buf
     ctypes.pythonapi.PyBuffer_Release(ctypes.byref(held))
     return int(address or 0)
+
+
+def own_pages() -> None:
+    """Copy the pages that a fork shares with its parent now, and not by a fault at the first write to each.
+
+    Mappings of which little exists, as threads' stacks, are left alone. Before Linux 5.14 this does nothing.
+    """
+    private: list[tuple[int, int]] = []
+    with open("/proc/self/smaps", encoding="ascii", errors="replace") as maps:
+        for line in maps:
+            name, *values = line.split()
+            if "-" in name:
+                start, stop = (int(each, 16) for each in name.split("-"))
+                writable = values[0] == "rw-p"
+            elif name == "Rss:" and writable and int(values[0]) << 11 >= stop - start:
+                private.append((start, stop - start))
+    for start, size_bytes in private:
+        populate_write(start, size_bytes)

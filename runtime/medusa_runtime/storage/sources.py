@@ -142,20 +142,24 @@ class SourcesStore:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _ask_all(self, fit: list[_Source], pool: ThreadPoolExecutor) -> Iterator[Offer]:
-        """Ask these peers at once, and yield what they have.
+        """Ask these peers at once, and yield what they have."""
+        if len(fit) == 1:
+            answers: Iterator[Offer | None] = map(self._ask_one, fit)
+        else:
+            answers = (future.result() for future in as_completed([pool.submit(self._ask_one, each) for each in fit]))
+        yield from (offer for offer in answers if offer is not None)
+
+    def _ask_one(self, source: _Source) -> Offer | None:
+        """Ask for the index, and let a peer that fails be.
 
         Only the first of all is asked for much: each of the others may be asked by all nodes of a chain.
         """
         first = next(iter(self._sources.values()))
-        asked = {pool.submit(source.store.offer, None if source is first else _LITTLE_BYTES): source for source in fit}
-        for future in as_completed(asked):
-            try:
-                offer = future.result()
-            except StorageError as error:
-                self._failed(asked[future], error)
-            else:
-                if offer is not None:
-                    yield offer
+        try:
+            return source.store.offer(None if source is first else _LITTLE_BYTES)
+        except StorageError as error:
+            self._failed(source, error)
+            return None
 
     def is_current(self, versions: Mapping[str, str | None]) -> bool:
         """Whether the objects are of these versions, as far as the object store says so within a second."""

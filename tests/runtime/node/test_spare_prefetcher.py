@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,6 +59,21 @@ def test_the_next_model_is_fetched_by_the_process_that_waits(start_node: Start, 
         assert os.fstat(region.fd).st_size < (size_mb + 5) * MB
         region.close()
     assert spare_of(node) != spare
+
+
+def test_the_process_that_waits_shares_no_memory_that_it_will_write_to(start_node: Start) -> None:
+    """Else the beginning of a fetch is a fault and a copy for each page of its objects."""
+    shared_kb = writable_kb = 0
+    writable = False
+    for line in Path(f"/proc/{spare_of(start_node('--ready-memory', '8Mi'))}/smaps").read_text().splitlines():
+        name, *values = line.split()
+        if "-" in name:
+            writable = values[0] == "rw-p"
+        elif writable:
+            writable_kb += int(values[0]) if name == "Rss:" else 0
+            shared_kb += int(values[0]) if name == "Shared_Dirty:" else 0
+    assert writable_kb > 4 << 10
+    assert shared_kb < writable_kb / 10
 
 
 def test_a_spare_that_has_died_costs_nothing_but_itself(start_node: Start, put_model: Put) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import resource
@@ -16,6 +17,7 @@ from ...errors import NodeError, from_code
 from ...liveness import Heartbeats
 from ...process import ReportPipe, end_first, name_process
 from ...region.demand import demand_memory
+from ...region.pages import own_pages
 from ...region.reader import Region
 from ...registry import engine_names
 from ...storage.base import Store, open_store
@@ -166,6 +168,8 @@ def _wait(
     making = threading.Thread(target=_reserve, args=(writer, size_bytes), daemon=True)
     making.start()
     making.join()
+    gc.freeze()  # a collection during the fetch would write to, and so copy, the pages of all objects
+    own_pages()
     send(channel, "ready")
     message = receive(channel)
     if message is None:

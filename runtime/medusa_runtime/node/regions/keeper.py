@@ -257,8 +257,8 @@ class RegionKeeper:
         elif message.kind == "sealed":
             held.sealed = True
             held.shard_fds = message.descriptors
-            self._record()
             held.announce(None)
+            self._record()  # after the answers: it writes a file
         elif message.kind == "sources":
             held.sources = message.body
 

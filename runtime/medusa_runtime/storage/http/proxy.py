@@ -16,6 +16,7 @@ from ..base import redacted
 from .endpoint import Endpoint
 from .fields import basic_authorization
 
+_SEPARATORS = re.compile(r"[,\s]+")  # here, so that no prefetcher that is forked later does it
 _HOST = re.compile(r"[A-Za-z0-9._-]+|[0-9A-Fa-f:.]+")
 
 
@@ -32,7 +33,7 @@ class Proxies:
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
-        self._direct = [entry.lower() for entry in re.split(r"[,\s]+", self._variable("no_proxy")[1]) if entry]
+        self._direct = [entry.lower() for entry in _SEPARATORS.split(self._variable("no_proxy")[1]) if entry]
 
     def choose(self, endpoint: Endpoint) -> Proxy | None:
         """Return the proxy for this origin, or None where it is reached directly. ConfigError for a bad variable."""
