@@ -26,6 +26,7 @@ from medusa_runtime.region.layout import State
 from medusa_runtime.storage.peer_access import PeerAccess
 
 _LOOK_S = 0.02
+_FETCHED_LOOK_S = 0.1  # the region says itself when it was complete
 _DROPPED_WITHIN_S = 10.0
 _READY_WITHIN_S = 10.0
 
@@ -63,7 +64,7 @@ class PeerNode:
         region = ChecksummedRegion(client.region(url))
         self._held[url] = client, region
         while region.state == State.INDEXED:
-            time.sleep(_LOOK_S)
+            time.sleep(_FETCHED_LOOK_S)
         started_ns, first_ns, ended_ns = region.times_ns
         rest_bytes = region.total_bytes - region.chunk_bytes  # what came after the first chunk
         return {
