@@ -57,17 +57,21 @@ def layers_first(order: Sequence[str], start: int, stop: int) -> tuple[list[str]
     """An execution order in two parts: what a worker for the layers [start, stop) needs, and everything else.
 
     That includes what comes before the first layer where ``start`` is 0, and what comes behind the last layer where
-    ``stop`` is beyond it; for a model whose head has no tensor of its own, its embedding then, too.
+    ``stop`` is beyond it; for a model whose head has no tensor of its own, its embedding then, too. The two parts, one
+    behind the other, are an order that gives the same parts: a region of a worker has its tensors so.
     """
-    numbers = layer_numbers(order)
+    ranks = {name: _rank(name) for name in order}
+    numbers = {name: rank[3] for name, rank in ranks.items() if rank is not None and rank[0] == _LAYER_RANK}
     last = stop > max(numbers.values(), default=0)
-    tied = last and not any((rank := _rank(name)) is not None and rank[0] == _HEAD_RANK for name in order)
+    tied = last and not any(rank is not None and rank[0] == _HEAD_RANK for rank in ranks.values())
     front = next((place for place, name in enumerate(order) if name in numbers), len(order))
 
     def mine(place: int, name: str) -> bool:
         if name in numbers:
             return start <= numbers[name] < stop
-        return start == 0 or tied if place < front else last
+        rank = ranks[name]
+        before = place < front if rank is None else rank[0] == _EMBED_RANK
+        return start == 0 or tied if before else last
 
     own = [name for place, name in enumerate(order) if mine(place, name)]
     taken = set(own)

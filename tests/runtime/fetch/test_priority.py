@@ -339,5 +339,8 @@ def test_the_ends_of_a_model_belong_to_its_first_and_last_layers() -> None:
     assert layers_first(untied, 0, 2) == (untied[:3], untied[3:])
     assert layers_first(untied, 1, 3)[0] == layers[1:3]
     assert layers_first(untied, 2, 4)[0] == untied[3:]
+    for start, stop in ((0, 2), (1, 3), (2, 4)):
+        own, rest = layers_first(untied, start, stop)
+        assert layers_first([*own, *rest], start, stop) == (own, rest)  # as in a worker's region
     tied = untied[:-1]
     assert layers_first(tied, 2, 4)[0] == [tied[0], *tied[3:]]
