@@ -19,7 +19,7 @@ ROWS: dict[str, Promise] = {
     "origin": Promise("chain", "sent_ratio", 1.05, False, "bytes the origin sends for all copies, over the model's"),
     "hop": Promise("chain", "link_share", 0.95, True, "rate of a chain's hop, over its link's"),
     "floor": Promise("chain", "ratio_over_floor", 1.10, False, "that ratio, over the one of bare relays"),
-    "forwarding": Promise("forwarding", "tpot_p99_ratio", 1.10, False, "p99 TPOT beside weights, over without"),
+    "forwarding": Promise("forwarding", "tpot_p99_ratio", 1.10, False, "p99 TPOT, forwarding over not forwarding"),
     "zero_to_one": Promise("zero_to_one", "added_ms", 60, False, "ms that the cluster adds to the first token"),
     "planner": Promise("decisions", "ms", 40, False, "ms to plan for 80 layers and 1,000 devices"),
     "decisions": Promise("decisions", "ms", 100, False, "ms of the slowest decision for 10,000 nodes and 1,000 models"),

@@ -84,13 +84,15 @@ def settle(nodes: Sequence[WeightNode]) -> None:
 
 def cpu_seconds(lab: Laboratory) -> float:
     """Sum the CPU time of all processes of the nodes, and of their children that have ended."""
-    ticks = 0
-    for node in lab.nodes:
-        for pid in lab.processes(node):
-            with suppress(OSError):
-                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-                ticks += sum(map(int, fields[11:15]))
-    return ticks / os.sysconf("SC_CLK_TCK")
+    return sum(cpu_seconds_of(pid) for node in lab.nodes for pid in lab.processes(node))
+
+
+def cpu_seconds_of(pid: int) -> float:
+    """Return the CPU time of a process, and of its children that have ended; 0 if it has ended itself."""
+    with suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
 def fetch(

@@ -1,4 +1,4 @@
-"""A node that serves while it forwards weights: how much longer its tokens take, with and without a pace."""
+"""A node that serves while it forwards weights: how much longer its tokens take, with and without a pace, and why."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from medusa_cluster.lab.laboratory import Laboratory
 from medusa_cluster.lab.link import Link
 from medusa_runtime.errors import LabError
 
-from benchmarks.cluster.chain import fetch
+from benchmarks.cluster.chain import cpu_seconds_of, fetch
 from benchmarks.cluster.options import Options, row
 from benchmarks.cluster.weight_nodes import WeightNode, weight_nodes
 
@@ -28,36 +27,100 @@ _TOKENS = 400  # so that eight gaps of a sample are longer than its p99
 _READY_WITHIN_S = 120.0
 
 
+class _Way(NamedTuple):
+    """What else happens while a node serves: which node sends weights to another, and at which share of the link.
+
+    ``local``: the client is on the serving node, so that its tokens do not meet weights on the link.
+    """
+
+    sender: Literal["serving", "other"] | None
+    pace: float | None = None
+    local: bool = False
+
+
+_WAYS = {
+    "alone": _Way(None),
+    "elsewhere": _Way("other"),
+    "paced": _Way("serving", _PACE),
+    "unpaced": _Way("serving"),
+    "elsewhere_local": _Way("other", local=True),
+    "unpaced_local": _Way("serving", local=True),
+}
+_RATIOS = {  # metric → two ways
+    "tpot_p99_ratio": ("paced", "elsewhere"),
+    "tpot_p99_ratio_unpaced": ("unpaced", "elsewhere"),
+    "tpot_p99_ratio_unpaced_local": ("unpaced_local", "elsewhere_local"),
+    "tpot_p99_ratio_elsewhere": ("elsewhere", "alone"),
+}
+
+
+class _Sample(NamedTuple):
+    p99_ms: float
+    sent_bytes_per_s: float  # by the serving node
+    sender_cpus: float  # cores that its server of regions and its agent took
+
+
 def rows(options: Options) -> list[dict[str, Any]]:
-    """Measure p99 of the time between two tokens, as a third node sees it."""
+    """Measure p99 of the time between two tokens, as another node sees it.
+
+    The serving node has a core of its own, as it would have a machine; the other nodes and the clients have the rest.
+    Cores of one machine still share caches, or are threads of one core. So a node that forwards is compared with one
+    beside which another node sends the same weights, and that one with a node beside which nothing happens.
+    """
+    everywhere = os.sched_getaffinity(0)
+    own = {min(everywhere)}
+    os.sched_setaffinity(0, everywhere - own or everywhere)
+    try:
+        samples = _measure(options, own)
+    finally:
+        os.sched_setaffinity(0, everywhere)
+    found = []
+    for metric, names in _RATIOS.items():
+        pairs = zip(*(samples[name] for name in names), strict=True)
+        found.append(row("forwarding", metric, "", [one.p99_ms / other.p99_ms for one, other in pairs]))
+    for name in _WAYS:
+        found.append(row("forwarding", f"tpot_p99_{name}_ms", "ms", [sample.p99_ms for sample in samples[name]]))
+    for name in ("paced", "unpaced"):
+        shares = [sample.sent_bytes_per_s / options.link_bytes_per_s for sample in samples[name]]
+        found.append(row("forwarding", f"link_share_{name}", "", shares))
+        found.append(row("forwarding", f"sender_cpus_{name}", "", [sample.sender_cpus for sample in samples[name]]))
+    return found
+
+
+def _measure(options: Options, own: set[int]) -> dict[str, list[_Sample]]:
     link = Link(options.link_bytes_per_s)
-    samples: dict[str, list[float]] = {"alone": [], "paced": [], "unpaced": []}
+    samples: dict[str, list[_Sample]] = {name: [] for name in _WAYS}
     with (
-        Laboratory(3, link, cpus=options.cpus, origin={"model": options.model}) as lab,
-        weight_nodes(lab) as (serving, receiving, _),
+        Laboratory(4, link, cpus=options.cpus, cores={"n1": own}, origin={"model": options.model}) as lab,
+        weight_nodes(lab) as (serving, receiving, other, client),
     ):
         url = f"{lab.origin_url}/model"
-        fetch([serving], url)
+        for node in (serving, other):
+            fetch([node], url)
         _serve(lab, serving.name, url)
-        _stream(lab, serving.name, lab.nodes[2], [])
-        ways = [("alone", None), ("paced", _PACE * options.link_bytes_per_s), ("unpaced", None)]
+        _stream(lab, serving.name, client.name, [])
+        ways = list(_WAYS.items())
         for _ in range(options.runs):
             ways.append(ways.pop(0))  # what drifts concerns all of them alike
-            for name, pace in ways:
-                serving.ask("pace", bytes_per_s=pace)
-                weights = None if name == "alone" else _Weights(serving, receiving, url)
-                samples[name].append(_p99_ms(lab, serving.name, lab.nodes[2]))
+            for name, way in ways:
+                serving.ask("pace", bytes_per_s=None if way.pace is None else way.pace * options.link_bytes_per_s)
+                sender = {"serving": serving, "other": other, None: None}[way.sender]
+                weights = None if sender is None else _Weights(sender, receiving, url)
+                samples[name].append(_sample(lab, serving.name, serving.name if way.local else client.name))
                 if weights is not None:
                     weights.end()
-    return [
-        row("forwarding", "tpot_p99_ratio", "", _ratios(samples["paced"], samples["alone"])),
-        row("forwarding", "tpot_p99_ratio_unpaced", "", _ratios(samples["unpaced"], samples["alone"])),
-        *(row("forwarding", f"tpot_p99_{name}_ms", "ms", found) for name, found in samples.items()),
-    ]
+    return samples
 
 
-def _ratios(beside: Sequence[float], alone: Sequence[float]) -> list[float]:
-    return [one / other for one, other in zip(beside, alone, strict=True)]
+def _sample(lab: Laboratory, node: str, client: str) -> _Sample:
+    sent, cpu_s, began = lab.sent_bytes(node), _sender_cpu_s(lab, node), time.monotonic()
+    p99_ms = _p99_ms(lab, node, client)
+    seconds = time.monotonic() - began
+    return _Sample(p99_ms, (lab.sent_bytes(node) - sent) / seconds, (_sender_cpu_s(lab, node) - cpu_s) / seconds)
+
+
+def _sender_cpu_s(lab: Laboratory, node: str) -> float:
+    return sum(cpu_seconds_of(pid) for pid, line in lab.processes(node).items() if "medusa_adapters serve" not in line)
 
 
 class _Weights:

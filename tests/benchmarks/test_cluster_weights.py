@@ -42,7 +42,16 @@ def test_serving_beside_weights() -> None:
     assert {row["metric"] for row in rows} == {
         "tpot_p99_ratio",
         "tpot_p99_ratio_unpaced",
+        "tpot_p99_ratio_unpaced_local",
+        "tpot_p99_ratio_elsewhere",
         "tpot_p99_alone_ms",
+        "tpot_p99_elsewhere_ms",
         "tpot_p99_paced_ms",
         "tpot_p99_unpaced_ms",
+        "tpot_p99_elsewhere_local_ms",
+        "tpot_p99_unpaced_local_ms",
+        "link_share_paced",
+        "link_share_unpaced",
+        "sender_cpus_paced",
+        "sender_cpus_unpaced",
     }

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,7 +43,8 @@ class Laboratory:
 
     Each node has its own network with the interface eth0, its own processes, hostname and /dev/shm; files are the
     machine's. ``link`` limits what each node sends and receives, ``cpus`` the cores of each (``quotas`` says in a line
-    whether this machine could do that). ``origin`` maps names to folders, which the node `origin` serves over HTTP
+    whether this machine could do that). ``cores`` names the processors on which a node's programs run; those of other
+    nodes run on the caller's. ``origin`` maps names to folders, which the node `origin` serves over HTTP
     under ``origin_url/NAME``. Everything ends with this process, however that ends. Nodes cannot reach the outside.
     """
 
@@ -53,6 +54,7 @@ class Laboratory:
         link: str | Link | None = None,
         *,
         cpus: float | None = None,
+        cores: Mapping[str, Collection[int]] | None = None,
         origin: Mapping[str, Path] | None = None,
         origin_link: str | Link | None = None,
     ) -> None:
@@ -64,6 +66,7 @@ class Laboratory:
         self.link = Link.parse(link) if isinstance(link, str) else link
         self.origin_link = Link.parse(origin_link) if isinstance(origin_link, str) else origin_link or self.link
         self.cpus = cpus
+        self.cores = dict(cores or {})
         self.quotas = "no processor quotas were asked for"
         self.origin: subprocess.Popen[str] | None = None
         self.folder = Path()
@@ -169,9 +172,20 @@ class Laboratory:
         folder = os.path.abspath(options.pop("cwd", None) or os.getcwd())
         launch = [sys.executable, "-m", "medusa_cluster.lab.launcher", str(held.pid), folder]
         launch.append(":".join(map(str, held.cgroups)))
-        process = subprocess.Popen([*launch, *map(str, command)], start_new_session=True, **options)
+        with self._on_cores(node):
+            process = subprocess.Popen([*launch, *map(str, command)], start_new_session=True, **options)
         self._launched = [other for other in self._launched if other.poll() is None] + [process]
         return process
+
+    @contextmanager
+    def _on_cores(self, node: str) -> Iterator[None]:
+        """Have what this thread starts run on the node's processors."""
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, self.cores.get(node, before))
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, before)
 
     def run(self, node: str, command: Sequence[str | Path], **options: Any) -> subprocess.CompletedProcess[Any]:
         """Run a program in a node to its end; ``options`` are those of `subprocess.run`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import select
 import socket
 import threading
 from collections import Counter
@@ -16,6 +17,8 @@ from contextlib import contextmanager
 
 _SO_MAX_PACING_RATE = 47
 _UNLIMITED = (1 << 64) - 1
+_UNSENT_PER_S, _LEAST_UNSENT_BYTES = 100, 64 << 10  # what a paced connection's socket takes ahead
+_SENT_WITHIN_MS = 1000
 _PRIORITY_SERVING = 6  # the highest that needs no privilege
 _TAKES_NOTHING_MS = 10_000
 _TOS_SERVING, _TOS_WEIGHTS = 0xB8, 0x08  # expedited forwarding; throughput before delay
@@ -53,6 +56,8 @@ class Pacer:
         try:
             yield
         finally:
+            if self._bytes_per_s is not None:
+                _wait_sent(connection)
             with self._lock:
                 self._sending[connection] -= 1
                 if not self._sending[connection]:
@@ -63,11 +68,22 @@ class Pacer:
     def _share(self) -> None:
         limit = self._bytes_per_s
         each = _UNLIMITED if limit is None else max(int(limit / max(len(self._sending), 1)), 1)
+        unsent = 0 if limit is None else max(each // _UNSENT_PER_S, _LEAST_UNSENT_BYTES)
         for connection in self._sending:
-            if self._paced.get(connection, _UNLIMITED) != each:
+            if self._paced.get(connection) != each:
                 with contextlib.suppress(OSError):  # it has just ended
                     connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, each.to_bytes(8, "little"))
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, unsent)
                 self._paced[connection] = each
+
+
+def _wait_sent(connection: socket.socket) -> None:
+    """Wait until the kernel has sent nearly all that it took: the next connection would be sent on top of that."""
+    with contextlib.suppress(OSError):  # it has just ended
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _LEAST_UNSENT_BYTES)
+        writable = select.poll()
+        writable.register(connection, select.POLLOUT)
+        writable.poll(_SENT_WITHIN_MS)
 
 
 def connection_of(transport: asyncio.BaseTransport | None) -> socket.socket | None:

@@ -25,13 +25,14 @@ pytestmark = [
 ]
 
 _MB = 1_000_000
+OWN = {max(os.sched_getaffinity(0))}  # processors of n3
 
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laboratory]:
     folder = tmp_path_factory.mktemp("model")
     (folder / "weights").write_bytes(os.urandom(2 * _MB))
-    with Laboratory(3, "160mbit", cpus=0.5, origin={"model": folder}) as laboratory:
+    with Laboratory(3, "160mbit", cpus=0.5, cores={"n3": OWN}, origin={"model": folder}) as laboratory:
         yield laboratory
 
 
@@ -196,6 +197,14 @@ def test_processor_time_is_limited_where_the_machine_can(lab: Laboratory) -> Non
     program = "import time\nend = time.monotonic() + 1\nwhile time.monotonic() < end: pass\nprint(time.process_time())"
     ran = lab.run("n1", [sys.executable, "-S", "-c", program], capture_output=True, text=True, check=True)
     assert float(ran.stdout) < 0.8
+
+
+def test_a_node_may_have_processors_of_its_own(lab: Laboratory) -> None:
+    everywhere = os.sched_getaffinity(0)
+    program = [sys.executable, "-S", "-c", "import os; print(os.sched_getaffinity(0))"]
+    found = [lab.run(node, program, capture_output=True, text=True, check=True).stdout for node in ("n2", "n3")]
+    assert found == [f"{everywhere}\n", f"{OWN}\n"]
+    assert os.sched_getaffinity(0) == everywhere
 
 
 _LEFT_ALONE = """

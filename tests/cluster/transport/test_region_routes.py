@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import random
 import socket
+import struct
 import threading
 import time
 import urllib.error
@@ -34,6 +36,7 @@ START = 100
 SIZE = COUNT * CHUNK - 1000
 URL = "s3://bucket/model"
 TOKEN = "0123456789abcdef"
+_SIOCOUTQNSD = 0x894B  # bytes that the kernel has taken and not sent yet
 ALL = f"start={START}&stop={START + SIZE}"
 SHARD = f"/regions/{quote(URL, safe='')}/shards/model.safetensors"
 
@@ -294,26 +297,65 @@ def test_too_many_requests_of_one_peer_are_refused(served: Served) -> None:
 
 
 def test_a_pace_is_shared_and_can_be_changed_while_weights_flow() -> None:
-    def paced(connection: socket.socket) -> int:
-        return int.from_bytes(connection.getsockopt(socket.SOL_SOCKET, 47, 8), "little")
-
     left, right = socket.socket(), socket.socket()
     with left, right:
         pacer = Pacer(80e6)
         with pacer.sending(left):
-            assert paced(left) == 80_000_000
+            assert _pace(left) == 80_000_000
             with pacer.sending(right):
-                assert paced(left) == paced(right) == 40_000_000
+                assert _pace(left) == _pace(right) == 40_000_000
                 pacer.set(10e6)
-                assert paced(left) == paced(right) == 5_000_000
-            assert paced(left) == 10_000_000
+                assert _pace(left) == _pace(right) == 5_000_000
+            assert _pace(left) == 10_000_000
             pacer.set(None)
-            assert paced(left) > 1 << 60
+            assert _pace(left) > 1 << 60
             pacer.set(1e6)
             assert pacer.bytes_per_s == 1e6
         mark_serving(left)
         assert left.getsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY) == 6
         assert left.getsockopt(socket.IPPROTO_IP, socket.IP_TOS) == 0xB8
+
+
+def test_a_paced_answer_has_been_sent_when_the_next_one_begins() -> None:
+    """What the kernel takes ahead would be sent on top of the next connection's share of the pace."""
+
+    def unsent_bytes() -> int:
+        return struct.unpack("i", fcntl.ioctl(sender, _SIOCOUTQNSD, bytes(4)))[0]
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sender, reader = socket.create_connection(listener.getsockname()), listener.accept()[0]
+    with sender, reader:
+        sender.setblocking(False)
+        sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 << 20)
+        pacer = Pacer(8e6)
+        with pacer.sending(sender):
+            _fill(sender)
+            assert 64 << 10 < unsent_bytes() < 128 << 10
+            reading = threading.Thread(target=_read, args=(reader,))
+            reading.start()
+        assert unsent_bytes() < 64 << 10
+        pacer.set(None)
+        with pacer.sending(sender):  # a connection that was paced in an earlier answer
+            assert _pace(sender) > 1 << 60
+            assert sender.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) == 0
+        sender.shutdown(socket.SHUT_WR)
+        reading.join()
+
+
+def _pace(connection: socket.socket) -> int:
+    return int.from_bytes(connection.getsockopt(socket.SOL_SOCKET, 47, 8), "little")
+
+
+def _fill(sender: socket.socket) -> None:
+    """Send as much as the kernel takes."""
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            sender.send(bytes(16 << 10))
+
+
+def _read(reader: socket.socket) -> None:
+    while reader.recv(1 << 20):
+        pass
 
 
 @pytest.mark.slow
