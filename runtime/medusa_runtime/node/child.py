@@ -12,6 +12,7 @@ from typing import NamedTuple
 from ..errors import NodeError
 from ..liveness import Verdict, Watch
 from ..process import ReportPipe, fork
+from ..region.pages import unmap_memfds
 from ..resource_limits import as_limit_error
 from ..timeline import Timeline
 from .messages import pair
@@ -53,11 +54,12 @@ def _cannot(name: str, error: OSError) -> Exception:
 
 
 def close_others(*keep: int) -> None:
-    """Close, in a forked child, all descriptors but these and the standard streams.
+    """Close, in a forked child, all descriptors but these and the standard streams, and unmap all regions but these.
 
-    A connection's end is seen only when nobody holds it any more. Python objects that own the descriptors must stay
-    referenced: they would close the numbers a second time.
+    A connection's end is seen only when nobody holds it any more, and a region's memory is free when nobody maps it.
+    Python objects that own the descriptors must stay referenced: they would close the numbers a second time.
     """
+    unmap_memfds({os.fstat(descriptor).st_ino for descriptor in keep})
     kept = {0, 1, 2, *keep}
     for name in os.listdir("/proc/self/fd"):
         descriptor = int(name)
@@ -93,7 +95,31 @@ def exit_status(child: Child) -> int | None:
     return None
 
 
-def end_child(child: Child) -> None:
-    """Kill a child, whatever it is doing. The caller reaps it."""
-    child.channel.close()
-    os.kill(child.pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
+class Ending:
+    """Children that are ending. The agent's loop does not wait for them: one that was killed dies when it has a CPU."""
+
+    def __init__(self) -> None:
+        self._pids: list[int] = []
+
+    def kill(self, child: Child) -> None:
+        """Kill a child, whatever it is doing."""
+        child.channel.close()
+        os.kill(child.pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
+        self._pids.append(child.pid)
+
+    def add(self, pid: int) -> None:
+        """Note a child that ends by itself."""
+        self._pids.append(pid)
+
+    def reap(self) -> None:
+        """Collect those that have ended. Call it now and then."""
+        self._pids = [pid for pid in self._pids if not os.waitpid(pid, os.WNOHANG)[0]]
+
+    def wait(self) -> None:
+        """Collect all of them."""
+        for pid in self._pids:
+            os.waitpid(pid, 0)
+        self._pids.clear()
+
+
+ENDING = Ending()  # of this process

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import ClassVar
 
 _MADV_DONTNEED, _MADV_HUGEPAGE = 4, 14
+_MAP_FIXED = 0x10
+_CODE = b"/memfd:libffi"  # that calls us back
 MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
 
 
@@ -87,3 +89,18 @@ def own_pages() -> None:
                 private.append((start, stop - start))
     for start, size_bytes in private:
         populate_write(start, size_bytes)
+
+
+def unmap_memfds(keep: Collection[int]) -> None:
+    """Unmap all memfds, regions above all, but those with these inodes.
+
+    Nothing takes their addresses: the objects that think that they own the mappings will unmap them once more.
+    """
+    map_at = ctypes.CDLL(None, use_errno=True).mmap
+    map_at.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+    with open("/proc/self/maps", "rb") as maps:
+        found = [line.split(maxsplit=5) for line in maps if b" /memfd:" in line]
+    for addresses, _, _, _, inode, name in found:
+        if int(inode) not in keep and not name.startswith(_CODE):
+            start, stop = (int(address, 16) for address in addresses.split(b"-"))
+            map_at(start, stop - start, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED, -1, 0)

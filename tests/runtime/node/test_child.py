@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
-from medusa_runtime.node.child import HungChildren
+from medusa_runtime.node.child import Ending, HungChildren, start_child
+from medusa_runtime.process import ReportPipe
+from medusa_runtime.timeline import Timeline
+from process_tree import alive
 
 
 @pytest.fixture
@@ -48,3 +53,38 @@ def test_one_without_a_heartbeat_hangs(waiting: subprocess.Popen[bytes], monkeyp
 def test_one_that_is_stopped_hangs_whatever_its_heartbeat(waiting: subprocess.Popen[bytes]) -> None:
     os.kill(waiting.pid, signal.SIGSTOP)
     assert "stopped (SIGSTOP)" in (reason(waiting.pid, time.monotonic_ns, 10) or "")
+
+
+@pytest.fixture
+def freezer() -> Iterator[Path]:
+    """A control group whose processes get no CPU while it is frozen, not even to die."""
+    folder = Path("/sys/fs/cgroup/freezer", f"medusa-test-{os.urandom(4).hex()}")
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"no freezer of control groups' version 1: {error}")
+    yield folder
+    (folder / "freezer.state").write_text("THAWED")
+    while folder.exists():
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+@pytest.mark.root
+def test_one_that_takes_long_to_die_is_not_waited_for(freezer: Path) -> None:
+    timeline, reports = Timeline.create("t"), ReportPipe()
+    child = start_child("child", lambda *_: time.sleep(60) or 0, timeline=timeline, reports=reports)
+    (freezer / "cgroup.procs").write_text(str(child.pid))
+    (freezer / "freezer.state").write_text("FROZEN")
+    while (freezer / "freezer.state").read_text() != "FROZEN\n":
+        pass
+    ending = Ending()
+    ending.kill(child)
+    ending.reap()
+    assert alive(child.pid)
+    (freezer / "freezer.state").write_text("THAWED")
+    while Path(f"/proc/{child.pid}").exists():
+        ending.reap()
+    ending.wait()
+    os.close(timeline.fd)
+    reports.close()

@@ -116,7 +116,7 @@ def test_a_soak(start_node: Callable[..., Any], put_model: Callable[..., str], o
         samples.append(quiet())
     before, after = samples
     print(f"{rounds} rounds in {SOAK_S:g} s: before {before}, after {after}")
-    assert rounds > SOAK_S / 2
+    assert rounds > SOAK_S / 10, "each act, many times, however busy the machine is"
     assert after["files"] <= before["files"] + 2
     assert after["shared"] <= before["shared"] + MB, "the timeline grows, and nothing else"
     assert after["own_memory"] <= before["own_memory"] + 8 * MB

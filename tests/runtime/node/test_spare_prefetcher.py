@@ -103,3 +103,31 @@ def test_no_memory_is_made_ready_unless_it_is_asked_for(start_node: Start) -> No
     node = start_node()
     assert ready_bytes(node) == 0
     assert "spare" not in descendants(node.process.pid).values()
+
+
+@pytest.mark.parametrize("name", ["spare", "torch-zygote"])
+def test_no_process_that_stays_keeps_the_memory_of_a_region_that_was_dropped(
+    start_node: Start, put_model: Put, name: str
+) -> None:
+    node = start_node("--ready-memory", "1Mi", "--prewarm", "torch=1")
+    node.wait_warm()
+    url = put_model("model", MB)
+    with closing(node.client()) as client, closing(client.region(url)) as region:
+        check(region, "model")
+        inode = os.fstat(region.fd).st_ino
+    spare_of(node)  # it was forked by an agent that has the region
+    if name == "torch-zygote":
+        zygote = next(pid for pid, found in node.children().items() if found == name)
+        os.kill(zygote, signal.SIGKILL)
+        until(lambda: not alive(zygote))
+        node.wait_warm()
+    with closing(node.client()) as client:
+        client.drop(url)
+    until(lambda: not any(maps(pid, inode) for pid in [node.process.pid, *node.children()]))
+
+
+def maps(pid: int, inode: int) -> bool:
+    try:
+        return any(line.split()[4] == str(inode) for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+    except OSError:
+        return False

@@ -19,7 +19,7 @@ from ...liveness import is_stopped
 from ...process import ReportPipe
 from ...registry import engine_kind, engine_names
 from ...timeline import Timeline
-from ..child import Child, HungChildren, end_child, start_child
+from ..child import ENDING, Child, HungChildren, start_child
 from ..event_loop import EventLoop
 from ..messages import close_all, receive, send
 from .warm_zygote import run_zygote
@@ -248,8 +248,7 @@ class EnginePool:
             idle.kill()  # one that is stopped would not notice
             idle.close()
         self._loop.unwatch(zygote.channel)
-        end_child(zygote)
-        os.waitpid(zygote.pid, 0)
+        ENDING.kill(zygote)
 
     def _count_death(self, kind: _Kind) -> None:
         now = time.monotonic()

@@ -25,7 +25,7 @@ from ...storage.local import LocalStore
 from ...timeline import Timeline
 from ..callers.impersonation import Folder, become
 from ..callers.policy import Policy
-from ..child import Child, close_others, end_child, start_child
+from ..child import ENDING, Child, close_others, start_child
 from ..messages import MOST_OF_OURS, close_all, receive, send
 from .held_region import HeldRegion, new_region
 from .spare import Spare
@@ -144,8 +144,7 @@ def begin(spare: Spare, held: HeldRegion, connections: int | None) -> bool:
     try:
         send(spare.child.channel, "fetch", {"key": held.key, "connections": connections, "layers": held.layers})
     except OSError:
-        end_child(spare.child)
-        os.waitpid(spare.child.pid, 0)
+        ENDING.kill(spare.child)
         return False
     return True
 

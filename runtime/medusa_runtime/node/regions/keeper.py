@@ -22,7 +22,7 @@ from ..callers.accounts import Accounts
 from ..callers.impersonation import Folder
 from ..callers.peer import Caller
 from ..callers.policy import Policy
-from ..child import HungChildren, end_child, exit_status
+from ..child import ENDING, HungChildren, exit_status
 from ..event_loop import EventLoop
 from ..messages import MOST_OF_OURS, receive, send
 from ..settings import NodeSettings
@@ -91,7 +91,6 @@ class RegionKeeper:
         )
         self._spares = Spares(start if settings.ready_bytes else None, self._has_room_for_spare, loop)
         self._hung = HungChildren()
-        self._ending: list[int] = []  # children that give memory back, for as long as that takes
         self._stopping = False
         self.regions = RegionPool(settings.memory_budget_bytes, policy, accounts, self._dropped)
         self.replaced: Counter[str] = Counter()  # how many processes hung, by their kind
@@ -102,7 +101,7 @@ class RegionKeeper:
         self._fetch_pinned()
         self._spares.tick(idle=all(held.fetch is None for held in self.regions))
         self._revalidation.tick(self.regions)
-        self._ending = [pid for pid in self._ending if not os.waitpid(pid, os.WNOHANG)[0]]
+        ENDING.reap()
 
     def want(
         self,
@@ -285,8 +284,7 @@ class RegionKeeper:
     def _end_fetch(self, held: HeldRegion) -> None:
         assert held.fetch is not None
         self._loop.unwatch(held.fetch.channel)
-        end_child(held.fetch)
-        self._ending.append(held.fetch.pid)
+        ENDING.kill(held.fetch)
         held.fetch = None
         self._uncharge_fetch(held)
 
@@ -302,11 +300,12 @@ class RegionKeeper:
     def _give_back(self, held: HeldRegion) -> None:
         if held.size_bytes >= _MUCH_BYTES and not self._stopping:
             try:
-                self._ending.append(give_back(held, timeline=self._timeline, reports=self._reports))
+                pid = give_back(held, timeline=self._timeline, reports=self._reports)
             except MedusaError as error:
                 logger.debug("%s", error)
             else:
-                logger.debug("process %d takes back the memory of %s", self._ending[-1], redacted(held.key))
+                ENDING.add(pid)
+                logger.debug("process %d takes back the memory of %s", pid, redacted(held.key))
                 return
         held.close()
 
@@ -354,9 +353,7 @@ class RegionKeeper:
         self._revalidation.close()
         self._records.freeze()  # callers that hold a region may bring it to the next agent
         self.regions.close()
-        for pid in self._ending:
-            os.waitpid(pid, 0)
-        self._ending.clear()
+        ENDING.wait()
 
 
 def _check_whole(held: HeldRegion) -> None:

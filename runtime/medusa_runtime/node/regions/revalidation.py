@@ -14,7 +14,7 @@ from ...process import ReportPipe
 from ...storage.base import redacted, scheme_of
 from ...timeline import Timeline
 from ..callers.policy import Policy
-from ..child import Child, close_others, end_child, start_child
+from ..child import ENDING, Child, close_others, start_child
 from ..event_loop import EventLoop
 from ..messages import receive, send
 from .fetching import open_store_of
@@ -81,8 +81,7 @@ class Revalidation:
     def _end(self) -> None:
         if self._check is not None:
             self._loop.unwatch(self._check.channel)
-            end_child(self._check)
-            os.waitpid(self._check.pid, 0)
+            ENDING.kill(self._check)
             self._check = None
 
     def close(self) -> None:

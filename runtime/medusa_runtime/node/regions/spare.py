@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ...errors import MedusaError
 from ...liveness import Heartbeats
 from ...region.reader import Region
-from ..child import Child, end_child
+from ..child import ENDING, Child
 from ..event_loop import EventLoop
 from ..messages import receive
 
@@ -93,10 +93,9 @@ class Spares:
     def drop(self) -> None:
         """End the spare, and give its memory back."""
         if (spare := self._leave()) is not None:
-            end_child(spare.child)
+            ENDING.kill(spare.child)
             spare.region.close()
             os.close(spare.demand_fd)
-            os.waitpid(spare.child.pid, 0)
 
 
 __all__ = ["Spare", "Spares"]
