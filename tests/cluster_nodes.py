@@ -26,13 +26,15 @@ PATIENCE_S = 240.0
 _PORTS = 50  # for each node: its own, and Ray's
 
 
-def until(condition: Callable[[], Any], said: Callable[[], str] = str, within_s: float = PATIENCE_S) -> Any:
+def until(
+    condition: Callable[[], Any], said: Callable[[], str] = str, within_s: float = PATIENCE_S, pause_s: float = 0.2
+) -> Any:
     """Wait for something true, and return it."""
     deadline = time.monotonic() + within_s
     while not (found := condition()):
         if time.monotonic() > deadline:
             pytest.fail(f"it did not come to pass within {within_s:g} s:\n{said()}")
-        time.sleep(0.2)
+        time.sleep(pause_s)
     return found
 
 
@@ -52,9 +54,11 @@ class ClusterNode:
         *,
         token: str | None = None,
         flags: Sequence[str] = (),
+        wrapper: Sequence[str] = (),
     ) -> None:
-        """``token``: another than the head's."""
+        """``token``: another than the head's. ``wrapper``: a command that becomes the node server's."""
         self.flags = flags
+        self.wrapper = wrapper
         self.name = name
         self.head = head
         self.host = f"127.0.0.{number + 2}"
@@ -78,7 +82,7 @@ class ClusterNode:
         role = ["--head"] if self.head is None else ["--address", self.head.address]
         where = ["--name", self.name, "--host", self.host, "--data-port", str(self.port), "--dir", str(self.folder)]
         more = ["--ray-port", str(self.ray_port), "--token-file", str(self.token_file), "--memory-budget", "500MB"]
-        return [str(MEDUSA), "cluster", "start", *role, *where, *more, *self.flags]
+        return [*self.wrapper, str(MEDUSA), "cluster", "start", *role, *where, *more, *self.flags]
 
     def start(self) -> None:
         """Start the node server, also again after its end."""

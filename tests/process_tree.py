@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from pathlib import Path
 
 
@@ -30,6 +31,23 @@ def waited_s(pid: int) -> float:
         with contextlib.suppress(OSError):
             waits.append(int((task / "schedstat").read_text().split()[1]))
     return max(waits) / 1e9
+
+
+class Unloaded:
+    """Seconds since it was made, without those in which the watcher or this test waited for a CPU.
+
+    So the time does not depend on what else the machine does.
+    """
+
+    def __init__(self, watcher: int) -> None:
+        self._watcher = watcher
+        self._began, self._waited = time.monotonic(), self._waits()
+
+    def _waits(self) -> float:
+        return waited_s(self._watcher) + waited_s(os.getpid())
+
+    def passed_s(self) -> float:
+        return time.monotonic() - self._began - (self._waits() - self._waited)
 
 
 def asleep(pid: int) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from process_tree import alive, stopped, waited_s
+from process_tree import Unloaded, alive, stopped
 
 from .slow_origin import SlowOrigin, serving_origin
 
@@ -24,23 +24,6 @@ _NOTICED_S = 3.0
 def slow_origin(example: Path) -> Iterator[SlowOrigin]:
     with serving_origin(example, bytes_per_s=1e6) as server:
         yield server
-
-
-class Unloaded:
-    """Seconds since it was made, without those in which the watcher or this test waited for a CPU.
-
-    So the time does not depend on what else the machine does.
-    """
-
-    def __init__(self, watcher: int) -> None:
-        self._watcher = watcher
-        self._began, self._waited = time.monotonic(), self._waits()
-
-    def _waits(self) -> float:
-        return waited_s(self._watcher) + waited_s(os.getpid())
-
-    def passed_s(self) -> float:
-        return time.monotonic() - self._began - (self._waits() - self._waited)
 
 
 def killed_within(serving: Any, name: str) -> float:

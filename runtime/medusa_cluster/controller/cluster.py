@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -259,6 +260,8 @@ class Cluster:
             # Routes without the instances that run would have gateways forget them.
             raise NoControllerError("the controller has just started, and does not know yet what runs")
         try:
+            if operation == "ping":
+                return os.getpid()
             if operation == "status":
                 return status(self)
             if operation == "routes":

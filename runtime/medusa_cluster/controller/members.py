@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 _LIST_S = 0.5  # between two looks at Ray's list
 _STATUS_S = 0.25  # between two looks at one node
 _OFTEN_ASKED = 64  # nodes; of more, each is asked less often
-_ANSWERS_WITHIN_S = 1.5
-_LOST_AFTER_S = 3.0  # without an answer
+_ANSWERS_WITHIN_S, _LAST_WITHIN_S = 1.5, 0.5  # the last question before it is lost may end sooner
+_LOST_AFTER_S = 2.5  # without an answer
 _LEAST_FAILURES = 2  # a controller that was stopped for a while finds its last question unanswered
 _REACH_S = 1.0  # between two calls through Ray
 _REACHED_WITHIN_S = 3.0
@@ -89,12 +89,14 @@ class Members:
         failing_since, failures = 0.0, 0
         while True:
             began = time.monotonic()
+            left_s = failing_since + _LOST_AFTER_S - began if failures else _ANSWERS_WITHIN_S
+            within_s = min(max(left_s, _LAST_WITHIN_S), _ANSWERS_WITHIN_S)
             try:
-                found = node_status(await self._way.status(node.name, self._urls[node.name], _ANSWERS_WITHIN_S))
+                found = node_status(await self._way.status(node.name, self._urls[node.name], within_s))
             except MedusaError as error:
                 logger.debug("the node %s did not answer: %s", node.name, error)
                 failing_since, failures = failing_since or began, failures + 1
-                away = node.name not in self._listed or time.monotonic() - failing_since > _LOST_AFTER_S
+                away = node.name not in self._listed or time.monotonic() - failing_since >= _LOST_AFTER_S
                 if node.lost_at is None and node.status and failures >= _LEAST_FAILURES and away:
                     self._lose(node)
             else:

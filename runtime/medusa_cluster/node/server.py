@@ -14,6 +14,7 @@ from typing import IO
 
 from aiohttp import web
 from medusa_runtime.errors import ConfigError, NoControllerError
+from medusa_runtime.node.watchdog import Watchdog
 
 from ..json_lines import JsonLinesServer
 from ..transport.agent_regions import AgentRegions
@@ -21,12 +22,13 @@ from ..transport.pacing import Pacer
 from ..transport.regions import RegionRoutes
 from .agent import Agent
 from .controller_line import ControllerLine
+from .controller_watch import ControllerWatch
 from .forwarding import Forwarder
 from .instances import Instances
 from .listener import Listener
 from .operations import Operations
-from .processes.child import OUT_OF_MEMORY, Child, KeptAlive, end_orphans, reap_orphans
-from .processes.guard import adopt_orphans
+from .processes.child import OUT_OF_MEMORY, Child, KeptAlive, end_orphans
+from .processes.guard import adopt_orphans, reap_orphans
 from .processes.stopped import StoppedProcesses
 from .ray.processes import STARTED, forget_address, ray_command, ray_environment
 from .settings import NodeServerSettings, make_token
@@ -36,7 +38,8 @@ logger = logging.getLogger(__name__)
 
 _DRAIN_S = 30.0
 _RAY_GRACE_S = 8.0
-_LOOK_S = 0.5
+_LOOK_S = 0.25
+_HUNG_S = 10.0  # the node server ends after its loop has stood still for so long
 _LAUNCH_PAUSE_S = 1.0
 _TOLD = ("alive", "draining", "drained")  # states of a node that the controller can tell what to do
 
@@ -54,6 +57,7 @@ class NodeServer:
         self._ray_started = asyncio.Event()
         self._launcher: Child | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._watchdog = Watchdog("the node server", _HUNG_S / 2)
 
     async def run(self) -> int:
         """Returns the exit status. Raises ConfigError and ClusterError for what prevents the start."""
@@ -113,11 +117,13 @@ class NodeServer:
         await self._control.start()
         self._agent.begin()
         self._ray.begin()
+        self._watchdog.start()
         works = (self._watch_processes(), self._tell(), Starts(self._instances).run())
         self._tasks = [asyncio.create_task(work) for work in works]
         self._show(f"node {settings.name} on {settings.url}, folder {settings.folder}")
         if settings.is_head:
-            self._tasks.append(asyncio.create_task(self._keep_controller()))
+            watch = ControllerWatch(settings.controller_socket)
+            self._tasks += [asyncio.create_task(work) for work in (self._keep_controller(), watch.run())]
             self._show(f"other nodes: medusa cluster start --address {settings.address} --token-file FILE")
             self._show(f"(FILE: a copy of {settings.token_file})")
 
@@ -174,6 +180,7 @@ class NodeServer:
     async def _watch_processes(self) -> None:
         stopped = StoppedProcesses()
         while True:
+            self._watchdog.beat()
             reap_orphans(self._own_pids())
             stopped.look()
             if OUT_OF_MEMORY.look():
@@ -187,6 +194,7 @@ class NodeServer:
         return pids if self._agent.pid is None else pids | {self._agent.pid}
 
     async def _end(self) -> None:
+        self._watchdog.close()
         self._operations.draining = True  # gateways learn it from the status, and send no new requests
         for task in self._tasks:
             task.cancel()

@@ -1,4 +1,4 @@
-"""Ends an agent whose loop hangs, so that a kubelet or systemd starts it again."""
+"""Ends a process whose loop hangs, so that whoever keeps it running starts it again."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ STATUS = 70  # EX_SOFTWARE of sysexits.h
 
 
 class Watchdog:
-    """Looks every 1.5 seconds whether the loop has come round; the second time that it has not, the process ends.
+    """Looks now and then whether the loop has come round; the second time that it has not, the process ends.
 
-    An agent that was stopped (SIGSTOP, a suspended machine) finds one alarm waiting when it goes on, and not two. A
-    look does not count if the agent has spent most of the time before it waiting for a CPU: others have the machine.
+    One that was stopped (SIGSTOP, a suspended machine) finds one alarm waiting when it goes on, and not two. A look
+    does not count if the process has spent most of the time before it waiting for a CPU: others have the machine.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, what: str = "the node agent", every_s: float | None = None) -> None:
+        """``what`` it is, for the log. ``every_s`` is between two looks, 1.5 by default."""
+        self._what = what
+        self._every_s = every_s or _EVERY_S
         self._missed = 0
         self._waited_s = 0.0
 
@@ -30,7 +33,7 @@ class Watchdog:
         """Begin to watch. Call it in the main thread. Children do not inherit the timer."""
         self._waited_s = waited_for_cpu_s()
         signal.signal(signal.SIGALRM, self._on_alarm)
-        signal.setitimer(signal.ITIMER_REAL, _EVERY_S, _EVERY_S)
+        signal.setitimer(signal.ITIMER_REAL, self._every_s, self._every_s)
 
     def beat(self) -> None:
         """The loop has come round."""
@@ -38,12 +41,12 @@ class Watchdog:
 
     def _on_alarm(self, _: int, frame: FrameType | None) -> None:
         before_s, self._waited_s = self._waited_s, waited_for_cpu_s()
-        if self._waited_s - before_s > _EVERY_S / 2:
+        if self._waited_s - before_s > self._every_s / 2:
             return
         self._missed += 1
         if self._missed >= _MOST_MISSED:
             where = "".join(traceback.format_stack(frame))
-            logger.critical("the node agent has hung for %g s and ends; it was here:\n%s", _EVERY_S, where)
+            logger.critical("%s has hung for %g s and ends; it was here:\n%s", self._what, self._every_s, where)
             os._exit(STATUS)
 
     def close(self) -> None:

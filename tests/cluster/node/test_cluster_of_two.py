@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import http
+import http.client
 import json
 import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,8 @@ from typing import Any
 import pytest
 from cluster_nodes import MODEL, ClusterNode, complete, environment, until
 from medusa_cluster.json_lines import call
-from medusa_runtime.errors import ConfigError, NoControllerError, UnknownNameError
+from medusa_runtime.errors import ConfigError, MedusaError, NoControllerError, UnknownNameError
+from process_tree import Unloaded, alive, children, stopped
 
 from benchmarks.origin import Origin, Variant
 
@@ -154,6 +159,65 @@ def test_what_dies_or_hangs_on_a_node_comes_back(
     until(lambda: head.call("status")["models"][0]["instances"] == 2, head.output)
 
 
+@pytest.mark.parametrize("victim", ["ray::NodeActor", "ray::Controller", "node server"])
+def test_what_is_stopped_is_killed_within_three_seconds(deployed: tuple[ClusterNode, ClusterNode], victim: str) -> None:
+    head, other = deployed
+    text = _serving(head)
+    (server,) = children((other if victim == "node server" else head).process.pid)
+    watcher, stopped_pid = (other.process.pid, server) if victim == "node server" else (server, _pid(head, victim))
+    os.kill(stopped_pid, signal.SIGSTOP)
+    clock, began = Unloaded(watcher), time.monotonic()
+    until(lambda: not alive(stopped_pid) or stopped(stopped_pid), pause_s=0.01)
+    until(lambda: not alive(stopped_pid) or not stopped(stopped_pid), pause_s=0.02)
+    noticed_s, loaded_s = clock.passed_s(), time.monotonic() - began
+    works = {"ray::Controller": lambda: _routes(head), "node server": lambda: _answers(other)}
+    until(works.get(victim, lambda: _pid(head, victim) not in (None, stopped_pid)), head.output, pause_s=0.02)
+    replaced_s = time.monotonic() - began
+    print(f"{victim}: killed {loaded_s:.2f} s after it was stopped, replaced after {replaced_s:.2f} s")
+    assert noticed_s <= 3
+    until(lambda: _alive_nodes(head) == ["head", "n1"], head.output)
+    assert _serving(head) == text
+
+
+def test_a_node_whose_server_and_its_keeper_stand_still_is_lost_within_three_seconds(
+    deployed: tuple[ClusterNode, ClusterNode],
+) -> None:
+    head, other = deployed
+    text = _serving(head)
+    frozen = [other.process.pid, *children(other.process.pid)]
+    for pid in frozen:
+        os.kill(pid, signal.SIGSTOP)
+    clock, began = Unloaded(_pid(head, "ray::Controller") or 0), time.monotonic()
+    until(lambda: head.status_of("n1")["state"] == "lost", head.output, pause_s=0.02)
+    lost_s = clock.passed_s()
+    print(f"node: lost {time.monotonic() - began:.2f} s after its server and its keeper were stopped")
+    assert lost_s <= 3
+    assert _serving(head) == text
+    for pid in frozen:
+        os.kill(pid, signal.SIGCONT)
+    until(lambda: _alive_nodes(head) == ["head", "n1"], head.output)
+
+
+def _pid(node: ClusterNode, name: str) -> int | None:
+    return next((pid for pid, found in node.processes().items() if found.startswith(name)), None)
+
+
+def _answers(node: ClusterNode) -> bool:
+    """Whether its server answers its peers."""
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        connection = http.client.HTTPConnection(node.host, node.port, timeout=1)
+        with contextlib.closing(connection):
+            connection.request("GET", "/healthz")
+            return connection.getresponse().status == http.HTTPStatus.OK
+    return False
+
+
+def _alive_nodes(node: ClusterNode) -> list[str]:
+    with contextlib.suppress(MedusaError, OSError):
+        return sorted(item["name"] for item in node.call("status")["nodes"] if item["state"] == "alive")
+    return []
+
+
 def test_an_instance_that_is_killed_is_replaced(deployed: tuple[ClusterNode, ClusterNode]) -> None:
     head, other = deployed
     text = _serving(head)
@@ -268,7 +332,7 @@ def test_a_second_node_server_in_the_same_folder_is_refused(nodes: tuple[Cluster
     head, _ = nodes
     done = subprocess.run(head.command(), env=environment(), capture_output=True, text=True, timeout=240)
     assert done.returncode == 2
-    assert f"a node server runs in {head.folder} already (process {head.process.pid})" in done.stderr
+    assert f"a node server runs in {head.folder} already (process {children(head.process.pid)[0]})" in done.stderr
 
 
 def test_ctrl_c_ends_a_node_and_leaves_nothing(deployed: tuple[ClusterNode, ClusterNode]) -> None:

@@ -53,11 +53,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     settings = _settings(arguments)
     require_extra()
-    from medusa_cluster.node.server import serve
+    from medusa_cluster.node.processes.keeper import keep
 
     from ..serve import configure_logging
 
     configure_logging(arguments.log_level or os.environ.get("MEDUSA_LOG_LEVEL") or "info")
+    status = keep()
+    if status is not None:
+        return status
+    from medusa_cluster.node.server import serve
+
     return serve(settings, lambda line: print(line, flush=True))
 
 

@@ -174,13 +174,6 @@ class KeptAlive:
             await self.child.end(grace_s)
 
 
-def reap_orphans(ours: set[int]) -> None:
-    """Collect the exit status of processes that our children left to us, so that no zombies remain."""
-    for pid in children() - ours:
-        with suppress(ChildProcessError):
-            os.waitpid(pid, os.WNOHANG)
-
-
 async def end_orphans(ours: set[int], within_s: float = 5.0) -> None:
     """Kill the processes that our children left to us, and theirs, until there are none."""
     loop = asyncio.get_running_loop()

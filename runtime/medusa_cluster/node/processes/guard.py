@@ -21,7 +21,7 @@ from medusa_runtime.process import die_with_parent
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _GRACE_S = 4.0  # for the command to end what it started by itself
-_WAITED_FOR = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+WAITED_FOR = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
 
 
 def adopt_orphans() -> None:
@@ -40,7 +40,7 @@ def children() -> set[int]:
 def main(command: Sequence[str]) -> int:
     """Returns the command's exit status as a shell does; 143 when we were told to end."""
     parent = os.getppid()
-    signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
+    signal.pthread_sigmask(signal.SIG_BLOCK, WAITED_FOR)
     adopt_orphans()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if parent == 1 or os.getppid() != parent:  # our parent has gone already
@@ -48,28 +48,34 @@ def main(command: Sequence[str]) -> int:
     ours = os.getpid()
 
     def prepare() -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _WAITED_FOR)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED_FOR)
         die_with_parent(ours)
 
     process = subprocess.Popen(command, preexec_fn=prepare)
     while True:
-        received = signal.sigwait(_WAITED_FOR)
+        received = signal.sigwait(WAITED_FOR)
         if received != signal.SIGCHLD:
             with suppress(ProcessLookupError):
                 process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_GRACE_S)
-            _end_all()
+            end_children()
             return 128 + received
         if process.poll() is not None:
-            _end_all()
+            end_children()
             return process.returncode if process.returncode >= 0 else 128 - process.returncode
-        for pid in children() - {process.pid}:
-            with suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
+        reap_orphans({process.pid})
 
 
-def _end_all() -> None:
+def reap_orphans(ours: set[int]) -> None:
+    """Collect the exit status of processes that our children left to us, so that no zombies remain."""
+    for pid in children() - ours:
+        with suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+
+
+def end_children() -> None:
+    """Kill our children, and theirs, which become ours, until there are none."""
     while pids := children():
         for pid in pids:
             with suppress(ProcessLookupError, ChildProcessError):

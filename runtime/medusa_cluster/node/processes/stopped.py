@@ -1,4 +1,4 @@
-"""Kills processes of this node that have been stopped (SIGSTOP): whoever waits for them would wait for ever."""
+"""Kills processes that have been stopped (SIGSTOP): whoever waits for them would wait for ever."""
 
 from __future__ import annotations
 
@@ -6,24 +6,26 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-_STOPPED_S = 2.0
+_STOPPED_S = 1.5
 
 
 class StoppedProcesses:
-    """Looks at our descendants now and then. One that a debugger holds is left alone."""
+    """Looks at processes now and then, at all our descendants by default. One that a debugger holds is left alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, pids: Callable[[], list[int]] | None = None) -> None:
+        self._pids = pids or _descendants
         self._since: dict[int, float] = {}
 
     def look(self) -> None:
         """Kill those that were stopped at each look of the last seconds."""
         now = time.monotonic()
-        stopped = [pid for pid in _descendants() if _state(pid) == "T"]
+        stopped = [pid for pid in self._pids() if _state(pid) == "T"]
         self._since = {pid: self._since.get(pid, now) for pid in stopped}
         for pid, since in self._since.items():
             if now - since > _STOPPED_S:

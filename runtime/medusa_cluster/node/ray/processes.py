@@ -29,6 +29,8 @@ _LIGHTER = {
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
     "RAY_agent_register_timeout_ms": "100000",  # its agents need 15 s to start where others have the cores
     "RAY_worker_niceness": "0",  # the control of a busy node must not wait behind its engines
+    "RAY_worker_oom_score_adjustment": "0",  # nor end before them where memory runs out: Ray would give it 1000
+    "RAY_memory_monitor_refresh_ms": "0",
 }
 
 # A dead node is noticed after 1.4 s, one that hangs after 4.2 s. Shorter times declare busy nodes dead.

@@ -1,0 +1,154 @@
+"""The keeper of a node server, and who watches the controller: what is killed, stops or hangs is replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from medusa_cluster.node.controller_watch import ControllerWatch
+from process_tree import Unloaded, alive, children, stopped
+
+# It says who it is, and what it has started, in a session of its own.
+SERVER = """
+import os, signal, subprocess, sys, time
+from medusa_cluster.node.processes.keeper import keep
+asked = []
+status = keep()
+if status is not None:
+    sys.exit(status)
+signal.signal(signal.SIGINT, lambda *_: print("interrupted", flush=True))
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+print(os.getpid(), child.pid, flush=True)
+while True:
+    time.sleep(60)
+"""
+HUNG = """
+import sys
+from medusa_cluster.node.processes.keeper import keep
+from medusa_runtime.node.watchdog import Watchdog
+status = keep()
+if status is not None:
+    sys.exit(status)
+Watchdog("the node server", 0.1).start()
+print("started", flush=True)
+while True:
+    pass
+"""
+
+Start = Callable[[str], subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    started = []
+
+    def start(code: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", code]
+        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        assert process.stdout
+        process.stdout.close()
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout
+    return process.stdout.readline()
+
+
+def pids(process: subprocess.Popen[str]) -> tuple[int, int]:
+    server, child = line(process).split()
+    return int(server), int(child)
+
+
+def test_a_node_server_that_is_killed_is_replaced_when_nothing_of_it_is_left(start: Start) -> None:
+    keeper = start(SERVER)
+    server, child = pids(keeper)
+    os.kill(server, signal.SIGKILL)
+    second, _ = pids(keeper)
+    assert second != server
+    assert not alive(child)
+    assert children(keeper.pid) == [second]
+
+
+def test_a_node_server_that_is_stopped_is_replaced_within_three_seconds(start: Start) -> None:
+    keeper = start(SERVER)
+    server, _ = pids(keeper)
+    os.kill(server, signal.SIGSTOP)
+    clock = Unloaded(keeper.pid)
+    while stopped(server) or alive(server):
+        assert clock.passed_s() <= 3
+    assert pids(keeper)[0] != server
+
+
+def test_a_node_server_whose_loop_hangs_is_replaced(start: Start) -> None:
+    keeper = start(HUNG)
+    assert (line(keeper), line(keeper)) == ("started\n", "started\n")
+
+
+def test_what_is_asked_of_the_keeper_reaches_the_node_server_once(start: Start) -> None:
+    keeper = start(SERVER)
+    pids(keeper)
+    os.killpg(keeper.pid, signal.SIGINT)  # as a terminal does
+    assert line(keeper) == "interrupted\n"
+    keeper.terminate()
+    assert keeper.wait(60) == 7
+    assert line(keeper) == ""
+
+
+def test_nothing_is_left_of_a_keeper_that_is_killed(start: Start) -> None:
+    keeper = start(SERVER)
+    server, _ = pids(keeper)
+    keeper.kill()
+    while alive(server):
+        pass
+
+
+CONTROLLER = """
+import asyncio, os, sys, time
+from pathlib import Path
+from medusa_cluster.json_lines import JsonLinesServer
+
+async def answer(request):
+    print(request["op"], flush=True)
+    if asked:
+        time.sleep(60)
+    asked.append(request)
+    return os.getpid()
+
+async def run():
+    await JsonLinesServer(Path(sys.argv[1]), answer).start()
+    print("listening", flush=True)
+    await asyncio.Event().wait()
+
+asked = []
+asyncio.run(run())
+"""
+
+
+def test_a_controller_that_hangs_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "controller.sock"
+    with subprocess.Popen([sys.executable, "-c", CONTROLLER, path], stdout=subprocess.PIPE, text=True) as controller:
+        assert line(controller) == "listening\n"
+
+        async def watch() -> None:
+            watching = asyncio.create_task(ControllerWatch(path, answers_within_s=0.5).run())
+            while controller.poll() is None:
+                await asyncio.sleep(0.02)
+            watching.cancel()
+
+        asyncio.run(watch())
+        assert controller.wait() == -signal.SIGKILL
+        assert controller.stdout
+        assert controller.stdout.read() == "ping\nping\n"
