@@ -11,7 +11,7 @@ import jsonschema
 import yaml
 from medusa_command import medusa
 
-CRD = Path(__file__).parent / "adapters" / "schemas" / "knative_service_crd.yaml"
+CRD = Path(__file__).parent / "adapters" / "deploy" / "schemas" / "knative_service_crd.yaml"
 
 
 def deploy(platform: str, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:

@@ -70,7 +70,7 @@ def test_bad_calls_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_the_example_of_the_page_is_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    example = Path(__file__).parents[2] / "examples/fleet/two-testbeds.yaml"
+    example = Path(__file__).parents[3] / "examples/fleet/two-testbeds.yaml"
     shorter = example.read_text().replace("seconds: 900", "seconds: 60").replace("rate: [0.4, 0.8]", "rate: 0.4")
     (tmp_path / "fleet.yaml").write_text(shorter)
     assert run(["simulate", str(tmp_path / "fleet.yaml"), "--what-if", "--report", str(tmp_path / "fleet.html")]) == 0

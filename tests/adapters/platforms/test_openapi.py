@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 Launch = Callable[..., Any]
-EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "pydoc-lm"
 PLACES = [{"MEDUSA_PLATFORM": "local"}, {"SAGEMAKER_REGION": "eu-west-1"}, {"fprocess": "x", "suppress_lock": "1"}]
 
 

@@ -109,7 +109,7 @@ def test_keda_asks_for_what_metrics_really_has() -> None:
     text, documents = rendered(*BASE, "--autoscaler=keda", "--prometheus=http://p:9090", "--max-concurrency=10")
     trigger = documents[-1]["spec"]["triggers"][0]["metadata"]
     assert trigger["threshold"] == "7"
-    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
     for metric in re.findall(r"medusa_\w+", trigger["query"]):
         assert metric in page
     assert documents[-1]["spec"]["minReplicaCount"] == 1  # no pod, no metric: from zero it would never come back

@@ -12,7 +12,7 @@ import pytest
 from medusa_adapters.platforms import sagemaker
 
 Launch = Callable[..., Any]
-EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "pydoc-lm"
 LINES = "application/jsonlines"
 
 

@@ -72,7 +72,7 @@ def test_inspect_counts_parameters_and_bytes(model: Path) -> None:
 
 
 def test_inspect_says_what_an_adapter_is(tmp_path: Path) -> None:
-    example = Path(__file__).parents[2] / "examples" / "pydoc-lm"
+    example = Path(__file__).parents[3] / "examples" / "pydoc-lm"
     adapter = write_adapter(tmp_path / "sql", example, rank=6, targets=("q_proj", "v_proj"))
     text = medusa("inspect", adapter).stdout
     assert f"model    a LoRA adapter of rank 6 for q_proj, v_proj, of {example}" in text

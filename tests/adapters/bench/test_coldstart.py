@@ -24,7 +24,7 @@ from process_tree import alive, descendants
 from benchmarks.origin import Origin, Variant
 
 MEDUSA = Path(sys.executable).with_name("medusa")
-EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "pydoc-lm"
 
 
 def bench(*arguments: str | Path, timeout_s: float = 110) -> subprocess.CompletedProcess[str]:

@@ -13,7 +13,7 @@ import pytest
 from process_tree import alive, descendants
 
 Launch = Callable[..., Any]
-EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "pydoc-lm"
 BODY = {"prompt": "This function returns", "max_tokens": 4, "temperature": 0}
 
 

@@ -17,7 +17,7 @@ from medusa_adapters.trial import Trial, TrialError
 from medusa_command import medusa
 from medusa_runtime.errors import ConfigError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MEDUSA = Path(sys.executable).with_name("medusa")
 CHAT_MODEL = str(ROOT / "examples" / "pydoc-lm")
 CURL = ROOT / "tests" / "curl.py"

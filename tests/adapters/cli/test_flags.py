@@ -10,7 +10,7 @@ from pathlib import Path
 import medusa_command
 import pytest
 
-EXAMPLE = Path(__file__).parents[2] / "examples/pydoc-lm"
+EXAMPLE = Path(__file__).parents[3] / "examples/pydoc-lm"
 DEPLOY = ("deploy", "knative", "hello", "--image", "registry/hello:1")
 
 

@@ -14,7 +14,7 @@ import pytest
 from .test_conformance import PLACES, Place
 
 Launch = Callable[..., Any]
-EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "pydoc-lm"
 
 
 @pytest.fixture(params=PLACES)

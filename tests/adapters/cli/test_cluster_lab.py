@@ -14,7 +14,7 @@ from process_tree import alive, descendants
 from strangers import ALICE, as_user
 
 MEDUSA = Path(sys.executable).with_name("medusa")
-EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "pydoc-lm"
 
 
 def lab(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
