@@ -85,6 +85,10 @@ class MemoryGroup:
         for other in (self.folder / "cgroup.procs").read_text().split():
             with contextlib.suppress(OSError):  # it has just ended
                 Path(f"/proc/{other}/oom_score_adj").write_text("1000" if int(other) == pid else "0")
+        self.exhaust()
+
+    def exhaust(self) -> None:
+        """Use up the group's memory until the kernel has killed a process of the group, whichever it takes."""
         greed = [*self.inside, sys.executable, "-S", "-c", _GREED]
         ended = subprocess.run([*greed, self._kills, self._usage, str(self.limit_bytes)], check=False, timeout=120)
         # Where a killed process gives back less than the kernel wants at once, the largest one is next: the greedy one.
