@@ -20,7 +20,7 @@ class FaultyOrigin(http.server.ThreadingHTTPServer):
     Faults: "500", "503", "429", "403" (a status) · "cut:N" (N bytes, then the connection breaks) · "short:N" (announces
     only N bytes) · "full" (ignores Range) · "shift" (another range than asked for) · "stall" (half, then nothing) ·
     "silent" (a head, then nothing) · "replace" (the object changes in front of this answer) · "garbage" (no HTTP) ·
-    "flip" (one bit of the body is wrong)
+    "flip" (one bit of the body is wrong) · "turn" (a few bytes; wrong ones once ``turned`` is set; then nothing)
     """
 
     daemon_threads = True
@@ -42,6 +42,7 @@ class FaultyOrigin(http.server.ThreadingHTTPServer):
         self.accept: Callable[[dict[str, str], str], bool] = lambda headers, path: True
         self.redirects: dict[str, str] = {}
         self.stopping = threading.Event()
+        self.turned = threading.Event()
         self.hanging = 0  # answers that stall or are silent now
         self.gave_up = 0  # those that were waited for until the origin closed the connection
         self.url = f"http://127.0.0.1:{self.server_port}"
@@ -119,14 +120,16 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if status == 206:
             self.send_header("Content-Range", f"bytes {start}-{start + len(body) - 1}/{len(data)}")
         self.end_headers()
-        sent = {"cut": int(number or 0), "stall": len(body) // 2, "silent": 0}.get(kind, len(body))
+        sent = {"cut": int(number or 0), "stall": len(body) // 2, "silent": 0, "turn": 1000}.get(kind, len(body))
         self._send(body[:sent])
-        if kind in ("stall", "silent"):
+        if kind == "turn" and self.server.turned.wait(60):
+            self._send(bytes(each ^ 0xFF for each in body[sent : sent + (500 << 10)]))
+        if kind in ("stall", "silent", "turn"):
             self.server.hanging += 1
             if not self.server.stopping.wait(60):
                 self.server.gave_up += 1
             self.server.hanging -= 1
-        if kind in ("cut", "stall", "silent"):
+        if kind in ("cut", "stall", "silent", "turn"):
             self.close_connection = True
 
     def _send(self, body: bytes) -> None:

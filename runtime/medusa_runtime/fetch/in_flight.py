@@ -22,6 +22,7 @@ _WEIGHT = 0.3  # the share of the newest range in the measured rate
 _RANGE_S, _ANSWERS = 0.1, 8
 _FIRST_BYTES = 2 << 20  # the size of a range before any rate is known
 _BURST_S = 0.05  # bytes that come in less time say nothing about the link: they were on their way, or saved up
+_LOOK_S = 0.01
 _OVERTAKERS = 2  # an answer is late when this many ranges that were begun later have been answered
 _DOUBLED = 4  # one in this many ranges may have a second request at a time
 
@@ -46,7 +47,11 @@ class OvertakenError(Exception):
 
 @dataclass(eq=False)
 class InFlightRange:
-    """One range on its way. ``size_bytes`` is all of it, ``done_bytes`` what has come."""
+    """One range on its way. ``size_bytes`` is all of it, ``done_bytes`` what has come.
+
+    ``late``: the first request, where this is a second one; ``alone``: this one has taken the range over from it.
+    ``writing`` is held while the region is changed, and an ``overtaken`` request changes it no more.
+    """
 
     span: Span
     size_bytes: int
@@ -58,6 +63,17 @@ class InFlightRange:
     awaited: bool = False  # by a forward
     held: bool = False
     first_s: float | None = None  # until its first bytes came
+    late: InFlightRange | None = None
+    alone: bool = False
+    direct: bool = True  # the store itself writes into the region
+    overtaken: bool = False
+    writing: threading.Lock = field(default_factory=threading.Lock)
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def left_bytes(self) -> int:
+        """The bytes that have not come yet."""
+        return self.size_bytes - self.done_bytes
 
     def advance(self, done_bytes: int) -> None:
         if self.first_s is None and done_bytes:
@@ -98,6 +114,7 @@ class InFlightRanges:
         """End a range, and return whether nobody else is fetching it."""
         with self._lock:
             self._flying.remove(flight)
+            flight.ended.set()
             self._done_bytes += flight.done_bytes
             if flight.first_s is not None:
                 self._least_s = min(self._least_s, flight.first_s)
@@ -108,6 +125,24 @@ class InFlightRanges:
                 if flight.first_s is not None and not flight.is_hedge:
                     self._first_s = _averaged(self._first_s, flight.first_s)
             return not any(flight.span.overlaps(other.span) for other in self._flying)
+
+    def take_over(self, late: InFlightRange, interrupt: Callable[[int], None], over: Callable[[], bool]) -> None:
+        """Have a range's first request end, and wait for that, as its store may be writing into the region right now.
+
+        OvertakenError when the fetch is ``over`` before that.
+        """
+        if late.late is not None:
+            self.take_over(late.late, interrupt, over)
+        with late.writing:
+            late.overtaken = True
+        while not late.ended.is_set():
+            with self._lock:  # it begins no other range meanwhile
+                if late in self._flying:
+                    interrupt(late.thread)
+            if not late.direct or late.ended.wait(_LOOK_S):
+                return
+            if over():
+                raise OvertakenError
 
     def interrupt(self, there: Callable[[Span], bool], interrupt: Callable[[int], None]) -> None:
         """Interrupt the threads whose ranges have come by another request."""

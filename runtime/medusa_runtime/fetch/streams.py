@@ -18,6 +18,7 @@ from ..limits import cpu_count
 from ..region.writer import RegionWriter
 from ..storage.base import Store
 from ..storage.framing import checksum_function
+from .arrival import Arrival
 from .in_flight import InFlightRange, OvertakenError, Span
 from .schedule import Schedule
 
@@ -173,6 +174,11 @@ class Streams:
         return [flight for flight in late if flight.awaited or (flight.first_s is None and flight.began < silent_since)]
 
     def _hedge(self, late: InFlightRange) -> None:
+        if self._store.interrupts and not self._store.refills:  # it will write into the region at once
+            try:
+                self._schedule.flights.take_over(late, self._store.interrupt, self._over.is_set)
+            except OvertakenError:
+                return
         stop = late.span.first + late.span.length
         missing = [chunk for chunk in late.span.chunks if not self._writer.present(chunk)]
         if missing:
@@ -304,6 +310,7 @@ class Streams:
         flights, failure = self._schedule.flights, None
         begun = 0 if late is None else self._begun_bytes(span.first, late)
         flight = flights.begin(span, size_bytes - begun, is_hedge=late is not None)
+        flight.late, flight.alone = late, late is not None and late.overtaken
         flight.awaited = late is not None and late.awaited
         try:
             self._fetch_right(span, flight, begun)
@@ -312,7 +319,7 @@ class Streams:
         except Exception as error:  # noqa: BLE001  raised below, unless another request brings the range
             failure = error
         alone = flights.end(flight)
-        if failure and alone and not self._there(span):
+        if failure and alone and not flight.overtaken and not self._there(span):
             raise failure
         if flight.hedged or flight.is_hedge:
             flights.interrupt(self._there, self._store.interrupt)
@@ -349,56 +356,61 @@ class Streams:
         assert chunks is not None
         place = chunks.place(span.first)
         shard = self._index.shards[place.shard]
-        size = chunks.place(span.first + span.length - 1).stop - place.start
-        published, seen = 0, begun
+        start = shard.data_start + place.start
+
+        def publish(chunk: int, first: int, end: int) -> None:
+            checksums = self._checksums
+            if checksums and not checksums.right(chunk, buffer[first:end]):
+                raise Mismatch(chunk)
+            self._publish(chunk, shard.name, start + first, buffer[first:end])
 
         def advance(more: int) -> None:
-            nonlocal published, seen
-            filled = begun + more
-            with self._lock:
-                self._received += filled - seen
-                if not self._heard:
-                    self._changed.set()
-                self._heard.add(threading.get_ident())
-            seen = filled
-            flight.advance(flight.size_bytes - size + filled)
-            if (flight.hedged or flight.is_hedge) and published < span.length and self._there(span):
+            self._count(flight, arrival, begun + more)
+            if (flight.hedged or flight.is_hedge) and not arrival.complete and self._there(span):
                 raise OvertakenError
             if flight.is_hedge and flight.awaited and self._late is not flight:
                 self._late, self._late_until = flight, time.monotonic() + _HOLD_S
             self._hold(flight)
-            while published < span.length:
-                first = published * chunks.chunk_bytes
-                end = min(first + chunks.chunk_bytes, size)
-                if filled < end:
-                    return
-                checksums, chunk = self._checksums, span.first + published
-                if checksums and not checksums.right(chunk, buffer[first:end]):
-                    raise Mismatch(chunk)
-                if self._writer.present(chunk):
-                    self._writer.count()
-                else:
-                    self._publish(chunk, shard.name, start + first, buffer[first:end])
-                published += 1
-                if direct and published < span.length:
-                    self._writer.prepare(span.first + published)
+            arrival.publish(prepare=flight.direct)
 
         def keep(more: int) -> None:
-            at = (seen - begun) % _SCRATCH_BYTES
-            self._writer.write(span.first, seen, scratch[at : at + begun + more - seen])
+            at = (arrival.filled - begun) % len(own)
+            arrival.write(own[at : at + begun + more - arrival.filled])
             advance(more)
 
-        start = shard.data_start + place.start
-        direct = self._writer.direct or not self._store.refills
-        if direct:
-            self._writer.prepare(span.first)
+        arrival = Arrival(
+            self._writer, span, flight, begun=begun, publish=publish, take_over=partial(self._take_over, flight)
+        )
+        with flight.writing:
+            if flight.overtaken:
+                raise OvertakenError
+            flight.direct = self._is_direct(flight)
+        left = arrival.size_bytes - begun
         with self._writer.buffer(span.first, span.length) as buffer:
-            if direct:
+            if flight.direct:
+                self._writer.prepare(span.first)
                 self._store.read_into(shard.name, start + begun, buffer[begun:], shard.version, advance)
             else:
-                scratch = self._scratch()
-                left = size - begun
-                self._store.read_into(shard.name, start + begun, scratch[:left], shard.version, keep, left)
+                own = self._scratch()[:left] if self._store.refills else memoryview(bytearray(left))
+                self._store.read_into(shard.name, start + begun, own, shard.version, keep, left)
+
+    def _is_direct(self, flight: InFlightRange) -> bool:
+        """Whether the store is to write into the region: not if it could still do that when it should no more."""
+        if not self._store.interrupts:
+            return False
+        return not self._store.refills or (self._writer.direct and not flight.is_hedge)
+
+    def _take_over(self, flight: InFlightRange) -> None:
+        """Have nobody but this request go on with its range."""
+        assert flight.late is not None
+        self._schedule.flights.take_over(flight.late, self._store.interrupt, self._over.is_set)
+
+    def _count(self, flight: InFlightRange, arrival: Arrival, filled: int) -> None:
+        with self._lock:
+            self._received += filled - arrival.filled
+            self._heard.add(threading.get_ident())
+        arrival.filled = filled
+        flight.advance(flight.size_bytes - arrival.size_bytes + filled)
 
     def _publish(self, chunk: int, key: str, start: int, data: memoryview) -> None:
         """Publish a chunk, the bytes from ``start`` on of a shard."""

@@ -48,6 +48,7 @@ class Store(Protocol):
 
     url: str
     refills: bool  # whether read_into can fill a buffer again and again
+    interrupts: bool  # whether ``interrupt`` ends a read_into soon, or it ends soon by itself
 
     def stat(self, key: str) -> ObjectInfo:
         """Look an object up. Raises ObjectNotFoundError, ForbiddenError, UnreachableError."""

@@ -44,6 +44,7 @@ class FsspecStore:
     """A folder in one of fsspec's file systems."""
 
     refills = False
+    interrupts = False
 
     def __init__(self, url: str, retries: RetryPolicy | None = None) -> None:
         self.url = url

@@ -17,6 +17,7 @@ class LocalStore:
     """A folder, as a plain path or a file:// URL."""
 
     refills = False
+    interrupts = True
 
     def __init__(self, url: str, *, check: bool = True) -> None:
         """Raises ObjectNotFoundError when it is no folder, unless ``check`` is false."""

@@ -74,6 +74,7 @@ class SourcesStore:
     """
 
     refills = False
+    interrupts = True
 
     def __init__(
         self,

@@ -193,6 +193,34 @@ def test_a_range_that_stalls_is_asked_for_again(served: Any, region: Region, num
     assert any(again == start + (stop - start) // 2 for again, _ in asked), "what had come was asked for again"
 
 
+@pytest.mark.parametrize("reserved", [False, True])  # with memory made ahead, stores write into the region themselves
+def test_what_readers_have_is_not_overwritten_by_the_slower_of_two_requests(
+    served: Any, region: Region, *, reserved: bool
+) -> None:
+    """An origin answers one request well, and the other one with wrong bytes once the first chunks are published."""
+    served.faults["/m/model.safetensors"] = ["", "turn"]
+    served.bytes_per_s = 4e6
+    writer = region.writer()
+    if reserved:
+        writer.reserve(32 * MIB)
+    arguments = {"settings": Settings(connections=2), "timeline": Timeline.create("test"), "writer": writer}
+    thread = threading.Thread(target=prefetch, args=(region, served.url + "/m"), kwargs=arguments)
+    thread.start()
+    index = region.wait_index()
+    while len(served.asked("/m/model.safetensors")) < 2:
+        time.sleep(0.001)
+    (shard,) = index.shards
+    chunk = (served.asked("/m/model.safetensors")[1][0] - shard.data_start) // MIB
+    name = next(name for name, entry in index.tensors.items() if entry.start <= chunk * MIB < entry.stop)
+    region.demand([name])
+    while not (region.has(name) or region._present(range(chunk, chunk + 1))):
+        time.sleep(0.001)
+    served.turned.set()
+    thread.join(120)
+    assert not thread.is_alive()
+    check(region)
+
+
 @pytest.mark.slow
 def test_second_requests_do_not_fill_a_slow_link(served: Any, region: Region) -> None:
     """Over a link that all connections share, each is slower than the last; more of them, or second requests, harm."""

@@ -64,6 +64,7 @@ class HttpStore:
     """
 
     refills = True
+    interrupts = True
 
     def __init__(self, url: str, retries: RetryPolicy | None = None, environ: Mapping[str, str] | None = None) -> None:
         self.url = url
