@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+_MOST_BYTES = 1 << 20  # thousands of stages; a start has fewer than a thousand
+
 
 class Stage(NamedTuple):
     """One stage of a start: times are CLOCK_MONOTONIC nanoseconds; a mark has ``start_ns == end_ns``."""
@@ -59,7 +61,9 @@ class Timeline:
         self.record(name, now, now, **detail)
 
     def record(self, name: str, start_ns: int, end_ns: int, **detail: Any) -> None:
-        """Append one stage that has ended."""
+        """Append one stage that has ended, unless there are too many: adapters that come and go make more and more."""
+        if os.fstat(self.fd).st_size >= _MOST_BYTES:
+            return
         line = json.dumps([name, self.process, start_ns, end_ns, detail], separators=(",", ":")) + "\n"
         os.write(self.fd, line.encode())
 

@@ -11,6 +11,17 @@ import pytest
 from medusa_runtime.timeline import Stage, Timeline, process_start_ns
 
 
+def test_it_does_not_grow_for_ever() -> None:
+    timeline = Timeline.create("engine")
+    for number in range(9000):
+        timeline.mark("adapter", adapter=f"adapter-{number}", text="x" * 100)
+    size = os.fstat(timeline.fd).st_size
+    assert size < 2 << 20
+    timeline.mark("adapter")
+    assert os.fstat(timeline.fd).st_size == size
+    assert timeline.stages()[0].detail["adapter"] == "adapter-0"  # the start is what it is about
+
+
 def test_stages_of_several_processes_are_whole_and_in_order() -> None:
     """Processes write at once; no line is lost or torn."""
     timeline = Timeline.create("parent")

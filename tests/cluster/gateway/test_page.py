@@ -71,6 +71,20 @@ def test_it_shows_what_there_is() -> None:
         assert shown in text, shown
 
 
+@pytest.mark.parametrize(
+    "value", [10**400, -(10**400), float("inf"), float("nan"), "\ud800", '"><img src=x onerror=y>', None]
+)
+def test_whatever_value_stands_anywhere_is_a_page(value: Any) -> None:
+    def replaced(found: Any) -> Any:
+        if isinstance(found, dict):
+            return {name: replaced(each) for name, each in found.items()}
+        return [replaced(each) for each in found] if isinstance(found, list) else value
+
+    text = page.html(replaced(copy.deepcopy(status())), refresh=True)
+    assert "<img" not in text
+    assert text.encode()
+
+
 @pytest.mark.parametrize("part", ["nodes", "models", "transfers", "chains", "gateways", "events"])
 def test_nothing_of_a_kind_is_no_error(part: str) -> None:
     _parsed(status() | {part: []})

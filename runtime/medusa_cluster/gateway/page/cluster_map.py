@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from html import escape
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -149,7 +148,7 @@ def _node(node: Status, at: _Place, palette: Palette) -> str:
     anchor = "middle" if abs(at.out_x) < 0.4 else "start" if at.out_x > 0 else "end"
     shown = f"{name}: {state}, {len(instances)} instances, link {use:.0f} % used"
     return (
-        f'<g class="node {escape(state)}"><title>{text(shown)}</title>'
+        f'<g class="node {text(state)}"><title>{text(shown)}</title>'
         f'<circle class="body" cx="{at.x:.1f}" cy="{at.y:.1f}" r="{_RADIUS:g}"/>{ring}{_dots(instances, at, palette)}'
         f'<text text-anchor="{anchor}" x="{name_x:.1f}" y="{name_y:.1f}">'
         f"{text(name if len(name) <= 14 else name[:13] + '…')}</text></g>"
@@ -167,7 +166,7 @@ def _dots(instances: Sequence[Status], at: _Place, palette: Palette) -> str:
         wide = min(3, len(instances) - 3 * row)
         x, y = at.x + (column - (wide - 1) / 2) * 12, at.y + (row - (rows - 1) / 2) * 12
         drawn.append(
-            f'<circle class="instance {palette.of(instance.get("model"))} {escape(str(instance.get("state")))}" '
+            f'<circle class="instance {palette.of(instance.get("model"))} {text(instance.get("state"))}" '
             f'cx="{x:.1f}" cy="{y:.1f}" r="4.5"/>'
         )
     return "".join(drawn)

@@ -7,17 +7,19 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
+_LARGEST = 1e18
 COLOURS = 8  # of models, in the style sheet
 
 
 def text(value: Any) -> str:
-    """Anything as HTML text."""
-    return escape(str(value))
+    """Anything as HTML text, of characters that can be sent: JSON may name half of a surrogate pair."""
+    return escape(str(value).encode("utf-8", "replace").decode())
 
 
 def number(value: Any) -> float:
-    """A number from the status; 0 for what is none."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and value == value else 0.0
+    """A number from the status; 0 for what is none, or is larger than anything that can be counted."""
+    known = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if known and -_LARGEST < value < _LARGEST else 0.0
 
 
 def size(count: Any) -> str:
@@ -73,6 +75,6 @@ class Palette:
 def bar(part: float, kind: str, title: str) -> str:
     """A bar that is filled to ``part`` percent."""
     return (
-        f'<span class="bar" role="img" aria-label="{escape(title)}" title="{escape(title)}">'
+        f'<span class="bar" role="img" aria-label="{text(title)}" title="{text(title)}">'
         f'<i class="{kind}" style="width:{part:.1f}%"></i></span>'
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
 from .form import Palette, bar, duration, number, percent, short, size, text
@@ -138,7 +137,7 @@ def _node(node: Status, now: float, palette: Palette) -> str:
     instances = "".join(_instance(instance, now, palette) for instance in node.get("instances") or ())
     state = str(node.get("state"))
     return (
-        f'<article class="machine {escape(state)}"><h3>{text(node.get("name"))} <em>{text(state)}</em></h3>'
+        f'<article class="machine {text(state)}"><h3>{text(node.get("name"))} <em>{text(state)}</em></h3>'
         f'<p class="url">{text(node.get("address") or "")}</p><dl>{memory}{sends}{receives}</dl>'
         f'<p class="chips">{copies}{instances}</p></article>'
     )
@@ -156,7 +155,7 @@ def _copy(copy: Status, palette: Palette) -> str:
     title = f"copy, {copy.get('state')}: {size(copy.get('fetched_bytes'))} of {size(copy.get('total_bytes'))}"
     title += ", pinned" if copy.get("pinned") else ""
     return (
-        f'<span class="chip copy {palette.of(copy.get("url"))}" title="{escape(title)}" '
+        f'<span class="chip copy {palette.of(copy.get("url"))}" title="{text(title)}" '
         f'style="--done:{done:.0f}%">{text(short(copy.get("url")))}{partly}</span>'
     )
 
@@ -165,8 +164,8 @@ def _instance(instance: Status, now: float, palette: Palette) -> str:
     age = f" {duration(now - number(instance.get('since')))}" if now and instance.get("since") else ""
     state = str(instance.get("state"))
     return (
-        f'<span class="chip instance {palette.of(instance.get("model"))} {escape(state)}" '
-        f'title="{escape(str(instance.get("id")))}"><i></i>{text(instance.get("model"))}'
+        f'<span class="chip instance {palette.of(instance.get("model"))} {text(state)}" '
+        f'title="{text(instance.get("id"))}"><i></i>{text(instance.get("model"))}'
         f"{'' if state == 'ready' else ' ' + text(state)}{age}</span>"
     )
 
