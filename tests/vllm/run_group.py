@@ -29,7 +29,8 @@ from medusa_runtime.process import die_with_parent
 from medusa_runtime.region.reader import Region
 from medusa_runtime.timeline import Timeline
 
-sys.path.append(str(Path(__file__).parents[1] / "e2e"))
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "e2e")]
+from certificates import make_certificates
 from slow_origin import SlowOrigin
 
 PATIENCE_S = 120.0
@@ -213,10 +214,11 @@ def alone(checkpoint: str, folder: Path, count: int) -> Any:
 
 
 def same(checkpoint: str, folder: Path) -> Any:
-    """A group of 3 + 1 layers answers; then its leader takes over while it answers, and answers alone."""
+    """A group of 3 + 1 layers answers over TLS; then its leader takes over while it answers, and answers alone."""
     count = 60
     expected = alone(checkpoint, folder, count)
-    group = Group(checkpoint, folder, ("0:3", "3:4"))
+    files = zip(("ca_file", "cert_file", "key_file"), map(str, make_certificates(folder)), strict=True)
+    group = Group(checkpoint, folder, ("0:3", "3:4"), **dict(files))
     try:
         group.leader.client.wait_ready(PATIENCE_S)
         sizes = [group.size()]
