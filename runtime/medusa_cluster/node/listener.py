@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -91,19 +90,27 @@ class Listener:
     async def _cluster(self, request: web.Request) -> web.Response:
         operation = request.match_info["operation"]
         try:
-            arguments = await request.json() if request.can_read_body else {}
+            arguments = await _arguments(request)
             if not isinstance(arguments, dict):
                 raise ConfigError("expected a JSON object of arguments")
             if operation == "join" and self._settings.is_head:
                 return web.json_response({"ok": self._joining()})
             return web.json_response({"ok": await self._line.call(operation, arguments)})
-        except (MedusaError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        except MedusaError as error:
             return web.json_response(error_answer(error), status=status_of(error))
 
     def _joining(self) -> dict[str, Any]:
         """What a node needs to know before it starts Ray's processes."""
         host = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
         return {"ray": f"{host}:{self._settings.ray_port}", "head": self._settings.name}
+
+
+async def _arguments(request: web.Request) -> Any:
+    """The JSON of a request's body. Raises ConfigError for what is none, or is nested too deeply."""
+    try:
+        return await request.json() if request.can_read_body else {}
+    except (ValueError, RecursionError) as error:  # also a number of too many digits
+        raise ConfigError(f"expected a JSON object of arguments: {error}") from None
 
 
 def status_of(error: Exception) -> int:

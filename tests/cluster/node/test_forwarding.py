@@ -172,7 +172,13 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
             assert (answer.status, (await answer.json())["error"]["code"]) == (404, "Cluster.NoInstance")
         async with session.post(f"{url}/cluster/status", json={}) as answer:
             assert (answer.status, (await answer.json())["error"]["code"]) == (503, "Cluster.NoController")
-        for body in ("{", "[]"):
+        for body in (
+            "{",
+            "[]",
+            "[" * 100_000,
+            '{"at": ' + "9" * 5000 + "}",
+            "\udcff".encode("utf-8", "surrogateescape"),
+        ):
             async with session.post(f"{url}/cluster/status", data=body) as answer:
                 assert (answer.status, (await answer.json())["error"]["code"]) == (400, "Config.Invalid")
 
