@@ -218,10 +218,12 @@ class PeerStore:
         while receiving.done < receiving.chunks.count:
             before, before_wire = receiving.filled_bytes, receiving.wire_bytes
             receiving.stop = min(receiving.done + _TOGETHER, receiving.chunks.count)
-            status = connection.land(chunks, receiving)
-            filled = receiving.filled_bytes
-            if filled != before:
-                arrived(Chunk(filled - before, filled, None))
+            try:
+                status = connection.land(chunks, receiving)
+            finally:  # what is published is not fetched again, also where the connection is given up
+                filled = receiving.filled_bytes
+                if filled != before:
+                    arrived(Chunk(filled - before, filled, None))
             if status == WRONG:
                 raise self._wrong(key, start + filled, receiving.frame.size)
             if receiving.wire_bytes != before_wire:

@@ -10,6 +10,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from medusa_runtime.errors import StorageError
+from medusa_runtime.storage import peer
 from medusa_runtime.storage.compiled_chunks import (
     DONE,
     ENDED,
@@ -23,6 +25,8 @@ from medusa_runtime.storage.compiled_chunks import (
     compiled,
 )
 from medusa_runtime.storage.framing import Frame, checksum_function
+from medusa_runtime.storage.peer_access import PeerAccess
+from scripted_server import ScriptedServer
 
 CHUNK, LAST, COUNT = 256 << 10, 77, 5
 SIZE = CHUNK * (COUNT - 1) + LAST
@@ -116,3 +120,29 @@ def test_a_silence_an_end_and_a_stop_are_told_apart(
     assert (functions.receive(receiving), receiving.wire_bytes) == (SILENT, 4)
     pair[1].close()
     assert functions.receive(receiving) == ENDED
+
+
+def test_what_a_peer_brought_before_it_was_given_up_is_told(
+    functions: CompiledChunks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks that are published and not told of would be fetched again, into memory that readers have."""
+    for name, value in (("_LEAST_BYTES_PER_S", 1e15), ("_ANSWER_S", 0.2), ("_SILENCE_S", 0.3)):
+        monkeypatch.setattr(peer, name, value)
+    target, data, told = Half(), os.urandom(SIZE), list[peer.Chunk]()
+    pieces = [data[chunk * CHUNK : (chunk + 1) * CHUNK] for chunk in range(COUNT)]
+    frames = [Frame(len(piece), checksum_function()(piece)).pack() + piece for piece in pieces]
+
+    def answer(_: bytes) -> Iterator[bytes]:
+        yield f"HTTP/1.1 200 OK\r\nContent-Length: {sum(map(len, frames))}\r\n\r\n".encode()
+        time.sleep(0.1)  # so that the body comes by itself
+        yield frames[0] + frames[1]
+
+    with ScriptedServer(answer, kept=True) as server:
+        store = peer.PeerStore(server.url, "s3://bucket/model", PeerAccess("0123456789abcdef"), None)
+        landing = Landing(target.at, ctypes.addressof(target.data), populate=False)
+        buffer = memoryview(target.data).cast("B")
+        with pytest.raises(StorageError, match="only"):
+            store.read_chunks("shard", 0, buffer, '"v"', told.append, chunk_bytes=CHUNK, landing=landing)
+        store.close()
+    assert list(target.table) == [1, 1, 0, 0, 0]
+    assert sum(chunk.size for chunk in told) == 2 * CHUNK
