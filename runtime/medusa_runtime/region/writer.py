@@ -198,6 +198,9 @@ class RegionWriter:
     def write(self, chunk: int, offset: int, data: memoryview) -> None:
         """Copy bytes to ``offset`` bytes behind a chunk's start."""
         at = self._offset(chunk) + offset
+        if self._sealed_early:  # only through the mapping that was made before
+            self._memory.bytes[at : at + len(data)] = data
+            return
         while data:
             count = os.pwrite(self._fd, data, at)
             data, at = data[count:], at + count

@@ -112,7 +112,9 @@ def test_fuzzed_arguments_of_operations(run: Run) -> None:
             except MedusaError:
                 pass
 
-        await asyncio.to_thread(fuzz, st.binary(max_size=20), check, seeds)
-        loop.close()
+        try:
+            await asyncio.to_thread(fuzz, st.binary(max_size=20), check, seeds)
+        finally:
+            loop.close()
 
     run(scenario, "a")

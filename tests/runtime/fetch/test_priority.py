@@ -98,13 +98,12 @@ def test_what_nobody_waits_for_is_held_back_as_long_as_a_reader_says_so(served: 
 def test_a_paced_fetch_takes_its_share_of_the_link(served: Any, region: Region) -> None:
     served.bytes_per_s = 80e6
     region.pace(0.25, 60.0)
-    began = time.monotonic()
     thread = fetching(region, served.url + "/m", Timeline.create("test"), connections=2, layers="0:6")
     region.wait_index()
     region.wait_tensor("layers.5.w", timeout_s=120)
-    own_s = time.monotonic() - began
+    began, left_bytes = time.monotonic(), 12 * MIB - max(region.progress().fetched_bytes - 12 * MIB, 0)
     thread.join(60)
-    assert time.monotonic() - began - own_s > 2 * own_s
+    assert time.monotonic() - began > 0.5 * left_bytes / (0.25 * 2 * served.bytes_per_s)
     check(region)
 
 
