@@ -105,9 +105,13 @@ class Limited:
         self.call("remove", name=NAME)
         until(lambda: not any(self.ask(name, "status")["instances"] for name in self.nodes), self.output)
         for name in self.nodes:
-            with contextlib.suppress(NodeError):  # it has none
-                self.ask(name, "drop", url=self.origin.url)
-            until(lambda name=name: self.model(name)["state"] == "absent")
+            until(lambda name=name: self.dropped(name), self.output)
+
+    def dropped(self, name: str) -> bool:
+        """Have a node drop the model; it refuses for as long as something uses it."""
+        with contextlib.suppress(NodeError):  # it has none
+            self.ask(name, "drop", url=self.origin.url)
+        return bool(self.model(name)["state"] == "absent")
 
     def held(self, name: str) -> dict[str, Any]:
         """What processes a node has, how many files its server and its agent have open, and its shared memory."""
