@@ -28,7 +28,7 @@ _READY_WITHIN_S = 120.0
 
 
 class _Way(NamedTuple):
-    """What else happens while a node serves: which node sends weights to another, and at which share of the link.
+    """A case to compare: which node sends weights while the measured one serves, and the share of the link it may take.
 
     ``local``: the client is on the serving node, so that its tokens do not meet weights on the link.
     """

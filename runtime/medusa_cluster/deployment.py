@@ -71,7 +71,7 @@ class Deployment:
         self.environment()
 
     def may_be_shared(self) -> bool:
-        """Whether workers that hold a part of the layers each can answer its requests."""
+        """Return whether a group of workers, each with some of the layers, can answer all of its requests."""
         given = self.settings
         if self.engine not in GROUP_ENGINES or any(given.get(name) for name in _OF_WHOLE_MODELS):
             return False

@@ -89,7 +89,7 @@ class GroupPlan:
 
     @property
     def access(self) -> PeerAccess:
-        """What workers show each other, as nodes do."""
+        """The token and certificates by which workers know each other; the same as between nodes."""
         return PeerAccess(self.token, self.ca_file, self.cert_file, self.key_file)
 
     @property

@@ -176,7 +176,7 @@ class Streams:
     def _hedge(self, late: InFlightRange) -> None:
         if self._store.interrupts and not self._store.refills:  # it will write into the region at once
             try:
-                self._schedule.flights.take_over(late, self._store.interrupt, self._over.is_set)
+                self._take_over(late)
             except OvertakenError:
                 return
         stop = late.span.first + late.span.length
@@ -379,7 +379,7 @@ class Streams:
             advance(more)
 
         arrival = Arrival(
-            self._writer, span, flight, begun=begun, publish=publish, take_over=partial(self._take_over, flight)
+            self._writer, span, flight, begun=begun, publish=publish, take_over=partial(self._take_over, flight.late)
         )
         with flight.writing:
             if flight.overtaken:
@@ -395,15 +395,15 @@ class Streams:
                 self._store.read_into(shard.name, start + begun, own, shard.version, keep, left)
 
     def _is_direct(self, flight: InFlightRange) -> bool:
-        """Whether the store is to write into the region: not if it could still do that when it should no more."""
+        """Return whether the store may write into the region: only if it stops when another request takes over."""
         if not self._store.interrupts:
             return False
         return not self._store.refills or (self._writer.direct and not flight.is_hedge)
 
-    def _take_over(self, flight: InFlightRange) -> None:
-        """Have nobody but this request go on with its range."""
-        assert flight.late is not None
-        self._schedule.flights.take_over(flight.late, self._store.interrupt, self._over.is_set)
+    def _take_over(self, late: InFlightRange | None) -> None:
+        """End the first request for a range, and let the second one go on. OvertakenError at the fetch's end."""
+        assert late is not None
+        self._schedule.flights.take_over(late, self._store.interrupt, self._over.is_set)
 
     def _count(self, flight: InFlightRange, arrival: Arrival, filled: int) -> None:
         with self._lock:

@@ -203,7 +203,7 @@ def _pid(node: ClusterNode, name: str) -> int | None:
 
 
 def _answers(node: ClusterNode) -> bool:
-    """Whether its server answers its peers."""
+    """Return whether the node's server answers other nodes."""
     with contextlib.suppress(OSError, http.client.HTTPException):
         connection = http.client.HTTPConnection(node.host, node.port, timeout=1)
         with contextlib.closing(connection):

@@ -1,4 +1,4 @@
-"""What a node tells of its instances' starts, by their timelines."""
+"""Summaries of the starts of a node's instances, made of their timelines."""
 
 from __future__ import annotations
 
