@@ -71,6 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompt-tokens", type=int, default=512, metavar="N", help="of context at a consolidation; 512"
     )
     parser.add_argument("--tokens", type=int, default=96, metavar="N", help="that a stream gets meanwhile; 96")
+    parser.add_argument("--engine", choices=("torch", "vllm"), default="torch", help="of the rows cold and prediction")
+    parser.add_argument("--largest", type=int, default=4, metavar="N", help="workers in these rows; 4")
     parser.add_argument("--imports", action="store_true", help="count imports, too; without, processes are warm")
 
 
@@ -78,6 +80,8 @@ def options_of(arguments: argparse.Namespace) -> Options:
     rows = chosen_rows(arguments.rows, ROWS)
     if arguments.runs < 1 or arguments.prompt_tokens < 2 or arguments.tokens < 8:
         raise ConfigError("expected --runs of 1, --prompt-tokens of 2 and --tokens of 8 at least")
+    if arguments.largest < 1:
+        raise ConfigError(f"expected --largest of 1 worker at least, found {arguments.largest}")
     if arguments.model == MODEL and not MODEL.exists():
         make_checkpoint(["--shape", MODEL.name, "--out", str(MODEL)])
     check_checkpoint(arguments.model)
@@ -90,6 +94,8 @@ def options_of(arguments: argparse.Namespace) -> Options:
         prompt_tokens=arguments.prompt_tokens,
         tokens=arguments.tokens,
         warm=not arguments.imports,
+        engine=arguments.engine,
+        largest=arguments.largest,
     )
 
 

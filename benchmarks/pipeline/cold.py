@@ -20,8 +20,8 @@ _LINK_BYTES_PER_S = 1.7e6
 def rows(options: Options) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     # The fetches of the 1.6 GB model over 50 MB/s take as long.
-    with Site(options.over(_LINK_BYTES_PER_S), max(SIZES)) as site:
-        sizes = [size for size in SIZES if size <= len(site.bytes.layers)]
+    with Site(options.over(_LINK_BYTES_PER_S), min(max(SIZES), options.largest)) as site:
+        sizes = [size for size in SIZES if size <= min(len(site.bytes.layers), options.largest)]
         ttft: dict[int, list[float]] = {size: [] for size in sizes}
         decode: dict[int, list[float]] = {size: [] for size in sizes}
         starts: list[list[Stage]] = []
@@ -37,9 +37,9 @@ def rows(options: Options) -> list[dict[str, Any]]:
         for size in sizes:
             found.append(row(f"cold-{size}", "ttft_s", "s", ttft[size]))
             found.append(row(f"cold-{size}", "tpot_s", "s", decode[size]))
-        if 4 in sizes:
-            ratios = [one / four for one, four in zip(ttft[1], ttft[4], strict=True)]
-            found.append(row("cold", "speedup_4", "ratio", ratios))
+        for size in sizes[1:]:
+            ratios = [one / several for one, several in zip(ttft[1], ttft[size], strict=True)]
+            found.append(row("cold", f"speedup_{size}", "ratio", ratios))
         found += _predictions(site, starts, decode, ttft)
     return found
 

@@ -17,6 +17,7 @@ class Options:
     ``cpus``: cores of each node, or None for its part of nine tenths of all, of which a node has a third at most.
     ``link_bytes_per_s``: None for each row's own. ``batch_tokens``: of one step at most.
     ``warm``: processes have imported before they are told to start, as a node agent's have.
+    ``engine``: torch or vllm; ``largest``: how many workers the largest group of ``cold`` has.
     """
 
     model: Path
@@ -28,6 +29,8 @@ class Options:
     tokens: int = 96
     warm: bool = True
     batch_tokens: int = 512
+    engine: str = "torch"
+    largest: int = 4
 
     def wants(self, name: str) -> bool:
         return name in self.rows

@@ -147,6 +147,7 @@ class Workers:
         self, rank: int, plan: dict[str, Any] | None, layers: str | None, urls: dict[str, str]
     ) -> subprocess.Popen[Any]:
         command = [sys.executable, "-m", "medusa_cluster.group.worker", "--die-with-parent"]
+        command += ["--engine", self.site.options.engine]
         command += ["--model", urls.get(f"url_{rank}", self.site.url), "--socket", str(self.folder / f"{rank}.sock")]
         command += ["--timeline", str(self.folder / f"{rank}.timeline")]
         command += ["--warm"] if self.site.options.warm else []

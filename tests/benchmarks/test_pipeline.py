@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -21,6 +22,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "pydoc-lm"
     [
         (("--rows", "speed"), "expected names of cold, prediction, transition"),
         (("--runs", "0"), "--runs of 1"),
+        (("--largest", "0"), "--largest of 1 worker at least, found 0"),
         (("--model", "/nowhere"), "no config.json"),
     ],
 )
@@ -64,3 +66,18 @@ def test_a_group_in_a_laboratory_gives_its_rows(tmp_path: Path) -> None:
     rows = {row["name"]: row["median"] for row in json.loads(file.read_text())["rows"]}
     assert rows["transition"] == 0
     assert set(rows) <= set(ROWS)
+
+
+@pytest.mark.vllm
+@pytest.mark.cluster
+@pytest.mark.root
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; see `make test-vllm`")
+def test_groups_of_vllm_workers_are_measured_from_cold(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    arguments = ["--model", str(EXAMPLE), "--rows", "cold", "--engine", "vllm", "--largest", "2", "--runs", "1"]
+    assert main([*arguments, "--link", "400KB", "--json", str(file)]) == 0
+    rows = {(row["name"], row["metric"]): row["median"] for row in json.loads(file.read_text())["rows"]}
+    speedup = rows["cold-1", "ttft_s"] / rows["cold-2", "ttft_s"]
+    assert rows["cold", "speedup_2"] == pytest.approx(speedup)

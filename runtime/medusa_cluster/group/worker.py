@@ -23,7 +23,10 @@ from medusa_runtime.config import Settings, from_env
 from medusa_runtime.errors import EngineError, MedusaError, from_code
 from medusa_runtime.process import ReportPipe, die_with_parent, fork, share_cores
 from medusa_runtime.region.reader import Region
+from medusa_runtime.registry import engine_kind, imported
 from medusa_runtime.timeline import Timeline, process_start_ns
+
+from ..deployment import GROUP_ENGINES
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     if options.die_with_parent:
         die_with_parent(os.getppid())
+    whole = options.group is None and options.engine == "torch"
     try:
         settings = from_env(
             os.environ,
-            engine="torch" if options.group is None else "group",
+            engine="torch" if whole else GROUP_ENGINES[options.engine],  # one of vLLM's without a group is whole, too
             model=options.model,
             layers=options.layers,
             group=options.group,
@@ -58,9 +62,7 @@ def _wait_warm(settings: Settings) -> None:
 
     The file of the group may be written until then.
     """
-    from .preimport import preimport
-
-    preimport(settings)
+    imported(engine_kind(GROUP_ENGINES.get(settings.engine, settings.engine)).preimport)(settings)
     print("warm", flush=True)
     sys.stdin.readline()
 
@@ -147,6 +149,7 @@ def _listen(path: str) -> socket.socket:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m medusa_cluster.group.worker", description=__doc__)
     parser.add_argument("--model", required=True, help="the checkpoint, as for medusa serve")
+    parser.add_argument("--engine", choices=GROUP_ENGINES, default="torch", help="whose workers; torch")
     parser.add_argument("--group", help="the file that describes the group (see GroupPlan)")
     parser.add_argument("--layers", metavar="START:STOP", help="the layers that this worker of a pipeline holds first")
     parser.add_argument("--socket", required=True, metavar="PATH", help="the Unix socket to serve the engine on")
