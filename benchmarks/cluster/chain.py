@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +105,12 @@ def fetch(
     chain = [*sources, *targets]
     for place, node in enumerate(chain):
         node.ask("plan", sources=[before.url for before in reversed(chain[:place])])
-    began = time.monotonic()
-    with ThreadPoolExecutor(len(targets)) as pool:
-        copies = list(pool.map(lambda node: node.ask("fetch", url=url), targets))
+    with ExitStack() as stack:
+        orders = [stack.enter_context(node.connect()) for node in targets]
+        began = time.monotonic()
+        for order in orders:
+            order.send("fetch", url=url)
+        copies = [order.answer() for order in orders]
     for node, copy in zip(targets, copies, strict=True):
         if copy["state"] != "DONE":
             raise LabError(f"{node.name} has not got the model: its region is {copy['state']}")

@@ -22,7 +22,6 @@ from medusa_cluster.transport.regions import RegionRoutes
 from medusa_runtime.errors import MedusaError
 from medusa_runtime.node.client import NodeClient
 from medusa_runtime.region.checksummed import ChecksummedRegion
-from medusa_runtime.region.layout import State
 from medusa_runtime.storage.peer_access import PeerAccess
 
 _LOOK_S = 0.02
@@ -61,10 +60,11 @@ class PeerNode:
     def _fetch(self, url: str) -> dict[str, Any]:
         """Fetch a model, and return when and how fast, as soon as it is complete."""
         client = NodeClient(self._agent)
-        region = ChecksummedRegion(client.region(url))
-        self._held[url] = client, region
-        while region.state == State.INDEXED:
+        fetched = client.region(url)
+        while fetched.progress().state == "fetching":
             time.sleep(_FETCHED_LOOK_S)
+        region = ChecksummedRegion(fetched)  # only now: a node server does not read the index of what it has fetched
+        self._held[url] = client, region
         started_ns, first_ns, ended_ns = region.times_ns
         rest_bytes = region.total_bytes - region.chunk_bytes  # what came after the first chunk
         return {

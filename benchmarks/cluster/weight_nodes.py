@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Self
 
 from medusa_cluster.lab.laboratory import SWITCH, Laboratory
 from medusa_runtime.errors import LabError, from_code
@@ -19,6 +19,32 @@ from medusa_runtime.errors import LabError, from_code
 _PORT = 8114
 _READY_WITHIN_S = 60.0
 _ANSWER_WITHIN_S = 300.0
+
+
+class ControlConnection:
+    """A connection to a node's control socket; a context manager. One question at a time."""
+
+    def __init__(self, name: str, connection: socket.socket) -> None:
+        self._name = name
+        self._socket = connection
+        self._answers = connection.makefile()
+
+    def send(self, op: str, **arguments: Any) -> None:
+        self._socket.sendall(json.dumps({"op": op, **arguments}).encode() + b"\n")
+
+    def answer(self) -> Any:
+        """Wait for the answer, and return it. Raises the error that it is."""
+        answer = json.loads(self._answers.readline())
+        if "error" in answer:
+            raise from_code(answer["error"]["code"], f"{self._name}: {answer['error']['message']}")
+        return answer["ok"]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._answers.close()
+        self._socket.close()
 
 
 class WeightNode:
@@ -58,15 +84,16 @@ class WeightNode:
 
     def ask(self, op: str, **arguments: Any) -> Any:
         """Ask the node's control socket, and return its answer. Raises the error that it answers."""
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(_ANSWER_WITHIN_S)
-            connection.connect(self._control)
-            connection.sendall(json.dumps({"op": op, **arguments}).encode() + b"\n")
-            with connection.makefile() as answers:
-                answer = json.loads(answers.readline())
-        if "error" in answer:
-            raise from_code(answer["error"]["code"], f"{self.name}: {answer['error']['message']}")
-        return answer["ok"]
+        with self.connect() as connection:
+            connection.send(op, **arguments)
+            return connection.answer()
+
+    def connect(self) -> ControlConnection:
+        """Connect to the node's control socket."""
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(_ANSWER_WITHIN_S)
+        connection.connect(self._control)
+        return ControlConnection(self.name, connection)
 
 
 @contextmanager

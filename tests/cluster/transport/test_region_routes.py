@@ -14,12 +14,13 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from urllib.parse import quote
 
 import pytest
 from aiohttp import web
 from medusa_cluster.transport.auth import require_token
-from medusa_cluster.transport.pacing import Pacer, mark_serving
+from medusa_cluster.transport.pacing import Pacer, mark_serving, mark_weights
 from medusa_cluster.transport.regions import RegionRoutes
 from medusa_runtime.checkpoint.index import Shard, TensorEntry, WeightIndex
 from medusa_runtime.errors import ObjectNotFoundError, StorageError
@@ -316,12 +317,39 @@ def test_a_pace_is_shared_and_can_be_changed_while_weights_flow() -> None:
         assert left.getsockopt(socket.IPPROTO_IP, socket.IP_TOS) == 0xB8
 
 
+@pytest.mark.skipif(
+    os.geteuid() != 0 or "cubic" not in Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text(),
+    reason="this machine may not allow CUBIC",
+)
+def test_weights_are_sent_by_cubic_and_what_is_served_as_the_machine_does() -> None:
+    weights, serving = socket.socket(), socket.socket()
+    with weights, serving:
+        usual = serving.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+        mark_weights(weights)
+        mark_serving(serving)
+        assert weights.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") == b"cubic"
+        assert serving.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16) == usual
+
+
+def test_an_answer_without_a_limit_has_been_sent_when_the_next_one_begins() -> None:
+    """Else megabytes of it would share the link with the chunks behind them, and come later for that."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sender, reader = socket.create_connection(listener.getsockname()), listener.accept()[0]
+    with sender, reader:
+        sender.setblocking(False)
+        sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 << 20)
+        with Pacer().sending(sender):
+            _fill(sender)
+            assert _unsent_bytes(sender) > 128 << 10
+            reading = threading.Timer(0.2, _read, (reader,))
+            reading.start()
+        assert _unsent_bytes(sender) < 64 << 10
+        sender.shutdown(socket.SHUT_WR)
+        reading.join()
+
+
 def test_a_paced_answer_has_been_sent_when_the_next_one_begins() -> None:
     """What the kernel takes ahead would be sent on top of the next connection's share of the pace."""
-
-    def unsent_bytes() -> int:
-        return struct.unpack("i", fcntl.ioctl(sender, _SIOCOUTQNSD, bytes(4)))[0]
-
     with socket.create_server(("127.0.0.1", 0)) as listener:
         sender, reader = socket.create_connection(listener.getsockname()), listener.accept()[0]
     with sender, reader:
@@ -330,10 +358,10 @@ def test_a_paced_answer_has_been_sent_when_the_next_one_begins() -> None:
         pacer = Pacer(8e6)
         with pacer.sending(sender):
             _fill(sender)
-            assert 64 << 10 < unsent_bytes() < 128 << 10
+            assert 64 << 10 < _unsent_bytes(sender) < 128 << 10
             reading = threading.Thread(target=_read, args=(reader,))
             reading.start()
-        assert unsent_bytes() < 64 << 10
+        assert _unsent_bytes(sender) < 64 << 10
         pacer.set(None)
         with pacer.sending(sender):  # a connection that was paced in an earlier answer
             assert _pace(sender) > 1 << 60
@@ -344,6 +372,11 @@ def test_a_paced_answer_has_been_sent_when_the_next_one_begins() -> None:
 
 def _pace(connection: socket.socket) -> int:
     return int.from_bytes(connection.getsockopt(socket.SOL_SOCKET, 47, 8), "little")
+
+
+def _unsent_bytes(sender: socket.socket) -> int:
+    """Return how much the kernel has taken and not sent yet."""
+    return int(struct.unpack("i", fcntl.ioctl(sender, _SIOCOUTQNSD, bytes(4)))[0])
 
 
 def _fill(sender: socket.socket) -> None:

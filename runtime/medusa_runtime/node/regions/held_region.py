@@ -109,6 +109,8 @@ class HeldRegion:
 
         ``folder``: what a caller has sent as this checkpoint's folder.
         """
+        if self.folder is None and scheme_of(self.key):
+            return True
         ours = self.folder
         try:
             if folder is not None and ours is not None and not os.path.sameopenfile(folder.fd, ours.fd):

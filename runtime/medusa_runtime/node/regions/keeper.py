@@ -256,8 +256,7 @@ class RegionKeeper:
         elif message.kind == "sealed":
             held.sealed = True
             held.shard_fds = message.descriptors
-            held.announce(None)
-            self._record()  # after the answers: it writes a file
+            held.announce(None)  # recorded when it is complete: no other agent takes a part of a region
         elif message.kind == "sources":
             held.sources = message.body
 
