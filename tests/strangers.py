@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import encodings.idna  # noqa: F401  sockets want it for names of hosts, and another user may not read its file
 import os
 import sys
 import traceback

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "state/graphs"))
 
@@ -143,20 +143,30 @@ class FakeCuda:
         return self.driver.range_of(tensor.data_ptr()) is not None
 
 
-class Copies(TorchDispatchMode):
-    """Turns copies between tensors in device memory into launches on the current stream."""
+class Copies(TorchFunctionMode):
+    """Turns copies between tensors in device memory into launches on the current stream.
+
+    It sees calls of Python's, as engines make them. (A mode that sees each operator would import torch's compiler.)
+    """
 
     def __init__(self, cuda: FakeCuda) -> None:
         super().__init__()
         self._cuda = cuda
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.ops.aten.copy_.default and self._cuda.owns(args[0]) and self._cuda.owns(args[1]):
-            target, source = args[:2]
-            assert target.is_contiguous()
-            assert source.is_contiguous()
-            assert target.nbytes == source.nbytes
-            stream = self._cuda.current.cuda_stream
-            self._cuda.driver.call("cuMemcpyDtoDAsync_v2", target.data_ptr(), source.data_ptr(), target.nbytes, stream)
-            return target
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is Tensor.__setitem__ and isinstance(args[2], Tensor) and self._cuda.owns(args[2]):
+            self.copy(args[0][args[1]], args[2])
+            return None
+        if function is Tensor.copy_:
+            return self.copy(*args[:2])
         return function(*args, **(kwargs or {}))
+
+    def copy(self, target: Tensor, source: Tensor) -> Tensor:
+        if not (self._cuda.owns(target) and self._cuda.owns(source)):
+            return target.copy_(source)
+        assert target.is_contiguous()
+        assert source.is_contiguous()
+        assert target.nbytes == source.nbytes
+        stream = self._cuda.current.cuda_stream
+        self._cuda.driver.call("cuMemcpyDtoDAsync_v2", target.data_ptr(), source.data_ptr(), target.nbytes, stream)
+        return target

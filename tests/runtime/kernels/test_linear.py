@@ -296,6 +296,8 @@ def test_no_product_of_another_dtype_is_ours(dtype: torch.dtype) -> None:
 
 def test_a_library_of_other_sources_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "FLAGS", ("-DMEDUSA_INTERFACE=1", "-O0", "-fPIC"))
+    with_interface = [part for part in build.OBJECTS[build.machine()] if part[0] == "parallel"]
+    monkeypatch.setitem(build.OBJECTS, build.machine(), with_interface)  # compiling the others takes seconds
     library = build.build(tmp_path / build.LIBRARY_NAME)
     with pytest.raises(native.UnavailableError, match=f"expected interface {build.INTERFACE}, found 1"):
         native.NativeKernels(256, library)
