@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import socket
 import sys
 from collections.abc import Mapping
@@ -58,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     flags = {option.field: getattr(arguments, option.field) for option in OPTIONS}
     settings = settle(os.environ, flags | {"model": given_model(arguments)})
     if arguments.behind:
+        import shlex
+
         settings = replace(
             settings, vllm_args=" ".join(filter(None, (settings.vllm_args, shlex.join(arguments.behind))))
         )

@@ -1,4 +1,7 @@
-"""The calls of the OpenAI interface: body → generation → answer."""
+"""The calls of the OpenAI interface: body → generation → answer.
+
+The modules of chats, embeddings and classifiers are imported at the first such call: a start need not wait for them.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,18 @@ from medusa_runtime.engine.serving.model_name import served_name
 from medusa_runtime.errors import printable, shown
 
 from ..faults import ApiError, NotCoveredError
-from . import chat, completion, embeddings, ranking
+from . import completion
 from .answer import Envelope
 from .body import fields, parameters
 from .body.form import Form, form
 from .body.parameters import Body
 from .responding import Plan, respond
-from .tools.choice import Tools, tools_of
-from .tools.formats import format_of
 
 if TYPE_CHECKING:
     from flask import Response
 
     from ..service import Service
+    from .tools.choice import Tools
 
 _MOST_SEQUENCES = 128  # prompts x n of one request
 _MOST_BEST_OF = 20
@@ -65,6 +67,10 @@ def complete(service: Service, body: Body, gone: Callable[[], bool]) -> Response
 
 def converse(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
     """Answer a chat."""
+    from . import chat
+    from .tools.choice import tools_of
+    from .tools.formats import format_of
+
     fields.check_fields(body, fields.CHAT)
     model = check_model(service, body)
     messages = chat.messages(body)
@@ -101,6 +107,8 @@ def converse(service: Service, body: Body, gone: Callable[[], bool]) -> Response
 
 def embed_texts(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
     """Answer a request for embeddings."""
+    from . import embeddings
+
     if service.relays:
         raise NotCoveredError(400, "the engine's own server answers for embeddings")
     fields.check_fields(body, fields.EMBEDDINGS)
@@ -109,11 +117,15 @@ def embed_texts(service: Service, body: Body, gone: Callable[[], bool]) -> Respo
 
 def classify_texts(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
     """Answer a request for the labels of texts."""
+    from . import ranking
+
     return _ranked(ranking.classify, fields.CLASSIFY, service, body, gone)
 
 
 def rerank_texts(service: Service, body: Body, gone: Callable[[], bool]) -> Response:
     """Answer a request for the documents that belong to a query."""
+    from . import ranking
+
     return _ranked(ranking.rerank, fields.RERANK, service, body, gone)
 
 

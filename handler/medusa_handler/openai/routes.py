@@ -10,7 +10,6 @@ from flask import Blueprint, Response, jsonify, request
 
 from ..http.app import ModelRoutes
 from ..http.body import json_object
-from . import chat
 from .adapters import adapter_models, load_adapter, unload_adapter
 from .body import fields, parameters
 from .body.parameters import Body
@@ -109,6 +108,8 @@ def _tokenize(service: Service, body: Body) -> Response:
     check_model(service, body)
     text: Any
     if "messages" in body:
+        from . import chat
+
         text = service.model.chat_template(lambda: False).render(chat.messages(body), chat.template_arguments(body))
     else:
         text = body.get("prompt")

@@ -208,6 +208,8 @@ class _LeanImport:
         os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # else it reads every installed package's entry points
         collecting = gc.isenabled()
         gc.disable()  # a hundred thousand objects that all stay: collections only cost time
+        flags = sys.getdlopenflags()
+        sys.setdlopenflags(flags & ~os.RTLD_NOW | os.RTLD_LAZY)  # 43,000 functions, of which few are ever called
         try:
             yield
             torch: Any = sys.modules["torch"]
@@ -215,6 +217,7 @@ class _LeanImport:
             torch._C._set_generator_metaclass(torch._opaque_base.OpaqueBaseMeta)
             self._then(torch)
         finally:
+            sys.setdlopenflags(flags)
             if collecting:
                 gc.enable()
             if autoload is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import tempfile
 from pathlib import Path
 
@@ -100,10 +99,13 @@ def is_fresh(library: Path = SOURCE_DIR / LIBRARY_NAME) -> bool:
 
 
 def _compiler() -> list[str]:
+    import shlex
+
     return shlex.split(os.environ.get("CC") or "cc")
 
 
 def _run(command: list[str]) -> str:
+    import shlex
     import subprocess
 
     try:

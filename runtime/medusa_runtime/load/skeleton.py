@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import sysconfig
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ _RANDOM = frozenset({torch.rand, torch.randn})
 _COUNTS_EXACTLY = (
     sys.implementation.name == "cpython"
     and sys.version_info < (3, 14)
-    and not sysconfig.get_config_var("Py_GIL_DISABLED")
+    and "t" not in sys.abiflags  # an interpreter without its lock
 )
 _LARGEST_SEED = 1 << 32  # of those that people set; torch's own, different in each process, has 53 bits
 _DESCRIBING = frozenset({"size", "dtype", "layout", "memory_format"})  # arguments of a factory that describe its result

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
-import platform
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -28,7 +28,7 @@ class _TimeSpec(ctypes.Structure):
 @functools.cache
 def _futex() -> Callable[..., int] | None:
     """Return the system call, during which the interpreter's lock is free; None where its number is not known."""
-    number = _NUMBERS.get(platform.machine())
+    number = _NUMBERS.get(os.uname().machine)
     if number is None or sys.maxsize < 1 << 32:
         return None
     call = ctypes.CDLL(None, use_errno=True).syscall

@@ -16,7 +16,6 @@ from ...models.layers.lora import AdaptedLayer, AdapterStep, Pairs
 from ...region.reader import Region
 from ...timeline import Timeline
 from ..serving.sequence import Sequence, Span
-from .adapter_weights import read_adapter
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +145,8 @@ class Adapters:
 
     def _load(self, adapter: Adapter, region: Region) -> None:
         """In a thread of its own."""
+        from .adapter_weights import read_adapter
+
         try:
             with self._timeline.stage("adapter", adapter=adapter.name) as detail, torch.inference_mode():
                 self._base_loaded()

@@ -12,8 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -40,10 +39,12 @@ from ..structured.constraints import Constraints
 from .adapters import Adapters
 from .kv_cache import BLOCK_TOKENS, KvCache, KvShape, blocks_for
 from .kv_size import kv_plan, tokens_before
-from .migration import ExportedRequest, export, request_of, resume
 from .runner import CpuRunner, Runner
 from .sampler import Sampled
 from .scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from .migration import ExportedRequest
 
 logger = logging.getLogger(__name__)
 
@@ -203,6 +204,8 @@ class TorchEngine:
 
     def import_request(self, exported: ExportedRequest, sink: Sink) -> None:
         """Go on with a request of another engine of the same model. Raises RequestError and OverloadedError."""
+        from .migration import request_of
+
         request = request_of(exported, self._cache.shape)
         prompt = list(request.prompt)
         constraint = self._constraint(request, exported.header["tokens"][len(prompt) :])
@@ -375,7 +378,8 @@ class TorchEngine:
         elif len(self._decodes_ns) < _DECODES and all(0 < span.start == span.stop - 1 for span in spans):
             self._decodes_ns.append(time.monotonic_ns() - start_ns)
             if len(self._decodes_ns) == _DECODES:
-                self._timeline.mark("decodes", step_ms=median(self._decodes_ns) / 1e6)
+                middle = sorted(self._decodes_ns)[_DECODES // 2 - 1 : _DECODES // 2 + 1]
+                self._timeline.mark("decodes", step_ms=sum(middle) / 2e6)
         for sequence, sampled_token in zip(sequences, sampled, strict=True):
             if sequence.cancelled:
                 continue
@@ -393,11 +397,15 @@ class TorchEngine:
         sequence = self._requests.get(request_id)
         if sequence is None:
             raise RequestError(f"export: expected the id of a running request, found {request_id!r}")
+        from .migration import export
+
         exported = export(sequence, self._cache)
         self._requests.drop(sequence)
         return exported
 
     def _import(self, sequence: Sequence, exported: ExportedRequest) -> None:
+        from .migration import resume
+
         blocks = self._cache.blocks.take(blocks_for(exported.header["computed"]))
         resume(sequence, exported, self._cache, blocks)
         self._scheduler.add(sequence)
