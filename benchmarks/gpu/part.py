@@ -37,6 +37,9 @@ def main(arguments: list[str] | None = None) -> int:
     context = None if options.dry_run else DeviceContext(timeline=timeline)  # during the imports, as in the engine
     with timeline.stage("import"):
         import tokenizers  # noqa: F401  imported, as in the zygote
+        from medusa_runtime.imports.lazy_torch import import_torch
+
+        import_torch()  # leanly, as there
 
         from benchmarks.gpu.machine import machine
     info = context.wait() if context is not None else None

@@ -1,6 +1,11 @@
 """The steps of the probe that touch the device, each run as a process: ``python -m benchmarks.gpu.probing.steps``."""
 
+# ruff: noqa: E402
 from __future__ import annotations
+
+from medusa_runtime.imports.lazy_torch import import_torch
+
+import_torch()  # as engines do: each step starts a second earlier
 
 import argparse
 import json
