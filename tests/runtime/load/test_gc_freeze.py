@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,14 @@ from torch import nn
 
 
 @pytest.fixture(autouse=True)
-def _as_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever loads other tests have left behind."""
+def _as_at_start(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever loads other tests have left behind, and whatever the tests have frozen."""
     monkeypatch.setattr(gc_freeze, "_loads", 0)
+    frozen = gc.get_freeze_count()
     gc.unfreeze()
+    yield
+    if frozen:
+        gc.freeze()
 
 
 def test_loads_at_the_same_time_are_counted() -> None:
