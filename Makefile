@@ -40,7 +40,8 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}")'
 	$(PYTHON) -m venv $(VENV) || { rm -f $@; exit 1; }  # without pip it would pass for a whole one
 
-$(VENV)/.runtime: pyproject.toml hatch_build.py $(wildcard runtime/medusa_runtime/kernels/*.[ch]) | $(BIN)/python
+$(VENV)/.runtime: pyproject.toml hatch_build.py $(wildcard runtime/medusa_runtime/kernels/*.[ch]) \
+  runtime/medusa_runtime/kernels/build.py | $(BIN)/python
 	$(INSTALL) "$(TORCH)"
 	$(INSTALL) -e .
 	@touch $@
