@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from built_once import built_once
 from medusa_runtime.kernels import build, cpu, native
 
 
@@ -15,8 +16,10 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(f"the kernels need {sorted(cpu.NEEDED)}")
     if shutil.which("cc") is None:
         pytest.skip("no C compiler")
-    installed = build.SOURCE_DIR / build.LIBRARY_NAME
-    return installed if build.is_fresh() else build.build(tmp_path_factory.mktemp("kernels") / build.LIBRARY_NAME)
+    if build.is_fresh():
+        return build.SOURCE_DIR / build.LIBRARY_NAME
+    folder = built_once(tmp_path_factory, "kernels", lambda folder: build.build(folder / build.LIBRARY_NAME))
+    return folder / build.LIBRARY_NAME
 
 
 BITS = {"avx2": 256, "avx512f": 512, "avx512_bf16": 512, "asimd": 128, "bf16": 128}

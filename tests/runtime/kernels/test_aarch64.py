@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from built_once import built_once
 from medusa_runtime.kernels import build, native
 from medusa_runtime.kernels.compiled import compiled
 from torch import Tensor
@@ -71,14 +72,16 @@ class Image:
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the kernels and the program that calls them, for aarch64."""
-    folder = tmp_path_factory.mktemp("aarch64")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CC", COMPILER)
-        assert build.machine() == "aarch64"
-        build.build(folder / build.LIBRARY_NAME)
-    source = Path(__file__).with_name("emulated.c")
-    subprocess.run([COMPILER, "-O1", "-Wall", "-o", str(folder / "emulated"), str(source), "-ldl"], check=True)
-    return folder
+
+    def compile_all(folder: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CC", COMPILER)
+            assert build.machine() == "aarch64"
+            build.build(folder / build.LIBRARY_NAME)
+        source = Path(__file__).with_name("emulated.c")
+        subprocess.run([COMPILER, "-O1", "-Wall", "-o", str(folder / "emulated"), str(source), "-ldl"], check=True)
+
+    return built_once(tmp_path_factory, "aarch64", compile_all)
 
 
 @pytest.fixture
