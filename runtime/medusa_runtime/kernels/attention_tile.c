@@ -165,6 +165,29 @@ static const char *slot(const struct attention *a, const struct kv_pool *pool, c
            head * pool->head_stride;
 }
 
+/* Where a chunk's keys and values lie, which are asked for at once: the hardware does not know where a head's next key is, and
+ * a few query rows are done with one before the next has come from memory. */
+struct chunk {
+    long count;
+    const char *keys[KEYS], *values[KEYS];
+};
+
+INLINE void find_chunk(struct chunk *chunk, const struct attention *a, const int32_t *blocks, long position, long stop, long head,
+                       const int dtype)
+{
+    chunk->count = stop - position < KEYS ? stop - position : KEYS;
+    for (long j = 0; j < chunk->count; j++) {
+        chunk->keys[j] = slot(a, &a->keys, blocks, position + j, head);
+        for (long byte = 0; byte < a->head_dim * size_of(dtype); byte += 64)
+            PREFETCH(chunk->keys[j] + byte, 3);
+    }
+    for (long j = 0; j < chunk->count; j++) {
+        chunk->values[j] = slot(a, &a->values, blocks, position + j, head);
+        for (long byte = 0; byte < a->head_dim * size_of(dtype); byte += 64)
+            PREFETCH(chunk->values[j] + byte, 3);
+    }
+}
+
 #define EACH_ROW_TILE(work)                                                                                                    \
     for (long row = 0; row < rows.count; row += ROWS)                                                                          \
         switch (rows.count - row) {                                                                                            \
@@ -184,17 +207,17 @@ INLINE void attend(const struct attention *a, const struct query_rows *which, co
         start = rows.start[r] < start ? rows.start[r] : start;
         stop = rows.stop[r] > stop ? rows.stop[r] : stop;
     }
-    for (long position = start; position < stop; position += KEYS) {
-        const long count = stop - position < KEYS ? stop - position : KEYS;
-        const char *values[KEYS];
-        for (long j = 0; j < count; j++) {
-            const char *key = slot(a, &a->keys, blocks, position + j, which->kv_head);
-            values[j] = slot(a, &a->values, blocks, position + j, which->kv_head);
-#define SCORE(n) score(&rows, row, key, j, dtype, n)
+    struct chunk chunk, next;
+    find_chunk(&chunk, a, blocks, start, stop, which->kv_head, dtype);
+    for (long position = start; position < stop; position += KEYS, chunk = next) {
+        if (position + KEYS < stop)
+            find_chunk(&next, a, blocks, position + KEYS, stop, which->kv_head, dtype);
+        for (long j = 0; j < chunk.count; j++) {
+#define SCORE(n) score(&rows, row, chunk.keys[j], j, dtype, n)
             EACH_ROW_TILE(SCORE)
         }
-        soften(&rows, position, count);
-#define ADD_VALUES(n) add_values(&rows, row, values, count, dtype, n)
+        soften(&rows, position, chunk.count);
+#define ADD_VALUES(n) add_values(&rows, row, chunk.values, chunk.count, dtype, n)
         EACH_ROW_TILE(ADD_VALUES)
     }
     store_rows(&rows, a, which, dtype);
