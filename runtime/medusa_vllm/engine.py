@@ -163,8 +163,8 @@ class VllmEngine:
         name = served_name(self._settings, self._region.file)
         config = self.config.model_config
         served = Served(
-            self._core, self._files.path, self._arguments, config.max_model_len, name, words(self._settings),
-            self._structured.limit,
+            self._core, self._files.path, self._arguments["distributed_executor_backend"], config.max_model_len, name,
+            words(self._settings), self._structured.limit,
         )  # fmt: skip
         return self._front_end.open(served)
 

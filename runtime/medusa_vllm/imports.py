@@ -114,10 +114,12 @@ def _import_server() -> None:
             importlib.import_module(module)
         import uvicorn
 
-        from .serving.ahead import make_ahead
+        from .serving.ahead import fill_caches, make_ahead, quiet_uvicorn
 
         app = make_ahead(("generate",))
+        quiet_uvicorn()
         uvicorn.Config(app, log_config=None, ws="none").load()
+        fill_caches()
     except Exception as error:  # noqa: BLE001 - a model can be served without it, by our own routes
         logger.warning("vLLM's HTTP server cannot be imported: %s: %s", type(error).__name__, error)
 

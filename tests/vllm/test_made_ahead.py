@@ -1,12 +1,16 @@
-"""What a process that waits makes of vLLM's server, and when it is used."""
+"""What a process that waits makes of vLLM's server, when it is used, and what is not made twice at the mount."""
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
 import importlib.util
+import logging
+from pathlib import Path
+from typing import Any
 
 import pytest
-from medusa_vllm.serving import ahead
+from medusa_vllm.serving import ahead, mounting
 from medusa_vllm.serving.arguments import server_arguments
 
 pytestmark = [
@@ -14,6 +18,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed; see `make test-vllm`"),
 ]
+
+EXAMPLE = str(Path(__file__).parents[2] / "examples/pydoc-lm")
 
 
 def test_an_app_is_used_once_and_only_for_what_it_was_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +60,64 @@ def test_a_method_is_computed_once_in_the_context() -> None:
             return {"calls": self.calls}
 
     config = Config()
-    with ahead.computed_once(config, "values"):
+    with mounting.computed_once(config, "values"):
         config.values()["calls"] = 9
         assert config.values() == {"calls": 1}
     assert config.values() == {"calls": 2}
+
+
+def test_what_the_first_request_would_make_is_made(caplog: pytest.LogCaptureFixture) -> None:
+    from vllm.entrypoints.openai.responses.serving import ResponseOutputMessage
+
+    with caplog.at_level(logging.DEBUG, ahead.__name__):
+        ahead.fill_caches()
+    assert not caplog.records  # each of the places is there in this version
+    assert ResponseOutputMessage.__pydantic_complete__
+
+
+@pytest.fixture(scope="module")
+def core_configuration() -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    config = EngineArgs(
+        model=EXAMPLE, skip_tokenizer_init=True, generation_config="vllm", max_model_len=64, enforce_eager=True
+    ).create_engine_config()
+    config.cache_config.num_gpu_blocks = 7
+    return config
+
+
+def test_a_front_ends_configuration_is_the_one_that_vllm_would_make(core_configuration: Any) -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    before = copy.deepcopy(core_configuration.model_config)
+    made = mounting.front_configuration(
+        core_configuration, EXAMPLE, name=["one", "two"], generation_config="auto", max_model_len=64
+    )
+    theirs = AsyncEngineArgs(
+        model=EXAMPLE, served_model_name=["one", "two"], generation_config="auto", max_model_len=64,
+        enforce_eager=True,
+    ).create_engine_config()  # fmt: skip
+    ours, expected = vars(made.model_config), vars(theirs.model_config)
+    assert {name for name in expected if str(ours[name]) != str(expected[name])} == set()
+    assert made.compute_hash() == theirs.compute_hash()
+    assert made.structured_outputs_config.backend == "guidance"
+    assert made.cache_config.num_gpu_blocks is None  # to which the front end adds what the core tells it
+    assert core_configuration.cache_config.num_gpu_blocks == 7
+    assert str(core_configuration.model_config) == str(before)
+
+
+def test_a_mount_reads_no_configuration_and_copies_a_tokenizer_once(core_configuration: Any) -> None:
+    from vllm.renderers import hf, renderer_from_config
+    from vllm.tokenizers import registry
+
+    made = mounting.front_configuration(
+        core_configuration, EXAMPLE, name="m", generation_config="auto", max_model_len=64
+    )
+    places = registry.get_config, hf.maybe_make_thread_pool
+    with mounting.known_configuration(made), mounting.one_copy():
+        assert registry.get_config(EXAMPLE, config_format="hf") is made.model_config.hf_config
+        assert registry.get_config(EXAMPLE, trust_remote_code=False, config_format="auto").vocab_size
+        renderer = renderer_from_config(made)
+    assert (registry.get_config, hf.maybe_make_thread_pool) == places
+    assert renderer.tokenizer.encode("Return the") == renderer.tokenizer("Return the")["input_ids"]
+    renderer.shutdown()

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import copy
-import functools
+import fnmatch
 import importlib.metadata
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from .arguments import server_arguments
+
+logger = logging.getLogger(__name__)
 
 _OF_THE_MODEL = {"model", "model_tag", "served_model_name"}
 # Variables that a start of the engine sets itself. Any other that differs may be one of the server's, such as its key.
@@ -20,8 +22,10 @@ _SET_BY_A_START = (
     "VLLM_CPU_", "VLLM_DISABLE_SHARED_EXPERTS_STREAM", "VLLM_DIST_IDENT", "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME",
     "VLLM_SSM_CONV_STATE_LAYOUT", "VLLM_WORKER_MULTIPROC_METHOD",
 )  # fmt: skip
-_PROBE = "_detect_merge_inline_system"
-_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+_TEMPLATE = """{%- for message in messages %}{% set role = message['role'] | trim %}
+{%- if loop.first and role == 'system' and tools is not none %}{{ bos_token + message.content }}{% else %}
+{{- '<' ~ role ~ '>' + message['content'] }}{% endif %}{% endfor %}{# end #}
+{%- if add_generation_prompt %}{{ 1 }}{% endif %}"""
 
 
 class _Made(NamedTuple):
@@ -50,7 +54,7 @@ def arguments_for(words: list[str], model: str) -> argparse.Namespace:
     """Like ``server_arguments``; where there are no flags, without making vLLM's parser again."""
     if words or _made is None:
         return server_arguments(words, model)
-    arguments = copy.deepcopy(_made.arguments)
+    arguments = _made.arguments
     arguments.model = arguments.model_tag = model
     return arguments
 
@@ -84,71 +88,56 @@ def known_plugins() -> Iterator[None]:
 
     Each of its searches reads the metadata of every installed package.
     """
-    if _entry_points is None:
-        yield
-        return
     before = importlib.metadata.entry_points
-    importlib.metadata.entry_points = lambda **chosen: _entry_points.select(**chosen)
+    found = before() if _entry_points is None else _entry_points
+    importlib.metadata.entry_points = lambda **chosen: found.select(**chosen)
     try:
         yield
     finally:
         importlib.metadata.entry_points = before
 
 
-@contextmanager
-def computed_once(target: Any, method: str) -> Iterator[None]:
-    """In this context a method of ``target`` without arguments runs once; each caller gets a copy of its result.
+def quiet_uvicorn() -> None:
+    """Have uvicorn log warnings only. To set a level looks at every logger, so it is not set again."""
+    for name in ("uvicorn.error", "uvicorn.access", "uvicorn.asgi"):
+        named = logging.getLogger(name)
+        if named.level != logging.WARNING:
+            named.setLevel(logging.WARNING)
 
-    vLLM's classes of routes each compute the same hash of the configuration, and read the same file, again.
+
+def fill_caches() -> None:
+    """Make what vLLM's libraries keep from the first model or request on, and is the same for all.
+
+    Their places differ between versions; what is not found is made later, as without us.
     """
-    found: list[Any] = []
-
-    def once() -> Any:
-        if not found:
-            found.append(getattr(type(target), method)(target))
-        return copy.copy(found[0])
-
-    object.__setattr__(target, method, once)
-    try:
-        yield
-    finally:
-        object.__delattr__(target, method)
+    for fill in (_read_a_template, _compile_patterns, _complete_answers):
+        try:
+            fill()
+        except Exception as error:  # noqa: BLE001 - nothing depends on it
+            logger.debug("%s of vLLM's server: %s: %s", fill.__name__, type(error).__name__, error)
 
 
-@contextmanager
-def probed_once() -> Iterator[None]:
-    """In this context vLLM tries a chat template once for its Anthropic routes, which compile it four times."""
-    try:
-        from vllm.entrypoints.anthropic.serving import AnthropicServingMessages as Messages
-    except ImportError:
-        yield
-        return
-    found = vars(Messages).get(_PROBE)
-    if not isinstance(found, staticmethod):
-        yield
-        return
-    setattr(Messages, _PROBE, staticmethod(functools.cache(found.__func__)))
-    try:
-        yield
-    finally:
-        setattr(Messages, _PROBE, found)
+def _read_a_template() -> None:
+    from vllm.renderers.hf import _detect_content_format
+
+    _detect_content_format(_TEMPLATE, default="string")
 
 
-def without_processor(config: Any, folder: Path) -> None:
-    """Tell vLLM that a model without a processor's files has no processor, whose chat template it would look for.
+def _compile_patterns() -> None:
+    from transformers.models.auto.tokenization_auto import MODEL_IDS_TO_TOKENIZERS_BACKEND
 
-    Its search loads the configuration and the tokenizer once more.
-    """
-    from vllm.renderers import hf
-
-    model = config.model_config
-    known = getattr(hf, "_PROCESSOR_CHAT_TEMPLATES", None)
-    if known is None or model.is_multimodal_model or any((folder / name).exists() for name in _PROCESSOR_FILES):
-        return
-    code = model.code_revision if model.tokenizer == model.model else None
-    known[(model.tokenizer, model.tokenizer_revision, code, model.trust_remote_code)] = None
+    for pattern in MODEL_IDS_TO_TOKENIZERS_BACKEND:
+        fnmatch.fnmatch("", pattern)
 
 
-__all__ = [
-    "app_for", "arguments_for", "computed_once", "known_plugins", "make_ahead", "probed_once", "without_processor",
-]  # fmt: skip
+def _complete_answers() -> None:
+    """Build the checks of the parts of answers, which OpenAI's package leaves to their first use."""
+    from pydantic import BaseModel
+    from vllm.entrypoints.openai.responses import serving
+
+    for kind in list(vars(serving).values()):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            kind.model_rebuild()
+
+
+__all__ = ["app_for", "arguments_for", "fill_caches", "known_plugins", "make_ahead", "quiet_uvicorn"]

@@ -19,7 +19,16 @@ from medusa_runtime.timeline import Timeline
 
 from ..imports import logging_as_it_is, no_cache_folder
 from ..lean_imports import functions_as_they_are, import_for_real
-from .ahead import app_for, arguments_for, computed_once, known_plugins, probed_once, without_processor
+from .ahead import app_for, arguments_for, known_plugins, quiet_uvicorn
+from .mounting import (
+    computed_once,
+    front_configuration,
+    known_configuration,
+    load_processors,
+    one_copy,
+    probed_once,
+    without_processor,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +41,7 @@ class Served(NamedTuple):
 
     core: the engine's core, of ``serving.core``.
     folder: gives the folder with the checkpoint's small files, which stays.
-    arguments: of vLLM's EngineArgs, as the core was started with.
+    executor_class: as the core was started with.
     name: the model's, in answers.
     words: the flags of ``vllm serve``.
     limit_grammars: has what callers send as grammars tried before vLLM takes it.
@@ -40,7 +49,7 @@ class Served(NamedTuple):
 
     core: Any
     folder: Callable[[], Path]
-    arguments: dict[str, Any]
+    executor_class: Any
     max_model_len: int
     name: str
     words: list[str]
@@ -93,7 +102,6 @@ class FrontEnd:
         with functions_as_they_are(), no_cache_folder(), logging_as_it_is():
             import_for_real()
             import uvicorn
-            from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.entrypoints.launchers.api_server.app_state import init_app_state
             from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -103,38 +111,35 @@ class FrontEnd:
         if arguments.served_model_name is None:
             arguments.served_model_name = [served.name]
         _import_plugins(arguments)
-        config = AsyncEngineArgs(
-            **served.arguments
-            | {
-                "model": str(folder),
-                "served_model_name": arguments.served_model_name,
-                "skip_tokenizer_init": False,
-                "generation_config": arguments.generation_config,
-                "disable_log_stats": arguments.disable_log_stats,
-                "max_model_len": served.max_model_len,
-            }
-        ).create_engine_config()
-        if config.structured_outputs_config.backend == "auto":
-            config.structured_outputs_config.backend = "guidance"  # nothing to compile before the first token
+        config = front_configuration(
+            served.core.vllm_config,
+            str(folder),
+            name=arguments.served_model_name,
+            generation_config=arguments.generation_config,
+            max_model_len=served.max_model_len,
+        )
         addresses = {name: f"ipc://{folder}/{name.removesuffix('_address')}" for name in _ADDRESSES}
         served.core.attach_front_end(addresses["input_address"], addresses["output_address"])
         without_processor(config, folder)
-        with known_plugins():
+        sampling = computed_once(config.model_config, _SAMPLING)
+        generation = computed_once(config.model_config, "try_get_generation_config")
+        with known_plugins(), known_configuration(config), one_copy(), generation:
             client = AsyncLLM(
                 config,
-                served.arguments["distributed_executor_backend"],
+                served.executor_class,
                 log_stats=not arguments.disable_log_stats,
                 log_requests=arguments.enable_log_requests,
                 client_addresses=addresses,
             )
             tasks = await client.get_supported_tasks()
             app = app_for(arguments, tasks, client.model_config)
+            load_processors(config.model_config)
         app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", "") not in _NOT_SERVED]
-        hashed, sampling = computed_once(config, "compute_hash"), computed_once(config.model_config, _SAMPLING)
-        with hashed, sampling, probed_once():
+        with computed_once(config, "compute_hash"), sampling, probed_once():
             await init_app_state(client, app.state, arguments, tasks)
+        quiet_uvicorn()
         settings = uvicorn.Config(
-            app, log_config=None, access_log=False, timeout_keep_alive=_KEEP_ALIVE_S, log_level="warning", ws="none",
+            app, log_config=None, access_log=False, timeout_keep_alive=_KEEP_ALIVE_S, ws="none",
             h11_max_incomplete_event_size=arguments.h11_max_incomplete_event_size,
         )  # fmt: skip
         server = uvicorn.Server(settings)

@@ -1,0 +1,145 @@
+"""vLLM's server over a core that runs already: what is known of the model is not read or made a second time."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_PROBE = "_detect_merge_inline_system"
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+
+
+def front_configuration(
+    core: Any, folder: str, *, name: str | list[str], generation_config: str, max_model_len: int
+) -> Any:
+    """The front end's VllmConfig: the core's, but with the checkpoint's small files of ``folder`` and a tokenizer."""
+    from vllm.config.model import get_served_model_name
+
+    config = copy.copy(core)
+    for field in dataclasses.fields(config):
+        if dataclasses.is_dataclass(part := getattr(config, field.name)):
+            setattr(config, field.name, copy.copy(part))
+    config.cache_config.num_gpu_blocks = None  # the front end adds what the core tells it
+    model = config.model_config
+    model.model = model.tokenizer = folder
+    model.served_model_name = get_served_model_name(folder, name)
+    model.skip_tokenizer_init = False
+    model.generation_config = generation_config
+    model.max_model_len = max_model_len
+    if config.structured_outputs_config.backend == "auto":
+        config.structured_outputs_config.backend = "guidance"  # nothing to compile before the first token
+    return config
+
+
+@contextmanager
+def known_configuration(config: Any) -> Iterator[None]:
+    """In this context vLLM's tokenizers get the model's configuration, instead of reading config.json again."""
+    from vllm.tokenizers import registry
+
+    before = getattr(registry, "get_config", None)
+    if before is None:
+        yield
+        return
+
+    def known(model: Any, *arguments: Any, **options: Any) -> Any:
+        known_here = str(model) == config.model_config.tokenizer and options.get("config_format") == "hf"
+        return config.model_config.hf_config if known_here else before(model, *arguments, **options)
+
+    registry.get_config = known
+    try:
+        yield
+    finally:
+        registry.get_config = before
+
+
+@contextmanager
+def one_copy() -> Iterator[None]:
+    """In this context vLLM's renderer begins with one copy of its tokenizer, and makes others when it needs them.
+
+    It would begin with two. To copy a tokenizer is to read it again: a fifth of a second for 128k tokens.
+    """
+    from vllm.renderers import hf
+
+    before = getattr(hf, "maybe_make_thread_pool", None)
+    if before is None:
+        yield
+        return
+    hf.maybe_make_thread_pool = lambda tokenizer, *_: before(tokenizer, 1)
+    try:
+        yield
+    finally:
+        hf.maybe_make_thread_pool = before
+
+
+@contextmanager
+def computed_once(target: Any, method: str) -> Iterator[None]:
+    """In this context a method of ``target`` without arguments runs once; each caller gets a copy of its result.
+
+    vLLM's classes of routes each compute the same hash of the configuration, and read the same file, again.
+    """
+    found: list[Any] = []
+
+    def once() -> Any:
+        if not found:
+            found.append(getattr(type(target), method)(target))
+        return copy.copy(found[0])
+
+    object.__setattr__(target, method, once)
+    try:
+        yield
+    finally:
+        object.__delattr__(target, method)
+
+
+@contextmanager
+def probed_once() -> Iterator[None]:
+    """In this context vLLM tries a chat template once for its Anthropic routes, which compile it four times."""
+    try:
+        from vllm.entrypoints.anthropic.serving import AnthropicServingMessages as Messages
+    except ImportError:
+        yield
+        return
+    found = vars(Messages).get(_PROBE)
+    if not isinstance(found, staticmethod):
+        yield
+        return
+    setattr(Messages, _PROBE, staticmethod(functools.cache(found.__func__)))
+    try:
+        yield
+    finally:
+        setattr(Messages, _PROBE, found)
+
+
+def load_processors(model_config: Any) -> None:
+    """Load the logits processors that are installed, which vLLM looks for at the first request."""
+    from vllm.v1.sample import logits_processor
+
+    named = model_config.logits_processors
+    if load := getattr(logits_processor, "cached_load_custom_logitsprocs", None):
+        load(None if named is None else tuple(named))
+
+
+def without_processor(config: Any, folder: Path) -> None:
+    """Tell vLLM that a model without a processor's files has no processor, whose chat template it would look for.
+
+    Its search loads the configuration and the tokenizer once more.
+    """
+    from vllm.renderers import hf
+
+    model = config.model_config
+    known = getattr(hf, "_PROCESSOR_CHAT_TEMPLATES", None)
+    if known is None or model.is_multimodal_model or any((folder / name).exists() for name in _PROCESSOR_FILES):
+        return
+    code = model.code_revision if model.tokenizer == model.model else None
+    known[(model.tokenizer, model.tokenizer_revision, code, model.trust_remote_code)] = None
+
+
+__all__ = [
+    "computed_once", "front_configuration", "known_configuration", "load_processors", "one_copy", "probed_once",
+    "without_processor",
+]  # fmt: skip
