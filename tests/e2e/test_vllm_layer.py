@@ -56,6 +56,32 @@ def test_a_field_that_our_route_does_not_cover_is_vllms(serving: Any) -> None:
     assert (status, refused["error"]["param"]) == (400, "max_token")  # vLLM would ignore it
 
 
+def test_a_prompts_log_probabilities_are_vllms(serving: Any) -> None:
+    """A token that was generated has the same probability when it is the end of a prompt."""
+    prompt = serving.request("POST", "/tokenize", {"prompt": "Return the"})[1]["tokens"]
+    asked = {"prompt": prompt, "max_tokens": 1, "temperature": 0, "logprobs": 1, "return_token_ids": True}
+    (choice,) = serving.request("POST", "/v1/completions", asked, PATIENCE_S)[1]["choices"]
+    (generated,), expected = choice["token_ids"], choice["logprobs"]["token_logprobs"][0]
+    for count in (0, 1):
+        asked = {"prompt": [*prompt, generated], "max_tokens": 1, "temperature": 0, "prompt_logprobs": count}
+        status, answer, _ = serving.request("POST", "/v1/completions", asked, PATIENCE_S)
+        assert status == 200, answer
+        first, *others = answer["choices"][0]["prompt_logprobs"]
+        assert (first, len(others)) == (None, len(prompt))
+        found = others[-1][str(generated)]
+        assert found["rank"] == 1
+        assert found["logprob"] == pytest.approx(expected, abs=0.05)
+    asked = {"prompt": [*prompt, generated], "max_tokens": 1, "echo": True, "logprobs": 0}
+    (choice,) = serving.request("POST", "/v1/completions", asked, PATIENCE_S)[1]["choices"]
+    assert choice["logprobs"]["token_logprobs"][len(prompt)] == pytest.approx(expected, abs=0.05)
+    chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "prompt_logprobs": 1}
+    status, answer, _ = serving.request("POST", "/v1/chat/completions", chat, PATIENCE_S)
+    assert (status, answer["prompt_logprobs"][0]) == (200, None)
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    status, refused, _ = serving.request("POST", "/v1/completions", asked | {"prompt_logprobs": 1, "stream": True})
+    assert status == 400, refused
+
+
 def test_json_schema_and_anthropic_messages_through_vllms_routes(serving: Any) -> None:
     form = {"type": "json_schema", "name": "e", "schema": {"enum": ["meeting", "party"]}}
     asked = {"model": MODEL, "input": "An event:", "max_output_tokens": 60, "text": {"format": form}}

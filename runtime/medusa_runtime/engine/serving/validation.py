@@ -59,9 +59,7 @@ def check_params(params: SamplingParams, info: EngineInfo, *, has_text: bool) ->
     if params.logprobs is not None and params.logprobs > info.vocab_size:
         raise _error("logprobs", f"at most the vocabulary's {info.vocab_size}", params.logprobs)
     if params.prompt_logprobs is not None:
-        raise _error(
-            "prompt_logprobs", "to be absent (the torch engine has none, --engine vllm has)", params.prompt_logprobs
-        )
+        raise _error("prompt_logprobs", "to be absent (only vLLM's own HTTP routes give them)", params.prompt_logprobs)
     if params.seed is not None and not isinstance(params.seed, int):
         raise _error("seed", "a whole number", params.seed)
     _check_stops(params, info, has_text)
