@@ -3,8 +3,8 @@
 A grammar comes from a client. A few kilobytes can make the library compute for minutes, take gigabytes or overflow its
 stack, which ends the process, and with it the grammars of all other clients.
 
-What is taken is compiled a second time: the library has no form of a compiled grammar that another process could read. For
-usual schemas that is one to two milliseconds of CPU, and the trial's fork alone takes five.
+What is taken is compiled a second time: the library has no form of a compiled grammar that another process could read.
+For usual schemas that is one to two milliseconds of CPU, and the trial's fork alone takes five.
 """
 
 from __future__ import annotations
