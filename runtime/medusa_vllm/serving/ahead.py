@@ -89,7 +89,7 @@ def known_plugins() -> Iterator[None]:
     Each of its searches reads the metadata of every installed package.
     """
     before = importlib.metadata.entry_points
-    found = before() if _entry_points is None else _entry_points
+    found: Any = before() if _entry_points is None else _entry_points
     importlib.metadata.entry_points = lambda **chosen: found.select(**chosen)
     try:
         yield
