@@ -12,12 +12,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from medusa_runtime.errors import from_code
+from medusa_runtime.process import die_with_parent
 from process_tree import alive, descendants
 
 MEDUSA = Path(sys.executable).with_name("medusa")
@@ -55,9 +56,11 @@ class ClusterNode:
         token: str | None = None,
         flags: Sequence[str] = (),
         wrapper: Sequence[str] = (),
+        environ: Mapping[str, str] | None = None,
     ) -> None:
         """``token``: another than the head's. ``wrapper``: a command that becomes the node server's."""
         self.flags = flags
+        self.environ = environ or {}
         self.wrapper = wrapper
         self.name = name
         self.head = head
@@ -85,10 +88,16 @@ class ClusterNode:
         return [*self.wrapper, str(MEDUSA), "cluster", "start", *role, *where, *more, *self.flags]
 
     def start(self) -> None:
-        """Start the node server, also again after its end."""
+        """Start the node server, also again after its end. It ends with this test's process."""
+        parent = os.getpid()
         with open(self.log, "wb") as log:
             self.process = subprocess.Popen(
-                self.command(), env=environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+                self.command(),
+                env=environment() | self.environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                preexec_fn=lambda: die_with_parent(parent),
             )
 
     def wait_ready(self) -> ClusterNode:

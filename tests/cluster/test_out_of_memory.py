@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_nodes import MODEL, ClusterNode, until
+from cluster_nodes import MODEL, PATIENCE_S, ClusterNode, until
 from e2e.slow_origin import SlowAfterAWhile, SlowOrigin, serving_origin
 from gateway_fixtures import NAME, GatewayProcess
 from medusa_cluster.json_lines import call
 from medusa_runtime.errors import MedusaError, NodeError
+from medusa_runtime.storage.sources import ORIGIN
 from memory_group import MemoryGroup
 from process_tree import alive, children
 
@@ -140,7 +141,7 @@ def open_files(pid: int | None) -> list[str]:
 
 
 class Asking:
-    """Clients of the gateway that ask again and again; a context manager."""
+    """Clients of the gateway that ask again and again from ``begin`` on; a context manager, which ends them."""
 
     def __init__(self, gateway: GatewayProcess, body: dict[str, Any], clients: int = 2) -> None:
         self.answers: list[Any] = []
@@ -149,6 +150,9 @@ class Asking:
         self._threads = [threading.Thread(target=self._ask, daemon=True) for _ in range(clients)]
 
     def __enter__(self) -> Asking:
+        return self
+
+    def begin(self) -> Asking:
         for thread in self._threads:
             thread.start()
         return self
@@ -157,8 +161,9 @@ class Asking:
         while not self._ended.is_set():
             try:
                 self.answers.append(self._answer())
-            except OSError as error:
+            except (OSError, http.client.HTTPException) as error:
                 self.answers.append(error)
+                self._ended.wait(0.2)
 
     def _answer(self) -> Any:
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self._gateway.port, timeout=240)) as connection:
@@ -169,9 +174,13 @@ class Asking:
         return answer["choices"][0]["text"] if response.status == 200 else (response.status, str(answer))
 
     def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
         self._ended.set()
         for thread in self._threads:
-            thread.join()
+            if thread.ident is not None:
+                thread.join(PATIENCE_S)
 
     def running(self) -> bool:
         return self._gateway.metric("medusa_gateway_running") > 0
@@ -200,7 +209,7 @@ def ask_once(limited: Limited) -> None:
     """Have both nodes work once, so that they have open what they open only then."""
     limited.call("deploy", name=NAME, url=limited.origin.url, min=2, max=2)
     until(lambda: len(limited.instances()) == 2, limited.output)
-    with Asking(limited.gateway, SHORT) as asking:
+    with Asking(limited.gateway, SHORT).begin() as asking:
         until(lambda: len(asking.answers) > 2, limited.output)
     limited.rest()
     until(limited.alive, limited.output)
@@ -208,11 +217,12 @@ def ask_once(limited: Limited) -> None:
 
 def reach(limited: Limited, phase: str, asking: Asking) -> str:
     """Bring the cluster into a phase of its work; returns a node that takes part in it."""
+    limited.origin.sent = 0
     limited.origin.bytes_per_s = 1e9 if phase in ("idle", "serve") else 1e4
     limited.call("deploy", name=NAME, url=limited.origin.url, min=2 if phase == "transfer" else 0, max=2)
     if phase == "idle":
         return "n1"
-    asking.__enter__()
+    asking.begin()
     if phase == "serve":
         until(lambda: asking.running() and limited.instances(), limited.output)
         return limited.instances()[0]
@@ -222,11 +232,16 @@ def reach(limited: Limited, phase: str, asking: Asking) -> str:
         fetching[:] = [name for name in limited.nodes if limited.model(name)["fetched_bytes"]]
         if phase == "start":
             return bool(fetching)
-        fetching[:] = [name for name in fetching if any(limited.model(name)["received_bytes"].values())]
+        fetching[:] = [name for name in fetching if from_peers(limited.model(name))]
         return bool(fetching)
 
-    until(reached, limited.output)
+    until(reached, lambda: f"{[limited.model(name) for name in limited.nodes]}\n{limited.output()}")
     return fetching[0]
+
+
+def from_peers(model: dict[str, Any]) -> int:
+    """How many bytes of a model have come from other nodes."""
+    return sum(count for source, count in model["received_bytes"].items() if source != ORIGIN)
 
 
 def test_engines_end_before_what_keeps_a_cluster_running(limited: Limited) -> None:
@@ -246,7 +261,22 @@ def test_engines_end_before_what_keeps_a_cluster_running(limited: Limited) -> No
 def test_what_keeps_a_cluster_running(limited: Limited, victim: str, phase: str) -> None:
     until(limited.alive, limited.output)
     before = {name: limited.held(name) for name in limited.nodes}
-    asking = Asking(limited.gateway, LONG if phase == "serve" else SHORT)
+    try:
+        with Asking(limited.gateway, LONG if phase == "serve" else SHORT) as asking:
+            node = lose(limited, victim, phase, asking)
+    finally:
+        limited.origin.bytes_per_s = 1e9
+    limited.rest()
+    for name in limited.nodes:
+        until(
+            lambda name=name: at_most(limited.held(name), before[name]),
+            lambda name=name: f"{limited.held(name)} of {before[name]}",
+        )
+    assert NAMED in limited.nodes[node].output()
+
+
+def lose(limited: Limited, victim: str, phase: str, asking: Asking) -> str:
+    """Have the kernel kill a process in a phase of its work; returns its node, which goes on with another one."""
     node = reach(limited, phase, asking)
     if victim == CONTROLLER:
         node = "head"
@@ -262,20 +292,14 @@ def test_what_keeps_a_cluster_running(limited: Limited, victim: str, phase: str)
         until(lambda: len(limited.instances()) == 2, limited.output)
     answered = len(asking.answers)
     if phase == "idle":
-        asking.__enter__()
+        asking.begin()
     until(lambda: len(asking.answers) > answered + 2, limited.output)
-    asking.__exit__()
+    asking.end()
     assert len(set(asking.answers)) == 1, asking.answers
     assert isinstance(asking.answers[0], str)
-    assert NAMED in limited.nodes[node].output()
-    limited.rest()
-    for name in limited.nodes:
-        until(
-            lambda name=name: at_most(limited.held(name), before[name]),
-            lambda name=name: f"{limited.held(name)} of {before[name]}",
-        )
     kills[node] += 1
     assert {name: group.kills() for name, group in limited.groups.items()} == kills
+    return node
 
 
 def at_most(now: dict[str, Any], before: dict[str, Any]) -> bool:

@@ -56,14 +56,14 @@ class _Ranges(http.server.BaseHTTPRequestHandler):
         if status == 206:
             self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{len(data)}")
         self.end_headers()
-        step = 1 << 16
+        step = max(min(1 << 16, int(self.server.bytes_per_s / 2)), 1)
         for at in range(start, stop, step):
             piece = data[at : min(at + step, stop)]
-            self.wfile.write(piece)
             with self.server.turn:
-                self.server.sent += len(piece)
-                if path.suffix == ".safetensors":
+                if path.suffix == ".safetensors":  # first, for a new connection must not bring a piece at once
                     time.sleep(len(piece) / self.server.bytes_per_s)
+                self.server.sent += len(piece)
+            self.wfile.write(piece)
 
     do_HEAD = do_GET
 
@@ -77,13 +77,14 @@ class _Ranges(http.server.BaseHTTPRequestHandler):
 
 
 class SlowAfterAWhile(SlowOrigin):
-    """Sends the headers and small files at once, and from the first megabyte on next to nothing."""
+    """Sends the headers and small files at once, and from the first megabyte on next to nothing, while it is slow."""
 
     slow = True
+    fast_bytes, slow_bytes_per_s = 1e6, 2e4
 
     @property
     def bytes_per_s(self) -> float:
-        return 2e4 if self.slow and self.sent > 1e6 else 1e9
+        return self.slow_bytes_per_s if self.slow and self.sent > self.fast_bytes else 1e9
 
     @bytes_per_s.setter
     def bytes_per_s(self, value: float) -> None:

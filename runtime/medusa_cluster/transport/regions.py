@@ -132,6 +132,7 @@ class RegionRoutes:
             {
                 "state": region.state.name.lower(),
                 "fetched_bytes": region.fetched_bytes,
+                "received_bytes": region.received_bytes,
                 "total_bytes": region.total_bytes,
                 "chunk_bytes": region.chunk_bytes,
             }

@@ -202,7 +202,8 @@ class Sending:
         if ready := region.present(first, most):
             return ready
         looked = changed = time.monotonic()
-        fetched_bytes = seen_bytes = region.fetched_bytes  # first: what comes after this look ends the wait
+        seen_bytes = region.fetched_bytes  # first: what comes after this look ends the wait
+        received_bytes = region.received_bytes
         while not (ready := region.present(first, most)):
             if self._stopped or self._gone():
                 raise ConnectionResetError("the peer has gone")
@@ -213,8 +214,8 @@ class Sending:
             looked = now
             # In a chain, chunks come in the order in which they are asked for; from others, this one may be far away.
             region.demand(first)
-            if seen_bytes != fetched_bytes:
-                fetched_bytes, changed = seen_bytes, now
+            if region.received_bytes != received_bytes:
+                received_bytes, changed = region.received_bytes, now
             if (now - changed > _QUIET_S or not region.is_filled) and not region.has(first):
                 raise NodeError("the region is not being filled")
         return ready

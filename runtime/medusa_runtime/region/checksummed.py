@@ -67,6 +67,11 @@ class ChecksummedRegion:
         return int(self._words[Word.FETCHED_BYTES])
 
     @property
+    def received_bytes(self) -> int:
+        """The bytes that have come, those of unfinished chunks and of second requests among them."""
+        return int(self._words[Word.RECEIVED_BYTES])
+
+    @property
     def total_bytes(self) -> int:
         return int(self._words[Word.TOTAL_BYTES])
 

@@ -55,6 +55,7 @@ class Word(IntEnum):
     CHECKSUMS_OFFSET = 18  # of the chunks' checksums, 8 bytes each, where other machines read the region; else 0
     INDEX_CHECKSUM = 19  # of the index and the checkpoint's files; see checksummed.py
     FIRST_NS = 20  # when the first chunk of this generation's writer was published
+    RECEIVED_BYTES = 21  # as FETCHED_BYTES, with those of unfinished chunks: on a slow link these take long
 
 
 RING_OFFSET, RING_WORDS = 512, 64  # requests of readers; see demand.py

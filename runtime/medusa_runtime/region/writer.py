@@ -102,7 +102,7 @@ class RegionWriter:
         self._order = self.chunks.order()
         words[Word.TOTAL_BYTES] = sum(map(self.chunks.size, self._order))
         kept_bytes = sum(self.chunks.size(chunk) for chunk in self._order if self.present(chunk))
-        words[Word.FETCHED_BYTES] = words[Word.KEPT_BYTES] = kept_bytes
+        words[Word.FETCHED_BYTES] = words[Word.KEPT_BYTES] = words[Word.RECEIVED_BYTES] = kept_bytes
         words[Word.GENERATION] += 1
         words[Word.ENDED_NS] = words[Word.FIRST_NS] = 0
         words[Word.STARTED_NS] = time.monotonic_ns()
@@ -232,6 +232,10 @@ class RegionWriter:
         words[Word.FIRST_NS] = words[Word.FIRST_NS] or time.monotonic_ns()
         if checksum is not None:  # peers may wait for it
             wake_all(self._memory.address + 8 * Word.FETCHED_BYTES)
+
+    def receive(self, count: int) -> None:
+        """Show readers that more bytes have come, of chunks that may be unfinished. Not for two threads at a time."""
+        self._memory.words[Word.RECEIVED_BYTES] += count
 
     def count(self) -> None:
         """Count the chunks that compiled code has published."""

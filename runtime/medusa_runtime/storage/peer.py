@@ -78,6 +78,17 @@ class Chunk(NamedTuple):
     checksum: int | None
 
 
+class Progress(NamedTuple):
+    """How far a peer is: the state of its region, the bytes that it can send, and those that it has received.
+
+    Those of unfinished chunks are among ``received_bytes``.
+    """
+
+    state: str
+    fetched_bytes: int
+    received_bytes: int
+
+
 class _Patience:
     """How long to wait for a peer that sends nothing: for as long as it lives, and gets something itself."""
 
@@ -91,11 +102,11 @@ class _Patience:
 
     def ask(self) -> None:
         """Ask for the peer's progress, after a silence. StorageError when it is no use to wait on."""
-        state, fetched_bytes = self._store.progress()
+        state, _, received_bytes = self._store.progress()
         now = time.monotonic()
-        if fetched_bytes != self._bytes and self._bytes >= 0:
+        if received_bytes != self._bytes and self._bytes >= 0:
             self._at = now
-        self._bytes = fetched_bytes
+        self._bytes = received_bytes
         if state == "failed" or now - self._at > _STANDSTILL_S:
             raise StorageError(f"{self._store.name}: it lives, but sends nothing (its region: {state})") from None
 
@@ -151,15 +162,17 @@ class PeerStore:
             raise StorageError(f"{self.name}: expected chunks of {PEER_CHUNK_BYTES}, found {chunk_bytes[:20]!r}")
         return Offer(self.node_url, index_text, files, int(chunk_bytes))
 
-    def progress(self) -> tuple[str, int]:
-        """Return the state of the peer's region and the bytes in it. StorageError when the peer does not answer."""
+    def progress(self) -> Progress:
+        """Ask the peer how far its region is. StorageError when it does not answer, or has none."""
         connection = self._connect(_PROBE_S)
         try:
             response = connection.request(f"{self._home.path}/progress", self._headers)
             self._check(connection, response)
             body = connection.body(_ERROR_BODY_BYTES)
             found = json.loads(body)
-            return str(found["state"]), int(found["fetched_bytes"])
+            fetched_bytes = int(found["fetched_bytes"])
+            received_bytes = int(found.get("received_bytes", fetched_bytes))  # not of earlier versions
+            return Progress(str(found["state"]), fetched_bytes, received_bytes)
         except WireError as error:
             raise StorageError(f"{self.name}: {error}") from None
         except (ValueError, KeyError, TypeError, RecursionError):
@@ -340,4 +353,4 @@ class PeerStore:
             self._idle.clear()
 
 
-__all__ = ["Chunk", "Offer", "PeerStore"]
+__all__ = ["Chunk", "Offer", "PeerStore", "Progress"]

@@ -45,6 +45,9 @@ _MOST_FAILURES = 3  # in a row, after which a peer is not counted on
 _LITTLE_BYTES = 1 << 20  # of index and files, from a peer that is not the first
 _CURRENT_WITHIN_S = 1.0  # for the object store to confirm versions
 _ASK_EVERY_S = 2.0  # for other peers, when those known have failed
+# While the object store sends, between two looks whether a peer has more than this node by now.
+_LOOK_S = 2.0
+_REPORT_S = 1.0
 # While neither peers nor the object store send anything: before the first bytes, and after them. A link that is cut for
 # a minute, and connections that are tried again every ten seconds, should not cost what has come.
 _PATIENCE_S, _PATIENCE_BEGUN_S = 30.0, 120.0
@@ -67,6 +70,10 @@ class _Source:
         return self.excluded is None and now >= self.again_at
 
 
+class _PeerIsAhead(Exception):
+    """A peer has more than this node by now, which reads from the object store."""
+
+
 class SourcesStore:
     """The store of a checkpoint that peers may have. Thread-safe.
 
@@ -86,7 +93,8 @@ class SourcesStore:
     ) -> None:
         """``ask`` returns the node servers that have the checkpoint, or will have it, best first.
 
-        ``on_change`` is called when a peer is not asked any more, from any thread.
+        ``on_change`` is called when a peer is not asked any more, and about once a second while bytes come, from any
+        thread.
         """
         self.url = origin.url
         self._origin = origin
@@ -103,6 +111,7 @@ class SourcesStore:
         self._origin_bytes = 0
         self._grace_until = time.monotonic() + _GRACE_S
         self._asked_at = time.monotonic()
+        self._report_at = 0.0
         self._add(ask())
 
     def _add(self, node_urls: Sequence[str]) -> None:
@@ -247,7 +256,11 @@ class SourcesStore:
 
         def moved(count: int) -> None:
             nonlocal filled, patient_until
-            filled, patient_until = count, time.monotonic() + _PATIENCE_BEGUN_S
+            filled, now = count, time.monotonic()
+            patient_until = now + _PATIENCE_BEGUN_S
+            if now > self._report_at:
+                self._report_at = now + _REPORT_S
+                self._on_change()
             if advance:
                 advance(count)
 
@@ -259,6 +272,8 @@ class SourcesStore:
                     self._read_origin(key, start, buffer, base, version, moved)
                     return
                 self._read_peer(source, key, start, buffer, base, version, moved)
+            except _PeerIsAhead:
+                continue
             except StorageError as error:
                 if threading.get_ident() in self._interrupted:
                     raise
@@ -317,16 +332,32 @@ class SourcesStore:
         version: str | None,
         moved: Callable[[int], None],
     ) -> None:
-        seen = 0
+        seen, look_at = 0, time.monotonic() + _LOOK_S
 
         def advance(count: int) -> None:
-            nonlocal seen
+            nonlocal seen, look_at
             with self._lock:
                 self._origin_bytes += count - seen
-            seen = count
+            before, seen = seen, count
             moved(base + count)
+            if before // self._chunk_bytes < count // self._chunk_bytes and time.monotonic() > look_at:
+                if self._is_behind():
+                    raise _PeerIsAhead
+                look_at = time.monotonic() + _LOOK_S
 
         self._origin.read_into(key, start + base, buffer[base:], version, advance)
+
+    def _is_behind(self) -> bool:
+        """Whether a peer that may be asked again has more than this node."""
+        own_bytes = self._origin_bytes + sum(source.received_bytes for source in list(self._sources.values()))
+        for source in self._alive():
+            if source.is_fit(time.monotonic()):
+                try:
+                    if source.store.progress().fetched_bytes > own_bytes:
+                        return True
+                except StorageError as error:
+                    self._failed(source, error)
+        return False
 
     def _choose(self) -> _Source | None:
         """Return the first fit peer; None for the object store, when peers have failed and their grace is over."""

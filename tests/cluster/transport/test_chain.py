@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from e2e.slow_origin import SlowAfterAWhile, SlowOrigin, serving_origin
 from peer_nodes import Model, Node, percent, until
 
 PACE = 6_000_000  # bytes a second: two seconds for the model
@@ -136,3 +137,46 @@ def test_a_node_server_that_hangs_costs_half_a_second(nodes: Callable[..., list[
     os.kill(node.server.pid, signal.SIGSTOP)
     model.check(node.fetch(model.url))
     assert "does not say which nodes have it" in node.output()
+
+
+@pytest.fixture
+def slow(model: Model) -> Iterator[SlowOrigin]:
+    """An origin of the model that needs 13 seconds for each chunk, after the first of them."""
+    with serving_origin(model.file.parent, 1e9, SlowAfterAWhile) as origin:
+        assert isinstance(origin, SlowAfterAWhile)
+        origin.bytes_per_s, origin.fast_bytes = 1, 2e6  # slow, but for the index
+        yield origin
+
+
+def received(node: Node) -> dict[str, int]:
+    found: dict[str, int] = node.held().get("sources", {}).get("received_bytes", {})
+    return found
+
+
+def test_a_chain_reads_a_slow_origin_once(nodes: Callable[..., list[Node]], model: Model, slow: SlowOrigin) -> None:
+    first, second = nodes(2)
+    second.read_from(first)
+    regions = [first.fetch(slow.url)]  # laid out
+    regions.append(second.fetch(slow.url))
+    until(lambda: received(second).get(first.url))  # which is shown while the weights come
+    began = time.monotonic()
+    while time.monotonic() - began < 8:
+        assert received(second)["store"] == 0
+        time.sleep(0.2)
+    assert second.held()["state"] == "fetching"
+    slow.bytes_per_s = 1e9
+    for region in regions:
+        model.check(region)
+    assert received(second) == {first.url: len(model.data), "store": 0}
+
+
+def test_who_reads_a_slow_origin_turns_to_a_peer_that_has_more(
+    nodes: Callable[..., list[Node]], model: Model, slow: SlowOrigin
+) -> None:
+    first, second = nodes(2)
+    second.read_from(first)  # which has not begun yet
+    region = second.fetch(slow.url)
+    until(lambda: received(second).get("store"))
+    model.check(first.fetch(model.url, slow.url))
+    model.check(region)
+    assert received(second)[first.url] > 0.8 * len(model.data)

@@ -180,7 +180,7 @@ def test_the_offer_has_the_index_and_the_checkpoint_s_own_files(served: Served) 
     assert WeightIndex.from_json(offer.index_text) == served.served.index
     assert offer.chunk_bytes == CHUNK
     assert served.store().offer(most_bytes=10) is None
-    assert served.store().progress() == ("indexed", 0)
+    assert served.store().progress() == ("indexed", 0, 0)
 
 
 def test_a_fetch_that_fails_ends_the_answer(served: Served) -> None:
@@ -274,7 +274,7 @@ def test_noise_neither_ends_nor_fills_the_server(served: Served) -> None:
             with contextlib.suppress(OSError):
                 connection.recv(100)
     until(lambda: not served.using)
-    assert served.store().progress() == ("indexed", SIZE)
+    assert served.store().progress() == ("indexed", SIZE, SIZE)
 
 
 def test_a_peer_that_goes_while_it_waits_is_let_go(served: Served) -> None:

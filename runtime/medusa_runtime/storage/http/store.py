@@ -39,6 +39,7 @@ _REDIRECTS = (301, 302, 303, 307, 308)
 _TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 _MOST_REDIRECTS = 5
 # How often progress is reported. TLS arrives in pieces of 16 KB, and reporting each took a third of the CPU time.
+_STEP_S = 0.25  # and at least so often where bytes come slowly
 _STEP_BYTES = 1 << 20
 _ERROR_BODY_BYTES = 64 << 10
 _MOST_SKIPPED_BYTES = 1 << 20  # before ``start``, from a server without ranges, which sends the whole object
@@ -187,7 +188,8 @@ class HttpStore:
                 while filled < sent:
                     at = filled % len(buffer)  # the buffer is filled again from its start when the range is longer
                     step = min(filled + min(_STEP_BYTES, len(buffer) - at), sent)
-                    while filled < step:
+                    begun = time.monotonic()
+                    while filled < step and (filled == counted or time.monotonic() - begun < _STEP_S):
                         count = connection.receive(buffer[at : at + step - filled])
                         filled += count
                         at += count

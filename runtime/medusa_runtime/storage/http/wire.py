@@ -191,7 +191,8 @@ class Connection:
         self._wake_bytes = receiving.wake_bytes
         count = receiving.wire_bytes - before
         self._to_read -= count
-        self._pace.add(count, time.monotonic() - began)
+        if count:  # a silence is the caller's to judge
+            self._pace.add(count, time.monotonic() - began)
         return status
 
     def _count_received(self, take: Callable[[], int]) -> int:
