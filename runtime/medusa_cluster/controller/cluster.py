@@ -358,17 +358,18 @@ class Cluster:
             raise ConfigError(f"report: expected at most {_MOST_GATEWAYS} gateways, found another")
 
     def _sources(self, arguments: Mapping[str, Any]) -> list[str]:
-        """The node servers from which a node should read a model: by the plan, then all others that hold it whole."""
+        """The node servers from which a node should read a model, best first."""
         url, asking = model_key(absolute(str(arguments["url"]))), str(arguments.get("node"))
-        planned = [self.nodes[name] for name in self.execution.planned_sources(asking, url) if name in self.nodes]
-        holders = [
-            node
+        holders = tuple(
+            node.name
             for node in self.nodes.values()
             if node.lost_at is None
             and node.name != asking
             and any(model["url"] == url and model["state"] == "done" for model in node.models())
-        ]
-        return list(dict.fromkeys(node.url for node in (*planned, *holders) if node.lost_at is None))
+        )
+        names = self.execution.sources(asking, url, holders)
+        found = [self.nodes[name] for name in names if name in self.nodes]
+        return [node.url for node in found if node.lost_at is None]
 
     def _known_name(self, arguments: Mapping[str, Any]) -> str:
         name = str(arguments["name"])

@@ -35,6 +35,7 @@ _ORDERED_S = 0.5  # from the order of a fetch until a status shows what became o
 _FETCH_SHOWN_S = 10.0  # for a node to show a fetch that it was asked for
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _STOPPED_KEPT_S = 120.0
+_MOST_SOURCES = 5  # of a node that has no plan
 
 
 class Execution:
@@ -211,7 +212,8 @@ class Execution:
                 del self._fetches[key]
                 continue
             shown = {model["url"]: model for model in node.models()}
-            if fetch.url in shown and shown[fetch.url]["state"] == "done":
+            there = fetch.url in shown and shown[fetch.url]["state"] == "done"
+            if there and node.seen_at >= fetch.at + _ORDERED_S:  # else it may be what was there before
                 del self._fetches[key]
                 self._failed_fetches.pop(key, None)
                 continue
@@ -244,6 +246,32 @@ class Execution:
         """The names of the nodes from which this node was told to read a model."""
         fetch = self._fetches.get((node, url))
         return () if fetch is None else fetch.sources
+
+    def sources(self, node: str, url: str, holders: tuple[str, ...]) -> tuple[str, ...]:
+        """The names of the nodes from which this node should read a model, best first: by its plan, then ``holders``.
+
+        Without a plan it has begun by itself, as when it has just lost its copy. Then it reads from ``holders``, or
+        else behind those that fetch the model already, and is noted, so that the next one reads from it.
+        """
+        holders = tuple(name for name in holders if (name, url) not in self._fetches)  # what these had may be gone
+        planned = self._fetches.get((node, url))
+        if planned is not None:
+            return tuple(dict.fromkeys((*planned.sources, *holders)))
+        found = holders or tuple(self._fetching(url, node))[:_MOST_SOURCES]
+        if node in self._cluster.nodes and any(item.url == url for item in self._cluster.deployments.values()):
+            self._fetches[node, url] = KnownFetch(node, url, found, pin=False, at=time.monotonic())
+        return found
+
+    def _fetching(self, url: str, reader: str) -> list[str]:
+        """The nodes that fetch all of a model, the last first, but for those that read from ``reader`` themselves."""
+        fetches = {fetch.node: fetch for fetch in self._fetches.values() if fetch.url == url and fetch.layers is None}
+        behind, pending = {reader}, [reader]
+        while pending:
+            before = pending.pop()
+            more = [name for name, fetch in fetches.items() if before in fetch.sources and name not in behind]
+            behind.update(more)
+            pending += more
+        return [name for name in reversed(fetches) if name not in behind]
 
     async def _call(self, node: str, request: dict[str, Any]) -> None:
         try:

@@ -22,13 +22,14 @@ from ..transport.pacing import Pacer
 from ..transport.regions import RegionRoutes
 from .agent import Agent
 from .controller_line import ControllerLine
-from .controller_watch import ControllerWatch
 from .forwarding import Forwarder
 from .instances import Instances
 from .listener import Listener
 from .operations import Operations
+from .processes.answering import AnswerWatch
 from .processes.child import OUT_OF_MEMORY, Child, KeptAlive, end_orphans
 from .processes.guard import adopt_orphans, reap_orphans
+from .processes.keeper import KeeperWatch
 from .processes.stopped import StoppedProcesses
 from .ray.processes import STARTED, forget_address, ray_command, ray_environment
 from .settings import NodeServerSettings, make_token
@@ -40,6 +41,8 @@ _DRAIN_S = 30.0
 _RAY_GRACE_S = 8.0
 _LOOK_S = 0.25
 _HUNG_S = 10.0  # the node server ends after its loop has stood still for so long
+_CONTROLLER_HUNG_S = 10.0  # it calls Ray, which may wait for the disk and for other nodes
+_ACTOR_HUNG_S = 1.5  # it does nothing that takes time
 _LAUNCH_PAUSE_S = 1.0
 _TOLD = ("alive", "draining", "drained")  # states of a node that the controller can tell what to do
 
@@ -47,9 +50,11 @@ _TOLD = ("alive", "draining", "drained")  # states of a node that the controller
 class NodeServer:
     """Runs until SIGTERM or SIGINT, lets running requests finish, and leaves nothing behind."""
 
-    def __init__(self, settings: NodeServerSettings, show: Callable[[str], None]) -> None:
+    def __init__(self, settings: NodeServerSettings, show: Callable[[str], None], keeper: KeeperWatch) -> None:
         """``show`` prints a line for the user."""
         self._settings = settings
+        self._keeper = keeper
+        self._forsaken = False  # its keeper hangs
         self._show = show
         self._stop = asyncio.Event()
         self._signals = 0
@@ -87,6 +92,8 @@ class NodeServer:
                 await self._stop.wait()
             finally:
                 await self._end()
+                if self._forsaken:
+                    self._keeper.end()
         return 0
 
     async def _unless_stopped(self, starting: Coroutine[None, None, None]) -> None:
@@ -118,11 +125,12 @@ class NodeServer:
         self._agent.begin()
         self._ray.begin()
         self._watchdog.start()
-        works = (self._watch_processes(), self._tell(), Starts(self._instances).run())
+        actor = AnswerWatch("the node actor", settings.actor_socket, _ACTOR_HUNG_S)
+        works = (self._watch_processes(), self._tell(), Starts(self._instances).run(), actor.run())
         self._tasks = [asyncio.create_task(work) for work in works]
         self._show(f"node {settings.name} on {settings.url}, folder {settings.folder}")
         if settings.is_head:
-            watch = ControllerWatch(settings.controller_socket)
+            watch = AnswerWatch("the controller", settings.controller_socket, _CONTROLLER_HUNG_S)
             self._tasks += [asyncio.create_task(work) for work in (self._keep_controller(), watch.run())]
             self._show(f"other nodes: medusa cluster start --address {settings.address} --token-file FILE")
             self._show(f"(FILE: a copy of {settings.token_file})")
@@ -183,6 +191,9 @@ class NodeServer:
             self._watchdog.beat()
             reap_orphans(self._own_pids())
             stopped.look()
+            if not self._keeper.look():
+                self._forsaken = True
+                self._stop.set()
             if OUT_OF_MEMORY.look():
                 logger.error("%s: the kernel has killed a process of this node", OUT_OF_MEMORY.words())
             await asyncio.sleep(_LOOK_S)
@@ -208,7 +219,8 @@ class NodeServer:
             await self._launcher.end(0.0)
         await asyncio.gather(self._agent.end(), self._ray.end(_RAY_GRACE_S))
         await self._line.close()
-        self._settings.controller_socket.unlink(missing_ok=True)
+        for socket in (self._settings.controller_socket, self._settings.actor_socket):
+            socket.unlink(missing_ok=True)
         await end_orphans(set())
 
 
@@ -242,10 +254,10 @@ def _lock(settings: NodeServerSettings) -> _Lock:
     return _Lock(file)
 
 
-def serve(settings: NodeServerSettings, show: Callable[[str], None]) -> int:
-    """Run a node server in this process."""
+def serve(settings: NodeServerSettings, show: Callable[[str], None], keeper: KeeperWatch) -> int:
+    """Run a node server in this process, which is the keeper's child."""
 
     async def run() -> int:
-        return await NodeServer(settings, show).run()
+        return await NodeServer(settings, show, keeper).run()
 
     return asyncio.run(run())

@@ -15,6 +15,7 @@ from medusa_runtime.storage.peer_access import PeerAccess
 DATA_PORT = 8114
 RAY_PORT = 6379
 RAY_PORTS = 40  # from the first on; see ray/processes.py
+ACTOR_SOCKET = "actor.sock"
 
 # Ray makes sockets of Unix in `<folder>/ray/t/session_<date>_<time>_<microseconds>_<pid>/sockets/plasma_store.<n>`,
 # whose path may have 107 bytes.
@@ -84,6 +85,10 @@ class NodeServerSettings:
     @property
     def controller_socket(self) -> Path:
         return self.folder / "controller.sock"
+
+    @property
+    def actor_socket(self) -> Path:
+        return self.folder / ACTOR_SOCKET
 
     @property
     def agent_socket(self) -> Path:

@@ -308,6 +308,37 @@ def test_nodes_hear_who_has_a_model(run: Run) -> None:
     run(scenario, "a", "b")
 
 
+def test_nodes_that_have_lost_their_copies_read_from_each_other(run: Run) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        await deploy(cluster, min=3, max=3)
+        await until(lambda: len(ready(cluster)) == 3 and not cluster.execution.fetches(cluster.nodes, 0.0))
+        for node in net.nodes.values():  # behind the controller's back; instances fetch by themselves
+            node.models.clear()
+        await until(lambda: not any(node.models() for node in cluster.nodes.values()))
+        assert await ask(cluster, "sources", node="b", url=MODEL) == []
+        assert await ask(cluster, "sources", node="a", url=MODEL) == ["http://b:8114"]
+        assert await ask(cluster, "sources", node="c", url=MODEL) == ["http://a:8114", "http://b:8114"]
+        assert await ask(cluster, "sources", node="b", url=MODEL) == []
+        assert await ask(cluster, "sources", node="c", url="http://store/other") == []
+        await net.nodes["c"].fetch({"url": MODEL, "pin": False})
+        await until(lambda: not cluster.execution.planned_sources("c", MODEL))
+        assert await ask(cluster, "sources", node="a", url=MODEL) == ["http://b:8114", "http://c:8114"]
+
+    run(scenario, "a", "b", "c")
+
+
+def test_a_copy_that_a_node_has_just_lost_is_not_taken_for_a_fetch_that_has_ended(run: Run) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        await deploy(cluster, min=2, max=2)
+        await until(lambda: len(ready(cluster)) == 2 and not cluster.execution.fetches(cluster.nodes, 0.0))
+        assert await ask(cluster, "sources", node="a", url=MODEL) == ["http://b:8114"]
+        cluster._tick()  # with the status of before
+        assert await ask(cluster, "sources", node="b", url=MODEL) == []  # or each would wait for the other
+        assert [fetch.sources for fetch in cluster.execution.fetches(cluster.nodes, 0.0)] == [("b",), ()]
+
+    run(scenario, "a", "b")
+
+
 def test_a_peer_that_sends_wrong_bytes_is_named(run: Run) -> None:
     async def scenario(net: Net, cluster: Cluster) -> None:
         await deploy(cluster, min=1)

@@ -38,9 +38,30 @@ def origin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Origin]:
         yield origin
 
 
+# In Ray's workers, SIGUSR1 has the loop of one concurrency group wait for a lock for ever.
+DEADLOCK = """
+import signal, sys, threading
+
+def deadlock(*_):
+    import asyncio, gc
+    loops = [loop for loop in gc.get_objects() if isinstance(loop, asyncio.AbstractEventLoop) and loop.is_running()]
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    lock = threading.Lock()
+    lock.acquire()
+    for loop in loops:
+        if names.get(loop._thread_id) == "AsyncIO Thread: control":
+            loop.call_soon_threadsafe(lock.acquire)
+
+if any("default_worker.py" in word for word in sys.orig_argv):
+    signal.signal(signal.SIGUSR1, deadlock)
+"""
+
+
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[tuple[ClusterNode, ClusterNode]]:
-    head = ClusterNode("head", 0)
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ClusterNode, ClusterNode]]:
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "sitecustomize.py").write_text(DEADLOCK)
+    head = ClusterNode("head", 0, environ={"PYTHONPATH": str(folder)})
     other = None
     try:
         head.wait_ready()
@@ -179,6 +200,37 @@ def test_what_is_stopped_is_killed_within_three_seconds(deployed: tuple[ClusterN
     assert _serving(head) == text
 
 
+def test_a_node_actor_that_is_deadlocked_is_killed_within_three_seconds(
+    deployed: tuple[ClusterNode, ClusterNode],
+) -> None:
+    head, _ = deployed
+    text = _serving(head)
+    (server,) = children(head.process.pid)
+    actor = head.kill("ray::NodeActor", signal.SIGUSR1)
+    clock, began = Unloaded(server), time.monotonic()
+    until(lambda: not alive(actor), head.output, pause_s=0.02)
+    noticed_s, loaded_s = clock.passed_s(), time.monotonic() - began
+    until(lambda: _pid(head, "ray::NodeActor") not in (None, actor), head.output, pause_s=0.02)
+    print(f"killed {loaded_s:.2f} s after it was deadlocked, replaced after {time.monotonic() - began:.2f} s")
+    assert noticed_s <= 3
+    assert f"the node actor (process {actor}) hangs" in head.output()
+    until(lambda: _alive_nodes(head) == ["head", "n1"], head.output)
+    assert _serving(head) == text
+
+
+def test_a_keeper_that_is_stopped_goes_on_within_three_seconds(deployed: tuple[ClusterNode, ClusterNode]) -> None:
+    head, other = deployed
+    (server,) = children(other.process.pid)
+    os.kill(other.process.pid, signal.SIGSTOP)
+    clock = Unloaded(server)
+    until(lambda: stopped(other.process.pid), pause_s=0.01)
+    until(lambda: not stopped(other.process.pid), other.output, pause_s=0.02)
+    assert clock.passed_s() <= 3
+    assert f"the keeper of the node server (process {other.process.pid})" in other.output()
+    assert _alive_nodes(head) == ["head", "n1"]
+    assert children(other.process.pid) == [server]
+
+
 def test_a_node_whose_server_and_its_keeper_stand_still_is_lost_within_three_seconds(
     deployed: tuple[ClusterNode, ClusterNode],
 ) -> None:
@@ -309,8 +361,15 @@ def _instances(node: ClusterNode) -> list[dict[str, Any]]:
 
 def test_a_killed_node_leaves_nothing_and_joins_again(deployed: tuple[ClusterNode, ClusterNode]) -> None:
     head, other = deployed
-    assert other.end(signal.SIGKILL) == -signal.SIGKILL
-    until(lambda: head.status_of("n1")["state"] == "lost", head.output)
+    processes = other.processes()
+    other.process.kill()
+    clock, began = Unloaded(_pid(head, "ray::Controller") or 0), time.monotonic()
+    until(lambda: head.status_of("n1")["state"] == "lost", head.output, pause_s=0.02)
+    print(f"lost {time.monotonic() - began:.2f} s after its keeper was killed")
+    assert clock.passed_s() <= 3
+    until(lambda: not any(map(alive, processes)), lambda: str(list(filter(alive, processes))), 20)
+    assert other.process.wait() == -signal.SIGKILL
+    assert "the node n1 is lost" in [event["text"].partition(",")[0] for event in head.call("status")["events"]]
     until(lambda: (head.ready_instance(NAME) or {}).get("node") == "head", head.output)
     assert _serving(head)
     other.start()

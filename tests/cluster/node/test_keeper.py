@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from medusa_cluster.node.controller_watch import ControllerWatch
+from medusa_cluster.node.processes.answering import AnswerWatch
 from process_tree import Unloaded, alive, children, stopped
 
 # It says who it is, and what it has started, in a session of its own.
@@ -19,9 +19,9 @@ SERVER = """
 import os, signal, subprocess, sys, time
 from medusa_cluster.node.processes.keeper import keep
 asked = []
-status = keep()
-if status is not None:
-    sys.exit(status)
+kept = keep()
+if isinstance(kept, int):
+    sys.exit(kept)
 signal.signal(signal.SIGINT, lambda *_: print("interrupted", flush=True))
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
@@ -29,13 +29,30 @@ print(os.getpid(), child.pid, flush=True)
 while True:
     time.sleep(60)
 """
+WATCHING = """
+import os, signal, sys, threading, time
+from medusa_cluster.node.processes.keeper import keep
+from medusa_runtime import liveness
+liveness.SILENT_S = 1.0
+lock = threading.Lock()
+signal.signal(signal.SIGUSR1, lambda *_: (lock.acquire(), lock.acquire()))
+kept = keep()
+if isinstance(kept, int):
+    sys.exit(kept)
+print(os.getpid(), 0, flush=True)
+while kept.look():
+    time.sleep(0.1)
+print("forsaken", flush=True)
+kept.end()
+time.sleep(60)
+"""
 HUNG = """
 import sys
 from medusa_cluster.node.processes.keeper import keep
 from medusa_runtime.node.watchdog import Watchdog
-status = keep()
-if status is not None:
-    sys.exit(status)
+kept = keep()
+if isinstance(kept, int):
+    sys.exit(kept)
 Watchdog("the node server", 0.1).start()
 print("started", flush=True)
 while True:
@@ -115,6 +132,29 @@ def test_nothing_is_left_of_a_keeper_that_is_killed(start: Start) -> None:
         pass
 
 
+def test_a_keeper_that_is_stopped_goes_on_within_three_seconds(start: Start) -> None:
+    keeper = start(WATCHING)
+    server, _ = pids(keeper)
+    os.kill(keeper.pid, signal.SIGSTOP)
+    clock = Unloaded(server)
+    while not stopped(keeper.pid):
+        pass
+    while stopped(keeper.pid):
+        assert clock.passed_s() <= 3
+    os.kill(server, signal.SIGKILL)
+    assert pids(keeper)[0] != server
+
+
+def test_a_node_server_whose_keeper_hangs_ends_with_it(start: Start) -> None:
+    keeper = start(WATCHING)
+    server, _ = pids(keeper)
+    keeper.send_signal(signal.SIGUSR1)
+    assert line(keeper) == "forsaken\n"
+    assert keeper.wait(60) == -signal.SIGKILL
+    while alive(server):
+        pass
+
+
 CONTROLLER = """
 import asyncio, os, sys, time
 from pathlib import Path
@@ -143,7 +183,7 @@ def test_a_controller_that_hangs_is_killed(tmp_path: Path) -> None:
         assert line(controller) == "listening\n"
 
         async def watch() -> None:
-            watching = asyncio.create_task(ControllerWatch(path, answers_within_s=0.5).run())
+            watching = asyncio.create_task(AnswerWatch("the controller", path, answers_within_s=0.5).run())
             while controller.poll() is None:
                 await asyncio.sleep(0.02)
             watching.cancel()

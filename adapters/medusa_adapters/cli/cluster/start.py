@@ -58,12 +58,12 @@ def run(arguments: argparse.Namespace) -> int:
     from ..serve import configure_logging
 
     configure_logging(arguments.log_level or os.environ.get("MEDUSA_LOG_LEVEL") or "info")
-    status = keep()
-    if status is not None:
-        return status
+    kept = keep()
+    if isinstance(kept, int):
+        return kept
     from medusa_cluster.node.server import serve
 
-    return serve(settings, lambda line: print(line, flush=True))
+    return serve(settings, lambda line: print(line, flush=True), kept)
 
 
 def require_extra(packages: Sequence[str] = _NEEDED) -> None:

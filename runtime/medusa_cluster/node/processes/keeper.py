@@ -1,6 +1,7 @@
 """The parent of a node server: starts it again when it was killed or hangs.
 
-It imports next to nothing and does nothing else, so that little can go wrong with it.
+It imports next to nothing and does nothing else, so that little can go wrong with it. The node server watches it in
+turn. When it is killed, the kernel ends the node server, and with it all that it has started.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from contextlib import suppress
 
 from medusa_runtime.limits import OutOfMemory
+from medusa_runtime.liveness import Heartbeats, Verdict, Watch, is_stopped
 from medusa_runtime.node.watchdog import STATUS as HUNG
 from medusa_runtime.process import die_with_parent
 
@@ -23,10 +25,34 @@ logger = logging.getLogger(__name__)
 _LOOK_S = 0.25
 _SHORTEST_S, _LONGEST_S, _STABLE_S = 0.2, 10.0, 30.0  # pauses before a start; after so long a run the shortest
 _ASKED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+_ROLE = "supervisor"  # of the heartbeats
 
 
-def keep() -> int | None:
-    """Fork a child that is to run the node server. Returns None in the child, and in the parent its exit status.
+class KeeperWatch:
+    """What a node server sees of its keeper."""
+
+    def __init__(self, heartbeats: Heartbeats) -> None:
+        self._pid = os.getppid()
+        self._watch = Watch(self._pid, 0, lambda: heartbeats.beat_ns(_ROLE))
+
+    def look(self) -> bool:
+        """Return whether it works, and have it go on when it was stopped. Call it a few times a second."""
+        if self._watch.look() is not Verdict.HUNG:
+            return True
+        stopped = is_stopped(self._pid)
+        what = "continuing it" if stopped else "ending this node, which nobody would start again"
+        logger.error("the keeper of the node server (process %d): %s; %s", self._pid, self._watch.reason, what)
+        if stopped:
+            os.kill(self._pid, signal.SIGCONT)
+        return stopped
+
+    def end(self) -> None:
+        """Kill it, so that the platform notices. The kernel ends this process with it."""
+        os.kill(self._pid, signal.SIGKILL)
+
+
+def keep() -> int | KeeperWatch:
+    """Fork a child that is to run the node server. Returns in the child its watch, and in the parent its exit status.
 
     A child that was killed, or whose watchdog has ended it, is replaced by another one, once all that it had started is
     gone. Signals that ask the parent to end are passed on. The child is in a process group of its own, so that Ctrl-C
@@ -34,7 +60,8 @@ def keep() -> int | None:
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, WAITED_FOR)
     adopt_orphans()
-    out_of_memory, pause_s = OutOfMemory(), _SHORTEST_S
+    out_of_memory, heartbeats, pause_s = OutOfMemory(), Heartbeats(), _SHORTEST_S
+    heartbeats.enter(_ROLE)
     while True:
         began, ours = time.monotonic(), os.getpid()
         out_of_memory.look()
@@ -43,8 +70,8 @@ def keep() -> int | None:
             os.setpgid(0, 0)
             die_with_parent(ours)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED_FOR)
-            return None
-        status, asked = _follow(child)
+            return KeeperWatch(heartbeats)
+        status, asked = _follow(child, heartbeats)
         end_children()
         if -status in _ASKED or (asked and status < 0):
             return 128 - status
@@ -56,10 +83,11 @@ def keep() -> int | None:
             return 128 + signal.SIGTERM
 
 
-def _follow(child: int) -> tuple[int, bool]:
+def _follow(child: int, heartbeats: Heartbeats) -> tuple[int, bool]:
     """Wait for the child's end; its exit status, negative for a signal, and whether it was asked to end."""
     stopped, asked = StoppedProcesses(lambda: [child]), False
     while True:
+        heartbeats.beat(_ROLE)
         received = signal.sigtimedwait(WAITED_FOR, _LOOK_S)
         if received is not None and received.si_signo in _ASKED:
             asked = True

@@ -1,18 +1,21 @@
 """The node actor: passes calls that come through Ray on to the control socket of its node's server.
 
 It keeps no state, so Ray may start it again at any time. Engines and instances are the node server's, because Ray
-would end an actor's children with it.
+would end an actor's children with it. The node server asks it again and again whether it still works.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from medusa_runtime.errors import ClusterError, MedusaError
 
-from ...json_lines import call, error_answer
+from ...json_lines import JsonLinesServer, call, error_answer
+from ..settings import ACTOR_SOCKET
 from .processes import CONTROL_SOCKET_VARIABLE
 
 NAMESPACE = "medusa"
@@ -40,11 +43,21 @@ def _group(name: str) -> Callable[[_Method], _Method]:
 class NodeActor:
     """Every method is an operation of the control socket and returns its answer, ``{"ok": …}`` or ``{"error": …}``."""
 
-    def __init__(self) -> None:
+    async def __init__(self) -> None:  # type: ignore[misc]  # Ray awaits it
         self._socket = os.environ[CONTROL_SOCKET_VARIABLE]
+        self._loops = {asyncio.get_running_loop()}  # Ray runs each concurrency group in a loop of its own
+        self._server = JsonLinesServer(Path(self._socket).with_name(ACTOR_SOCKET), self._works)
+        await self._server.start()
+
+    async def _works(self, _: dict[str, Any]) -> int:
+        """Return this process's pid, once each of its loops has come round."""
+        for loop in list(self._loops):
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self.pid(), loop))
+        return os.getpid()
 
     @_group("control")
     async def ping(self) -> dict[str, Any]:
+        self._loops.add(asyncio.get_running_loop())
         return {"ok": {}}
 
     @_group("control")
@@ -90,6 +103,7 @@ class NodeActor:
         return os.getpid()
 
     async def _pass_on(self, request: dict[str, Any]) -> dict[str, Any]:
+        self._loops.add(asyncio.get_running_loop())
         try:
             return {"ok": await call(self._socket, request)}
         except MedusaError as error:

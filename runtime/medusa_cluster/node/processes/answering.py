@@ -1,0 +1,81 @@
+"""Kills a process of this node that does not answer any more, so that Ray starts it again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from medusa_runtime.errors import MedusaError
+
+from ...json_lines import call
+
+logger = logging.getLogger(__name__)
+
+_PING_S = 0.5
+_LOOK_S = 0.1
+_LONGEST_LOOK_S = 0.2  # a look that comes later than that was held up itself
+
+
+class AnswerWatch:
+    """Asks a process again and again for its pid, on its socket. One that was stopped is killed by others."""
+
+    def __init__(self, what: str, socket: Path, answers_within_s: float) -> None:
+        """``what`` it is, for the log. ``answers_within_s``: time in which it waited for a CPU does not count."""
+        self._what = what
+        self._socket = socket
+        self._answers_within_s = answers_within_s
+        self._pid: int | None = None  # while it answers
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        while True:
+            await self._ask()
+            await asyncio.sleep(_PING_S)
+
+    async def _ask(self) -> None:
+        pid, self._pid = self._pid, None
+        asking = asyncio.create_task(call(self._socket, {"op": "ping"}))
+        try:
+            if not await self._answered(asking, pid):
+                if pid is not None:
+                    logger.error("%s (process %d) hangs; killing it, so that it is started again", self._what, pid)
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                return
+            self._pid = int(asking.result())
+        except (OSError, MedusaError, ValueError):
+            return  # it has ended, or has only begun to start
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+    async def _answered(self, asking: asyncio.Task[object], pid: int | None) -> bool:
+        """Wait for the answer; False when it does not come."""
+        passed_s, before = 0.0, _cpu_waits_s(pid)
+        while passed_s - _longer_s(_cpu_waits_s(pid), before) < self._answers_within_s:
+            began = time.monotonic()
+            await asyncio.wait({asking}, timeout=_LOOK_S)
+            if asking.done():
+                return True
+            passed_s += min(time.monotonic() - began, _LONGEST_LOOK_S)
+        return False
+
+
+def _cpu_waits_s(pid: int | None) -> dict[str, float]:
+    """How long each thread of a process has been ready to run and had no CPU; empty where the kernel does not say."""
+    found: dict[str, float] = {}
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError, IndexError), open(f"/proc/{pid}/task/{thread}/schedstat", "rb") as file:
+                found[thread] = int(file.read().split()[1]) / 1e9
+    return found
+
+
+def _longer_s(now: dict[str, float], before: dict[str, float]) -> float:
+    """How long the thread that waited longest for a CPU has waited since ``before``."""
+    return max((waited_s - before.get(thread, 0.0) for thread, waited_s in now.items()), default=0.0)
