@@ -69,7 +69,7 @@ class Execution:
                 self.task(("drop", node, url), self._call(node, {"op": "drop", "url": url}))
             case Pin(node, url, pinned):
                 request = (
-                    {"op": "fetch", "url": url, "sources": [], "pin": True, "version": ""}
+                    {"op": "fetch", "url": url, "sources": None, "pin": True, "version": ""}
                     if pinned
                     else {"op": "unpin", "url": url}
                 )

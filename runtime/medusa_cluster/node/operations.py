@@ -122,7 +122,8 @@ class Operations:
         return await asyncio.to_thread(describe, str(request["url"]))
 
     async def _fetch(self, request: dict[str, Any]) -> dict[str, Any]:
-        self._sources[request["url"]] = [str(source) for source in request.get("sources", ())]
+        if request.get("sources") is not None:  # else it should be there already; if it is not, the controller is asked
+            self._sources[request["url"]] = [str(source) for source in request["sources"]]
         layers = None if request.get("layers") is None else str(request["layers"])
         pin, version = bool(request.get("pin", False)), str(request.get("version", ""))
         self._agent.fetch(request["url"], pin=pin, version=version, layers=layers)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from medusa_cluster.controller import members
 from medusa_cluster.controller.cluster import Cluster
+from medusa_cluster.policy.state import Pin
 from medusa_runtime.errors import ConfigError, NoControllerError, UnknownNameError
 
 from .conftest import Net, until
@@ -320,9 +321,6 @@ def test_nodes_that_have_lost_their_copies_read_from_each_other(run: Run) -> Non
         assert await ask(cluster, "sources", node="c", url=MODEL) == ["http://a:8114", "http://b:8114"]
         assert await ask(cluster, "sources", node="b", url=MODEL) == []
         assert await ask(cluster, "sources", node="c", url="http://store/other") == []
-        await net.nodes["c"].fetch({"url": MODEL, "pin": False})
-        await until(lambda: not cluster.execution.planned_sources("c", MODEL))
-        assert await ask(cluster, "sources", node="a", url=MODEL) == ["http://b:8114", "http://c:8114"]
 
     run(scenario, "a", "b", "c")
 
@@ -337,6 +335,17 @@ def test_a_copy_that_a_node_has_just_lost_is_not_taken_for_a_fetch_that_has_ende
         assert [fetch.sources for fetch in cluster.execution.fetches(cluster.nodes, 0.0)] == [("b",), ()]
 
     run(scenario, "a", "b")
+
+
+def test_a_pin_leaves_the_plan_of_a_fetch_alone(run: Run) -> None:
+    async def scenario(net: Net, cluster: Cluster) -> None:
+        await deploy(cluster, min=1)
+        await until(lambda: ready(cluster))
+        cluster.execution.begin(Pin("a", MODEL, pinned=True))
+        order = await until(lambda: [call for call in net.nodes["a"].calls if call["op"] == "fetch" and call["pin"]])
+        assert order[-1]["sources"] is None
+
+    run(scenario, "a")
 
 
 def test_a_peer_that_sends_wrong_bytes_is_named(run: Run) -> None:

@@ -62,7 +62,7 @@ class NodeActor:
 
     @_group("control")
     async def fetch(
-        self, url: str, sources: list[str], pin: bool, version: str = "", layers: str | None = None
+        self, url: str, sources: list[str] | None, pin: bool, version: str = "", layers: str | None = None
     ) -> dict[str, Any]:
         request = {"op": "fetch", "url": url, "sources": sources, "pin": pin, "version": version, "layers": layers}
         return await self._pass_on(request)
