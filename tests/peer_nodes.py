@@ -103,10 +103,13 @@ class Node:
         return self.clients[-1].region(url)
 
     def held(self) -> dict[str, Any]:
-        """What the agent says of its one region."""
+        """What the agent says of its one region; of one that is complete, after its prefetcher has had its say."""
         client = NodeClient(self.socket)
         with contextlib.closing(client):
             regions = client.status()["regions"]
+            if regions and regions[0]["state"] == "done":
+                until(lambda: "prefetcher" not in descendants(self.agent.pid).values())
+                regions = client.status()["regions"]
         return dict(regions[0]) if regions else {}
 
     def prefetcher(self) -> int:

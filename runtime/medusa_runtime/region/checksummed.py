@@ -69,7 +69,7 @@ class ChecksummedRegion:
     @property
     def received_bytes(self) -> int:
         """The bytes that have come, those of unfinished chunks and of second requests among them."""
-        return int(self._words[Word.RECEIVED_BYTES])
+        return max(int(self._words[Word.RECEIVED_BYTES]), self.fetched_bytes)
 
     @property
     def total_bytes(self) -> int:
