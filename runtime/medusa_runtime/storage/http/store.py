@@ -78,6 +78,7 @@ class HttpStore:
         self._lock = threading.Lock()
         self._closed = False
         self._may_redirect: Callable[[str], bool] | None = None
+        self._step_bytes = _FIRST_STEP_BYTES
         self._home, self._query, self._authorization = _home(url)
 
     def limit_redirects(self, allows: Callable[[str], bool]) -> None:
@@ -178,7 +179,7 @@ class HttpStore:
     ) -> None:
         patience = Patience(self.retries)
         stop = start + (len(buffer) if length is None else length)
-        filled, step_bytes = 0, _FIRST_STEP_BYTES
+        filled = 0
         while start + filled < stop:
             connection: Connection | None = None
             counted = filled
@@ -188,13 +189,13 @@ class HttpStore:
                 sent = filled + count
                 while filled < sent:
                     at = filled % len(buffer)  # the buffer is filled again from its start when the range is longer
-                    step = min(filled + min(step_bytes, len(buffer) - at), sent)
+                    step = min(filled + min(self._step_bytes, len(buffer) - at), sent)
                     began = time.monotonic()
                     while filled < step:
                         count = connection.receive(buffer[at : at + step - filled])
                         filled += count
                         at += count
-                    step_bytes = _next_step_bytes(step_bytes, time.monotonic() - began)
+                    self._step_bytes = _next_step_bytes(self._step_bytes, time.monotonic() - began)
                     patience.progressed(filled - counted)
                     counted = filled
                     if start + filled < stop and patience.is_over:
