@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 class Execution:
     """The instances of a simulation and what happens to them."""
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: Simulation, seed: int) -> None:
         self._sim = simulation
         self._env = simulation.env
         self.instances: dict[str, SimInstance] = {}
         self.counts: dict[str, int] = {}  # instances by model's name
         self._groups: dict[str, list[SimInstance]] = {}
         self._holders: dict[Server, list[SimInstance]] = {}
-        self._random = random.Random(1)
+        self._random = random.Random(seed)
         self._serving = 0  # instances, and workers of groups, that serve
 
     def do(self, decision: Decision) -> None:
@@ -176,7 +176,7 @@ class Execution:
 
     def _touch(self, node: SimNode) -> None:
         node.dirty = True
-        self._sim.changed.add(node)
+        self._sim.changed[node] = None
 
     # Starts.
 

@@ -1,18 +1,21 @@
 """An instance that serves: prefill first come, first served, and continuous batching of the decodes.
 
 Steps of a batch are not events of their own. All its sequences gain tokens at the same rate, so the next completion is
-computed, and computed anew when the batch changes.
+computed, and computed anew when the batch changes. A prompt waits for the end of the step that runs when it comes.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from .network import call_after
 from .profiles import Speed
+
+_ALMOST = 1e-6  # of a token
 
 
 class Served:
@@ -70,6 +73,7 @@ class Server:
         self._order = 0
         self._tokens, self._at_s = 0.0, 0.0  # tokens that each sequence has gained, and when that was true
         self._turn = 0
+        self._stepping = False  # prompts wait for the end of the decode step that runs
 
     @property
     def places(self) -> int:
@@ -82,7 +86,22 @@ class Server:
     def admit(self, request: Served) -> None:
         self.running += 1
         self._waiting.append(request)
+        if self._batch or self._stepping:
+            return
+        if not self._active:
+            self._prefill()
+            return
+        self._settle()
+        self._stepping = True
+        rest = max(math.ceil(self._tokens - _ALMOST) - self._tokens, 0.0)
+        call_after(self._env, rest * self._step_s(), self._stepped)
+
+    def _stepped(self) -> None:
         if not self._batch:
+            self._settle()
+            self._finish_decoded()
+        self._stepping = False
+        if self._waiting and not self._batch:
             self._prefill()
 
     def leave(self) -> None:
@@ -181,10 +200,13 @@ class Server:
         if turn != self._turn or self._batch:
             return
         self._settle()
-        while self._active and self._active[0][0] - self._tokens < 1e-6:
-            self._finish(heapq.heappop(self._active)[2])
+        self._finish_decoded()
         if not self._batch:
             self._decode()
+
+    def _finish_decoded(self) -> None:
+        while self._active and self._active[0][0] - self._tokens < _ALMOST:
+            self._finish(heapq.heappop(self._active)[2])
 
     def _finish(self, request: Served) -> None:
         request.done_s = self._env.now

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -49,6 +51,7 @@ class Simulation:
     ``window_s``: over which the tokens that arrive are counted.
     ``paid_until_s``: until when device time counts, for example the end of the trace.
     ``details``: also record which tokens were served when, and the host memory that holds weights.
+    ``seed``: of how much starts differ.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Simulation:
         progress: Callable[[float], None] | None = None,
         paid_until_s: float = math.inf,
         details: bool = False,
+        seed: int = 1,
     ) -> None:
         try:
             import simpy
@@ -77,12 +81,12 @@ class Simulation:
         self.numbers = {model.name: number for number, model in enumerate(fleet.models)}
         self.deployments = {model.name: self._deployment(model) for model in fleet.models}
         self.nodes = {node.name: node for node in self._make_nodes()}
-        self.changed: set[SimNode] = set(self.nodes.values())
+        self.changed: dict[SimNode, None] = dict.fromkeys(self.nodes.values())  # a set in order
         self._seen: dict[str, Node] = {}
         self._loads: dict[str, Load] = {}
         self._active: set[int] = set()  # models whose load may have changed
         self._memory = Memory()
-        self._execution = Execution(self)
+        self._execution = Execution(self, seed)
         self._requests = iter(requests)
         self._tick_s, self._tick_at, self._ticked_at = tick_s, math.inf, -math.inf
         self._quiet_s, self._window_s = max(quiet_s, tick_s), window_s
@@ -99,7 +103,8 @@ class Simulation:
             self._execution.fill_pool()
         self._arrive_next()
         self.wake()
-        self.env.run()
+        with _rare_collections():
+            self.env.run()
         self._execution.close()
         outcome = self.outcome
         for request in self._unanswered:
@@ -182,7 +187,7 @@ class Simulation:
         names = [node.name for node in self.changed]
         for node in self.changed:
             self._seen[node.name] = node.seen()
-        self.changed = {node for node in self.changed if node.dirty}
+        self.changed = {node: None for node in self.changed if node.dirty}
         self._take_loads()
         state = ClusterState(self._seen, self.deployments, self._loads, names)
         begun = time.thread_time()
@@ -278,6 +283,17 @@ class Simulation:
                 size = machine.fast_domain_size
                 domain = f"{machine.name} {number // size}" if size > 1 else ""
                 yield SimNode(f"{machine.name}-{number:05}", machine, domain, always)
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Have Python look for cycles of garbage less often: a run makes millions of events, and hardly any cycle."""
+    before = gc.get_threshold()
+    gc.set_threshold(max(before[0], 100_000) if before[0] else 0, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _used(servers: Collection[Server]) -> float:

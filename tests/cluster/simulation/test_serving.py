@@ -36,6 +36,17 @@ def test_a_batch_decodes_slower_and_a_prefill_stops_it() -> None:
     assert first.done_s == pytest.approx(0.2 + 100 * 0.02 + 0.2 + 0.01)
 
 
+def test_a_prompt_waits_for_the_end_of_the_decode_step_that_runs() -> None:
+    env, ended = simpy.Environment(), []
+    one = server(env, ended)
+    first, second = Served(0.0, 0, 100, 101), Served(1.005, 0, 100, 1)
+    one.admit(first)
+    call_after(env, 1.005, lambda: one.admit(second))
+    env.run()
+    assert second.first_s == pytest.approx(1.02 + 0.2)  # steps end at 0.2 and each 0.02 s later
+    assert first.done_s == pytest.approx(0.2 + 100 * 0.02 + 0.2)
+
+
 def test_prompts_that_wait_are_prefilled_together() -> None:
     env, ended = simpy.Environment(), []
     one = server(env, ended)
