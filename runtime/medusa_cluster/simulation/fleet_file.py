@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +78,16 @@ def read_plan(path: Path) -> Plan:
         if path.stat().st_size > _LARGEST_BYTES:
             raise ConfigError(f"{path}: expected a file of at most {_LARGEST_BYTES} bytes, found a larger one")
         content = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"the fleet {path} could not be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
         raise ConfigError(f"the fleet {path} could not be read: {error}") from None
     except RecursionError:
         raise ConfigError(f"{path}: expected YAML, found some that is nested too deeply") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+        raise ConfigError(f"{path}{where}: expected YAML: {error.problem or error.context}") from None
     except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         # The last five are the parser's own failures: a date that is none, a number of too many digits, an empty !!int.
         raise ConfigError(f"{path}: expected YAML: {' '.join(str(error).split())}") from None
@@ -88,13 +95,13 @@ def read_plan(path: Path) -> Plan:
 
 
 def parse(content: Any, folder: Path = Path(), name: str = "fleet") -> Plan:
-    top = _Section(content, name)
+    top = _Section(content, name, ": ")
     machines = tuple(_machine(item) for item in top.items("machines"))
     pairs: list[tuple[Model, str]] = []
     for item in top.items("models"):
         pairs += _models(item, machines)
         if len(pairs) > _MOST:
-            raise ConfigError(f"{name}.models: expected at most {_MOST} models, found more")
+            raise ConfigError(f"{name}: models: expected at most {_MOST} models, found more")
     requests = top.section("requests")
     strategies = tuple(top.words("strategies", ("medusa", "serverlessllm", "vllm"), STRATEGIES))
     plan = Plan(
@@ -116,7 +123,7 @@ def parse(content: Any, folder: Path = Path(), name: str = "fleet") -> Plan:
     names = [model.name for model in plan.fleet.models]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"{name}.models: expected different names, found {twice!r} twice")
+        raise ConfigError(f"{name}: models: expected different names, found {twice!r} twice")
     return plan
 
 
@@ -210,33 +217,38 @@ def _workload(item: _Section, folder: Path) -> Workload:
 
 
 class _Section:
-    """A mapping of the file, with its place in it. Every key has to be asked for; ``end`` complains about others."""
+    """A mapping of the file, with its place in it. Every key has to be asked for; ``end`` complains about others.
 
-    def __init__(self, content: Any, place: str) -> None:
+    ``between``: its place and a key's.
+    """
+
+    def __init__(self, content: Any, place: str, between: str = ".") -> None:
         if not isinstance(content, Mapping):
             raise ConfigError(f"{place}: expected a mapping, found {_shown(content)}")
         self.content, self._place, self._known = dict(content), place, set[str]()
+        self._inside = place + between
 
     def has(self, key: str) -> bool:
         return key in self.content
 
-    def wrong(self, key: str, expected: str, found: Any) -> ConfigError:
-        return ConfigError(f"{self._place}.{key}: expected {expected}, found {_shown(found)}")
+    def wrong(self, key: str, expected: str, found: Any, known: Iterable[str] = ()) -> ConfigError:
+        return ConfigError(f"{self._inside}{key}: expected {expected}, found {_shown(found)}{_meant(found, known)}")
 
     def end(self) -> None:
         unknown = self.content.keys() - self._known
         if unknown:
             key = sorted(map(str, unknown))[0]
-            raise ConfigError(f"{self._place}: unknown key {key!r}; known are {', '.join(sorted(self._known))}")
+            known = ", ".join(sorted(self._known))
+            raise ConfigError(f"{self._place}: unknown key {key!r}; known are {known}{_meant(key, self._known)}")
 
     def section(self, key: str, *, optional: bool = False) -> _Section:
-        return _Section(self._get(key, {} if optional else None, "a mapping"), f"{self._place}.{key}")
+        return _Section(self._get(key, {} if optional else None, "a mapping"), f"{self._inside}{key}")
 
     def items(self, key: str) -> list[_Section]:
         found = self._get(key, None, "a list")
         if not isinstance(found, list) or not found:
             raise self.wrong(key, "a list with at least one entry", found)
-        return [_Section(item, f"{self._place}.{key}[{number}]") for number, item in enumerate(found)]
+        return [_Section(item, f"{self._inside}{key}[{number}]") for number, item in enumerate(found)]
 
     def word(self, key: str, default: str | None) -> str:
         found = self._get(key, default, "a name")
@@ -246,20 +258,14 @@ class _Section:
 
     def choice(self, key: str, default: str | None, known: Mapping[str, object]) -> str:
         found = self._get(key, default, f"one of {', '.join(known)}")
-        if not isinstance(found, str) or found not in known:
-            raise self.wrong(key, f"one of {', '.join(known)}", found)
-        return str(found)
+        return self._one_of(key, found, known)
 
     def words(self, key: str, default: Sequence[str], known: Mapping[str, object]) -> list[str]:
         found = self._get(key, list(default), "a list of names")
         found = [found] if isinstance(found, str) else found
-        if (
-            not isinstance(found, list)
-            or not found
-            or any(not isinstance(item, str) or item not in known for item in found)
-        ):
+        if not isinstance(found, list) or not found:
             raise self.wrong(key, f"a list of {', '.join(known)}", found)
-        return [str(item) for item in found]
+        return [self._one_of(f"{key}[{number}]", item, known) for number, item in enumerate(found)]
 
     def flag(self, key: str) -> bool:
         found = self._get(key, False, "true or false")
@@ -305,6 +311,11 @@ class _Section:
             raise self.wrong(key, "a size such as 12.5GB or 16Gbit", found) from None
         return value / 8 if (match[3] or "").lower() == "bit" else value
 
+    def _one_of(self, key: str, found: Any, known: Mapping[str, object]) -> str:
+        if not isinstance(found, str) or found not in known:
+            raise self.wrong(key, f"one of {', '.join(known)}", found, known)
+        return found
+
     def _get(self, key: str, default: Any, expected: str) -> Any:
         self._known.add(key)
         found = self.content.get(key, default)
@@ -315,6 +326,11 @@ class _Section:
 
 def _is_number(found: Any, least: float, most: float) -> bool:
     return isinstance(found, int | float) and not isinstance(found, bool) and least <= found <= most
+
+
+def _meant(found: Any, known: Iterable[str]) -> str:
+    close = get_close_matches(found, known, 1) if isinstance(found, str) else []
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _shown(found: Any) -> str:

@@ -69,14 +69,14 @@ def test_a_model_of_ones_own() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("machines", [], r"fleet\.machines: expected a list with at least one entry, found \[\]"),
+        ("machines", [], r"fleet: machines: expected a list with at least one entry, found \[\]"),
         ("machines", None, r"fleet: expected machines, a list, found none"),
         (
             "machines.0.link",
             "fast",
-            r"fleet\.machines\[0\]\.link: expected a size such as 12\.5GB or 16Gbit, found \"fast\"",
+            r"fleet: machines\[0\]\.link: expected a size such as 12\.5GB or 16Gbit, found \"fast\"",
         ),
-        ("machines.0.link", None, r"fleet\.machines\[0\]: expected link"),
+        ("machines.0.link", None, r"fleet: machines\[0\]: expected link"),
         ("machines.0.count", 0, r"machines\[0\]\.count: expected a whole number of at least 1, found 0"),
         ("machines.0.gpus", 4, r"machines\[0\]: unknown key 'gpus'; known are count"),
         ("models.0.profile", "gpt", r"models\[0\]\.profile: expected one of opt-2\.7b@a10"),
@@ -86,7 +86,11 @@ def test_a_model_of_ones_own() -> None:
         ("requests.rate", 0, r"requests\.rate: expected a number of at least 1e-09"),
         ("requests.rate", None, r"requests: expected rate"),
         ("requests.arrivals", "uniform", r"requests\.arrivals: expected gamma, poisson"),
-        ("strategies", ["magic"], r"fleet\.strategies: expected a list of medusa"),
+        ("strategies", ["medusa", "magic"], r"fleet: strategies\[1\]: expected one of medusa, .*, found \"magic\"$"),
+        ("strategies", [], r"fleet: strategies: expected a list of medusa"),
+        ("strategies", ["serverlesslm"], r"found \"serverlesslm\"; did you mean 'serverlessllm'\?"),
+        ("models.0.profile", "llama2-7b@a10g", r"did you mean 'llama2-7b@a100?'\?"),
+        ("requests.second", 60, r"requests: unknown key 'second'; known are .*; did you mean 'seconds'\?"),
         ("device", "x", r"fleet: unknown key 'device'"),
     ],
 )
@@ -125,11 +129,11 @@ def test_the_schema_accepts_what_is_read_and_knows_all_names() -> None:
 
 
 def test_a_file_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="could not be read"):
+    with pytest.raises(ConfigError, match=r"none\.yaml could not be read: No such file or directory$"):
         read_plan(tmp_path / "none.yaml")
     path = tmp_path / "fleet.yaml"
-    path.write_text("machines: [")
-    with pytest.raises(ConfigError, match="expected YAML"):
+    path.write_text("machines:\n  - {count: 8; devices: 4}\n")
+    with pytest.raises(ConfigError, match=r"fleet\.yaml, line 2, column 23: expected YAML: expected ',' or '}'"):
         read_plan(path)
     path.write_text("- 1")
     with pytest.raises(ConfigError, match="expected a mapping"):
